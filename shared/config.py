@@ -1,0 +1,252 @@
+"""One strict recipe: TOML file < environment (PRONK_SECTION__KEY) < command line (--section.key value).
+
+Each process is given only the sections it needs. An unknown key, a wrong type or an impossible combination is a
+`ConfigError` of one line that names the value and the cure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    name: str = Field("run", description="name of the run; its folder is DIR/NAME")
+    dir: str = Field("runs", description="where run folders are made")
+    seed: int = Field(0, description="seed of the run: samples, sampling, initialisation of the value head")
+
+
+class ModelConfig(Section):
+    path: str = Field(..., description="folder or hub name of a Qwen-VL model with tokenizer and chat template")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of forward and backward")
+    max_context: int = Field(2048, gt=0, description="tokens of one episode, pictures expanded")
+    min_pixels: int = Field(1024, gt=0, description="pictures below are enlarged")
+    max_pixels: int = Field(1048576, gt=0, description="pictures above are reduced")
+
+
+class EnvConfig(Section):
+    module: str = Field(..., description="dotted path or .py file that holds build_env")
+    args: dict[str, Any] = Field(default_factory=dict, description="settings handed to build_env as `args`")
+    max_turns: int = Field(8, gt=0, description="turns of one episode")
+    max_tokens: int = Field(1536, gt=0, description="model tokens of one episode")
+    turn_tokens: int = Field(256, gt=0, description="model tokens of one turn")
+    timeout_s: float = Field(30.0, gt=0, description="time limit of one reset or step")
+    reward: str = Field("", description="episode reward: dotted path or .py file:function; empty = the env's own")
+
+
+class DataConfig(Section):
+    source: str = Field("seeds", description="`seeds` (each sample is a seed) or a .parquet/.jsonl file")
+    first_seed: int = Field(0, description="first training seed")
+    num_samples: int = Field(1_000_000_000, gt=0, description="number of training seeds")
+    eval_first_seed: int = Field(2_000_000_000, description="first held-out seed; never overlaps the training seeds")
+    eval_source: str = Field("", description="held-out dataset, when `source` is a file")
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+
+
+class ActorConfig(Section):
+    learner: str = Field("tcp://127.0.0.1:5555", description="address of the learner's ticket socket")
+    processes: int = Field(1, gt=0, description="actor processes that launch/actors.py starts")
+    groups: int = Field(16, gt=0, description="groups that one process plays at once")
+    connect_timeout_s: float = Field(60.0, gt=0, description="how long an actor waits for the learner")
+    heartbeat_s: float = Field(2.0, gt=0)
+
+
+class EngineConfig(Section):
+    kind: Literal["embedded", "sglang"] = "embedded"
+    urls: tuple[str, ...] = Field((), description="engines that run already; empty = start them")
+    count: int = Field(1, gt=0, description="engines to start")
+    port: int = Field(31000, gt=0, lt=65536, description="port of the first engine; the next ones follow")
+    device: str = Field("cpu", description="cpu or cuda")
+    max_batch: int = Field(64, gt=0, description="requests that the embedded engine computes at once")
+    threads: int = Field(1, gt=0, description="CPU threads of the embedded engine")
+    start_timeout_s: float = Field(300.0, gt=0)
+    request_timeout_s: float = Field(300.0, gt=0)
+
+
+class LearnerConfig(Section):
+    bind: str = Field("tcp://127.0.0.1:5555", description="where actors connect")
+    objective: Literal["vtrace", "grpo"] = "vtrace"
+    group_size: int = Field(1, gt=0, description="episodes of one sample")
+    groups_per_step: int = Field(64, gt=0, description="groups of one optimizer step, over all ranks")
+    total_steps: int = Field(100, gt=0)
+    max_minutes: float = Field(0.0, ge=0, description="training ends after the step that passes this; 0 = no limit")
+    publish_every: int = Field(1, gt=0, description="optimizer steps between weight publications")
+    max_staleness: int = Field(1, ge=0, description="versions between issue and training, at most")
+    lease_s: float = Field(300.0, gt=0, description="a ticket not fulfilled by then is issued again")
+    microbatch_tokens: int = Field(8192, gt=0, description="tokens of one packed forward")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks compute; cuda takes one GPU a rank")
+    threads: int = Field(1, gt=0, description="CPU threads of each learner rank")
+    bucket_bytes: int = Field(512 * 2**20, gt=0, description="weights gathered and broadcast at once")
+    publish_timeout_s: float = Field(300.0, gt=0, description="an engine that takes longer for a publication is dropped")
+    lr: float = Field(1e-6, gt=0)
+    value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.1, ge=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    max_grad_norm: float = Field(1.0, gt=0)
+    gamma: float = Field(1.0, ge=0, le=1, description="discount between turns (1 inside a turn)")
+    lam: float = Field(1.0, ge=0, le=1, description="lambda between turns: how far V-trace looks ahead")
+    rho_bar: float | None = 1.0
+    c_bar: float | None = 1.0
+    pg_rho_bar: float | None = 1.0
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.28, ge=0)
+    vtrace_clip: bool = Field(False, description="vtrace: clip as clip_low and clip_high say, beside pg_rho_bar")
+    normalize_advantages: bool = True
+    advantage_memory: float = Field(0.9, ge=0, lt=1, description="vtrace: memory of the advantages' running scale")
+    value_coef: float = Field(0.5, ge=0)
+    entropy_coef: float = 0.0
+    reward_scale: float = 1.0
+    turn_rewards: bool = Field(True, description="vtrace: train on the rewards of turns; false = the episode's at the end")
+    checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
+    keep_checkpoints: int = Field(2, gt=0)
+    wait_timeout_s: float = Field(600.0, gt=0, description="longest wait for groups before the run stops")
+    resume: str = Field("auto", description="auto, never, or a checkpoint folder")
+
+
+class EvalConfig(Section):
+    every_steps: int = Field(0, ge=0, description="0 = only before and after training")
+    samples: int = Field(0, ge=0, description="held-out samples; 0 = no evaluation")
+    greedy: bool = Field(False, description="also evaluate greedily before and after")
+
+
+class TransportConfig(Section):
+    max_message_bytes: int = Field(256 * 2**20, gt=0)
+    queue_messages: int = Field(64, gt=0, description="messages a socket holds before it refuses more")
+
+
+class Recipe(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    env: EnvConfig
+    data: DataConfig = DataConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    actor: ActorConfig = ActorConfig()
+    engine: EngineConfig = EngineConfig()
+    learner: LearnerConfig = LearnerConfig()
+    eval: EvalConfig = EvalConfig()
+    transport: TransportConfig = TransportConfig()
+
+
+class ConfigError(ValueError):
+    """The user's mistake, in one line: the key, the value received, and the cure."""
+
+
+def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
+    """The recipe of a TOML file with the environment's and the command line's overrides on top.
+
+    Raises `ConfigError`, in one line, for a missing or broken file, an unknown key (naming the nearest known one), a
+    wrong type, and for sections that contradict each other.
+    """
+    try:
+        with open(path, "rb") as file:
+            from_file = tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {path!r} does not exist; the recipes are in launch/recipes/") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path!r} is not valid TOML: {error}") from None
+
+    class Settings(BaseSettings, Recipe):
+        model_config = SettingsConfigDict(
+            extra="forbid", frozen=True, env_prefix="PRONK_", env_nested_delimiter="__", cli_implicit_flags=False
+        )
+
+        @classmethod
+        def settings_customise_sources(cls, settings_cls, init_settings, env_settings, *_args, **_kwargs):  # type: ignore[no-untyped-def]
+            command_line = CliSettingsSource(settings_cls, cli_parse_args=overrides or [], cli_exit_on_error=False)
+            return command_line, env_settings, init_settings
+
+    try:
+        settings = Settings(**from_file)
+    except SettingsError as error:
+        raise ConfigError(_command_line_error(str(error))) from None
+    except ValidationError as error:
+        raise ConfigError(_first_line(error, path)) from None
+    recipe = Recipe.model_validate(settings.model_dump())
+    check_consistency(recipe)
+    return recipe
+
+
+def check_consistency(recipe: Recipe) -> None:
+    """Raises `ConfigError` where two settings contradict each other."""
+    env, model, learner, actor = recipe.env, recipe.model, recipe.learner, recipe.actor
+    if env.turn_tokens > env.max_tokens:
+        raise ConfigError(f"env.turn_tokens = {env.turn_tokens} exceeds env.max_tokens = {env.max_tokens}; lower it")
+    if env.turn_tokens >= model.max_context:
+        raise ConfigError(
+            f"env.turn_tokens = {env.turn_tokens} leaves no room in model.max_context = {model.max_context}; lower it"
+        )
+    if learner.objective == "grpo" and learner.group_size < 2:
+        raise ConfigError(f"learner.group_size = {learner.group_size}: grpo compares episodes of one sample; set >= 2")
+    if recipe.sampling.top_p < 1.0 or recipe.sampling.top_k != -1:
+        raise ConfigError(
+            f"sampling.top_p = {recipe.sampling.top_p}, top_k = {recipe.sampling.top_k}: truncated sampling makes the "
+            "behaviour logprobs untrue; set top_p = 1 and top_k = -1"
+        )
+    if recipe.sampling.temperature == 0:
+        raise ConfigError("sampling.temperature = 0: a greedy policy explores nothing; set it above 0")
+    reach = (learner.max_staleness + 1) * learner.publish_every * learner.groups_per_step
+    if actor.processes * actor.groups > 4 * reach:
+        raise ConfigError(
+            f"actor.processes x actor.groups = {actor.processes * actor.groups} places, but the staleness bound admits "
+            f"{reach} groups at once; lower actor.groups or raise learner.max_staleness"
+        )
+    if recipe.data.source == "seeds":
+        first, last = recipe.data.first_seed, recipe.data.first_seed + recipe.data.num_samples
+        held_first, held_last = recipe.data.eval_first_seed, recipe.data.eval_first_seed + recipe.eval.samples
+        if first < held_last and held_first < last:
+            raise ConfigError(
+                f"data.eval_first_seed = {held_first}: held-out seeds overlap the training seeds [{first}, {last}); "
+                "move it past them"
+            )
+
+
+def nearest_key(key: str, known: list[str]) -> str:
+    """The known key most like `key`, or an empty string."""
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    return matches[0] if matches else ""
+
+
+def known_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
+    """All dotted keys of a recipe."""
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        nested = isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+        keys += known_keys(info.annotation, f"{prefix}{name}.") if nested else [prefix + name]  # type: ignore[arg-type]
+    return keys
+
+
+def _first_line(error: ValidationError, path: str) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        near = nearest_key(key, known_keys() + list(Recipe.model_fields))
+        cure = f"did you mean {near!r}?" if near else f"sections are {', '.join(Recipe.model_fields)}"
+        return f"recipe {path!r}: unknown key {key!r}; {cure}"
+    if first["type"] == "missing":
+        return f"recipe {path!r}: {key!r} is required; set it in the recipe or with --{key}"
+    return f"recipe {path!r}: {key} = {first['input']!r}: {first['msg'].lower()}"
+
+
+def _command_line_error(message: str) -> str:
+    unknown = re.search(r"unrecognized arguments: (.*)", message)
+    if unknown:
+        key = unknown.group(1).split()[0].lstrip("-").split("=")[0]
+        near = nearest_key(key, known_keys())
+        return f"unknown option --{key}" + (f"; did you mean --{near}?" if near else "; options are --section.key VALUE")
+    return "command line: " + " ".join(message.split())

@@ -1,0 +1,108 @@
+"""Metrics: aggregation over a step, and a writer of TensorBoard events and `metrics.jsonl`.
+
+TensorBoard is imported when the first logger is made, so that this module stays light.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Distribution:
+    """Values since the last `drain`: their mean, 95th percentile and maximum. Holds at most `capacity` values."""
+
+    def __init__(self, capacity: int = 1_000_000) -> None:
+        self._capacity = capacity
+        self._parts: list[np.ndarray] = []
+        self._size = 0
+
+    def add(self, values: float | Iterable[float] | np.ndarray) -> None:
+        part = np.atleast_1d(np.asarray(values, np.float64)).ravel()[: self._capacity - self._size]
+        self._parts.append(part)
+        self._size += len(part)
+
+    def drain(self, name: str) -> dict[str, float]:
+        """`NAME/mean`, `NAME/p95` and `NAME/max`; nothing if there were no values. Starts anew."""
+        values = np.concatenate(self._parts) if self._size else np.empty(0)
+        self._parts, self._size = [], 0
+        return summary(name, values)
+
+
+def summary(name: str, values: Iterable[float] | np.ndarray) -> dict[str, float]:
+    """`NAME/mean`, `NAME/p95` and `NAME/max` of `values`; nothing if there are none."""
+    array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.float64)
+    if not array.size:
+        return {}
+    return {
+        f"{name}/mean": float(array.mean()),
+        f"{name}/p95": float(np.percentile(array, 95)),
+        f"{name}/max": float(array.max()),
+    }
+
+
+def means(rows: Iterable[Mapping[str, float]], prefix: str = "") -> dict[str, float]:
+    """For each key that occurs in `rows`, the mean over the rows that have it."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            columns.setdefault(key, []).append(float(value))
+    return {prefix + key: math.fsum(values) / len(values) for key, values in columns.items()}
+
+
+class MetricLogger:
+    """Writes to `RUN_DIR/metrics.jsonl` (one object a call: step, time, values) and `RUN_DIR/tensorboard/`."""
+
+    def __init__(self, run_dir: Path | str) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._events = EventFileWriter(str(folder / "tensorboard"), flush_secs=5)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Values that are not finite are `null` in the file."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        numbers = {name: float(value) for name, value in values.items()}
+        row = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self._lines.write(json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n")
+        self._lines.flush()
+        self._write(step, Summary(value=[Summary.Value(tag=n, simple_value=v) for n, v in numbers.items()]))
+
+    def image(self, step: int, name: str, png_bytes: bytes) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        width, height = (int.from_bytes(png_bytes[i : i + 4], "big") for i in (16, 20))  # of the PNG's first chunk
+        picture = Summary.Image(encoded_image_string=png_bytes, width=width, height=height, colorspace=3)
+        self._write(step, Summary(value=[Summary.Value(tag=name, image=picture)]))
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype=DT_STRING, string_val=[markdown.encode()], tensor_shape=shape)
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        self._write(step, Summary(value=[Summary.Value(tag=f"{name}/text_summary", tensor=tensor, metadata=metadata)]))
+
+    def _write(self, step: int, summary: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def flush(self) -> None:
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
+        self._lines.close()

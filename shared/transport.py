@@ -1,0 +1,151 @@
+"""The sockets: one ROUTER on the learner's rank 0, one DEALER in each actor. Bounded queues; nothing waits for ever.
+
+A DEALER's routing id is `NAME#RANDOM`: the name is for people, the random part tells two processes of one name apart.
+`secure` is called with each socket before it binds or connects; encryption and authentication are set there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from shared.codec import Frame, Limits, Message, WireError, decode, encode
+
+Secure = Callable[[zmq.Socket], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SocketSettings:
+    """Bounds of one socket. A message is refused above `max_message_bytes`; a full queue refuses the next message."""
+
+    max_message_bytes: int = 256 * 2**20
+    queue_messages: int = 64
+    keepalive_s: float = 10.0  # a connection silent for thrice this long is closed and made anew
+
+    def limits(self) -> Limits:
+        return Limits(message_bytes=self.max_message_bytes)
+
+
+DEFAULT_SETTINGS = SocketSettings()
+
+
+def _prepare(socket: zmq.Socket, settings: SocketSettings, secure: Secure | None) -> None:
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = settings.queue_messages
+    socket.maxmsgsize = settings.max_message_bytes
+    socket.heartbeat_ivl = int(settings.keepalive_s * 1000)
+    socket.heartbeat_timeout = int(settings.keepalive_s * 3000)
+    if secure is not None:
+        secure(socket)
+
+
+def _opened(action: Callable[[str], object], address: str, field: str, cure: str) -> None:
+    try:
+        action(address)
+    except zmq.ZMQError as error:
+        raise ValueError(f"{field} = {address!r}: {error}; {cure}") from None
+
+
+class Router:
+    """The learner's end. Not thread-safe: one thread uses it (another one may have made it)."""
+
+    def __init__(self, address: str, settings: SocketSettings = DEFAULT_SETTINGS, secure: Secure | None = None) -> None:
+        self.settings = settings
+        self._limits = settings.limits()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._poller = zmq.Poller()
+        try:
+            _prepare(self._socket, settings, secure)
+            self._socket.router_mandatory = True  # an unreachable peer is an error, not silence
+            self._socket.router_handover = True  # a peer that reconnects replaces its old connection
+            cure = "free the port or choose another one (--learner.bind tcp://HOST:PORT)"
+            _opened(self._socket.bind, address, "learner.bind", cure)
+        except ValueError:
+            self.close()
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def watch(self, file_descriptor: int) -> None:
+        """`wait` also returns when this becomes readable."""
+        self._poller.register(file_descriptor, zmq.POLLIN)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a message is there, after at most `timeout_s`."""
+        return any(source is self._socket for source, _ in self._poller.poll(max(0, int(timeout_s * 1000))))
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """Peer id and frames of one waiting message, undecoded; None = none is waiting."""
+        try:
+            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return peer, frames
+
+    def decode(self, frames: Sequence[Frame]) -> Message:
+        """Raises WireError."""
+        return decode(frames, self._limits)
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """False: the peer is gone or its queue is full."""
+        try:
+            self._socket.send_multipart([peer, *encode(message, self._limits)], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Gives messages on their way `linger_s` to leave."""
+        self._socket.close(int(linger_s * 1000))
+        self._context.term()
+
+
+class Dealer:
+    """An actor's end, for asyncio."""
+
+    def __init__(
+        self, address: str, name: str, settings: SocketSettings = DEFAULT_SETTINGS, secure: Secure | None = None
+    ) -> None:
+        self.address = address
+        self._limits = settings.limits()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        try:
+            _prepare(self._socket, settings, secure)
+            self._socket.setsockopt(zmq.ROUTING_ID, f"{name[:64]}#{os.urandom(4).hex()}".encode())
+            self._socket.immediate = True  # nothing is queued for a learner that is not there
+            self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 100, 2000
+            _opened(self._socket.connect, address, "actor.learner", "give the learner's address as tcp://HOST:PORT")
+        except ValueError:
+            self.close()
+            raise
+
+    async def receive(self, timeout_s: float) -> Message | None:
+        """The next message, or None after `timeout_s`. Raises WireError."""
+        if not await self._socket.poll(max(0, int(timeout_s * 1000))):
+            return None
+        return decode(await self._socket.recv_multipart(), self._limits)
+
+    async def send(self, message: Message) -> bool:
+        """False: no learner is connected, or the queue is full. Raises WireError for a message that cannot be sent."""
+        frames = encode(message, self._limits)
+        try:
+            await self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Gives messages on their way `linger_s` to leave."""
+        self._socket.close(int(linger_s * 1000))
+        self._context.term()
+
+
+__all__ = ["Dealer", "Router", "Secure", "SocketSettings", "WireError"]

@@ -1,0 +1,76 @@
+"""Recipes: strict, layered, and one clear line for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.config import ConfigError, known_keys, load_recipe, nearest_key
+
+RECIPES = sorted(Path("launch/recipes").glob("*.toml"))
+MINIMAL = '[model]\npath = "m"\n[env]\nmodule = "envs.colour"\n'
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_in_the_repository_loads(path: Path) -> None:
+    recipe = load_recipe(str(path))
+    assert Path(recipe.model.path, "config.json").exists() or "/" in recipe.model.path
+
+
+def test_the_command_line_beats_the_environment_which_beats_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, MINIMAL + "[learner]\nlr = 1e-3\ntotal_steps = 7\ngroup_size = 2\n")
+    monkeypatch.setenv("PRONK_LEARNER__LR", "2e-3")
+    monkeypatch.setenv("PRONK_LEARNER__TOTAL_STEPS", "8")
+    recipe = load_recipe(path, ["--learner.lr", "3e-3"])
+    assert (recipe.learner.lr, recipe.learner.total_steps, recipe.learner.group_size) == (3e-3, 8, 2)
+
+
+def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "[env.args]\na = 1\nb = 2\n")
+    assert load_recipe(path, ["--env.args", '{"b": 3}']).env.args == {"a": 1, "b": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (MINIMAL + "[learner]\nlearning_rat = 1\n", [], "unknown key 'learner.learning_rat'"),
+        (MINIMAL + "[learner]\ngroups_per_stp = 1\n", [], "did you mean 'learner.groups_per_step'?"),
+        (MINIMAL + "[lerner]\nlr = 1\n", [], "did you mean 'learner'?"),
+        (MINIMAL, ["--learner.lrr", "1"], "unknown option --learner.lrr; did you mean --learner.lr?"),
+        (MINIMAL + '[learner]\nlr = "fast"\n', [], "learner.lr = 'fast'"),
+        (MINIMAL, ["--learner.group_size", "0"], "learner.group_size = '0'"),
+        ('[env]\nmodule = "envs.colour"\n', [], "'model' is required"),
+        ("[model\n", [], "is not valid TOML"),
+        (MINIMAL, ["--sampling.top_p", "0.9"], "sampling.top_p = 0.9"),
+        (MINIMAL, ["--learner.objective", "grpo"], "learner.group_size = 1"),
+        (MINIMAL, ["--env.turn_tokens", "9000", "--env.max_tokens", "9000"], "no room in model.max_context"),
+        (MINIMAL, ["--eval.samples", "5", "--data.eval_first_seed", "3"], "held-out seeds overlap the training seeds"),
+        (MINIMAL, ["--actor.groups", "100000"], "actor.processes x actor.groups = 100000"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_value_and_cure(
+    tmp_path: Path, text: str, overrides: list[str], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path, text), overrides)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_recipe_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'nowhere\.toml' does not exist"):
+        load_recipe("nowhere.toml")
+
+
+def test_the_nearest_key_is_found() -> None:
+    assert nearest_key("learner.lrr", known_keys()) == "learner.lr"
+    assert nearest_key("zzzzzz", known_keys()) == ""

@@ -1,0 +1,73 @@
+"""What is written can be read back by TensorBoard, and aggregates are what they say."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image as PILImage
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shared.log import get_logger
+from shared.metrics import Distribution, MetricLogger, means, summary
+
+
+def test_scalars_pictures_and_texts_are_read_back_by_tensorboard(tmp_path: Path) -> None:
+    png = io.BytesIO()
+    PILImage.new("RGB", (6, 4), "red").save(png, "PNG")
+    logger = MetricLogger(tmp_path / "run")
+    logger.scalars(1, {"reward": np.float32(0.5), "loss": float("nan")})
+    logger.scalars(2, {"reward": 1})
+    logger.image(2, "board", png.getvalue())
+    logger.text(2, "sample", "**hello**")
+    logger.close()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.5), (2, 1.0)]
+    assert rows[0]["loss"] is None
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
+    picture = events.Images("board")[0]
+    assert (picture.width, picture.height, picture.encoded_image_string) == (6, 4, png.getvalue())
+    assert events.Tensors("sample/text_summary")[0].tensor_proto.string_val == [b"**hello**"]
+
+
+def test_a_restarted_run_appends_to_its_metrics(tmp_path: Path) -> None:
+    for step in (1, 2):
+        logger = MetricLogger(tmp_path)
+        logger.scalars(step, {"x": step})
+        logger.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_distribution_is_summarised_and_starts_anew() -> None:
+    values = Distribution()
+    values.add(range(100))
+    values.add(100.0)
+    assert values.drain("x") == {"x/mean": 50.0, "x/p95": 95.0, "x/max": 100.0}
+    assert values.drain("x") == {}
+
+
+def test_a_distribution_is_bounded() -> None:
+    values = Distribution(capacity=10)
+    for _ in range(5):
+        values.add(np.ones(4))
+    assert sum(map(len, values._parts)) == 10
+
+
+def test_summary_of_nothing_is_nothing() -> None:
+    assert summary("x", []) == {}
+
+
+def test_means_are_over_the_rows_that_have_the_key() -> None:
+    assert means([{"a": 1.0, "b": 2.0}, {"a": 3.0}], "env/") == {"env/a": 2.0, "env/b": 2.0}
+
+
+def test_a_log_line_names_its_process_and_is_made_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        get_logger("tester[3]").info("hello %d", 5)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["tester[3] INFO hello 5"] * 2

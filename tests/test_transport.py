@@ -1,0 +1,135 @@
+"""Real sockets: messages arrive, limits hold, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+import zmq
+
+from shared.codec import WireError
+from shared.transport import Dealer, Router, SocketSettings
+from shared.types import Group, Hello, Stop, Welcome
+from tests.wires import episode
+
+ANY = "tcp://127.0.0.1:*"
+
+
+def wait_for(router: Router) -> tuple[bytes, list[bytes]]:
+    assert router.wait(5.0)
+    received = router.receive()
+    assert received is not None
+    return received
+
+
+async def send(dealer: Dealer, message: object) -> None:
+    for _ in range(100):
+        if await dealer.send(message):  # type: ignore[arg-type]
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("never connected")
+
+
+def test_messages_go_both_ways() -> None:
+    async def talk() -> None:
+        router = Router(ANY)
+        dealer = Dealer(router.address, "a")
+        await send(dealer, Hello("a", (), 5))
+        peer, frames = wait_for(router)
+        assert peer.startswith(b"a#")
+        assert router.decode(frames) == Hello("a", (), 5)
+        assert router.send(peer, Welcome("r", 1))
+        assert await dealer.receive(5.0) == Welcome("r", 1)
+        assert await dealer.receive(0.01) is None
+        dealer.close()
+        router.close()
+
+    asyncio.run(talk())
+
+
+def test_two_actors_of_one_name_are_two_peers() -> None:
+    async def talk() -> None:
+        router = Router(ANY)
+        dealers = [Dealer(router.address, "same") for _ in range(2)]
+        for dealer in dealers:
+            await send(dealer, Hello("same", (), 5))
+        assert len({wait_for(router)[0] for _ in dealers}) == 2
+        for end in (*dealers, router):
+            end.close()
+
+    asyncio.run(talk())
+
+
+def test_nothing_is_queued_for_a_learner_that_is_not_there() -> None:
+    async def talk() -> None:
+        dealer = Dealer("tcp://127.0.0.1:9", "a")
+        assert not await dealer.send(Hello("a", (), 5))
+        dealer.close()
+
+    asyncio.run(talk())
+
+
+def test_a_peer_that_is_gone_is_noticed() -> None:
+    router = Router(ANY)
+    assert not router.send(b"nobody", Stop("x"))
+    router.close()
+
+
+def test_a_full_queue_refuses_the_next_message() -> None:
+    async def talk() -> None:
+        router = Router(ANY, SocketSettings(queue_messages=2))
+        dealer = Dealer(router.address, "a", SocketSettings(queue_messages=2))
+        await send(dealer, Hello("a", (), 5))
+        group = Group("t", "a", (episode(picture=os.urandom(2**20)),))
+        sent = [await dealer.send(group) for _ in range(60)]
+        assert not sent[-1]
+        assert 0 < sum(sent) < 50  # the queues of both ends, and what the kernel holds
+        dealer.close()
+        router.close()
+
+    asyncio.run(talk())
+
+
+def test_the_sender_refuses_a_message_above_the_limit() -> None:
+    async def talk() -> None:
+        router = Router(ANY)
+        dealer = Dealer(router.address, "a", SocketSettings(max_message_bytes=1000))
+        with pytest.raises(WireError, match="too_large"):
+            await dealer.send(Group("t", "a", (episode(picture=b"x" * 2000),)))
+        dealer.close()
+        router.close()
+
+    asyncio.run(talk())
+
+
+def test_an_occupied_port_is_one_line_with_address_and_cure() -> None:
+    router = Router(ANY)
+    with pytest.raises(ValueError, match=r"learner\.bind = 'tcp://127.*in use.*choose another") as caught:
+        Router(router.address)
+    assert "\n" not in str(caught.value)
+    router.close()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "udp://127.0.0.1:1"])
+def test_an_address_that_is_none_is_one_line(address: str) -> None:
+    with pytest.raises(ValueError, match=r"learner\.bind"):
+        Router(address)
+    with pytest.raises(ValueError, match=r"actor\.learner"):
+        Dealer(address, "a")
+
+
+def test_each_socket_is_made_secure_before_it_is_opened() -> None:
+    seen: list[tuple[int, bytes]] = []
+
+    def secure(socket: zmq.Socket) -> None:
+        seen.append((socket.type, socket.getsockopt(zmq.LAST_ENDPOINT)))
+
+    async def talk() -> None:
+        router = Router(ANY, secure=secure)
+        Dealer(router.address, "a", secure=secure).close()
+        router.close()
+
+    asyncio.run(talk())
+    assert [kind for kind, _ in seen] == [zmq.ROUTER, zmq.DEALER]
+    assert all(endpoint.strip(b"\0") == b"" for _, endpoint in seen)

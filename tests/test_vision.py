@@ -1,0 +1,136 @@
+"""Expansion, positions and patches against transformers' own."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from actor.engine.images import load_rgb
+from shared.vision import (
+    VisionSpec,
+    banned_ids,
+    expand,
+    mrope_positions,
+    next_position,
+    patchify,
+    pixel_values,
+)
+from tiny import load_model, picture, tiny_model_dir
+
+SPEC = VisionSpec(image_token_id=9, min_pixels=1024, max_pixels=1048576)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def test_a_placeholder_becomes_one_token_per_merged_patch():
+    ids, compact = expand([1, 9, 2, 9], [(1, 2, 4), (1, 2, 2)], image_token_id=9, merge_size=2)
+    assert ids.tolist() == [1, 9, 9, 2, 9]
+    assert compact.tolist() == [0, 1, 1, 2, 3]
+    assert ids.dtype == np.int64 and compact.dtype == np.int32
+
+
+def test_a_wrong_number_of_pictures_is_refused():
+    with pytest.raises(ValueError, match="2 image placeholders but 1 pictures"):
+        expand([9, 9], [(1, 2, 2)], image_token_id=9, merge_size=2)
+    with pytest.raises(ValueError, match="1 visual tokens"):
+        mrope_positions(np.array([9]), [(1, 4, 4)], image_token_id=9, merge_size=2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_positions_equal_transformers_rope_index(folder, data):
+    model = load_cached(folder)
+    token = model.config.image_token_id
+    sides = st.integers(1, 5).map(lambda n: 2 * n)
+    parts = data.draw(st.lists(st.one_of(st.integers(1, 6), st.tuples(sides, sides)), min_size=1, max_size=6))
+    compact, grids = [], []
+    for part in parts:
+        if isinstance(part, int):
+            compact += list(range(20, 20 + part))
+        else:
+            compact += [19, token, 21]
+            grids.append((1, *part))
+    ids, _ = expand(compact, grids, image_token_id=token, merge_size=2)
+    ours = mrope_positions(ids, grids, image_token_id=token, merge_size=2)
+    theirs, _ = model.model.get_rope_index(
+        torch.from_numpy(ids)[None],
+        mm_token_type_ids=torch.from_numpy((ids == token).astype(np.int32))[None],
+        image_grid_thw=torch.tensor(grids) if grids else None,
+    )
+    assert np.array_equal(ours, theirs[:, 0].numpy())
+
+
+def test_positions_continue_from_a_start():
+    ids, _ = expand([1, 9, 2, 3, 9, 4], [(1, 4, 8), (1, 2, 2)], image_token_id=9, merge_size=2)
+    grids = [(1, 4, 8), (1, 2, 2)]
+    whole = mrope_positions(ids, grids, image_token_id=9, merge_size=2)
+    cut = 10  # after the first picture and one text token
+    head = mrope_positions(ids[:cut], grids[:1], image_token_id=9, merge_size=2)
+    tail = mrope_positions(ids[cut:], grids[1:], image_token_id=9, merge_size=2, start=next_position(head))
+    assert np.array_equal(whole, np.concatenate([head, tail], axis=1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(16, 3000), st.integers(16, 3000))
+def test_resizing_agrees_with_the_image_processor(width, height):
+    expected = smart_resize(height, width, factor=32, min_pixels=1024, max_pixels=1048576)
+    assert SPEC.resized(width, height) == expected
+    assert SPEC.grid(width, height) == (1, expected[0] // 16, expected[1] // 16)
+
+
+def test_too_narrow_a_picture_is_refused():
+    with pytest.raises(ValueError, match="its sides may differ"):
+        SPEC.grid(3000, 10)
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 64), (192, 96), (50, 70), (40, 20), (1500, 1200)])
+def test_patches_equal_the_image_processors(width, height):
+    image = picture(width, height, seed=width)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=16,
+        merge_size=2,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        size={"shortest_edge": 1024, "longest_edge": 1048576},
+    )
+    expected = processor([image], return_tensors="np")
+    rgb = load_rgb(image, SPEC)
+    ours = pixel_values(patchify(rgb, patch_size=16, merge_size=2), SPEC)
+    assert expected["image_grid_thw"].tolist() == [list(SPEC.grid(width, height))]
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, expected["pixel_values"], atol=1e-6)
+
+
+def test_transparent_and_grey_pictures_are_read_as_rgb():
+    assert load_rgb(Image.new("L", (64, 64), 7), SPEC).tolist()[0][0] == [7, 7, 7]
+    assert load_rgb(Image.new("RGBA", (64, 64), (1, 2, 3, 0)), SPEC).shape == (64, 64, 3)
+
+
+def test_the_spec_is_read_from_the_model_folder(folder):
+    model = load_cached(folder)
+    spec = VisionSpec.load(folder)
+    assert (spec.patch_size, spec.merge_size, spec.min_pixels) == (16, 2, 1024)
+    assert spec.banned_ids == banned_ids(model.config)
+    assert len(spec.banned_ids) == 4
+    assert VisionSpec.load(folder, max_pixels=4096).max_pixels == 4096
+
+
+def test_a_folder_without_config_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        VisionSpec.load(tmp_path)
+
+
+_models = {}
+
+
+def load_cached(folder):
+    if folder not in _models:
+        _models[folder] = load_model(folder)
+    return _models[folder]
