@@ -1,0 +1,246 @@
+r"""Read a dataset file (.parquet or .jsonl) into samples, counting what had to be left out.
+
+A row holds `problem` (text, with `<image>` where a picture goes), `answer` and `images` (or one `image`); or, for
+Sokoban, `extra_info.env_config`. A picture is a data URI, a file name beside the dataset, bytes, or {"bytes", "path"}.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image as PILImage
+
+from envs.math_reward import label_problem
+from shared.types import Image, Sample
+
+MAX_PIXELS = 50_000_000
+MAX_LISTED = 5
+_BROKEN_ESCAPES = (
+    (re.compile("\x08(?=[a-z])"), r"\\b"),  # \boxed read as JSON's \b
+    (re.compile("\x0c(?=[a-z])"), r"\\f"),  # \frac
+    (re.compile("\t(?=ext\\{|imes|heta|an\\b|riangle)"), r"\\t"),  # \text, \times, …
+)
+
+
+@dataclass(slots=True)
+class Report:
+    """What was read and what was left out; `examples` name the first few rows of each kind."""
+
+    rows: int = 0
+    samples: int = 0
+    empty: int = 0
+    duplicates: int = 0
+    bad_images: int = 0
+    bad_labels: int = 0
+    repaired: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def note(self, kind: str, row: int, reason: str) -> None:
+        count = getattr(self, kind) + 1
+        setattr(self, kind, count)
+        if count <= MAX_LISTED:
+            self.examples.append(f"row {row}: {reason}")
+
+    def summary(self) -> str:
+        """One line for the log."""
+        counts = ", ".join(
+            f"{getattr(self, kind)} {kind.replace('_', ' ')}"
+            for kind in ("empty", "duplicates", "bad_images", "bad_labels", "repaired")
+            if getattr(self, kind)
+        )
+        examples = f" ({'; '.join(self.examples)})" if self.examples else ""
+        return f"{self.samples} samples of {self.rows} rows{', ' if counts else ''}{counts}{examples}"
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    samples: list[Sample]
+    report: Report
+
+
+def load_dataset(
+    path: str | Path, *, system_prompt: str = "", limit: int | None = None, prompt_column: str = "problem",
+    answer_column: str = "answer",
+) -> Dataset:  # fmt: skip
+    """All usable rows of a file as samples, at most `limit`. ValueError for a missing file or column, or no sample."""
+    path = Path(path)
+    report = Report()
+    samples: list[Sample] = []
+    seen: set[bytes] = set()
+    for number, row in enumerate(read_rows(path)):
+        if number == 0:
+            needed = () if _env_config(row) is not None else (prompt_column, answer_column)
+            for column in needed:
+                if column not in row:
+                    raise ValueError(f"{path} has no column {column!r}; it has: {', '.join(map(str, row))}")
+        if limit is not None and len(samples) >= limit:
+            break
+        report.rows += 1
+        sample_id, config = f"{path.stem}-{number}", _env_config(row)
+        if config is not None:
+            sample: Sample | None = _board_sample(sample_id, config, system_prompt)
+        else:
+            texts = row.get(prompt_column), row.get(answer_column)
+            sample = _problem_sample(sample_id, row, *texts, path.parent, system_prompt, report, number)
+        if sample is None:
+            continue
+        digest = _digest(sample)
+        if digest in seen:
+            report.note("duplicates", number, "the same as an earlier row")
+            continue
+        seen.add(digest)
+        samples.append(sample)
+    report.samples = len(samples)
+    if not samples:
+        raise ValueError(f"{path} holds no usable sample: {report.summary()}")
+    return Dataset(samples, report)
+
+
+def with_images(sample: Sample) -> list[dict[str, Any]]:
+    """The sample's prompt with its pictures put in, for showing it to a person."""
+    pictures = iter(sample.images)
+    messages = []
+    for message in sample.prompt:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [
+                {"type": "image", "image": PILImage.open(io.BytesIO(next(pictures).data))}
+                if part["type"] == "image"
+                else part
+                for part in content
+            ]
+        messages.append({**message, "content": content})
+    return messages
+
+
+def repair(text: str) -> tuple[str, bool]:
+    r"""`text` with control characters turned back into the LaTeX they came from (\b + oxed), and whether any were."""
+    repaired = text
+    for pattern, replacement in _BROKEN_ESCAPES:
+        repaired = pattern.sub(replacement, repaired)
+    return repaired, repaired != text
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a .parquet or .jsonl file. ValueError if it is missing, broken or of another kind."""
+    if not path.is_file():
+        raise ValueError(f"no dataset file {str(path)!r}: make it with launch/prepare.py, or give the path of one")
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        yield json.loads(line)
+                    except json.JSONDecodeError as error:
+                        raise ValueError(f"{path}: line {number} is no JSON: {error}") from error
+    elif path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
+                yield from batch.to_pylist()
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{path} is no readable parquet file: {' '.join(str(error).split())}") from error
+    else:
+        raise ValueError(f"{path} is neither .parquet nor .jsonl: convert it")
+
+
+def _env_config(row: dict[str, Any]) -> dict[str, Any] | None:
+    extra = row.get("extra_info")
+    if isinstance(extra, str):
+        try:
+            extra = json.loads(extra)
+        except json.JSONDecodeError:
+            return None
+    config = extra.get("env_config") if isinstance(extra, dict) else row.get("env_config")
+    return config if isinstance(config, dict) else None
+
+
+def _digest(sample: Sample) -> bytes:
+    """The same for samples that differ in their place only."""
+    parts = (sample.prompt, sample.label, [image.sha256 for image in sample.images], sample.metadata.get("env_config"))
+    return hashlib.sha256(repr(parts).encode()).digest()
+
+
+def _board_sample(sample_id: str, config: dict[str, Any], system_prompt: str) -> Sample:
+    prompt = ({"role": "system", "content": system_prompt},) if system_prompt else ()
+    return Sample(id=sample_id, prompt=prompt, metadata={"env_config": config})
+
+
+def _problem_sample(
+    sample_id: str, row: dict[str, Any], problem: Any, answer: Any, folder: Path, system_prompt: str, report: Report,
+    number: int,
+) -> Sample | None:  # fmt: skip
+    """The sample of a row; None if the row is unusable, which is counted."""
+    if isinstance(problem, list):  # chat messages: the user's text
+        problem = "\n".join(str(message.get("content", "")) for message in problem if message.get("role") == "user")
+    problem, answer = str(problem if problem is not None else ""), str(answer if answer is not None else "")
+    (problem, fixed), (answer, fixed_answer) = repair(problem), repair(answer)
+    if not problem.replace("<image>", "").strip() or not answer.strip():
+        report.note("empty", number, "no problem or no answer")
+        return None
+    try:
+        images = tuple(Image.of(_image_bytes(item, folder)) for item in _image_items(row))
+        content = _content(problem, len(images))
+    except (ValueError, OSError, SyntaxError, PILImage.DecompressionBombError) as error:
+        report.note("bad_images", number, " ".join(str(error).split()))
+        return None
+    wrong = label_problem(answer)
+    if wrong:
+        report.note("bad_labels", number, wrong)
+    if fixed or fixed_answer:
+        report.note("repaired", number, "control characters were turned back into LaTeX")
+    user = {"role": "user", "content": content}
+    explained = "<tool_call>" in problem or r"\boxed" in problem
+    system = ({"role": "system", "content": system_prompt},) if system_prompt and not explained else ()
+    return Sample(id=sample_id, prompt=(*system, user), images=images, label=answer.strip(), metadata={"row": number})
+
+
+def _image_items(row: dict[str, Any]) -> list[Any]:
+    items = row.get("images", row.get("image"))
+    if items is None:
+        return []
+    return list(items) if isinstance(items, (list, tuple)) else [items]
+
+
+def _image_bytes(item: Any, folder: Path) -> bytes:
+    """The bytes of an encoded picture that can be read; ValueError or OSError otherwise."""
+    if isinstance(item, dict):
+        item = item.get("bytes") or item.get("path") or item.get("url")
+    if isinstance(item, str) and item.startswith("data:"):
+        data = base64.b64decode(item.partition(",")[2], validate=True)
+    elif isinstance(item, str):
+        data = (folder / item).read_bytes()
+    elif isinstance(item, bytes):
+        data = item
+    else:
+        raise ValueError(f"a picture is {type(item).__name__}, not a data URI, file name or bytes")
+    with PILImage.open(io.BytesIO(data)) as picture:
+        if picture.width * picture.height > MAX_PIXELS:
+            raise ValueError(f"a picture of {picture.width}x{picture.height} is too large")
+        picture.load()
+    return data
+
+
+def _content(problem: str, num_images: int) -> list[dict[str, Any]]:
+    """The user's content: pictures at their `<image>` marks, or all first where there are no marks."""
+    pieces = problem.split("<image>")
+    if len(pieces) == 1:
+        pieces = [""] * num_images + [problem]
+    if len(pieces) - 1 != num_images:
+        raise ValueError(f"{len(pieces) - 1} <image> marks, but {num_images} pictures")
+    content: list[dict[str, Any]] = []
+    for index, piece in enumerate(pieces):
+        if index:
+            content.append({"type": "image"})
+        if piece.strip():
+            content.append({"type": "text", "text": piece.strip() if index == len(pieces) - 1 else piece})
+    return content

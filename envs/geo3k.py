@@ -1,0 +1,105 @@
+r"""Geometry problems with a diagram, one turn: the model answers, its last \boxed{} is graded against the label.
+
+A sample either brings the problem in its prompt and the answer as its label (a dataset row), or only
+metadata["seed"], for which a triangle problem is drawn (with the settings of `envs.triangles`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from envs.base import Env, Info, Observation, metadata_of, setting
+from envs.math_reward import LIMIT_S, Verdict, judge
+from envs.triangles import Problem, make_problem
+
+SYSTEM_PROMPT = (
+    "Solve the geometry problem about the picture. Think step by step, then give the final answer in \\boxed{}, "
+    "like this: Answer: \\boxed{42}"
+)
+
+
+class GradeTimeout(TimeoutError):
+    """Grading took longer than its limit; this is not the same as a wrong answer."""
+
+
+def build_env(sample: Any = None, args: Any = None, **_: Any) -> Geo3kEnv:
+    """The environment of a sample. ValueError if it has neither a label nor a seed."""
+    label, problem = task_of(sample, args)
+    return Geo3kEnv(label, problem, settings_of(args))
+
+
+@dataclass(frozen=True, slots=True)
+class GradeSettings:
+    """`tolerance`: None is the default math reward, 0.05 or 0.0 the absolute error allowed to a number."""
+
+    tolerance: float | None = None
+    format_reward: float = 0.0  # given once an episode, for an answer (or tool call) of the right form
+    grade_limit_s: float = LIMIT_S
+
+
+def settings_of(args: Any) -> GradeSettings:
+    return GradeSettings(**{field.name: setting(args, field.name, field.default) for field in fields(GradeSettings)})
+
+
+def task_of(sample: Any, args: Any) -> tuple[str, Problem | None]:
+    """The label of a sample and, where the problem is not in its prompt, the drawn problem."""
+    label = getattr(sample, "label", None)
+    if label is not None:
+        return str(label), None
+    metadata = metadata_of(sample)
+    if "seed" not in metadata:
+        raise ValueError("a geometry sample needs a label, or a seed in its metadata for a drawn problem")
+    problem = make_problem(metadata["seed"], args, metadata.get("split", ""))
+    return problem.answer, problem
+
+
+def episode_reward(env: Geo3kEnv) -> float:
+    """The grade of what the model wrote, plus the format reward it earned. GradeTimeout if grading took too long."""
+    verdict = env.verdict()
+    if verdict.outcome == "timeout":
+        raise GradeTimeout("grading the answer took longer than its limit")
+    return verdict.score + env.bonus
+
+
+def verdict_metrics(verdict: Verdict) -> dict[str, float]:
+    """One number for each outcome, so that a timeout is never mistaken for a wrong answer."""
+    return {
+        "success": verdict.score,
+        "answered": float(verdict.outcome != "no_answer"),
+        "reward_timeout": float(verdict.outcome == "timeout"),
+    }
+
+
+class Geo3kEnv(Env):
+    """One problem; `written` collects what the model wrote, which is all that is ever graded."""
+
+    def __init__(self, label: str, problem: Problem | None, settings: GradeSettings) -> None:
+        self.label, self.problem, self.settings = label, problem, settings
+        self.reset()
+
+    def reset(self) -> tuple[Observation, Info]:
+        self.written: list[str] = []
+        self.bonus = 0.0
+        self._verdict: tuple[int, Verdict] | None = None
+        if self.problem is None:
+            return {}, {}  # the prompt shows the problem
+        return {"obs_str": self.problem.text, "multi_modal_data": {"image": [self.problem.image]}}, {}
+
+    def step(self, response_text: str) -> tuple[Observation, bool, Info]:
+        self.written.append(response_text)
+        verdict = self.verdict()
+        if verdict.outcome != "no_answer":
+            self.bonus = self.settings.format_reward
+        info = {"reward": verdict.score + self.bonus, "outcome": verdict.outcome, "metrics": verdict_metrics(verdict)}
+        return {"obs_str": "The answer has been taken."}, True, info
+
+    def verdict(self) -> Verdict:
+        """The verdict on everything written so far."""
+        if self._verdict is None or self._verdict[0] != len(self.written):
+            self._verdict = (len(self.written), self.grade("\n".join(self.written)))
+        return self._verdict[1]
+
+    def grade(self, text: str) -> Verdict:
+        settings = self.settings
+        return judge(text, self.label, tolerance=settings.tolerance, limit_s=settings.grade_limit_s)

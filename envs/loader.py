@@ -1,0 +1,86 @@
+"""Find an environment or a reward by dotted path or by the path of a `.py` file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_module(path: str) -> ModuleType:
+    """The module at a dotted path (`envs.sokoban`) or in a file (`my_env.py`). ValueError if it cannot be loaded."""
+    if not path:
+        raise ValueError("env.module is empty: give a dotted path such as envs.sokoban, or a .py file")
+    if path.endswith(".py") and not Path(path).is_file():
+        raise ValueError(f"no file {path!r}: give the path of a .py file that holds build_env")
+    try:
+        return _from_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (path == error.name or path.startswith(error.name + ".")):
+            raise ValueError(f"no module {path!r}: give a dotted path such as envs.sokoban, or a .py file") from error
+        raise ValueError(f"module {path!r} imports {error.name!r}, which is not installed") from error
+    except Exception as error:  # whatever the user's module raises while it is imported is the user's mistake
+        raise ValueError(f"module {path!r} cannot be loaded: {_one_line(error)}") from error
+
+
+def load_env(path: str) -> Callable[..., Any]:
+    """The `build_env` of the module at `path`. ValueError if the module is missing, broken or without it."""
+    return _callable_of(load_module(path), "build_env", path)
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """A function by `package.module.name` or `file.py:name`. ValueError if there is none."""
+    if ".py:" in path:
+        module, _, name = path.rpartition(":")
+    else:
+        module, _, name = path.rpartition(".")
+    if not module or not name:
+        raise ValueError(f"{path!r} names no function: write package.module.function or file.py:function")
+    return _callable_of(load_module(module), name, module)
+
+
+def system_prompt(module: ModuleType, args: Any) -> str:
+    """The system message of a task: args["system_prompt"], the module's `system_prompt(args)`, or SYSTEM_PROMPT."""
+    from envs.base import setting
+
+    own = setting(args, "system_prompt")
+    if own is not None:
+        return str(own)
+    if hasattr(module, "system_prompt"):
+        return str(module.system_prompt(args))
+    return str(getattr(module, "SYSTEM_PROMPT", ""))
+
+
+def _from_file(path: Path) -> ModuleType:
+    resolved = path.resolve()
+    name = f"env_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _callable_of(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
+    value = getattr(module, name, None)
+    if not callable(value):
+        has = ", ".join(sorted(key for key in vars(module) if not key.startswith("_"))[:12]) or "nothing"
+        raise ValueError(f"module {path!r} has no function {name}; it has {has}")
+    return value
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

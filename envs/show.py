@@ -1,0 +1,127 @@
+"""Draw an episode as one PNG: a strip of what the model saw, each picture with the answer that led to it.
+
+    python -m envs.show envs.sokoban --seed 3 --solve --out episode.png
+    python -m envs.show envs.geo3k_multi_turn --seed 1 --answers answers.txt
+
+Answers come from a file (one line a turn, \\n for a line break), from the solver (`--solve`, Sokoban) or at random.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+from envs.base import total_turn_reward
+from envs.play import parser, start
+
+MARGIN, CAPTION_LINES, MIN_WIDTH = 8, 4, 160
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser(__doc__)
+    options.add_argument("--out", type=Path, default=Path("episode.png"), help="the PNG to write")
+    options.add_argument("--answers", type=Path, help="file with the model's answers, one line a turn")
+    options.add_argument("--solve", action="store_true", help="answer with the solver's moves (Sokoban)")
+    chosen = options.parse_args(argv)
+    try:
+        module, env, messages = start(chosen)
+        answers = chosen.answers.read_text(encoding="utf-8").splitlines() if chosen.answers else None
+        frames, captions, reward = episode(module, env, messages, answers, chosen)
+        strip(frames, captions).save(chosen.out)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{chosen.out}: {len(frames)} pictures, {len(frames) - 1} turns, reward {reward:.4f}")
+    return 0
+
+
+def episode(
+    module: Any, env: Any, messages: list[dict[str, Any]], answers: list[str] | None, options: Any
+) -> tuple[list[Image.Image], list[str], float]:
+    """Play an episode; its frames, a caption for each, and its reward."""
+    observation, _ = env.reset()
+    first = env.format_observation(observation) if observation else messages[-1]
+    frames, captions, infos = [frame(first)], ["start"], []
+    rng = Random(options.seed)
+    solution = _solution(env) if options.solve else []
+    for turn in range(options.max_turns):
+        if answers is not None:
+            if turn >= len(answers):
+                break
+            answer = answers[turn].replace("\\n", "\n")
+        elif options.solve:
+            answer = f"<answer>{', '.join(solution[3 * turn : 3 * turn + 3])}</answer>"
+        else:
+            answer = getattr(module, "random_response", lambda _: "?")(rng)
+        observation, done, info = env.step(answer)
+        infos.append(info)
+        frames.append(frame(env.format_observation(observation)))
+        captions.append(f"{turn + 1}: {answer}  reward {info.get('reward', 0.0):g}")
+        if done:
+            break
+    reward = module.episode_reward(env) if hasattr(module, "episode_reward") else total_turn_reward(infos)
+    env.close()
+    return frames, captions, reward
+
+
+def frame(message: dict[str, Any]) -> Image.Image:
+    """The pictures of a message side by side, or its text as a picture if it has none."""
+    content = message["content"]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    pictures = [part["image"].convert("RGB") for part in parts if part["type"] == "image"]
+    if pictures:
+        joined = Image.new("RGB", (sum(p.width for p in pictures), max(p.height for p in pictures)), "white")
+        for index, picture in enumerate(pictures):
+            joined.paste(picture, (sum(p.width for p in pictures[:index]), 0))
+        return joined
+    text = "\n".join(part["text"] for part in parts).expandtabs(1)
+    lines = [line for row in text.splitlines() for line in (textwrap.wrap(row, 40) or [""])]
+    return _written(lines, 0)
+
+
+def strip(frames: list[Image.Image], captions: list[str]) -> Image.Image:
+    """All frames in a row, each over its caption."""
+    panels = []
+    for picture, caption in zip(frames, captions, strict=True):
+        width = max(picture.width, MIN_WIDTH)
+        lines = textwrap.wrap(" ".join(caption.split()), max(16, width // 7))[:CAPTION_LINES]
+        below = _written(lines, width)
+        panel = Image.new("RGB", (width, picture.height + below.height), "white")
+        panel.paste(picture, ((width - picture.width) // 2, 0))
+        panel.paste(below, (0, picture.height))
+        panels.append(panel)
+    width = sum(panel.width + MARGIN for panel in panels) + MARGIN
+    whole = Image.new("RGB", (width, max(panel.height for panel in panels) + 2 * MARGIN), "lightgray")
+    left = MARGIN
+    for panel in panels:
+        whole.paste(panel, (left, MARGIN))
+        left += panel.width + MARGIN
+    return whole
+
+
+def _written(lines: list[str], width: int) -> Image.Image:
+    font = ImageFont.load_default(12)
+    longest = max((int(font.getlength(line)) for line in lines), default=0)
+    picture = Image.new("RGB", (max(width, longest + 8), 15 * len(lines) + 8), "white")
+    draw = ImageDraw.Draw(picture)
+    for index, line in enumerate(lines):
+        draw.text((4, 4 + 15 * index), line, fill="black", font=font)
+    return picture
+
+
+def _solution(env: Any) -> list[str]:
+    from envs.sokoban import SokobanEnv
+    from envs.sokoban_solver import solve
+
+    if not isinstance(env, SokobanEnv):
+        raise ValueError("--solve is for envs.sokoban: give --answers for other environments")
+    return solve(env.current()) or []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

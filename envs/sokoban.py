@@ -1,0 +1,206 @@
+"""Sokoban over several turns, seen as a picture or as text.
+
+A sample's metadata holds either {"seed": n, "split": "train" | "heldout" (optional)} or {"env_config": {...}} with the
+fields of the public dataset. Settings, from weak to strong: the defaults, `args`, the sample's env_config.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from random import Random
+from typing import Any
+
+from envs.base import Env, Info, Observation, metadata_of, setting
+from envs.sokoban_boards import MOVES, TARGET, WALL, Board, BoardSpec, board_from_config, make_board
+from envs.sokoban_render import render
+
+SYSTEM_PROMPT = (
+    "Solve Sokoban: push every yellow box onto a red target. You are the green player. Brown cells are walls, dark "
+    "cells are floor. You push a box by walking into it; you cannot pull, nor push two boxes or into a wall. "
+    "Answer with your next moves like this: <answer>up, left</answer>"
+)
+TEXT_PROMPT = (
+    "Solve Sokoban: push every box X onto a target O. You are P (S on a target). # is a wall, _ is floor, √ is a box "
+    "on a target. You push a box by walking into it; you cannot pull, nor push two boxes or into a wall. "
+    "Answer with your next moves like this: <answer>up, left</answer>"
+)
+STEP_REWARD, BLOCKED_REWARD, ON_TARGET_REWARD, OFF_TARGET_REWARD, SUCCESS_BONUS = 0.01, -0.05, 1.0, -0.5, 5.0
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
+_SEPARATORS = re.compile(r"[,;\s]+")
+
+
+@dataclass(frozen=True, slots=True)
+class SokobanSettings:
+    """`grid_size` is [rows, columns] or a list of such; `num_boxes` a number or a list: each board draws one."""
+
+    render_mode: str = "vision"  # "vision" or "text"
+    pixels_per_cell: int = 64
+    grid_size: Any = (6, 6)
+    num_boxes: Any = 1
+    wall_chance: float = 0.05
+    max_steps: int = 100
+    max_actions_per_step: int = 3
+    min_solution: int = 1
+    max_solution: int = 1_000_000
+    split: str = ""
+
+    def __post_init__(self) -> None:
+        if self.render_mode not in ("vision", "text"):
+            raise ValueError(f"render_mode is {self.render_mode!r}: use 'vision' or 'text'")
+        if self.max_actions_per_step < 1 or self.max_steps < 1:
+            raise ValueError("max_actions_per_step and max_steps must be at least 1")
+
+    def spec(self) -> BoardSpec:
+        size = self.grid_size
+        sizes = [(size, size)] if isinstance(size, int) else [size] if isinstance(size[0], int) else size
+        boxes = (self.num_boxes,) if isinstance(self.num_boxes, int) else tuple(self.num_boxes)
+        pairs = tuple((int(height), int(width)) for height, width in sizes)
+        return BoardSpec(pairs, boxes, self.wall_chance, self.min_solution, self.max_solution, self.split)
+
+
+def system_prompt(args: Any = None) -> str:
+    """The prompt of the chosen mode."""
+    return TEXT_PROMPT if setting(args, "render_mode", "vision") == "text" else SYSTEM_PROMPT
+
+
+def build_env(sample: Any = None, args: Any = None, **_: Any) -> SokobanEnv:
+    """The environment of a sample; without a sample, that of seed 0. ValueError on settings that admit no board."""
+    metadata = metadata_of(sample)
+    config = dict(metadata.get("env_config") or {})
+    values = {}
+    for field in fields(SokobanSettings):
+        value = setting(config, field.name, setting(args, field.name, field.default))
+        values[field.name] = value
+    if "split" in metadata:
+        values["split"] = metadata["split"]
+    settings = SokobanSettings(**values)
+    if config.get("initial_base_grid") is not None:
+        return SokobanEnv(board_from_config(config), settings)
+    return SokobanEnv(make_board(int(metadata.get("seed", 0)), settings.spec()), settings)
+
+
+def episode_reward(env: SokobanEnv) -> float:
+    """Mean of the turns' rewards + 5 for success + how much nearer the boxes came to their targets."""
+    mean = sum(env.turn_rewards) / len(env.turn_rewards) if env.turn_rewards else 0.0
+    return mean + SUCCESS_BONUS * env.success + (env.start_distance - env.distance())
+
+
+def parse_actions(text: str, limit: int) -> list[str]:
+    """The first `limit` moves named in the first <answer> block, or in the whole text if there is none."""
+    found = _ANSWER.search(text)
+    words = _SEPARATORS.split((found.group(1) if found else text).lower())
+    return [word for word in words if word in MOVES][:limit]
+
+
+def random_response(rng: Random, max_actions: int = 3) -> str:
+    """What a policy that knows only the format would answer."""
+    moves = [MOVES[rng.randrange(4)] for _ in range(rng.randint(1, max_actions))]
+    return f"<answer>{', '.join(moves)}</answer>"
+
+
+class SokobanEnv(Env):
+    """One episode on one board."""
+
+    def __init__(self, board: Board, settings: SokobanSettings) -> None:
+        self.board, self.settings = board, settings
+        width = board.width
+        self._offsets = dict(zip(MOVES, (-width, width, -1, 1), strict=True))
+        self.reset()
+
+    def reset(self) -> tuple[Observation, Info]:
+        self.player = self.board.player
+        self.boxes = set(self.board.boxes)
+        self.num_steps = 0
+        self.turn_rewards: list[float] = []
+        self.success = self.board.solved
+        self.start_distance = self.distance()
+        return self._observation([]), {"distance": self.start_distance}
+
+    def step(self, response_text: str) -> tuple[Observation, bool, Info]:
+        actions = parse_actions(response_text, self.settings.max_actions_per_step)
+        reward, moved, done = 0.0, 0, False
+        for action in actions:
+            gained, effective = self._move(self._offsets[action])
+            reward += gained
+            moved += effective
+            self.num_steps += 1
+            done = self.success or self.num_steps >= self.settings.max_steps
+            if done:
+                break
+        self.turn_rewards.append(reward)
+        turn_metrics = {"action_is_valid": bool(actions), "action_is_effective": moved > 0}
+        info = {
+            "raw_action": response_text,
+            "parsed_actions": actions,
+            "reward": reward,
+            "metrics": {"turn_metrics": turn_metrics, "traj_metrics": {"success": self.success}},
+        }
+        return self._observation(actions), done, info
+
+    def current(self) -> Board:
+        """The present position as a board, for the solver and for pictures."""
+        board = self.board
+        return Board(board.height, board.width, board.cells, tuple(sorted(self.boxes)), self.player)
+
+    def codes(self) -> bytes:
+        return self.current().codes()
+
+    def distance(self) -> float:
+        """Sum over the boxes of the Manhattan distance to the nearest target not yet taken by an earlier box.
+
+        Between equally near targets the iteration order of the set decides: the reference does so, and for tuples of
+        integers that order is the same in every process.
+        """
+        width = self.board.width
+        free = {divmod(target, width) for target in self.board.targets}
+        total = 0
+        for box in sorted(self.boxes):
+            row, column = divmod(box, width)
+            gap, nearest = _nearest(row, column, free)
+            total += gap
+            if len(free) > 1:
+                free.remove(nearest)
+        return float(total)
+
+    def _move(self, step: int) -> tuple[float, bool]:
+        """Walk or push by `step` cells; the reward and whether anything moved."""
+        cells = self.board.cells
+        to = self.player + step
+        if cells[to] == WALL:
+            return BLOCKED_REWARD, False
+        reward = STEP_REWARD
+        if to in self.boxes:
+            behind = to + step
+            if cells[behind] == WALL or behind in self.boxes:
+                return BLOCKED_REWARD, False
+            self.boxes.remove(to)
+            self.boxes.add(behind)
+            if cells[behind] == TARGET:
+                reward += ON_TARGET_REWARD
+            if cells[to] == TARGET:
+                reward += OFF_TARGET_REWARD
+            self.success = all(cells[box] == TARGET for box in self.boxes)
+        self.player = to
+        return reward, True
+
+    def _observation(self, actions: list[str]) -> Observation:
+        pictures = self.settings.render_mode == "vision"
+        current = self.current()
+        grid = "(Refer to the image for the grid layout.)" if pictures else current.text()
+        last = ", ".join(actions) or "None"
+        ask = "Provide your next move(s) using Up, Down, Left, Right."
+        text = f"[Observation]\n{grid}\nValid last actions: {last}\n{ask}"
+        if not pictures:
+            return {"obs_str": text}
+        image = render(current.codes(), current.height, current.width, self.settings.pixels_per_cell)
+        return {"obs_str": text, "multi_modal_data": {"image": [image]}}
+
+
+def _nearest(row: int, column: int, targets: set[tuple[int, int]]) -> tuple[int, tuple[int, int]]:
+    gap, nearest = 1 << 30, (0, 0)
+    for target in targets:
+        length = abs(row - target[0]) + abs(column - target[1])
+        if length < gap:
+            gap, nearest = length, target
+    return gap, nearest

@@ -1,0 +1,162 @@
+"""Drawn triangle problems: an endless small geometry set of the project's own, each with its picture and answer.
+
+Settings: `picture_pixels` (side of the square picture, 160), `kinds` (some of KINDS), `angle_step` (angles are
+multiples of it, 5).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+from envs.base import setting
+
+_TRIPLES = ((3, 4, 5), (6, 8, 10), (5, 12, 13), (8, 15, 17), (9, 12, 15), (12, 16, 20), (7, 24, 25), (20, 21, 29))
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`text` asks, `answer` is the label, `image` the drawing."""
+
+    text: str
+    answer: str
+    image: Image.Image
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """Angles of the drawn triangle in degrees at its corners A and B, and what is written where."""
+
+    text: str
+    answer: str
+    angles: tuple[float, float]
+    corners: tuple[str, str, str] = ("", "", "")
+    sides: tuple[str, str, str] = ("", "", "")  # AB, BC, CA
+
+
+def make_problem(seed: int | str, args: Any = None, split: str = "") -> Problem:
+    """The problem of `seed`; "train" and "heldout" never share a question with the same numbers."""
+    kinds = tuple(setting(args, "kinds", tuple(KINDS)))
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds:
+        raise ValueError(f"kinds is {list(kinds)}: choose from {', '.join(KINDS)}")
+    if split not in ("", "train", "heldout"):
+        raise ValueError(f"split is {split!r}: use train, heldout or leave it out")
+    step = int(setting(args, "angle_step", 5))
+    rng = Random(seed)
+    for _ in range(1000):
+        figure = KINDS[kinds[rng.randrange(len(kinds))]](rng, step)
+        if not split or _split_of(figure) == split:
+            return Problem(figure.text, figure.answer, _draw(figure, rng, int(setting(args, "picture_pixels", 160))))
+    raise ValueError(f"kinds {list(kinds)} with angle_step {step} have no {split} problem: use a smaller step")
+
+
+def _split_of(figure: _Figure) -> str:
+    written = repr((figure.text, sorted(figure.corners), sorted(figure.sides)))
+    return "heldout" if hashlib.sha256(written.encode()).digest()[0] < 32 else "train"
+
+
+def _angle_sum(rng: Random, step: int) -> _Figure:
+    a, b = _two_angles(rng, step)
+    return _Figure("Find x, in degrees.", str(180 - a - b), (a, b), (f"{a}", f"{b}", "x"))
+
+
+def _isosceles(rng: Random, step: int) -> _Figure:
+    base = _multiple(rng, step, 30, 75)
+    return _Figure("The two marked sides are equal. Find x, in degrees.", str(180 - 2 * base), (base, base),
+                   (f"{base}", "", "x"), ("", "=", "="))  # fmt: skip
+
+
+def _exterior(rng: Random, step: int) -> _Figure:
+    a, b = _two_angles(rng, step)
+    return _Figure("x is the exterior angle at the unmarked corner. Find x, in degrees.", str(a + b), (a, b),
+                   (f"{a}", f"{b}", ""))  # fmt: skip
+
+
+def _right_angle(rng: Random, step: int) -> _Figure:
+    a = _multiple(rng, step, 20, 70)
+    return _Figure("One angle is a right angle. Find x, in degrees.", str(90 - a), (90, a), ("90", f"{a}", "x"))
+
+
+def _pythagoras(rng: Random, step: int) -> _Figure:
+    a, b, c = _TRIPLES[rng.randrange(len(_TRIPLES))]
+    if rng.random() < 0.5:
+        a, b = b, a
+    angle = math.degrees(math.atan2(b, a))
+    hidden = rng.randrange(3)
+    sides = tuple("x" if i == hidden else f"{side}" for i, side in enumerate((a, c, b)))
+    return _Figure("The triangle has a right angle. Find x.", str((a, c, b)[hidden]), (90, angle), ("90", "", ""),
+                   (sides[0], sides[1], sides[2]))  # fmt: skip
+
+
+KINDS: dict[str, Callable[[Random, int], _Figure]] = {
+    "angle_sum": _angle_sum,
+    "isosceles": _isosceles,
+    "exterior": _exterior,
+    "right_angle": _right_angle,
+    "pythagoras": _pythagoras,
+}
+
+
+def _multiple(rng: Random, step: int, low: int, high: int) -> int:
+    return step * rng.randint(math.ceil(low / step), high // step)
+
+
+def _two_angles(rng: Random, step: int) -> tuple[int, int]:
+    while True:
+        a, b = _multiple(rng, step, 30, 100), _multiple(rng, step, 30, 100)
+        if 180 - a - b >= 30:
+            return a, b
+
+
+def _draw(figure: _Figure, rng: Random, pixels: int) -> Image.Image:
+    """A palette picture, black on white, the triangle turned at random."""
+    if not 48 <= pixels <= 2048:
+        raise ValueError(f"picture_pixels is {pixels}: use 48 to 2048")
+    corners = _corners(figure.angles, rng.uniform(0, 360), pixels)
+    image = Image.new("P", (pixels, pixels), 1)
+    image.putpalette(bytes((0, 0, 0, 255, 255, 255)))
+    draw, font = ImageDraw.Draw(image), _font(max(10, pixels // 11))
+    draw.polygon(corners, outline=0, width=max(1, pixels // 80))
+    middle = (sum(x for x, _ in corners) / 3, sum(y for _, y in corners) / 3)
+    for text, corner in zip(figure.corners, corners, strict=True):
+        _write(draw, text, _between(corner, middle, 0.32), font)
+    for index, text in enumerate(figure.sides):
+        a, b = corners[index], corners[(index + 1) % 3]
+        _write(draw, text, _between(_between(a, b, 0.5), middle, -0.32), font)
+    return image
+
+
+def _corners(angles: tuple[float, float], turn: float, pixels: int) -> list[Point]:
+    a, b = (math.radians(angle) for angle in angles)
+    side = math.sin(b) / math.sin(a + b)  # of AC, for AB = 1
+    shape = [(0.0, 0.0), (1.0, 0.0), (side * math.cos(a), side * math.sin(a))]
+    c, s = math.cos(math.radians(turn)), math.sin(math.radians(turn))
+    turned = [(x * c - y * s, x * s + y * c) for x, y in shape]
+    left, top = min(x for x, _ in turned), min(y for _, y in turned)
+    width, height = max(x for x, _ in turned) - left, max(y for _, y in turned) - top
+    scale, margin = pixels * 0.72 / max(width, height), pixels / 2
+    return [((x - left - width / 2) * scale + margin, (y - top - height / 2) * scale + margin) for x, y in turned]
+
+
+def _between(a: Point, b: Point, share: float) -> Point:
+    return a[0] + (b[0] - a[0]) * share, a[1] + (b[1] - a[1]) * share
+
+
+def _write(draw: ImageDraw.ImageDraw, text: str, at: Point, font: Any) -> None:
+    if text:
+        left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
+        draw.text((at[0] - (left + right) / 2, at[1] - (top + bottom) / 2), text, fill=0, font=font)
+
+
+@cache
+def _font(size: int) -> Any:
+    return ImageFont.load_default(size)

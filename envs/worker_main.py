@@ -1,0 +1,38 @@
+"""What runs inside a worker process: one JSON request a line in, one JSON result a line out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+
+MEMORY_BYTES = 2 << 30
+
+
+def main(module_name: str) -> None:
+    """Serve until standard input closes. The process ends itself should its owner vanish during a long request."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not reach the answers
+    _limit_memory()
+    handle = importlib.import_module(module_name).handle
+    answers.write(b'"ready"\n')
+    answers.flush()
+    for line in sys.stdin.buffer:
+        limit_s, request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, limit_s + 5.0)  # the default action of SIGALRM ends the process
+        try:
+            result = handle(request)
+        except (MemoryError, RecursionError):
+            result = None
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        answers.write(json.dumps(result).encode() + b"\n")
+        answers.flush()
+
+
+def _limit_memory() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

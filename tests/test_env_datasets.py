@@ -1,0 +1,177 @@
+"""Datasets: what rows become, what is left out and counted, and the Sokoban files that the project writes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from envs import geo3k_multi_turn, sokoban
+from envs.datasets import load_dataset, repair, with_images
+from envs.geo3k import build_env
+from envs.sokoban_boards import BoardSpec, canonical
+from envs.sokoban_data import board_in_text, boards_of_raw, make_boards, rows_of, split_boards, write_rows
+from envs.sokoban_levels import read_levels
+from envs.sokoban_solver import solve
+
+DATA = Path(__file__).parent / "data"
+
+
+def picture(colour="red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_the_five_real_problems_load_render_and_are_graded():
+    data = load_dataset(DATA / "geometry3k" / "problems.jsonl", system_prompt=geo3k_multi_turn.SYSTEM_PROMPT)
+    assert len(data.samples) == 5
+    assert (data.report.bad_images, data.report.bad_labels, data.report.duplicates) == (0, 0, 0)
+    for sample in data.samples:
+        system, user = with_images(sample)
+        assert system["role"] == "system"
+        assert [part["type"] for part in user["content"]] == ["image", "text"]
+        assert user["content"][0]["image"].width > 50
+        env = build_env(sample)
+        env.reset()
+        assert env.step(rf"\boxed{{{sample.label}}}")[2]["reward"] == 1.0
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_bad_rows_are_counted_and_left_out(tmp_path, suffix):
+    good = {"problem": "<image>Find x.", "answer": "7", "images": [uri(picture())]}
+    rows = [
+        good,
+        good,
+        {**good, "problem": ""},
+        {**good, "answer": " "},
+        {**good, "images": [uri(b"no picture")]},
+        {**good, "images": [uri(picture()[:50])]},
+        {**good, "images": []},
+        {**good, "images": [uri(picture("blue"))]},
+        {**good, "problem": "<image>Answer: \x08oxed{$Answer}"},
+        {**good, "answer": "x" * 700},
+    ]
+    report = load_dataset(write(tmp_path / f"rows{suffix}", rows)).report
+    assert (report.rows, report.samples) == (10, 4)
+    assert (report.duplicates, report.empty, report.bad_images) == (1, 2, 3)
+    assert (report.bad_labels, report.repaired) == (1, 1)
+    assert "row 1: the same as an earlier row" in report.summary()
+    assert "\n" not in report.summary()
+
+
+def test_pictures_may_be_bytes_or_files_and_marks_say_where_they_go(tmp_path):
+    (tmp_path / "a.png").write_bytes(picture())
+    rows = [
+        {"problem": "See <image> and <image>: x?", "answer": "1", "images": [{"bytes": picture(), "path": None}, None]},
+        {"problem": "See <image> and <image>: x?", "answer": "1", "images": [{"bytes": picture(), "path": None}] * 2},
+        {"problem": "No mark", "answer": "2", "images": [{"bytes": None, "path": "a.png"}]},
+    ]
+    data = load_dataset(write(tmp_path / "rows.parquet", rows))
+    assert data.report.bad_images == 1
+    marked, plain = (sample.prompt[0]["content"] for sample in data.samples)
+    assert [part["type"] for part in marked] == ["text", "image", "text", "image", "text"]
+    assert [part["type"] for part in plain] == ["image", "text"]
+    assert data.samples[0].images[0].data == picture()
+
+
+def test_a_missing_column_is_named_with_those_present(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"question": "x?", "answer": "1"}])
+    with pytest.raises(ValueError, match="no column 'problem'; it has: question, answer"):
+        load_dataset(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("none.jsonl", None, "no dataset file"),
+        ("rows.csv", "a,b\n", "neither"),
+        ("rows.jsonl", "{broken\n", "line 1 is no JSON"),
+        ("rows.parquet", "not parquet", "no readable parquet"),
+        ("empty.jsonl", "", "no usable sample"),
+    ],
+)
+def test_an_unreadable_file_is_refused_in_one_line(tmp_path, name, content, reason):
+    if content is not None:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=reason) as caught:
+        load_dataset(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_control_characters_become_the_latex_they_were():
+    assert repair("a \x08oxed{1}") == (r"a \boxed{1}", True)
+    assert repair("\x0crac{1}{2} and 3\times 4") == (r"\frac{1}{2} and 3\times 4", True)
+    assert repair("plain\ttext here") == ("plain\ttext here", False)
+
+
+def test_a_prompt_that_explains_the_tool_gets_no_second_explanation(tmp_path):
+    rows = [{"problem": "Call <tool_call>…</tool_call>. Find x.", "answer": "1"}, {"problem": "Find y.", "answer": "1"}]
+    first, second = load_dataset(write(tmp_path / "r.jsonl", rows), system_prompt="Explained.").samples
+    assert [message["role"] for message in first.prompt] == ["user"]
+    assert [message["role"] for message in second.prompt] == ["system", "user"]
+
+
+def test_made_boards_are_written_and_played_from_the_file(tmp_path):
+    boards = make_boards(12, BoardSpec(sizes=((6, 6), (6, 7)), num_boxes=(1, 2)), seed=3)
+    assert len({canonical(board) for board in boards}) == 12
+    path = tmp_path / "train.parquet"
+    assert write_rows(path, rows_of(boards)) == 12
+    data = load_dataset(path, system_prompt="Play.")
+    for board, sample in zip(boards, data.samples, strict=True):
+        env = sokoban.build_env(sample, {"pixels_per_cell": 16})
+        assert env.board == board
+        for move in solve(board) or []:
+            _, done, _ = env.step(move)
+        assert done
+        assert env.success
+    assert data.samples[0].prompt == ({"role": "system", "content": "Play."},)
+
+
+def test_a_split_keeps_symmetric_boards_together():
+    levels = read_levels(DATA / "boxoban" / "medium_valid_000.txt")[:60]
+    small = make_boards(40, BoardSpec(), seed=1)
+    split = split_boards([*levels, *levels[:5], *small], num_heldout=20, seed=2)
+    assert (len(split.heldout), len(split.train), split.duplicates) == (20, 80, 5)
+    assert not {canonical(board) for board in split.train} & {canonical(board) for board in split.heldout}
+    with pytest.raises(ValueError, match="none to train on"):
+        split_boards(levels[:3], num_heldout=3)
+
+
+def test_too_many_different_boards_are_refused():
+    with pytest.raises(ValueError, match="boards differ"):
+        make_boards(1000, BoardSpec(sizes=((3, 5),), wall_chance=0.0))
+
+
+def test_raw_rows_with_boards_in_text_are_converted(tmp_path):
+    boards = make_boards(3, BoardSpec(), seed=5)
+    rows = [
+        {"prompt": f"Rules.\n[Current Observation]:\n{board.text()}\nDecide the next action:", "data_source": "x"}
+        for board in boards
+    ]
+    rows.append({"prompt": "no board", "data_source": "x"})
+    assert boards_of_raw(write(tmp_path / "raw.parquet", rows)) == (boards, 1)
+    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    assert boards_of_raw(write(tmp_path / "chats.parquet", chats)) == (boards, 1)
+    with pytest.raises(ValueError, match="no column 'prompt'; it has: text"):
+        boards_of_raw(write(tmp_path / "other.jsonl", [{"text": "x"}]))
+    with pytest.raises(ValueError, match="no board"):
+        board_in_text("# # #\n# P #")

@@ -1,0 +1,171 @@
+"""The math reward: recorded and own cases, boxes, hostile answers, and the worker that can be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from envs.math_reward import grade, judge, label_problem
+from envs.math_text import last_box
+from envs.worker_pool import WorkerFailed, WorkerPool, WorkerTimeout
+
+DATA = Path(__file__).parent / "data"
+
+
+def rows(name):
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+def test_recorded_answers_are_graded_by_mathematical_truth():
+    cases = rows("math_reward.jsonl")
+    wrong = [case for case in cases if (grade(case["response"], case["label"]) == 1.0) != case["truth"]]
+    assert wrong == []
+
+
+def test_own_cases_are_graded_by_mathematical_truth():
+    cases = rows("math_cases.jsonl")
+    wrong = [case for case in cases if (grade(rf"\boxed{{{case['answer']}}}", case["label"]) == 1.0) != case["equal"]]
+    assert len(cases) > 400
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{1} then \fbox{3}", "3"),
+        (r"\fbox{3} then \boxed{1}", "1"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\boxed{60}}", "60"),
+        (r"\boxed {60}", "60"),
+        (r"\boxed 60", "60"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{48\\}", r"48\\"),
+        (r"\boxed{60", None),
+        (r"\boxed", None),
+        ("60", None),
+    ],
+)
+def test_the_last_closed_box_is_the_answer(text, box):
+    assert last_box(text) == box
+
+
+def test_no_box_is_an_outcome_of_its_own():
+    assert judge("The answer is 60", "60").outcome == "no_answer"
+    assert judge(r"\boxed{}", "60").outcome == "no_answer"
+    assert judge(r"\boxed{61}", "60").outcome == "wrong"
+    assert judge(r"\boxed{60}", "60").outcome == "right"
+
+
+def test_tolerance_forgives_rounded_labels_only_when_asked():
+    assert [grade(r"\boxed{36.87}", "36.9", tolerance=t) for t in (None, 0.0, 0.05)] == [0.0, 0.0, 1.0]
+    assert grade(r"\boxed{10\sqrt{3}}", "17.3", tolerance=0.05) == 1.0
+    assert grade(r"\boxed{36.8}", "36.9", tolerance=0.05) == 0.0
+
+
+def hostile(index: int, rng: Random) -> str:
+    """One of many kinds of answers that are made to be slow."""
+    n, a = rng.randint(3, 3000), rng.randint(2, 99)
+    depth = rng.randint(2, 40)
+    return [
+        "9^{" * depth + "9" + "}" * depth,
+        "{" * n + "60" + "}" * n,
+        "(" * n,
+        r"\frac{" * n + "1" + "}{2}" * n,
+        r"\sqrt{" * n + "2" + "}" * n,
+        r"\text{" * n + "60" + "}" * n,
+        rf"\sum_{{k=1}}^{{10^{{{a}}}}} k^{{{a}}}",
+        "".join(chr(rng.randint(0x80, 0x2FFF)) for _ in range(n)),
+        "1" * rng.choice((100, 10_000, 1_000_000)),
+        "+".join(["1"] * n),
+        f"(x+{a})^{{{a}0}}(y-1)^{{{a}0}}",
+        f"{a}!!!!",
+        rf"\int_0^{{\infty}} \frac{{\sin(x^{{{a}}})}}{{x^{{{a}}}+1}} dx",
+        "a" * 1_000_000,
+        f"e^{{e^{{e^{{{a}}}}}}}",
+        rf"\prod_{{p=1}}^{{{10**a}}} (1+p^x)",
+        "9**9**9**9",
+        r"\sin(10^{10^{10}})",
+        f"x^{{{a}}}+y^{{{a}}}=z^{{{a}}}",
+        ",".join(f"{i}+x^{i % 9}" for i in range(n)),
+        r"\begin{pmatrix}" + "&".join(f"x^{i}" for i in range(n % 60)) + rf"\end{{pmatrix}}^{{{a}}}",
+        rf"\sqrt{{x^{{{a}}}+\sqrt{{y^9+\sqrt{{z^8+1}}}}}} < \frac{{x+y^7}}{{\sin(z)+\cos(y)}}",
+        "x = " * n + "7",
+        r"\pm" * n + "3",
+    ][index % 24]
+
+
+def test_a_thousand_hostile_answers_are_graded_and_none_is_right():
+    rng = Random(0)
+    labels = ["60", r"2 \sqrt { 3 }", "x=8", "2x+3", r"x \le 3", "1,200", "x^2+y^2=1", "[1,2)", "acute", "y=2x+3"]
+    for index in range(1000):
+        before = r"\boxed{" * 100_000 if index % 50 == 0 else ""
+        verdict = judge(f"{before}\\boxed{{{hostile(index, rng)}}}", rng.choice(labels))
+        # sixty braces around 60 are only layout
+        assert verdict.score == 0.0 or index % 24 in (1, 5), index
+
+
+def test_a_comparison_over_its_limit_is_a_timeout_and_the_next_one_works():
+    answer, label = r"\boxed{x \geq -1 + 0}", r"[-1,\infty)"
+    assert judge(answer, label, limit_s=1e-9).outcome == "timeout"
+    assert judge(answer, label, limit_s=30.0).outcome == "right"
+
+
+@pytest.mark.parametrize("label", ["60", r"5 \sqrt { 3 }", r"x \le 3", "acute", "x+y=1", r"1 \pm \sqrt{2}", "(1,2)"])
+def test_usable_labels_have_no_problem(label):
+    assert label_problem(label) == ""
+
+
+@pytest.mark.parametrize("label", [r"\frac{1}{", " ", 7, "x" * 700, "1 +"])
+def test_unusable_labels_are_named(label):
+    assert label_problem(label)
+
+
+def worker(tmp_path, monkeypatch, body):
+    """A pool of one process that runs `body` as its module."""
+    name = f"worker_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(body, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return WorkerPool(name, size=1)
+
+
+def test_a_hanging_call_is_killed_in_time_and_leaves_no_process(tmp_path, monkeypatch):
+    body = "import os, time\ndef handle(request):\n    time.sleep(request)\n    return os.getpid()\n"
+    pool = worker(tmp_path, monkeypatch, body)
+    pid = pool.call(0, 30.0)
+    started = time.monotonic()
+    with pytest.raises(WorkerTimeout):
+        pool.call(100, 0.2)
+    assert time.monotonic() - started < 20
+    assert not Path(f"/proc/{pid}").exists()
+    assert pool.call(0, 30.0) not in (pid, os.getpid())
+    pool.close()
+
+
+def test_a_dying_worker_is_an_error_of_its_call_only(tmp_path, monkeypatch):
+    body = "import os\ndef handle(request):\n    print('noise')\n    if request: os._exit(3)\n    return 'well'\n"
+    pool = worker(tmp_path, monkeypatch, body)
+    with pytest.raises(WorkerFailed):
+        pool.call(1, 30.0)
+    assert pool.call(0, 30.0) == "well"
+    pool.close()
+    with pytest.raises(WorkerFailed):
+        worker(tmp_path, monkeypatch, "raise ImportError('broken')\n").call(0, 30.0)
+
+
+def test_many_threads_share_a_few_workers(tmp_path, monkeypatch):
+    pool = worker(tmp_path, monkeypatch, "def handle(request):\n    return request * 2\n")
+    results: dict[int, int] = {}
+    threads = [threading.Thread(target=lambda i=i: results.update({i: pool.call(i, 30.0)})) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {i: 2 * i for i in range(8)}
+    pool.close()

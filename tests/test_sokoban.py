@@ -1,0 +1,119 @@
+"""The Sokoban environment against the recorded episodes of the reference, and on its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from envs import sokoban
+from envs.sokoban import build_env, episode_reward, parse_actions, random_response
+from shared.types import Sample
+
+DATA = Path(__file__).parent / "data"
+EPISODES = [json.loads(line) for line in (DATA / "sokoban.jsonl").read_text().splitlines()]
+
+
+def cells(env, pairs):
+    return [row * env.board.width + column for row, column in pairs]
+
+
+@pytest.mark.parametrize("episode", EPISODES, ids=lambda episode: str(episode["id"]))
+def test_every_recorded_episode_is_replayed_to_the_letter(episode):
+    env = build_env(Sample("x", metadata={"env_config": episode["env_config"]}), {"pixels_per_cell": 16})
+    observation, _ = env.reset()
+    assert env.start_distance == episode["dist0"]
+    assert observation["obs_str"] == episode["initial_obs"]
+    assert env.current().text() == episode["initial_text"]
+    for turn in episode["turns"]:
+        observation, done, info = env.step(turn["response"])
+        assert info["parsed_actions"] == turn["parsed_actions"]
+        assert info["reward"] == pytest.approx(turn["reward"], abs=1e-12)
+        assert (done, env.success) == (turn["done"], turn["success"])
+        metrics = info["metrics"]
+        assert metrics["traj_metrics"]["success"] == turn["success"]
+        assert metrics["turn_metrics"]["action_is_valid"] == turn["valid"]
+        assert metrics["turn_metrics"]["action_is_effective"] == turn["effective"]
+        assert [env.player] == cells(env, [turn["player"]])
+        assert sorted(env.boxes) == sorted(cells(env, turn["boxes"]))
+        assert observation["obs_str"] == turn["obs_str"]
+        assert len(observation.get("multi_modal_data", {}).get("image", [])) == turn["images"]
+    assert env.current().text() == episode["final_text"]
+    assert env.distance() == episode["dist1"]
+    assert episode_reward(env) == pytest.approx(episode["total_reward"], abs=1e-9)
+
+
+def test_the_same_seed_gives_the_same_board_and_another_seed_another():
+    def board(seed):
+        return build_env(Sample("x", metadata={"seed": seed})).board
+
+    assert board(5) == board(5)
+    assert len({board(seed) for seed in range(50)}) > 45
+
+
+def test_reset_starts_the_same_episode_again():
+    env = build_env(Sample("x", metadata={"seed": 1}), {"render_mode": "text"})
+    first, _ = env.reset()
+    for _ in range(5):
+        env.step(random_response(Random(0)))
+    again, _ = env.reset()
+    assert again == first
+    assert env.turn_rewards == []
+
+
+def test_pictures_have_the_asked_size_and_show_each_move():
+    env = build_env(Sample("x", metadata={"seed": 3}), {"pixels_per_cell": 32, "grid_size": [6, 8]})
+    before = env.reset()[0]["multi_modal_data"]["image"][0]
+    assert before.mode == "P"
+    assert before.size == (8 * 32, 6 * 32)
+    for move in ("up", "down", "left", "right"):
+        observation, _, info = env.step(f"<answer>{move}</answer>")
+        if info["metrics"]["turn_metrics"]["action_is_effective"]:
+            after = observation["multi_modal_data"]["image"][0]
+            assert not np.array_equal(np.asarray(before.convert("RGB")), np.asarray(after.convert("RGB")))
+            return
+    pytest.fail("no move was possible")
+
+
+def test_the_colours_of_wall_floor_and_box_are_the_stated_ones():
+    env = build_env(Sample("x", metadata={"seed": 3}))
+    image = env.reset()[0]["multi_modal_data"]["image"][0].convert("RGB")
+    assert image.getpixel((2, 2)) == (176, 80, 50)
+    colours = {colour for _, colour in image.getcolors()}
+    assert {(8, 8, 8), (233, 184, 47)} <= colours
+
+
+def test_an_observation_becomes_a_message_with_pictures_first():
+    env = build_env(Sample("x", metadata={"seed": 3}))
+    message = env.format_observation(env.reset()[0])
+    assert message["role"] == "user"
+    assert [part["type"] for part in message["content"]] == ["image", "text"]
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        ({"render_mode": "video"}, "render_mode"),
+        ({"grid_size": [3, 3]}, "grid_size"),
+        ({"pixels_per_cell": 1}, "pixels"),
+        ({"split": "test"}, "split"),
+        ({"num_boxes": 0}, "num_boxes"),
+    ],
+)
+def test_impossible_settings_are_refused_in_one_line(args, word):
+    with pytest.raises(ValueError, match=word) as caught:
+        build_env(None, args)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_prompt_fits_the_mode():
+    assert "green" in sokoban.system_prompt({})
+    assert "√" in sokoban.system_prompt({"render_mode": "text"})
+
+
+def test_only_the_first_answer_block_counts():
+    assert parse_actions("<answer>up</answer><answer>down</answer>", 3) == ["up"]
+    assert parse_actions("<answer>\nUP;down left right</answer>", 3) == ["up", "down", "left"]
