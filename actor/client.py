@@ -1,0 +1,211 @@
+"""The engine client: SGLang's HTTP API, spoken to SGLang and to the embedded engine alike."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import lru_cache
+from typing import Any
+
+from actor.http import HttpClient, HttpFailure
+from shared.types import Completion, Image, Sampling, VersionSpan
+
+FINISH_REASONS = ("stop", "length", "abort")
+BAN = -100.0
+CONNECT_TRIES = 3
+
+
+class EngineError(Exception):
+    """The engine's answer was missing, late or invalid; one line that names the engine."""
+
+
+class EngineClient:
+    """One engine. All methods raise EngineError for an engine that does not answer as it should."""
+
+    def __init__(self, url: str, *, timeout_s: float = 300.0, connections: int = 512) -> None:
+        self._http = HttpClient(url, connections=connections)
+        self.url, self.timeout_s = self._http.url, timeout_s
+        self.num_open = 0  # episodes that play on this engine
+        self.suspect = False  # the last request failed; cleared by the next that does not
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[Image],
+        sampling: Sampling,
+        *,
+        banned_ids: Sequence[int] = (),
+        stop_ids: Sequence[int] = (),
+        max_new_tokens: int | None = None,
+        seed: int | None = None,
+    ) -> Completion:
+        """Continues the compact stream (one placeholder per image). An abort is a Completion, not an error."""
+        settings: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_new_tokens": sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            "stop_token_ids": list(stop_ids),
+            "logit_bias": {str(token): BAN for token in banned_ids},
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if seed is not None:
+            settings["sampling_seed"] = seed
+        body = {
+            "input_ids": list(token_ids),
+            "image_data": [_data_uri(image.data) for image in images],
+            "sampling_params": settings,
+            "return_logprob": True,
+        }
+        if not images:
+            del body["image_data"]
+        try:
+            completion = parse_completion(await self._post("/generate", body), self.url)
+        except EngineError:
+            self.suspect = True
+            raise
+        self.suspect = False
+        return completion
+
+    async def healthy(self, timeout_s: float = 10.0) -> bool:
+        try:
+            await self._http.request("GET", "/health", timeout_s=timeout_s)
+        except HttpFailure:
+            return False
+        return True
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Returns as soon as the engine answers; EngineError after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self.healthy():
+                    await asyncio.sleep(0.25)
+                self.suspect = False
+        except TimeoutError:
+            raise EngineError(f"{self.url}: not healthy within {timeout_s:g} s: is an engine running there?") from None
+
+    async def model_info(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        return await self._call("GET", "/model_info", None, timeout_s)
+
+    async def server_info(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        return await self._call("GET", "/server_info", None, timeout_s)
+
+    async def abort_all(self, timeout_s: float = 30.0) -> None:
+        await self._call("POST", "/abort_request", {"abort_all": True}, timeout_s)
+
+    def close(self) -> None:
+        self._http.close()
+
+    async def _call(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
+        try:
+            return await self._http.request(method, path, body, timeout_s=timeout_s)
+        except HttpFailure as failure:
+            raise EngineError(str(failure)) from failure
+
+    async def _post(self, path: str, body: Any) -> Any:
+        """Posts; tries again only when the engine cannot have seen the request, or says that it is full."""
+        for attempt in range(CONNECT_TRIES):
+            try:
+                return await self._http.request("POST", path, body, timeout_s=self.timeout_s)
+            except HttpFailure as failure:
+                safe = not failure.sent or failure.status == 503
+                if not safe or attempt == CONNECT_TRIES - 1:
+                    raise EngineError(str(failure)) from failure
+                await asyncio.sleep(0.1 * 4**attempt)
+        raise AssertionError
+
+
+class EnginePool:
+    """Several engines: a new episode goes to the one with the fewest, and stays there for its prefix cache.
+
+    An engine whose last request failed gets no new episode while others are well; if none is, a new episode waits up
+    to `patience_s` for it, so that a dead engine costs time and not a flood of failed episodes.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient], *, patience_s: float = 30.0) -> None:
+        if not clients:
+            raise ValueError("no engine: give engine.urls or engine.count")
+        self.clients, self._patience_s = tuple(clients), patience_s
+
+    @asynccontextmanager
+    async def lease(self) -> AsyncIterator[EngineClient]:
+        """The engine for one episode. EngineError if it stays away."""
+        client = min(self.clients, key=lambda c: (c.suspect, c.num_open))
+        client.num_open += 1
+        try:
+            if client.suspect:
+                await client.wait_healthy(self._patience_s)
+            yield client
+        finally:
+            client.num_open -= 1
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        await asyncio.gather(*(client.wait_healthy(timeout_s) for client in self.clients))
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+
+def parse_completion(answer: Any, url: str) -> Completion:
+    """The checked completion in a /generate answer; EngineError names what is missing or wrong."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict):
+        raise EngineError(f"{url}: the answer has no meta_info")
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, dict) else reason
+    if kind not in FINISH_REASONS:
+        raise EngineError(f"{url}: the finish reason is {kind!r}, not one of {', '.join(FINISH_REASONS)}")
+    pairs = meta.get("output_token_logprobs")
+    if pairs is None and kind == "abort":
+        return Completion((), (), (), "abort")
+    if not isinstance(pairs, list) or (not pairs and kind != "abort"):
+        raise EngineError(f"{url}: the answer has no output_token_logprobs, without which nothing can be trained")
+    try:
+        logprobs = tuple(float(pair[0]) for pair in pairs)
+        tokens = tuple(int(pair[1]) for pair in pairs)
+    except (TypeError, ValueError, IndexError):
+        raise EngineError(f"{url}: output_token_logprobs holds no pairs of logprob and token") from None
+    if any(not math.isfinite(logprob) or logprob > 1e-4 for logprob in logprobs):
+        raise EngineError(f"{url}: a logprob is not a finite number of at most 0")
+    count = meta.get("completion_tokens", len(tokens))
+    if count != len(tokens):
+        raise EngineError(f"{url}: {len(tokens)} logprobs for {count} tokens")
+    return Completion(tokens, tuple(min(0.0, p) for p in logprobs), _spans(meta, len(tokens), url), kind)
+
+
+def _spans(meta: dict[str, Any], num_tokens: int, url: str) -> tuple[VersionSpan, ...]:
+    if not num_tokens:
+        return ()
+    raw = meta.get("weight_versions")
+    if not raw:
+        raw = [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
+    spans = tuple(VersionSpan(parse_version(s["version"], url), int(s["start"]), int(s["end"])) for s in raw)
+    spans = tuple(s for s in spans if s.start < s.end)
+    edges = [0, *(s.end for s in spans)]
+    if [s.start for s in spans] != edges[:-1] or edges[-1] != num_tokens:
+        raise EngineError(f"{url}: the weight_versions do not cover the {num_tokens} tokens: {raw}")
+    return spans
+
+
+def parse_version(version: Any, url: str) -> int:
+    """A policy version as number; SGLang calls weights that nobody has updated "default": version 0."""
+    if version == "default":
+        return 0
+    try:
+        number = int(version)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 0:
+        raise EngineError(f"{url}: the weight version is {version!r}, not a number")
+    return number
+
+
+@lru_cache(maxsize=2048)
+def _data_uri(data: bytes) -> str:
+    """Every turn of an episode sends its pictures again."""
+    return "data:image/png;base64," + base64.b64encode(data).decode()

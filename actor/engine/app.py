@@ -1,0 +1,279 @@
+"""The routes of the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from actor.engine.http import Handler, HttpError
+from actor.engine.images import PictureCache
+from actor.engine.request import Request, parse_request
+from actor.engine.runner import Runner
+from actor.engine.scheduler import Scheduler
+from actor.engine.server import EngineSettings
+from actor.engine.weights import WeightLoader, broadcast, join_group, parse_entries
+from shared.vision import VisionSpec
+
+log = logging.getLogger("engine")
+MAX_OPEN_REQUESTS = 4096
+
+
+def load_model(settings: EngineSettings) -> Any:
+    """The model in `settings.model_path`. ValueError if it is no Qwen3-VL folder or the device is missing."""
+    if not (Path(settings.model_path) / "config.json").is_file():
+        raise ValueError(f"no config.json in {settings.model_path!r}: give --model-path a model's folder")
+    kind = AutoConfig.from_pretrained(settings.model_path).model_type
+    if kind not in ("qwen3_vl", "qwen3_vl_moe"):
+        raise ValueError(f"{settings.model_path} is a {kind} model: the embedded engine runs qwen3_vl; use sglang")
+    if settings.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {settings.device}, but torch sees no GPU: use --device cpu")
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(settings.threads)
+    dtype = getattr(torch, settings.dtype)
+    model: Any = AutoModelForImageTextToText.from_pretrained(settings.model_path, dtype=dtype)
+    return model.to(device=settings.device)
+
+
+def eos_ids(settings: EngineSettings, config: Any) -> frozenset[int]:
+    """Tokens that end a turn: those of generation_config.json, else the text config's."""
+    folder = Path(settings.model_path)
+    found = None
+    if (folder / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(folder).eos_token_id
+    found = config.get_text_config().eos_token_id if found is None else found
+    return frozenset([found] if isinstance(found, int) else found or [])
+
+
+class EngineApp:
+    """State and handlers of one engine."""
+
+    def __init__(self, settings: EngineSettings, model: Any, spec: VisionSpec, stop: asyncio.Event) -> None:
+        self.settings, self.spec = settings, spec
+        self._loop = asyncio.get_running_loop()
+        self.eos_ids = eos_ids(settings, model.config)
+        runner = Runner(
+            model, spec, num_slots=settings.slots or 2 * settings.max_batch, max_context=settings.max_context
+        )
+        self.scheduler = Scheduler(
+            runner,
+            max_batch=settings.max_batch,
+            request_timeout_s=settings.request_timeout_s,
+            weight_version=settings.weight_version,
+            on_failure=lambda: _wake(self._loop, stop),
+        )
+        self.loader = WeightLoader(model)
+        self.pictures = PictureCache(spec)
+        self.vocab_size = runner.vocab_size
+        self._groups: dict[str, Any] = {}
+        self._flush = False
+        self._version: str | None = None
+        self.scheduler.start()
+
+    @staticmethod
+    def load(settings: EngineSettings, stop: asyncio.Event) -> EngineApp:
+        spec = VisionSpec.load(
+            settings.model_path, min_pixels=settings.min_pixels or None, max_pixels=settings.max_pixels or None
+        )
+        return EngineApp(settings, load_model(settings), spec, stop)
+
+    def close(self) -> None:
+        self.scheduler.stop()
+        self._groups.clear()
+
+    def routes(self) -> dict[str, Handler]:
+        posts: dict[str, Handler] = {
+            "generate": self.generate,
+            "abort_request": self.abort,
+            "flush_cache": self.flush_cache,
+            "pause_generation": self.pause,
+            "continue_generation": self.resume,
+            "init_weights_update_group": self.init_group,
+            "destroy_weights_update_group": self.destroy_group,
+            "begin_weight_update": self.begin_update,
+            "update_weights_from_distributed": self.update,
+            "end_weight_update": self.end_update,
+            "get_weights_by_name": self.get_weights,
+        }
+        gets: dict[str, Handler] = {
+            "health": self.health,
+            "model_info": self.model_info,
+            "get_model_info": self.model_info,
+            "server_info": self.server_info,
+            "get_server_info": self.server_info,
+        }
+        table = {f"POST /{name}": handler for name, handler in posts.items()}
+        table |= {f"GET /{name}": handler for name, handler in gets.items()}
+        return table | {"GET /flush_cache": self.flush_cache, "POST /health": self.health}
+
+    # ------------------------------------------------------------------ generation
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.scheduler.num_open >= MAX_OPEN_REQUESTS:
+            raise HttpError(503, f"{MAX_OPEN_REQUESTS} requests are open already")
+        request = parse_request(
+            body,
+            self.pictures,
+            self.spec,
+            vocab_size=self.vocab_size,
+            max_context=self.settings.max_context,
+            eos_ids=self.eos_ids,
+        )
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def wake(_: Request) -> None:
+            self._loop.call_soon_threadsafe(_finish, done)
+
+        request.on_done = wake
+        self.scheduler.submit(request)
+        try:
+            await done
+        except asyncio.CancelledError:  # the client is gone
+            self.scheduler.call(lambda: self.scheduler.abort(request.rid))
+            raise
+        return request.answer()
+
+    async def abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        rid = None if body.get("abort_all") else body.get("rid")
+        if rid is None and not body.get("abort_all"):
+            raise ValueError("name a rid, or set abort_all")
+        return {"success": True, "aborted": await self._on_model(lambda: self.scheduler.abort(rid))}
+
+    async def flush_cache(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Idle KV is forgotten now, that of running requests as soon as they end."""
+        return {"success": True, "running": await self._on_model(self.scheduler.slots.flush)}
+
+    async def pause(self, body: dict[str, Any]) -> dict[str, Any]:
+        mode = body.get("mode", "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            raise ValueError(f"mode is {mode!r}: use abort, retract or in_place")
+        await self._on_model(lambda: self.scheduler.pause(mode))
+        return {"status": "ok", "message": f"paused ({mode})"}
+
+    async def resume(self, body: dict[str, Any]) -> dict[str, Any]:
+        await self._on_model(self.scheduler.resume)
+        return {"status": "ok", "message": "continued"}
+
+    # ------------------------------------------------------------------ weights
+
+    async def init_group(self, body: dict[str, Any]) -> dict[str, Any]:
+        name, backend = body.get("group_name", "weight_update_group"), body.get("backend", "nccl")
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend is {backend!r}: use gloo or nccl")
+        if name in self._groups:
+            raise ValueError(f"the group {name!r} exists: destroy it first")
+        missing = [key for key in ("master_address", "master_port", "rank_offset", "world_size") if key not in body]
+        if missing:
+            raise ValueError(f"the request lacks {', '.join(missing)}")
+        rank, size = int(body["rank_offset"]), int(body["world_size"])
+        try:
+            self._groups[name] = await asyncio.to_thread(
+                join_group,
+                address=body["master_address"],
+                port=int(body["master_port"]),
+                rank=rank,
+                world_size=size,
+                name=name,
+                backend=backend,
+                timeout_s=self.settings.update_timeout_s,
+            )
+        except RuntimeError as error:
+            raise HttpError(400, f"cannot join the group {name!r}: {' '.join(str(error).split())}") from error
+        log.info("joined %s as rank %d of %d over %s", name, rank, size, backend)
+        return {"success": True, "message": f"joined {name}"}
+
+    async def destroy_group(self, body: dict[str, Any]) -> dict[str, Any]:
+        name = body.get("group_name", "weight_update_group")
+        known = self._groups.pop(name, None) is not None
+        if not known:
+            raise ValueError(f"there is no group {name!r}")
+        return {"success": True, "message": f"left {name}"}
+
+    async def begin_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.scheduler.updating:
+            raise ValueError("an update is open already: end it first")
+        self._flush, self._version = False, None
+        await self._on_model(self.scheduler.begin_update)
+        return {"success": True, "message": "ready for weights"}
+
+    async def update(self, body: dict[str, Any]) -> dict[str, Any]:
+        if not self.scheduler.updating:
+            raise ValueError("weights must come between begin_weight_update and end_weight_update")
+        if body.get("load_format") != "flattened_bucket":
+            raise ValueError(f"load_format is {body.get('load_format')!r}: use flattened_bucket")
+        group = self._groups.get(body.get("group_name", "weight_update_group"))
+        if group is None:
+            raise ValueError(f"there is no group {body.get('group_name')!r}: call init_weights_update_group first")
+        entries = parse_entries(body.get("names", []), body.get("dtypes", []), body.get("shapes", []))
+        self.loader.check(entries)
+        device = "cpu" if self.settings.device == "cpu" else self.settings.device
+        flat = torch.empty(sum(entry.nbytes for entry in entries), dtype=torch.uint8, device=device)
+        try:
+            await asyncio.to_thread(broadcast, group, flat, self.settings.update_timeout_s)
+        except RuntimeError as error:
+            raise HttpError(400, f"the broadcast failed: {' '.join(str(error).split())}") from error
+        await self._on_model(lambda: self.loader.load(flat, entries))
+        self._flush |= bool(body.get("flush_cache", True))
+        self._version = body.get("weight_version", self._version)
+        return {"success": True, "message": f"{len(entries)} parameters"}
+
+    async def end_update(self, body: dict[str, Any]) -> dict[str, Any]:
+        if not self.scheduler.updating:
+            raise ValueError("no update is open: call begin_weight_update first")
+        version = body.get("weight_version", self._version)
+        name = None if version is None else str(version)
+        await self._on_model(lambda: self.scheduler.end_update(name, self._flush))
+        return {"success": True, "message": f"weights {self.scheduler.weight_version}"}
+
+    async def get_weights(self, body: dict[str, Any]) -> list[Any]:
+        limit = int(body.get("truncate_size", 100))
+        return await self._on_model(lambda: self.loader.get(str(body.get("name")), limit))
+
+    # ------------------------------------------------------------------ information
+
+    async def health(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.scheduler.failed is not None:
+            raise HttpError(503, f"the model thread failed: {self.scheduler.failed}")
+        return {"status": "ok"}
+
+    async def model_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "model_path": self.settings.model_path,
+            "tokenizer_path": self.settings.model_path,
+            "is_generation": True,
+            "weight_version": self.scheduler.weight_version,
+            "vocab_size": self.vocab_size,
+        }
+
+    async def server_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        s = self.scheduler
+        return {
+            "engine": "embedded",
+            "weight_version": s.weight_version,
+            "max_context": self.settings.max_context,
+            "max_batch": self.settings.max_batch,
+            "paused": s.paused,
+            "open_requests": s.num_open,
+            "steps": s.steps,
+            "tokens_out": s.tokens_out,
+            "tokens_in": s.tokens_in,
+            "tokens_reused": s.tokens_reused,
+        }
+
+    async def _on_model(self, function: Any) -> Any:
+        """Runs it on the scheduler's thread between two steps; a step takes well under a second."""
+        return await asyncio.wait_for(asyncio.wrap_future(self.scheduler.call(function)), 60.0)
+
+
+def _finish(done: asyncio.Future[None]) -> None:
+    if not done.done():  # else the client has gone
+        done.set_result(None)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(stop.set)

@@ -1,0 +1,71 @@
+"""Pictures of requests: data URIs to patches, with a cache, since every turn of an episode sends its pictures again."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image as PILImage
+from PIL import UnidentifiedImageError
+
+from shared.vision import Grid, VisionSpec, patchify
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """One picture, ready for the vision tower. `key` is a 62-bit content hash; patches uint8 [P, 3, patch, patch]."""
+
+    key: int
+    grid: Grid
+    num_tokens: int
+    patches: np.ndarray
+
+
+def load_rgb(image: PILImage.Image, spec: VisionSpec) -> np.ndarray:
+    """uint8 [H, W, 3] in the size that the model wants; resized only where that differs."""
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    height, width = spec.resized(*image.size)
+    if image.size != (width, height):
+        image = image.resize((width, height), PILImage.Resampling.BICUBIC)
+    return np.asarray(image)
+
+
+class PictureCache:
+    """Decoded pictures by data URI, the least recently used forgotten beyond `max_bytes`. Holds pixels, no features."""
+
+    def __init__(self, spec: VisionSpec, max_bytes: int = 256 * 2**20) -> None:
+        self._spec, self._max_bytes = spec, max_bytes
+        self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, uri: str) -> Picture:
+        """The picture of a `data:...;base64,` URI (or bare base64). ValueError if it is not one."""
+        picture = self._pictures.get(uri)
+        if picture is not None:
+            self._pictures.move_to_end(uri)
+            return picture
+        picture = self._pictures[uri] = self._decode(uri)
+        self._bytes += picture.patches.nbytes + len(uri)
+        while self._bytes > self._max_bytes and len(self._pictures) > 1:
+            old_uri, old = self._pictures.popitem(last=False)
+            self._bytes -= old.patches.nbytes + len(old_uri)
+        return picture
+
+    def _decode(self, uri: str) -> Picture:
+        spec = self._spec
+        try:
+            data = base64.b64decode(uri.partition(",")[2] if uri.startswith("data:") else uri, validate=True)
+            with PILImage.open(io.BytesIO(data)) as image:
+                rgb = load_rgb(image, spec)
+        except (binascii.Error, UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
+            raise ValueError(f"image_data holds no picture that can be read: {error}") from error
+        patches = patchify(rgb, patch_size=spec.patch_size, merge_size=spec.merge_size)
+        grid = (1, rgb.shape[0] // spec.patch_size, rgb.shape[1] // spec.patch_size)
+        key = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 2
+        return Picture(key, grid, spec.num_tokens(grid), patches)

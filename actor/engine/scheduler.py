@@ -1,0 +1,221 @@
+"""Continuous batching: one thread owns the model, requests join and leave at every step.
+
+Consumes requests and calls from other threads (`submit`, `call`), produces results by callback. It waits only for
+new work, at most a second at a time, and while paused; whoever submits or resumes wakes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from actor.engine.request import Request, finished
+from actor.engine.runner import Row, Runner
+from actor.engine.sampling import BiasCache, sample
+from actor.engine.slots import SlotTable
+
+log = logging.getLogger("engine")
+MAX_STEP_TOKENS = 8192
+
+
+class Scheduler:
+    """`generation` counts weight updates; `weight_version` is the name that the learner gave to the last one."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_batch: int,
+        request_timeout_s: float,
+        weight_version: str,
+        on_failure: Callable[[], None],
+    ) -> None:
+        self.runner = runner
+        self.slots = SlotTable(runner.num_slots, runner.max_context)
+        self.weight_version, self.generation = weight_version, 0
+        self.paused, self.updating = False, False
+        self.failed: BaseException | None = None
+        self.steps, self.tokens_out, self.tokens_in, self.tokens_reused = 0, 0, 0, 0
+        self._max_batch, self._timeout_s, self._on_failure = max_batch, request_timeout_s, on_failure
+        self._biases = BiasCache(runner.vocab_size, runner.device)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}  # by slot
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+
+    # ------------------------------------------------------------------ from other threads
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        def stop() -> None:
+            self._stopping = True
+
+        self._inbox.put(stop)
+        self._thread.join(timeout_s)
+
+    def submit(self, request: Request) -> None:
+        """`request.on_done` is called with the request, on the scheduler's thread, when it has a finish reason."""
+        self._inbox.put(lambda: self._accept(request))
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Runs `function` between two steps, on the thread that owns the model."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - handed to the caller, who raises it
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    @property
+    def num_open(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    # ------------------------------------------------------------------ on the scheduler's thread
+
+    def pause(self, mode: str) -> None:
+        """`in_place` keeps requests and their KV, `retract` recomputes them later, `abort` ends them."""
+        self.paused = True
+        if mode == "abort":
+            self.abort(None)
+        elif mode == "retract":
+            for request in sorted(self._running.values(), key=lambda r: r.arrived_s, reverse=True):
+                self.slots.release(request.slot, keep=False)
+                request.slot = -1
+                self._waiting.appendleft(request)
+            self._running.clear()
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def abort(self, rid: str | None) -> int:
+        """Ends the request `rid` (None: all) with finish reason `abort`; returns how many."""
+        doomed = [r for r in (*self._waiting, *self._running.values()) if rid is None or r.rid == rid]
+        for request in doomed:
+            self._finish(request, "abort")
+        return len(doomed)
+
+    def begin_update(self) -> None:
+        """Weights are about to be written piecemeal: nothing is computed until `end_update`."""
+        self.updating = True
+
+    def end_update(self, weight_version: str | None, flush: bool) -> None:
+        self.runner.weights_changed()
+        self.generation += 1
+        if weight_version is not None:
+            self.weight_version = weight_version
+        if flush:
+            self.slots.flush()
+        self.updating = False
+
+    def _accept(self, request: Request) -> None:
+        if self.failed is not None:
+            request.end(f"abort: the model thread failed: {self.failed}")
+            return
+        self._waiting.append(request)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._drain()
+                if not self._stopping and not (self.paused or self.updating) and self.num_open:
+                    self._expire()
+                    self._admit()
+                    self._step()
+        except Exception as error:
+            log.exception("the model thread failed")
+            self.failed = error
+            self.abort(None)
+            self._on_failure()
+            while not self._stopping:  # answers every later request with the failure
+                self._inbox.get()()
+
+    def _drain(self) -> None:
+        idle = self.paused or self.updating or not self.num_open
+        try:
+            self._inbox.get(block=idle, timeout=1.0 if idle else None)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            if idle:
+                self._expire()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [r for r in (*self._waiting, *self._running.values()) if now - r.arrived_s > self._timeout_s]
+        for request in late:
+            log.warning("request %s aborted after %.0f s", request.rid, self._timeout_s)
+            self._finish(request, "abort")
+
+    def _admit(self) -> None:
+        """Gives waiting requests a slot, in order of arrival, as far as batch, slots and step size allow."""
+        tokens = 0
+        while self._waiting and len(self._running) < self._max_batch:
+            request = self._waiting[0]
+            keys = request.all_keys()
+            if tokens and tokens + len(keys) > MAX_STEP_TOKENS:
+                break
+            placement = self.slots.place(keys, self.generation)
+            if placement is None:
+                break
+            self._waiting.popleft()
+            reused = request.whole_images(placement.reused)
+            self.slots.shorten(placement.slot, reused)
+            if placement.donor >= 0 and reused:
+                self.runner.copy_prefix(placement.donor, placement.slot, reused)
+            request.slot, request.cached = placement.slot, reused
+            self.tokens_reused += reused
+            self._running[placement.slot] = request
+            tokens += len(keys) - reused
+
+    def _step(self) -> None:
+        """One forward over all running requests, then one sampled token for each."""
+        batch = sorted(self._running.values(), key=lambda r: (r.num_new() > 1, r.slot))
+        if not batch:
+            return
+        pictures = [r.new_pictures() for r in batch]
+        flat = [picture for own in pictures for picture in own]
+        features = iter(self.runner.encode([p.patches for p in flat], [p.grid for p in flat]))
+        rows = [_row(r, [next(features) for _ in own]) for r, own in zip(batch, pictures, strict=True)]
+        tokens, logprobs = sample(self.runner.forward(rows), [r.sampler for r in batch], self._biases)
+        self.steps += 1
+        self.tokens_out += len(batch)
+        for request, row, token, logprob in zip(batch, rows, tokens, logprobs, strict=True):
+            self.tokens_in += len(row.token_ids)
+            self.slots.append(request.slot, row.token_ids if row.visual is None else request.new_keys())
+            request.advance(token, logprob, self.weight_version)
+            reason = finished(request)
+            if reason:
+                self._finish(request, reason)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        if request.slot >= 0:
+            self.slots.release(request.slot)
+            self._running.pop(request.slot, None)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        request.end(reason)
+
+
+def _row(request: Request, features: list[tuple[torch.Tensor, ...]]) -> Row:
+    ids, positions = request.new_tokens()
+    if not features:
+        return Row(request.slot, request.cached, ids, positions)
+    visual = np.flatnonzero(request.new_keys() < 0)
+    levels = tuple(torch.cat(level) for level in zip(*features, strict=True))
+    return Row(request.slot, request.cached, ids, positions, visual, levels)

@@ -1,0 +1,100 @@
+"""Which tokens are in which slot of the KV cache: reuse between the turns of an episode.
+
+A stream of keys stands for a sequence: the token id, or -(content hash) at the visual tokens of a picture, so that
+equal keys mean equal inputs. The keys of a slot are exactly the tokens whose K and V it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MIN_COPIED_PREFIX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Use `slot`, whose first `reused` entries are right once copied from slot `donor` (-1 = they are there)."""
+
+    slot: int
+    reused: int
+    donor: int = -1
+
+
+class SlotTable:
+    """Bookkeeping of the cache's slots; knows nothing of tensors."""
+
+    def __init__(self, num_slots: int, max_context: int) -> None:
+        self.keys = np.zeros((num_slots, max_context), dtype=np.int64)
+        self.lengths = np.zeros(num_slots, dtype=np.int64)
+        self.busy = np.zeros(num_slots, dtype=bool)
+        self._version = np.zeros(num_slots, dtype=np.int64)  # weights generation of the oldest entry
+        self._last_used = np.zeros(num_slots, dtype=np.int64)
+        self._doomed = np.zeros(num_slots, dtype=bool)  # flush as soon as it is idle
+        self._clock = 0
+
+    @property
+    def num_idle(self) -> int:
+        return int((~self.busy).sum())
+
+    def place(self, keys: np.ndarray, generation: int) -> Placement | None:
+        """A slot for the stream int64[E] `keys`, marked busy; None when all are busy.
+
+        Continues the idle slot whose whole content begins the stream; else takes the least recently used one, with
+        the longest common prefix copied from any slot computed wholly by the present weights. At least the last key
+        is always left to compute.
+        """
+        idle = np.flatnonzero(~self.busy)
+        if not len(idle):
+            return None
+        usable = len(keys) - 1
+        differs = self.keys[:, :usable] != keys[None, :usable]
+        common = (
+            np.where(differs.any(axis=1), differs.argmax(axis=1), usable) if usable else np.zeros_like(self.lengths)
+        )
+        common = np.minimum(common, self.lengths)
+        whole = idle[(common[idle] == self.lengths[idle]) & (self.lengths[idle] > 0)]
+        if len(whole):
+            slot = int(whole[common[whole].argmax()])
+            return self._take(slot, int(common[slot]), -1, int(self._version[slot]))
+        slot = int(idle[np.where(self.lengths[idle] > 0, self._last_used[idle], -1).argmin()])
+        donors = np.where((self._version == generation) & ~self._doomed, common, 0)
+        donor = int(donors.argmax())
+        reused = int(donors[donor])
+        if reused < MIN_COPIED_PREFIX:
+            return self._take(slot, 0, -1, generation)
+        return self._take(slot, reused, -1 if donor == slot else donor, generation)
+
+    def _take(self, slot: int, reused: int, donor: int, version: int) -> Placement:
+        self.busy[slot] = True
+        self._doomed[slot] = False
+        if donor >= 0:
+            self.keys[slot, :reused] = self.keys[donor, :reused]
+        self.lengths[slot] = reused
+        self._version[slot] = version
+        return Placement(slot, reused, donor)
+
+    def shorten(self, slot: int, length: int) -> None:
+        self.lengths[slot] = min(length, self.lengths[slot])
+
+    def append(self, slot: int, keys: np.ndarray) -> None:
+        """The K and V of these keys are now in the slot."""
+        start = self.lengths[slot]
+        self.keys[slot, start : start + len(keys)] = keys
+        self.lengths[slot] = start + len(keys)
+
+    def release(self, slot: int, *, keep: bool = True) -> None:
+        """The slot is idle; its content stays for reuse unless `keep` is false or it was flushed meanwhile."""
+        self._clock += 1
+        self.busy[slot] = False
+        self._last_used[slot] = self._clock
+        if not keep or self._doomed[slot]:
+            self.lengths[slot] = 0
+            self._doomed[slot] = False
+
+    def flush(self) -> int:
+        """Forgets all idle slots now and the busy ones as soon as they are idle; returns the number of the latter."""
+        self.lengths[~self.busy] = 0
+        self._doomed |= self.busy
+        return int(self.busy.sum())

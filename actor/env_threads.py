@@ -1,0 +1,88 @@
+"""Runs environments in threads, each call with a time limit: a call that hangs costs its thread, not the actor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger("actor")
+QUEUE_FACTOR = 10  # a call may wait for a free thread this many times its limit
+
+
+class EnvTimeout(Exception):
+    """An environment's call took longer than its limit."""
+
+
+class _Call:
+    """One call: `started_s` is 0 until a thread has it; an `abandoned` one ends its thread when it returns."""
+
+    __slots__ = ("abandoned", "function", "future", "started_s")
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function, self.future = function, Future[Any]()
+        self.started_s, self.abandoned = 0.0, False
+
+
+class EnvThreads:
+    """A pool of daemon threads; one that overran its limit is replaced. RuntimeError beyond `max_lost` of them."""
+
+    def __init__(self, num_threads: int = 4, max_lost: int = 64) -> None:
+        self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._num_threads, self._max_lost = num_threads, max_lost
+        self.num_lost = 0
+        for _ in range(num_threads):
+            self._spawn()
+
+    async def run(self, function: Callable[[], T], timeout_s: float) -> T:
+        """The function's result or exception. EnvTimeout `timeout_s` after it started."""
+        call = _Call(function)
+        self._inbox.put(call)
+        waiting = asyncio.wrap_future(call.future)
+        queued_s = time.monotonic()
+        wait_s = timeout_s
+        while wait_s > 0:
+            done, _ = await asyncio.wait([waiting], timeout=wait_s)
+            if done:
+                return waiting.result()
+            now = time.monotonic()
+            wait_s = call.started_s + timeout_s - now if call.started_s else queued_s + QUEUE_FACTOR * timeout_s - now
+        if not call.started_s:
+            call.future.cancel()
+            raise EnvTimeout(f"no free thread within {QUEUE_FACTOR * timeout_s:g} s")
+        call.abandoned = True
+        self.num_lost += 1
+        if self.num_lost > self._max_lost:
+            raise RuntimeError(f"{self.num_lost} environment calls never returned: the environment hangs")
+        log.warning(
+            "an environment call overran its %g s; its thread is replaced (%d so far)", timeout_s, self.num_lost
+        )
+        self._spawn()
+        raise EnvTimeout(f"no return within {timeout_s:g} s")
+
+    def close(self) -> None:
+        for _ in range(self._num_threads):
+            self._inbox.put(None)
+
+    def _spawn(self) -> None:
+        threading.Thread(target=self._work, name="env", daemon=True).start()
+
+    def _work(self) -> None:
+        while (call := self._inbox.get()) is not None:
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            call.started_s = time.monotonic()
+            try:
+                result = call.function()
+            except BaseException as error:  # noqa: BLE001 - handed to the waiter, who raises it
+                call.future.set_exception(error)
+            else:
+                call.future.set_result(result)
+            if call.abandoned:
+                return

@@ -1,0 +1,154 @@
+"""Messages to tokens: exactly the chat template's text, encoded once, and never what the model wrote.
+
+A conversation's stream is `start(...)`, then for each turn the sampled tokens as they are, then `observation(...)`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from PIL import Image as PILImage
+
+from shared.types import Image
+from shared.vision import VisionSpec
+
+IMAGE_PAD = "<|image_pad|>"
+END_OF_TURN = "<|im_end|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Tokens that no policy sampled: the compact ids, their pictures in order, and each picture's visual tokens."""
+
+    token_ids: tuple[int, ...]
+    images: tuple[Image, ...] = ()
+    image_tokens: tuple[int, ...] = ()
+
+    @property
+    def num_expanded(self) -> int:
+        """Tokens that the engine computes: every placeholder counts as its picture's visual tokens."""
+        return len(self.token_ids) - len(self.images) + sum(self.image_tokens)
+
+
+class Renderer:
+    """Renders with a tokenizer's own chat template. Thread-safe: it keeps nothing but caches.
+
+    `banned_ids` are the ids that the policy must never sample, `end_id` the token that ends its turn.
+    """
+
+    def __init__(self, tokenizer: Any, spec: VisionSpec) -> None:
+        self.tokenizer, self.spec = tokenizer, spec
+        self.banned_ids = spec.banned_ids
+        self.end_id = int(tokenizer.convert_tokens_to_ids(END_OF_TURN))
+        self.image_id = spec.image_token_id
+        if tokenizer.convert_ids_to_tokens(self.image_id) != IMAGE_PAD:
+            raise ValueError(
+                f"token {self.image_id} of the tokenizer is not {IMAGE_PAD}: is it this model's tokenizer?"
+            )
+        self._owed = self._after_the_model("")
+        self._encode = lru_cache(maxsize=4096)(self._encode_text)
+        self._shape = lru_cache(maxsize=4096)(self._observation_text)
+
+    def start(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image] = ()) -> Fragment:
+        """The stream up to the model's first turn. `images` serve those picture items that hold no picture."""
+        plain, pictures = _split(messages, iter(images))
+        text = self._render(plain, generate=True)
+        return self._fragment(text, pictures)
+
+    def observation(self, message: Mapping[str, Any]) -> Fragment:
+        """What follows a turn that ended with `<|im_end|>`: the newline owed, `message`, the generation prompt."""
+        plain, pictures = _split([message], iter(()))
+        return self._fragment(self._shape(json.dumps(plain[0])), pictures)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The model's words of one turn, without the token that ended it."""
+        ids = list(token_ids)
+        if ids and ids[-1] == self.end_id:
+            ids.pop()
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def transcript(self, token_ids: Sequence[int]) -> str:
+        """A whole stream as readable text."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def _fragment(self, text: str, pictures: Sequence[Image | PILImage.Image]) -> Fragment:
+        token_ids = self._encode(text)
+        if token_ids.count(self.image_id) != len(pictures):
+            raise ValueError(
+                f"{len(pictures)} pictures, but the rendered text has {token_ids.count(self.image_id)} places"
+            )
+        encoded = [_encoded(picture) for picture in pictures]
+        counts = (self.spec.num_tokens(self.spec.grid(*size)) for _, size in encoded)
+        return Fragment(token_ids, tuple(image for image, _ in encoded), tuple(counts))
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _observation_text(self, message: str) -> str:
+        return self._owed + self._after_the_model(message)
+
+    def _after_the_model(self, message: str) -> str:
+        """Template text after a model's turn: what is owed for an empty `message`, else what the message adds."""
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        base = self._render(before, generate=False)
+        if not message:
+            return base[base.rindex(END_OF_TURN) + len(END_OF_TURN) :]
+        whole = self._render([*before, json.loads(message)], generate=True)
+        if not whole.startswith(base):
+            raise ValueError("the chat template rewrites earlier turns when a message follows; it cannot be continued")
+        return whole[len(base) :]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+
+
+def _split(messages: Sequence[Mapping[str, Any]], spare: Any) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages without their pictures, and the pictures in order. ValueError for content that is neither."""
+    plain: list[dict[str, Any]] = []
+    pictures: list[Any] = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            items = []
+            for item in content:
+                if item["type"] == "image":
+                    picture = item.get("image")
+                    picture = next(spare, None) if picture is None else picture
+                    if picture is None:
+                        raise ValueError("a message shows more pictures than the sample has")
+                    pictures.append(picture)
+                    items.append({"type": "image"})
+                elif item["type"] == "text":
+                    items.append({"type": "text", "text": item["text"]})
+                else:
+                    raise ValueError(f"message content of type {item['type']!r}: use text or image")
+            content = items
+        plain.append({"role": message["role"], "content": content})
+    for message in plain:
+        _check_text(message["content"])
+    return plain, pictures
+
+
+def _check_text(content: Any) -> None:
+    """A text that spells a placeholder would count as a picture."""
+    texts = [content] if isinstance(content, str) else [item.get("text", "") for item in content]
+    if any(IMAGE_PAD in text for text in texts):
+        raise ValueError(f"a message's text holds {IMAGE_PAD}: give the picture as an item of its own")
+
+
+def _encoded(picture: Any) -> tuple[Image, tuple[int, int]]:
+    """The bytes that the engine is given, and the size (width, height)."""
+    if isinstance(picture, PILImage.Image):
+        buffer = io.BytesIO()
+        picture.save(buffer, "PNG", compress_level=1)
+        return Image.of(buffer.getvalue()), picture.size
+    data = picture.data if isinstance(picture, Image) else bytes(picture)
+    with PILImage.open(io.BytesIO(data)) as opened:
+        size = opened.size
+    image = picture if isinstance(picture, Image) and picture.sha256 else Image.of(data)
+    return image, size

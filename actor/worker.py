@@ -1,0 +1,94 @@
+"""One actor process, as launch/actors.py starts it: its settings are JSON in the environment variable PRONK_ACTOR."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from actor.client import EngineClient, EnginePool
+from actor.env_threads import EnvThreads
+from actor.loop import ActorSettings, run_actor
+from actor.render import Renderer
+from actor.rollout import EpisodeLimits, Player
+from envs.loader import load_env, load_function, load_module
+from shared.codec import TokenRules
+from shared.config import Recipe
+from shared.transport import SocketSettings
+from shared.types import Sample
+from shared.vision import VisionSpec
+
+ENV_THREADS = 2
+
+
+def main() -> int:
+    settings = json.loads(os.environ["PRONK_ACTOR"])
+    recipe = Recipe.model_validate(settings["recipe"])
+    try:
+        return asyncio.run(work(recipe, settings["index"], tuple(settings["engine_urls"])))
+    except ValueError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except asyncio.CancelledError:
+        return 0
+
+
+async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
+    """Plays until the learner says stop, or SIGTERM or SIGINT arrives."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    model, actor = recipe.model, recipe.actor
+    spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
+    renderer = Renderer(AutoTokenizer.from_pretrained(model.path), spec)
+    engines = EnginePool([EngineClient(url, timeout_s=recipe.engine.request_timeout_s) for url in urls])
+    player = make_player(recipe, renderer, engines)
+    rules = TokenRules(spec.image_token_id, spec.banned_ids, vocab_size(model.path))
+    settings = ActorSettings(
+        name=f"{socket.gethostname()}-actor{index}",
+        learner=actor.learner,
+        engine_urls=urls,
+        rules=rules,
+        groups=actor.groups,
+        connect_timeout_s=actor.connect_timeout_s,
+        heartbeat_s=actor.heartbeat_s,
+        sockets=SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages),
+    )
+    try:
+        return await run_actor(settings, player.play)
+    finally:
+        engines.close()
+
+
+def make_player(recipe: Recipe, renderer: Renderer, engines: EnginePool) -> Player:
+    """What plays episodes of the recipe's environment. ValueError for a missing or broken module."""
+    env, build_env = recipe.env, load_env(recipe.env.module)
+    args = {**env.args, "max_turns": env.max_turns}
+    judge: Callable[[Any], float] | None = getattr(load_module(env.module), "episode_reward", None)
+    if env.reward:
+        judge = load_function(env.reward)
+
+    def build(sample: Sample) -> Any:
+        return build_env(sample=sample, args=args)
+
+    limits = EpisodeLimits(env.max_turns, env.max_tokens, env.turn_tokens, recipe.model.max_context, env.timeout_s)
+    return Player(build, renderer, engines, limits, EnvThreads(ENV_THREADS), judge)
+
+
+def vocab_size(model_path: str) -> int:
+    """Of the model's output, padding ids included."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model_path).text_config.vocab_size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""The embedded engine against plain transformers, over real HTTP."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from actor.client import EngineClient, EngineError
+from actor.http import HttpClient, HttpFailure
+from shared.types import Image, Sampling
+from shared.vision import VisionSpec
+from tiny import load_model, picture, png, reference_logits, running_engine, tiny_model_dir, tiny_tokenizer
+
+SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def spec(folder):
+    return VisionSpec.load(folder)
+
+
+@pytest.fixture
+def engine(folder):
+    with running_engine(folder, max_context=512) as (url, app):
+        yield url, app
+
+
+def expected_logprobs(model, spec, token_ids, pictures, temperature=1.0, banned=()):
+    logits = reference_logits(model, token_ids, pictures, spec)
+    logits[:, list(banned)] = -torch.inf
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+async def play(client, spec, seed, turns=3, temperature=1.0, pause_s=0.0):
+    """One episode of random observations; returns (compact ids, [(turn start, completion)], pictures)."""
+    rng = random.Random(seed)
+    ids, pictures, sampled = [rng.randrange(20, 200) for _ in range(rng.randint(1, 30))], [], []
+    for _ in range(turns):
+        for _ in range(rng.randint(0, 2)):
+            pictures.append(picture(*rng.choice(SIZES), seed=rng.randrange(6)))
+            ids += [21, spec.image_token_id, 22]
+        ids += [rng.randrange(20, 200) for _ in range(rng.randint(1, 20))]
+        images = [Image.of(png(p)) for p in pictures]
+        sampling = Sampling(temperature=temperature, max_new_tokens=rng.randint(1, 12))
+        out = await client.generate(ids, images, sampling, banned_ids=spec.banned_ids, seed=rng.randrange(1000))
+        sampled.append((len(ids), out))
+        ids = ids + list(out.token_ids)
+        await asyncio.sleep(pause_s * rng.random())
+    return ids, sampled, pictures
+
+
+def check_episode(model, spec, episode, temperature=1.0):
+    ids, sampled, pictures = episode
+    logprobs = expected_logprobs(model, spec, ids, pictures, temperature, spec.banned_ids)
+    for start, out in sampled:
+        own = logprobs[torch.arange(start - 1, start - 1 + len(out.token_ids)), torch.tensor(out.token_ids)]
+        torch.testing.assert_close(torch.tensor(out.logprobs), own, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_many_episodes_at_once_equal_a_plain_forward(folder, spec, engine, temperature):
+    url, app = engine
+
+    async def main():
+        client = EngineClient(url)
+        return await asyncio.gather(
+            *(play(client, spec, seed, temperature=temperature, pause_s=0.02) for seed in range(20))
+        )
+
+    episodes = asyncio.run(main())
+    model = load_model(folder)
+    for episode in episodes:
+        check_episode(model, spec, episode, temperature)
+    assert app.scheduler.tokens_reused > app.scheduler.tokens_in / 4  # the second turn did not compute the first again
+
+
+def test_few_slots_change_nothing_but_speed(folder, spec):
+    with running_engine(folder, max_context=512, max_batch=3, slots=3) as (url, _):
+
+        async def main():
+            client = EngineClient(url)
+            return await asyncio.gather(*(play(client, spec, seed) for seed in range(8)))
+
+        episodes = asyncio.run(main())
+    model = load_model(folder)
+    for episode in episodes:
+        check_episode(model, spec, episode)
+
+
+def test_the_same_seed_gives_the_same_tokens_whatever_else_runs(spec, engine):
+    url, _ = engine
+
+    async def main():
+        client = EngineClient(url)
+        alone = await play(client, spec, 5)
+        crowd = await asyncio.gather(*(play(client, spec, seed) for seed in (5, 6, 7, 5)))
+        return alone, crowd
+
+    alone, crowd = asyncio.run(main())
+    assert alone[0] == crowd[0][0] == crowd[3][0]
+    assert alone[0] != crowd[1][0]
+
+
+def test_zero_temperature_takes_the_likeliest_token(folder, spec, engine):
+    url, _ = engine
+
+    async def main():
+        return await EngineClient(url).generate([30, 31, 32], [], Sampling(temperature=0.0, max_new_tokens=5))
+
+    out = asyncio.run(main())
+    logprobs = expected_logprobs(load_model(folder), spec, [30, 31, 32, *out.token_ids], [])
+    assert logprobs[2:-1].argmax(-1).tolist() == list(out.token_ids)
+    torch.testing.assert_close(torch.tensor(out.logprobs), logprobs[2:-1].max(-1).values, atol=1e-4, rtol=0)
+
+
+def test_a_stop_token_ends_the_turn_and_is_part_of_it(spec, engine):
+    url, _ = engine
+
+    async def main():
+        client = EngineClient(url)
+        everything = await client.generate([30], [], Sampling(max_new_tokens=40), seed=3)
+        third = everything.token_ids[2]
+        return everything, await client.generate([30], [], Sampling(max_new_tokens=40), seed=3, stop_ids=[third])
+
+    everything, stopped = asyncio.run(main())
+    assert everything.finish_reason == "length" and stopped.finish_reason == "stop"
+    assert stopped.token_ids == everything.token_ids[: everything.token_ids.index(stopped.token_ids[-1]) + 1]
+
+
+def test_banned_ids_are_never_sampled(spec, engine):
+    url, _ = engine
+    allowed = {40, 41}
+    banned = [token for token in range(640) if token not in allowed]
+
+    async def main():
+        return await EngineClient(url).generate([30], [], Sampling(max_new_tokens=30), banned_ids=banned)
+
+    out = asyncio.run(main())
+    assert set(out.token_ids) == allowed
+    assert all(p <= 0 for p in out.logprobs)
+
+
+def test_top_k_and_top_p_narrow_the_choice_but_not_the_logprob(folder, spec, engine):
+    url, _ = engine
+
+    async def main():
+        client = EngineClient(url)
+        by_k = await client.generate([30], [], Sampling(top_k=3, max_new_tokens=20))
+        by_p = await client.generate([30], [], Sampling(top_p=0.3, max_new_tokens=20))
+        return by_k, by_p
+
+    by_k, by_p = asyncio.run(main())
+    model = load_model(folder)
+    for out in (by_k, by_p):
+        logprobs = expected_logprobs(model, spec, [30, *out.token_ids], [])[:-1]
+        own = logprobs.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(out.logprobs), own, atol=1e-4, rtol=0)
+        likelier = (logprobs > own[:, None]).sum(-1)
+        mass_before = torch.where(logprobs > own[:, None], logprobs.exp(), 0.0).sum(-1)
+        assert (likelier < 3).all() if out is by_k else (mass_before < 0.3).all()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"input_ids": []}, "input_ids must be"),
+        ({"input_ids": [640]}, "from 0 to 639"),
+        ({"input_ids": [1] * 600}, "the context is 512"),
+        ({"input_ids": [30], "image_data": ["data:image/png;base64,!!"]}, "no picture"),
+        ({"input_ids": [30], "image_data": "aGVsbG8="}, "no picture"),
+        ({"input_ids": [30], "sampling_params": {"temperature": -1}}, "temperature is -1"),
+        ({"input_ids": [30], "sampling_params": {"logit_bias": {"999": -100}}}, "logit_bias"),
+    ],
+)
+def test_a_bad_request_is_refused_with_its_reason(engine, body, words):
+    url, _ = engine
+    with pytest.raises(HttpFailure, match=words) as failure:
+        asyncio.run(HttpClient(url).request("POST", "/generate", body, timeout_s=10))
+    assert failure.value.status == 400
+
+
+def test_as_many_pictures_as_placeholders_are_required(spec, engine):
+    url, _ = engine
+    with pytest.raises(EngineError, match="1 image placeholders but 0 pictures"):
+        asyncio.run(EngineClient(url).generate([30, spec.image_token_id], [], Sampling()))
+
+
+def test_the_context_bounds_a_long_answer(engine):
+    url, _ = engine
+    out = asyncio.run(EngineClient(url).generate([30] * 500, [], Sampling(max_new_tokens=100), banned_ids=[eos()]))
+    assert (len(out.token_ids), out.finish_reason) == (12, "length")
+
+
+def test_an_unknown_route_and_a_broken_body_are_told_apart(engine):
+    url, _ = engine
+
+    async def status(method, path, body=None):
+        try:
+            await HttpClient(url).request(method, path, body, timeout_s=10)
+        except HttpFailure as failure:
+            return failure.status
+        return 200
+
+    assert asyncio.run(status("GET", "/health")) == 200
+    assert asyncio.run(status("GET", "/generate")) == 405
+    assert asyncio.run(status("POST", "/nothing")) == 404
+    assert asyncio.run(status("POST", "/generate", [1, 2])) == 400
+
+
+def eos():
+    return tiny_tokenizer().convert_tokens_to_ids("<|im_end|>")

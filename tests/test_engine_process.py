@@ -1,0 +1,133 @@
+"""The engine as a process: start, bad arguments, stop, and the death of its parent."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from actor.client import EngineClient, EngineError, EnginePool
+from actor.engine.server import main
+from shared.types import Sampling
+from tiny import tiny_model_dir
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def command(folder, port, *more):
+    return [sys.executable, "-m", "actor.engine.server", "--model-path", str(folder), "--port", str(port), *more]
+
+
+def test_an_engine_starts_serves_and_stops_on_sigterm(folder):
+    port = free_port()
+    process = subprocess.Popen(command(folder, port), cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+
+        async def use():
+            client = EngineClient(f"http://127.0.0.1:{port}")
+            await client.wait_healthy(60)
+            info = await client.model_info()
+            out = await client.generate([30, 31], [], Sampling(max_new_tokens=4))
+            return info, out
+
+        info, out = asyncio.run(use())
+        assert info["weight_version"] == "0" and info["vocab_size"] == 640 and len(out.token_ids) <= 4
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_an_engine_dies_with_its_parent(folder):
+    port = free_port()
+    start = f"p = subprocess.Popen({command(folder, port)!r})"
+    script = f"import subprocess, time; {start}; print(p.pid, flush=True); time.sleep(99)"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    pid = int(parent.stdout.readline())
+    try:
+        asyncio.run(EngineClient(f"http://127.0.0.1:{port}").wait_healthy(60))
+    finally:
+        parent.kill()
+        parent.communicate()
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(pid)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def last_line(capsys):
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_an_occupied_port_is_one_clear_line(folder, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["--model-path", str(folder), "--port", str(port)]) == 2
+    line = last_line(capsys)
+    assert str(port) in line and "in use" in line
+
+
+def test_a_wrong_model_path_is_one_clear_line(tmp_path, capsys):
+    assert main(["--model-path", str(tmp_path / "nothing"), "--port", "0"]) == 2
+    assert "no config.json" in last_line(capsys)
+
+
+def test_a_model_of_another_kind_is_one_clear_line(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert main(["--model-path", str(tmp_path), "--port", "0"]) == 2
+    assert "not a vision-language model" in last_line(capsys)
+
+
+def test_a_missing_gpu_is_one_clear_line(folder, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["--model-path", str(folder), "--port", "0", "--device", "cuda"]) == 2
+    assert "use --device cpu" in last_line(capsys)
+
+
+def test_a_dead_engine_costs_patience_and_not_a_flood_of_failures():
+    async def main():
+        dead = EngineClient(f"http://127.0.0.1:{free_port()}")
+        pool = EnginePool([dead], patience_s=0.5)
+        with pytest.raises(EngineError):
+            async with pool.lease() as client:
+                await client.generate([1], [], Sampling())
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=r"not healthy within 0\.5 s"):
+            async with pool.lease():
+                pass
+        assert time.monotonic() - began >= 0.5 and dead.num_open == 0
+
+    asyncio.run(main())

@@ -1,0 +1,395 @@
+"""Weights that change under running requests: versions per token, and each token by the weights that it names."""
+
+import asyncio
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _new_process_group_helper
+
+from actor.client import EngineClient
+from actor.engine.weights import broadcast, join_group, parse_entries, unflatten
+from actor.http import HttpClient, HttpFailure
+from shared.types import Image, Sampling
+from shared.vision import VisionSpec
+from tiny import load_model, picture, png, reference_logits, running_engine, tiny_model_dir
+
+GROUP = "weights"
+LONG = Sampling(max_new_tokens=300)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def spec(folder):
+    return VisionSpec.load(folder)
+
+
+@pytest.fixture
+def engine(folder):
+    with running_engine(folder, max_context=512, update_timeout_s=5.0) as (url, app):
+        yield url, app
+
+
+def other_weights(folder, seed=1):
+    """The same model with every parameter moved."""
+    model = load_model(folder)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Publisher:
+    """Rank 0 of the group: what the learner does, in a few lines."""
+
+    def __init__(self, url, join=join_group):
+        self.http, self._join = HttpClient(url), join
+
+    async def post(self, path, **body):
+        return await self.http.request("POST", path, body, timeout_s=20)
+
+    async def connect(self):
+        port = free_port()
+        own = asyncio.to_thread(
+            self._join, address="127.0.0.1", port=port, rank=0, world_size=2, name=GROUP, backend="gloo", timeout_s=10
+        )
+        theirs = self.post(
+            "/init_weights_update_group",
+            master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, group_name=GROUP, backend="gloo",
+        )  # fmt: skip
+        self.group, _ = await asyncio.gather(own, theirs)
+
+    async def bucket(self, named, version, **extra):
+        named = [(name, tensor.detach().contiguous()) for name, tensor in named]
+        flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named])
+        answer = self.post(
+            "/update_weights_from_distributed",
+            names=[name for name, _ in named],
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+            shapes=[list(tensor.shape) for _, tensor in named],
+            group_name=GROUP, load_format="flattened_bucket", weight_version=version, **extra,
+        )  # fmt: skip
+        await asyncio.gather(answer, asyncio.to_thread(broadcast, self.group, flat, 10))
+
+    async def publish(self, model, version, **extra):
+        await self.post("/pause_generation", mode="in_place")
+        await self.post("/begin_weight_update")
+        named = list(model.named_parameters())
+        for start in range(0, len(named), 20):
+            await self.bucket(named[start : start + 20], version, **extra)
+        await self.post("/end_weight_update")
+        await self.post("/continue_generation")
+
+
+async def until_sampled(app, count):
+    before = app.scheduler.tokens_out
+    while app.scheduler.tokens_out < before + count:
+        await asyncio.sleep(0.005)
+
+
+def logprobs_under(model, spec, ids, pictures):
+    logits = reference_logits(model, ids, pictures, spec)
+    logits[:, list(spec.banned_ids)] = -torch.inf
+    return torch.log_softmax(logits, dim=-1)
+
+
+def test_an_update_in_the_middle_of_a_request_shows_as_two_spans(folder, spec, engine):
+    url, app = engine
+    pictures = [picture(64, 64, 1)]
+    prompt = [30, 21, spec.image_token_id, 22, 31]
+    new = other_weights(folder)
+
+    async def main():
+        publisher = Publisher(url)
+        await publisher.connect()
+        client = EngineClient(url)
+        banned = [*spec.banned_ids, *app.eos_ids]
+        images = [Image.of(png(p)) for p in pictures]
+        task = asyncio.create_task(client.generate(prompt, images, LONG, banned_ids=banned))
+        await until_sampled(app, 20)
+        await publisher.publish(new, "7", flush_cache=False)
+        mixed = await task
+        fresh = await client.generate([50, *prompt], images, Sampling(max_new_tokens=20), banned_ids=spec.banned_ids)
+        return mixed, fresh
+
+    mixed, fresh = asyncio.run(main())
+    first, second = mixed.spans
+    assert (first.version, second.version) == (0, 7)
+    assert 20 <= first.end == second.start < second.end == len(mixed.token_ids)
+    # the first part is the old weights' own
+    old = load_model(folder)
+    ids = [*prompt, *mixed.token_ids]
+    banned = [*spec.banned_ids, *app.eos_ids]
+    logits = reference_logits(old, ids, pictures, spec)
+    logits[:, banned] = -torch.inf
+    expected = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, torch.tensor(mixed.token_ids)[:, None])[
+        :, 0
+    ]
+    own = torch.tensor(mixed.logprobs)
+    torch.testing.assert_close(own[: first.end], expected[: first.end], atol=1e-4, rtol=0)
+    assert (own[first.end :] - expected[first.end :]).abs().max() > 0.01
+    # the second part is the new weights' over keys and values that the old ones left in place
+    expected = in_place_logprobs(old, new, spec, prompt, mixed, pictures, banned)
+    torch.testing.assert_close(own[first.end :], expected, atol=1e-4, rtol=0)
+    # a new request sees nothing of the old weights
+    ids = [50, *prompt, *fresh.token_ids]
+    logprobs = logprobs_under(new, spec, ids, pictures)[len(prompt) : -1]
+    expected = logprobs.gather(1, torch.tensor(fresh.token_ids)[:, None])[:, 0]
+    assert {span.version for span in fresh.spans} == {7}
+    torch.testing.assert_close(torch.tensor(fresh.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def in_place_logprobs(old, new, spec, prompt, mixed, pictures, banned):
+    """Transformers' own cache, filled by the old weights up to the update and continued by the new ones."""
+    import numpy as np
+    from transformers import DynamicCache
+
+    from shared.vision import expand, mrope_positions, patchify, pixel_values
+
+    grids = [spec.grid(*p.size) for p in pictures]
+    cut = mixed.spans[0].end
+    ids, _ = expand([*prompt, *mixed.token_ids], grids, image_token_id=spec.image_token_id, merge_size=2)
+    positions = torch.from_numpy(mrope_positions(ids, grids, image_token_id=spec.image_token_id, merge_size=2))[:, None]
+    begin = len(ids) - len(mixed.token_ids)
+    split = begin + cut - 1  # the last old token's KV is computed by the new weights
+    pixels = np.concatenate(
+        [pixel_values(patchify(np.asarray(p), patch_size=16, merge_size=2), spec) for p in pictures]
+    )
+    cache = DynamicCache()
+    old(
+        input_ids=torch.from_numpy(ids[None, :split]), position_ids=positions[..., :split], past_key_values=cache,
+        pixel_values=torch.from_numpy(pixels), image_grid_thw=torch.tensor(grids), use_cache=True,
+    )  # fmt: skip
+    out = new(
+        input_ids=torch.from_numpy(ids[None, split:-1]), position_ids=positions[..., split:-1], past_key_values=cache,
+    )  # fmt: skip
+    logits = out.logits[0].float()
+    logits[:, banned] = -torch.inf
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(mixed.token_ids[cut:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_flushing_with_the_update_forgets_what_the_old_weights_computed(folder, spec, engine, flush):
+    url, app = engine
+    new = other_weights(folder)
+    prompt = list(range(30, 60))
+
+    async def main():
+        publisher = Publisher(url)
+        await publisher.connect()
+        client = EngineClient(url)
+        first = await client.generate(prompt, [], Sampling(max_new_tokens=30), banned_ids=spec.banned_ids)
+        await publisher.publish(new, "1", flush_cache=flush)
+        longer = [*prompt, *first.token_ids, 40, 41]
+        reused = app.scheduler.tokens_reused
+        second = await client.generate(longer, [], Sampling(max_new_tokens=30), banned_ids=spec.banned_ids)
+        return longer, second, app.scheduler.tokens_reused - reused
+
+    longer, second, reused = asyncio.run(main())
+    expected = logprobs_under(new, spec, [*longer, *second.token_ids], [])[len(longer) - 1 : -1]
+    expected = expected.gather(1, torch.tensor(second.token_ids)[:, None])[:, 0]
+    gap = (torch.tensor(second.logprobs) - expected).abs().max()
+    assert (reused == 0 and gap < 1e-4) if flush else (reused == len(longer) - 3 and gap > 1e-3)
+
+
+def test_a_changed_vision_tower_is_seen_at_once(folder, spec, engine):
+    """No picture's features outlive the weights that made them."""
+    url, _ = engine
+    new = load_model(folder)
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            if ".visual." in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    pictures = [picture(64, 64, 1)]
+    prompt = [21, spec.image_token_id, 22, 31]
+
+    async def main():
+        publisher = Publisher(url)
+        await publisher.connect()
+        client = EngineClient(url)
+        images = [Image.of(png(p)) for p in pictures]
+        await client.generate(prompt, images, Sampling(max_new_tokens=3))
+        await publisher.publish(new, "1")
+        return await client.generate(prompt, images, Sampling(max_new_tokens=9), banned_ids=spec.banned_ids)
+
+    out = asyncio.run(main())
+    expected = logprobs_under(new, spec, [*prompt, *out.token_ids], pictures)[len(prompt) - 1 : -1]
+    expected = expected.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_torchs_own_group_constructor_meets_the_engine(folder, engine):
+    """The other end may be built as SGLang builds it, from torch's helper beside a default group."""
+    url, app = engine
+
+    def join(*, address, port, rank, world_size, name, backend, timeout_s):
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False)
+        group, _ = _new_process_group_helper(
+            world_size, rank, [], dist.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=timeout
+        )
+        return group
+
+    async def main():
+        publisher = Publisher(url, join)
+        await publisher.connect()
+        await publisher.publish(other_weights(folder), "3")
+        return await publisher.post("/get_weights_by_name", name="model.language_model.norm.weight")
+
+    values = asyncio.run(main())
+    expected = dict(other_weights(folder).named_parameters())["model.language_model.norm.weight"]
+    torch.testing.assert_close(torch.tensor(values), expected[: len(values)].detach())
+    assert app.scheduler.weight_version == "3"
+
+
+def test_weights_outside_an_update_are_refused(folder, engine):
+    url, _ = engine
+
+    async def main():
+        publisher = Publisher(url)
+        await publisher.connect()
+        body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": GROUP}
+        failures = []
+        for path, extra in [
+            ("/update_weights_from_distributed", body | {"load_format": "flattened_bucket"}),
+            ("/end_weight_update", {}),
+            ("/begin_weight_update", {}),
+            ("/begin_weight_update", {}),
+            ("/update_weights_from_distributed", body),
+            ("/update_weights_from_distributed", body | {"load_format": "flattened_bucket"}),
+            ("/update_weights_from_distributed", body | {"load_format": "flattened_bucket", "group_name": "other"}),
+        ]:
+            try:
+                await publisher.post(path, **extra)
+                failures.append("")
+            except HttpFailure as failure:
+                assert failure.status == 400
+                failures.append(str(failure))
+        return failures
+
+    failures = asyncio.run(main())
+    words = [
+        "between begin",
+        "no update is open",
+        "",
+        "open already",
+        "flattened_bucket",
+        "no parameter 'x'",
+        "no group",
+    ]
+    assert all(word in failure for word, failure in zip(words, failures, strict=True)), failures
+    assert failures[2] == ""
+
+
+def test_a_publisher_that_never_sends_is_given_up(folder):
+    with running_engine(folder, update_timeout_s=0.5) as (url, _):
+
+        async def main():
+            publisher = Publisher(url)
+            await publisher.connect()
+            await publisher.post("/begin_weight_update")
+            with pytest.raises(HttpFailure, match="the broadcast failed"):
+                await publisher.post(
+                    "/update_weights_from_distributed", names=["model.language_model.norm.weight"], dtypes=["float32"],
+                    shapes=[[64]], group_name=GROUP, load_format="flattened_bucket",
+                )  # fmt: skip
+            assert await EngineClient(url).healthy()
+
+        asyncio.run(main())
+
+
+def test_a_group_that_nobody_hosts_is_given_up(folder):
+    with running_engine(folder, update_timeout_s=0.5) as (url, _), pytest.raises(HttpFailure, match="cannot join"):
+        asyncio.run(
+            Publisher(url).post(
+                "/init_weights_update_group", master_address="127.0.0.1", master_port=free_port(), rank_offset=1,
+                world_size=2, group_name=GROUP, backend="gloo",
+            )
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_pausing_stops_generation_and_continuing_resumes_it(folder, spec, engine, mode):
+    url, app = engine
+
+    async def main():
+        client, http = EngineClient(url), HttpClient(url)
+        banned = [*spec.banned_ids, *app.eos_ids]
+        tasks = [
+            asyncio.create_task(client.generate([30 + n], [], Sampling(max_new_tokens=200), banned_ids=banned))
+            for n in range(3)
+        ]
+        await until_sampled(app, 60)
+        await http.request("POST", "/pause_generation", {"mode": mode}, timeout_s=5)
+        steps = app.scheduler.steps
+        late = asyncio.create_task(client.generate([40], [], Sampling(max_new_tokens=3)))
+        await asyncio.sleep(0.1)
+        assert app.scheduler.steps == steps and not late.done()
+        assert all(task.done() == (mode == "abort") for task in tasks)
+        await http.request("POST", "/continue_generation", {}, timeout_s=5)
+        return await asyncio.gather(*tasks), await late
+
+    outs, late = asyncio.run(main())
+    assert len(late.token_ids) == 3
+    if mode == "abort":
+        assert {out.finish_reason for out in outs} == {"abort"} and all(out.token_ids for out in outs)
+        return
+    model = load_model(folder)
+    for n, out in enumerate(outs):
+        assert len(out.token_ids) == 200
+        logits = reference_logits(model, [30 + n, *out.token_ids], [], spec)
+        logits[:, [*spec.banned_ids, *app.eos_ids]] = -torch.inf
+        expected = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_request_that_waits_too_long_is_aborted(folder):
+    with running_engine(folder, request_timeout_s=0.3) as (url, _):
+
+        async def main():
+            await HttpClient(url).request("POST", "/pause_generation", {"mode": "in_place"}, timeout_s=5)
+            return await EngineClient(url).generate([30], [], Sampling())
+
+        assert asyncio.run(main()).finish_reason == "abort"
+
+
+def test_a_bucket_is_cut_into_its_parameters_even_unaligned():
+    entries = parse_entries(["a", "b", "c"], ["uint8", "torch.float32", "bfloat16"], [[3], [2, 2], [1]])
+    parts = [torch.arange(3, dtype=torch.uint8), torch.randn(2, 2), torch.ones(1, dtype=torch.bfloat16)]
+    flat = torch.cat([part.flatten().view(torch.uint8) for part in parts])
+    for (name, tensor), expected in zip(unflatten(flat, entries), parts, strict=True):
+        assert torch.equal(tensor, expected), name
+    with pytest.raises(ValueError, match="unknown dtype"):
+        parse_entries(["a"], ["float12"], [[1]])
+    with pytest.raises(ValueError, match="1, 2 and 1 entries"):
+        parse_entries(["a"], ["int8", "int8"], [[1]])
+
+
+def test_a_model_thread_that_fails_answers_what_is_open(folder, engine):
+    url, app = engine
+
+    def fail(rows):
+        raise RuntimeError("out of memory")
+
+    async def main():
+        app.scheduler.runner.forward = fail
+        client = EngineClient(url)
+        first = await client.generate([30], [], Sampling())
+        return first, app.scheduler.failed
+
+    first, failed = asyncio.run(main())
+    assert first.finish_reason == "abort" and str(failed) == "out of memory"

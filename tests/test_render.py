@@ -1,0 +1,111 @@
+"""The stream of fragments and sampled tokens equals the chat template's rendering of the whole conversation."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actor.render import Renderer
+from shared.types import Image
+from shared.vision import VisionSpec
+from tiny import picture, png, tiny_model_dir, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    return Renderer(tiny_tokenizer(), VisionSpec.load(tiny_model_dir(tmp_path_factory.mktemp("model"))))
+
+
+def user(text, *pictures):
+    return {
+        "role": "user",
+        "content": [*({"type": "image", "image": p} for p in pictures), {"type": "text", "text": text}],
+    }
+
+
+def whole(messages):
+    """The template's own rendering and encoding of the conversation, generation prompt included."""
+    tokenizer = tiny_tokenizer()
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def sampled(text):
+    """What a policy would have written: `text` and the end of its turn."""
+    tokenizer = tiny_tokenizer()
+    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+texts = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<|"), min_size=1, max_size=20)
+turns = st.lists(st.tuples(texts, texts, st.integers(0, 2)), min_size=0, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(system=st.none() | texts, first=texts, num_first=st.integers(0, 2), turns=turns)
+def test_the_stream_equals_the_templates_rendering(renderer, system, first, num_first, turns):
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append(user(first, *(picture(seed=n) for n in range(num_first))))
+    stream = list(renderer.start(messages).token_ids)
+    for answer, text, num_pictures in turns:
+        stream += sampled(answer)
+        message = user(text, *(picture(seed=n) for n in range(num_pictures)))
+        stream += renderer.observation(message).token_ids
+        messages += [{"role": "assistant", "content": answer}, message]
+    assert stream == whole(messages)
+
+
+def test_the_newline_after_a_turn_is_part_of_the_next_observation(renderer):
+    fragment = renderer.observation({"role": "user", "content": "go"})
+    text = renderer.transcript(fragment.token_ids)
+    assert text == "\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_picture_is_one_placeholder_and_counts_as_its_visual_tokens(renderer):
+    fragment = renderer.observation(user("look", picture(64, 64), picture(96, 128)))
+    assert list(fragment.token_ids).count(renderer.image_id) == 2
+    assert fragment.image_tokens == (4, 12)
+    assert fragment.num_expanded == len(fragment.token_ids) + 14
+
+
+def test_a_picture_of_unwanted_size_counts_as_the_engine_resizes_it(renderer):
+    assert renderer.observation(user("look", picture(50, 70))).image_tokens == (4,)  # becomes 64 x 64
+
+
+def test_pictures_keep_their_bytes_and_hash(renderer):
+    data = png(picture())
+    fragment = renderer.start(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "image", "image": data}]}], [Image.of(data)]
+    )
+    assert fragment.images == (Image.of(data), Image.of(data))
+
+
+def test_a_drawn_picture_survives_its_encoding(renderer):
+    (image,) = renderer.observation(user("look", picture(seed=3))).images
+    assert image == Image.of(image.data)
+    from io import BytesIO
+
+    from PIL import Image as PILImage
+
+    assert PILImage.open(BytesIO(image.data)).tobytes() == picture(seed=3).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": "a <|image_pad|> typed by hand"}, "as an item of its own"),
+        ({"role": "user", "content": [{"type": "image"}]}, "more pictures than the sample has"),
+        ({"role": "user", "content": [{"type": "video"}]}, "use text or image"),
+    ],
+)
+def test_a_message_that_cannot_be_rendered_is_refused(renderer, message, words):
+    with pytest.raises(ValueError, match=words):
+        renderer.observation(message)
+
+
+def test_the_end_of_a_turn_is_not_part_of_its_text(renderer):
+    assert renderer.decode(sampled("<answer>up</answer>")) == "<answer>up</answer>"
+    assert renderer.decode(sampled("cut")[:-1]) == "cut"
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="is it this model's tokenizer"):
+        Renderer(tiny_tokenizer(), VisionSpec(image_token_id=3))
