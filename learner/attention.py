@@ -1,0 +1,82 @@
+"""Attention over packed documents, without a T x T mask; registered with transformers under two names.
+
+Shape suffixes: T = packed tokens, H = heads, D = head size; documents lie one after another along T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# A name with `flash` in it makes transformers' vision towers hand over all pictures at once, not one after another.
+TEXT_ATTENTION = "pronk_packed"
+VISION_ATTENTION = "pronk_packed_flash"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """Where documents begin and end. `runs`: neighbours of equal length as (how many, length)."""
+
+    runs: tuple[tuple[int, int], ...]
+    cu_seqlens: Tensor  # int32 [documents+1]
+    max_length: int
+    causal: bool
+
+
+def packing_of(lengths: tuple[int, ...], *, causal: bool, device: torch.device) -> Packing:
+    runs = tuple((len(list(group)), length) for length, group in groupby(lengths))
+    cu_seqlens = torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
+    return Packing(runs, cu_seqlens, max(lengths), causal)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    packing: Packing,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D]. Documents do not see each other."""
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, scaling, packing)[None], None
+    sizes = [count * length for count, length in packing.runs]
+    parts = zip(packing.runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)
+    outputs = [_run(count, length, q, k, v, scaling, packing.causal) for (count, length), q, k, v in parts]
+    return torch.cat(outputs)[None], None
+
+
+def _run(count: int, length: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Tensor:
+    """`count` documents of `length` tokens as one batch: [H,count*length,D] -> [count*length,H,D]."""
+    q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    window = (-1, 0) if packing.causal else (-1, -1)
+    cu, longest, grouped = packing.cu_seqlens, packing.max_length, q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=grouped)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Makes the text and vision parts of a Qwen-VL model take `packing=` and compute documents apart."""
+    ALL_ATTENTION_FUNCTIONS.register(TEXT_ATTENTION, packed_attention)
+    ALL_ATTENTION_FUNCTIONS.register(VISION_ATTENTION, packed_attention)
+    model.config.text_config._attn_implementation = TEXT_ATTENTION
+    model.config.vision_config._attn_implementation = VISION_ATTENTION

@@ -1,0 +1,218 @@
+"""Groups of trajectories -> episodes -> packed microbatches, balanced over ranks.
+
+Shape suffixes: E = tokens of one episode with placeholders expanded, K = its sampled tokens; T = tokens of a
+microbatch, N = its sampled tokens, P = patches of its distinct pictures, I = its distinct pictures, M = its visual
+tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner.objectives import group_advantages
+from learner.pictures import Pictures
+from shared.types import Group, Image, Trajectory
+from shared.vision import expand, mrope_positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """One trajectory, as the model sees it."""
+
+    input_ids: np.ndarray  # int64 [E]
+    position_ids: np.ndarray  # int64 [4,E]: place in the document, then M-RoPE
+    images: tuple[Image, ...]
+    targets: np.ndarray  # int64 [K], places of the sampled tokens; the hidden state at targets-1 predicts them
+    behaviour_logprobs: np.ndarray  # float32 [K]
+    versions: np.ndarray  # int32 [K]
+    rewards: np.ndarray  # float32 [K], a turn's reward at its last token
+    turn_end: np.ndarray  # bool [K]
+    advantage: float  # relative to its group
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    reward_scale: float = 1.0
+    turn_rewards: bool = True  # false: the whole episode's reward at its last token
+    divide_by_std: bool = True
+
+
+def make_episode(trajectory: Trajectory, advantage: float, pictures: Pictures, settings: EpisodeSettings) -> Episode:
+    """Expands the placeholders. ValueError when a picture cannot be read or the first token is a sampled one."""
+    grids = [pictures.grid(image) for image in trajectory.images]
+    merge, image_token = pictures.spec.merge_size, pictures.spec.image_token_id
+    ids, compact_index = expand(trajectory.token_ids, grids, image_token_id=image_token, merge_size=merge)
+    rope = mrope_positions(ids, grids, image_token_id=image_token, merge_size=merge)
+    targets = np.flatnonzero(trajectory.loss_mask[compact_index])
+    sampled = np.flatnonzero(trajectory.loss_mask)
+    if len(targets) == 0 or targets[0] == 0 or len(sampled) != len(targets):
+        raise ValueError("an episode needs a prompt, then sampled tokens, none of which is a picture's placeholder")
+    rewards = np.zeros(len(sampled), dtype=np.float32)
+    turn_end = np.zeros(len(sampled), dtype=bool)
+    for turn in trajectory.turns:
+        last = int(np.searchsorted(sampled, turn.end)) - 1
+        turn_end[last] = True
+        if settings.turn_rewards:
+            rewards[last] += turn.reward * settings.reward_scale
+    if not settings.turn_rewards:
+        rewards[-1] = trajectory.reward * settings.reward_scale
+    turn_end[-1] = True
+    return Episode(
+        input_ids=ids,
+        position_ids=np.concatenate([np.arange(len(ids))[None], rope]),
+        images=trajectory.images,
+        targets=targets,
+        behaviour_logprobs=trajectory.behaviour_logprobs[sampled],
+        versions=trajectory.policy_versions[sampled],
+        rewards=rewards,
+        turn_end=turn_end,
+        advantage=advantage,
+    )
+
+
+def make_episodes(groups: Sequence[Group], pictures: Pictures, settings: EpisodeSettings) -> list[Episode]:
+    """Episodes of all trainable trajectories; advantages are relative to the trainable ones of each group."""
+    episodes = []
+    for group in groups:
+        trajectories = [t for t in group.trajectories if t.trainable]
+        advantages = group_advantages([t.reward for t in trajectories], divide_by_std=settings.divide_by_std)
+        for trajectory, advantage in zip(trajectories, advantages, strict=True):
+            episodes.append(make_episode(trajectory, float(advantage), pictures, settings))
+    return episodes
+
+
+def check_group(group: Group, pictures: Pictures) -> None:
+    """Does everything that training on `group` will do with its tokens and pictures, and keeps the pictures.
+
+    ValueError, in one line, if it cannot be done: for the receiver of groups, so that no bad one reaches a step.
+    """
+    make_episodes([group], pictures, EpisodeSettings())
+    for image in (image for t in group.trajectories if t.trainable for image in t.images):
+        pictures.get(image)
+
+
+def plan(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[list[int]]]:
+    """Which episodes go into which microbatch of which rank: plan[rank][microbatch] = indices of `lengths`.
+
+    Every rank gets the same number of microbatches (some may be empty), none above `budget` tokens unless a single
+    episode is, and token sums as even as longest-first placement makes them.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    per_rank = max(1, -(-sum(lengths) // (budget * num_ranks)))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(per_rank * num_ranks)]
+        heap = [(0, b) for b in range(len(bins))]
+        fits = True
+        for i in order:
+            tokens, b = heapq.heappop(heap)
+            fits = fits and (tokens == 0 or tokens + lengths[i] <= budget)
+            bins[b].append(i)
+            heapq.heappush(heap, (tokens + lengths[i], b))
+        if fits:
+            return [bins[rank::num_ranks] for rank in range(num_ranks)]
+        per_rank += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
+    """Packed documents, one after another, as tensors of one device. `empty` marks a stand-in without any episode."""
+
+    input_ids: Tensor  # int64 [1,T]
+    position_ids: Tensor  # int64 [4,1,T]
+    lengths: tuple[int, ...]  # of the documents
+    patches: Tensor  # uint8 [P,3,patch,patch], of distinct pictures
+    grids_thw: Tensor  # int64 [I,3]
+    picture_lengths: tuple[int, ...]  # patches of each distinct picture
+    visual_positions: Tensor  # int64 [M], places of visual tokens among the T
+    visual_rows: Tensor  # int64 [M], the row of the tower's output that belongs there
+    predictors: Tensor  # int64 [N], places whose hidden state predicts a sampled token
+    target_ids: Tensor  # int64 [N]
+    behaviour_logprobs: Tensor  # float32 [N]
+    versions: Tensor  # int32 [N]
+    rewards: Tensor  # float32 [N]
+    turn_end: Tensor  # bool [N]
+    episode_end: Tensor  # bool [N]
+    advantages: Tensor  # float32 [N], relative to the group
+    empty: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return 0 if self.empty else self.target_ids.shape[0]
+
+
+def pack(episodes: Sequence[Episode], pictures: Pictures, device: torch.device) -> Microbatch:
+    """Packs episodes (shortest first, so that equal lengths are neighbours) into one microbatch."""
+    episodes = sorted(episodes, key=lambda e: e.num_tokens)
+    input_ids = np.concatenate([e.input_ids for e in episodes])
+    offsets = np.cumsum([0] + [e.num_tokens for e in episodes])
+    targets = np.concatenate([e.targets + offset for e, offset in zip(episodes, offsets, strict=False)])
+    ends = np.cumsum([len(e.targets) for e in episodes])
+    episode_end = np.zeros(len(targets), dtype=bool)
+    episode_end[ends - 1] = True
+
+    row_of: dict[str, int] = {}  # hash -> first row of the picture's features in the tower's output
+    distinct, rows, num_rows = [], [], 0
+    for image in (image for e in episodes for image in e.images):
+        picture = pictures.get(image)
+        length = len(picture.patches) // pictures.spec.merge_size**2
+        if image.sha256 not in row_of:
+            row_of[image.sha256] = num_rows
+            distinct.append(picture)
+            num_rows += length
+        rows.append(np.arange(row_of[image.sha256], row_of[image.sha256] + length))
+
+    def cat(name: str) -> np.ndarray:
+        return np.concatenate([getattr(e, name) for e in episodes])
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+    advantages = np.concatenate([np.full(len(e.targets), e.advantage, dtype=np.float32) for e in episodes])
+    no_patches = np.zeros((0, 3, pictures.spec.patch_size, pictures.spec.patch_size), dtype=np.uint8)
+    return Microbatch(
+        input_ids=tensor(input_ids[None]),
+        position_ids=tensor(np.concatenate([e.position_ids for e in episodes], axis=1)[:, None]),
+        lengths=tuple(e.num_tokens for e in episodes),
+        patches=tensor(np.concatenate([p.patches for p in distinct]) if distinct else no_patches),
+        grids_thw=tensor(np.array([p.grid for p in distinct], dtype=np.int64).reshape(-1, 3)),
+        picture_lengths=tuple(len(p.patches) for p in distinct),
+        visual_positions=tensor(np.flatnonzero(input_ids == pictures.spec.image_token_id)),
+        visual_rows=tensor(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)),
+        predictors=tensor(targets - 1),
+        target_ids=tensor(input_ids[targets]),
+        behaviour_logprobs=tensor(cat("behaviour_logprobs")),
+        versions=tensor(cat("versions")),
+        rewards=tensor(cat("rewards")),
+        turn_end=tensor(cat("turn_end")),
+        episode_end=tensor(episode_end),
+        advantages=tensor(advantages),
+    )
+
+
+def empty_microbatch(pictures: Pictures, token_id: int, device: torch.device) -> Microbatch:
+    """A stand-in of two tokens, so that a rank without episodes runs the same collectives; its loss counts 0."""
+    ids = np.full(2, token_id, dtype=np.int64)
+    episode = Episode(
+        input_ids=ids,
+        position_ids=np.tile(np.arange(2), (4, 1)),
+        images=(),
+        targets=np.array([1]),
+        behaviour_logprobs=np.zeros(1, dtype=np.float32),
+        versions=np.zeros(1, dtype=np.int32),
+        rewards=np.zeros(1, dtype=np.float32),
+        turn_end=np.ones(1, dtype=bool),
+        advantage=0.0,
+    )
+    packed = pack([episode], pictures, device)
+    fields = {name: getattr(packed, name) for name in packed.__slots__}
+    return Microbatch(**(fields | {"empty": True}))

@@ -1,0 +1,94 @@
+"""Ranks of the learner: process group, rank 0's bytes to all, sums over ranks. Nothing here waits without a limit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the learner's; `mesh` has one dimension over all of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init(device: str = "cpu", *, timeout_s: float = 1800.0) -> Ranks:
+    """Joins torchrun's process group (a single process makes its own group of one).
+
+    `timeout_s` bounds every collective, so it must exceed the longest wait of rank 0 for groups.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device = 'cuda' but torch sees no GPU; use device = 'cpu'")
+    if device == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ValueError(f"rank {rank} needs GPU {local_rank}, but there are {torch.cuda.device_count()}; start fewer")
+    place = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return Ranks(rank, size, place, init_device_mesh(place.type, (size,)))
+
+
+def close() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def broadcast_frames(frames: Sequence[bytes | memoryview] | None, ranks: Ranks) -> list[memoryview]:
+    """Rank 0's byte strings on every rank; the others pass None. They travel as one tensor of raw bytes."""
+    if ranks.size == 1:
+        assert frames is not None
+        return [memoryview(frame).cast("B") for frame in frames]
+    count = torch.tensor([len(frames) if frames is not None else 0])
+    dist.broadcast(count, src=0)
+    sizes = torch.zeros(int(count), dtype=torch.int64)
+    if frames is not None:
+        sizes = torch.tensor([memoryview(frame).nbytes for frame in frames], dtype=torch.int64)
+    dist.broadcast(sizes, src=0)
+    joined = bytearray(b"".join(frames)) if frames is not None else bytearray(int(sizes.sum()))
+    if joined:
+        dist.broadcast(torch.frombuffer(joined, dtype=torch.uint8), src=0)
+    view, ends = memoryview(joined).toreadonly(), sizes.cumsum(0).tolist()
+    return [view[end - size : end] for size, end in zip(sizes.tolist(), ends, strict=True)]
+
+
+def all_sum(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over ranks, in place."""
+    if ranks.size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def agree(value: bool, ranks: Ranks) -> bool:
+    """Rank 0's answer on every rank."""
+    answer = torch.tensor([value], dtype=torch.int32)
+    if ranks.size > 1:
+        dist.broadcast(answer, src=0)
+    return bool(answer)
+
+
+def barrier(ranks: Ranks, *, timeout_s: float) -> None:
+    """Waits for all ranks on the CPU. RuntimeError naming the missing rank after `timeout_s`."""
+    if ranks.size > 1:
+        dist.monitored_barrier(timeout=timedelta(seconds=timeout_s))

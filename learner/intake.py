@@ -1,0 +1,257 @@
+"""Rank 0's end of the wire: hands tickets to actors, takes their groups, and keeps them until the learner's step.
+
+One thread owns the socket. It consumes Hello, Request, Group and Bye; it produces Welcome, Tickets, Ack, Cancel and
+Stop. It waits for messages and for the learner, who unblocks it by `open`, `set_version`, `start_evaluation` or
+`stop`. The learner waits in `next_batch` and `evaluation_result`, and the thread unblocks it with each group.
+What waits here is bounded by the tickets that may be open at once, never by what actors send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from learner.reception import Reception, Rejects
+from learner.samples import SampleSource
+from learner.tickets import BookSettings, EvaluationResult, TicketBook
+from shared.codec import Message, TokenRules, WireError
+from shared.log import get_logger
+from shared.metrics import Distribution
+from shared.transport import Router, Secure, SocketSettings
+from shared.types import Bye, Group, PolicyVersion, Sample, Sampling, Ticket
+
+Batch = list[tuple[Ticket, Group]]
+Answer = TypeVar("Answer")
+TICK_S = 0.2
+FAREWELL_S = 2.0
+MESSAGES_PER_TICK = 256
+NAMED_ACTORS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeSettings:
+    address: str
+    run_dir: Path
+    run_id: str
+    rules: TokenRules
+    actor_timeout_s: float = 10.0  # an actor silent for so long is gone
+    sockets: SocketSettings = field(default_factory=SocketSettings)
+    secure: Secure | None = None
+
+
+class Intake:
+    """Listens at once, issues tickets from `open` on. Its methods are for one thread, the learner's.
+
+    ValueError: the address cannot be used.
+    """
+
+    def __init__(self, source: SampleSource, book: BookSettings, settings: IntakeSettings) -> None:
+        self._log = get_logger("intake")
+        self._router = Router(settings.address, settings.sockets, settings.secure)
+        self.address = self._router.address
+        self.max_staleness_seen = 0
+        self._changed = threading.Condition()  # guards the book and the reception
+        self._book = TicketBook(source, book, nonce=os.urandom(4).hex())
+        self._reception = Reception(
+            self._router,
+            self._book,
+            settings.rules,
+            Rejects(settings.run_dir / "rejected", self._log),
+            self._log,
+            run_id=settings.run_id,
+            actor_timeout_s=settings.actor_timeout_s,
+        )
+        self._token_staleness = Distribution()
+        self._group_staleness = Distribution()
+        self._played_s = Distribution()
+        self._stop_reason: str | None = None
+        self._failure: BaseException | None = None
+        self._wake_receive, self._wake_send = socket.socketpair()
+        self._wake_receive.setblocking(False)
+        self._wake_send.setblocking(False)
+        self._router.watch(self._wake_receive.fileno())
+        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------------------- the learner's side
+
+    def open(self, version: PolicyVersion | None = None) -> None:
+        """Engines have weights (of `version`): tickets may be issued."""
+        with self._changed:
+            if version is not None:
+                self._book.version = version
+            self._reception.issuing = True
+        self._wake()
+
+    def set_version(self, version: PolicyVersion) -> None:
+        """The engines have the weights of `version`: more tickets may be issued."""
+        with self._changed:
+            self._book.version = version
+        self._wake()
+
+    def next_batch(self, num_groups: int, timeout_s: float) -> Batch:
+        """The oldest `num_groups` groups; they count as trained now. TimeoutError: it names whom it waited for."""
+        batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, f"no batch of {num_groups} groups")
+        with self._changed:
+            self._measure(batch, self._book.version)
+        self._wake()  # a group that was too old makes room for a new ticket
+        return batch
+
+    def start_evaluation(self, name: str, samples: Sequence[Sample], sampling: Sampling, group_size: int = 1) -> None:
+        """Queues one ticket for each sample before all training tickets. ValueError: the name is in use."""
+        with self._changed:
+            self._book.start_evaluation(name, samples, sampling, group_size)
+        self._wake()
+
+    def evaluation_result(self, name: str, timeout_s: float) -> EvaluationResult:
+        """Waits for all its tickets; can be asked for once. TimeoutError: it names whom it waited for."""
+        return self._wait(lambda: self._book.evaluation_result(name), timeout_s, f"no result of evaluation {name!r}")
+
+    def engines(self) -> frozenset[str]:
+        """The engines that the actors now here use."""
+        with self._changed:
+            return frozenset(url for actor in self._reception.actors.values() for url in actor.engine_urls)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values; consistent with the batches that `next_batch` has returned."""
+        with self._changed:
+            return self._book.state_dict()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Before `open`."""
+        with self._changed:
+            self._book.load_state(state)
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since the run began, distributions since the last call."""
+        with self._changed:
+            book, actors = self._book, self._reception.actors.values()
+            values: dict[str, float] = {
+                "queue/ready_groups": book.ready,
+                "tickets/issued": book.issued,
+                "tickets/open": book.open,
+                "tickets/open_evaluation": book.open_evaluation,
+                "tickets/trained": book.trained,
+                "tickets/reissued": book.reissued,
+                "tickets/dropped": book.dropped.total(),
+                "wire/rejected": self._reception.rejects.counts.total(),
+                "actors/known": len(actors),
+            }
+            if actors:
+                values["actors/idle_frac"] = sum(actor.idle_frac for actor in actors) / len(actors)
+            values |= {f"tickets/dropped/{reason}": n for reason, n in book.dropped.items()}
+            values |= {f"tickets/refused/{reason}": n for reason, n in book.refused.items()}
+            values |= {f"wire/rejected/{reason}": n for reason, n in self._reception.rejects.counts.items()}
+            values |= self._token_staleness.drain("staleness/token") | self._group_staleness.drain("staleness/group")
+            return values | self._played_s.drain("actors/group_s")
+
+    def stop(self, reason: str) -> None:
+        """Tells all actors that the run is over, and closes the socket. May be called again."""
+        with self._changed:
+            self._stop_reason = self._stop_reason or reason
+        self._wake()
+        self._thread.join(5.0)
+
+    def _measure(self, batch: Batch, version: PolicyVersion) -> None:
+        for _, group in batch:
+            played = [t.policy_versions[t.loss_mask == 1] for t in group.trajectories if t.trainable]
+            ages = np.maximum(version - np.concatenate(played), 0)
+            self._token_staleness.add(ages)
+            self._group_staleness.add(float(ages.max()))
+            self._played_s.add(group.played_s)
+            self.max_staleness_seen = max(self.max_staleness_seen, int(ages.max()))
+
+    def _wait(self, ask: Callable[[], Answer | None], timeout_s: float, what: str) -> Answer:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise RuntimeError(f"the intake stopped: {self._failure}") from self._failure
+                if self._stop_reason is not None:
+                    raise RuntimeError(f"the intake is stopped: {self._stop_reason}")
+                answer = ask()
+                if answer is not None:
+                    return answer
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"{what} within {timeout_s:g} s: {self._whom()}")
+                self._changed.wait(left)
+
+    def _whom(self) -> str:
+        """One line: what is here, what is missing, and who has it."""
+        book, actors, now = self._book, list(self._reception.actors.values()), time.monotonic()
+        parts = [f"{book.ready} groups ready, {book.open + book.open_evaluation} tickets open, version {book.version}"]
+        if not self._reception.issuing:
+            parts.append("tickets are not issued yet: no engine has weights")
+        if not actors:
+            parts.append(f"no actor is here; start launch/actors.py --learner {self.address}")
+        held = book.holdings()
+        for actor in actors[:NAMED_ACTORS]:
+            count, oldest = held.get(actor.key, (0, 0.0))
+            seen = now - actor.last_seen
+            parts.append(f"{actor.key} holds {count} tickets, the oldest for {oldest:.0f} s, seen {seen:.0f} s ago")
+        if len(actors) > NAMED_ACTORS:
+            parts.append(f"and {len(actors) - NAMED_ACTORS} more actors")
+        if book.dropped:
+            parts.append(f"dropped {dict(book.dropped)}, last {book.last_drop!r}")
+        if self._reception.rejects.counts:
+            parts.append(f"rejected messages {dict(self._reception.rejects.counts)}")
+        return "; ".join(parts)
+
+    # -------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            while self._stop_reason is None:
+                self._router.wait(TICK_S)
+                self._serve()
+        except BaseException as error:  # noqa: BLE001 - the learner's thread raises it, see _wait
+            self._failure = error
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+            self._part(self._stop_reason or f"the learner failed: {self._failure}")
+            self._router.close()
+            self._wake_receive.close()
+            self._wake_send.close()
+
+    def _part(self, reason: str) -> None:
+        """Says Stop until all actors have said Bye or closed their connection; for `FAREWELL_S` at most."""
+        deadline = time.monotonic() + FAREWELL_S
+        while self._reception.farewell(reason) and time.monotonic() < deadline:
+            self._router.wait(TICK_S)
+            while (received := self._router.receive()) is not None:
+                peer, frames = received
+                if isinstance(self._reception.read(frames), Bye):
+                    self._reception.forget(peer, "left")
+
+    def _serve(self) -> None:
+        """Answers what is waiting; only an empty queue can prove an actor silent."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake_receive.recv(4096)
+        drained = False
+        for _ in range(MESSAGES_PER_TICK):
+            received = self._router.receive()
+            drained = received is None
+            if received is None:
+                break
+            peer, frames = received
+            message: Message | WireError = self._reception.read(frames)
+            with self._changed:
+                self._reception.answer(peer, message, frames)
+                self._changed.notify_all()
+        with self._changed:
+            self._reception.tick(drained)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: there is nothing to wake
+            self._wake_send.send(b"\0")

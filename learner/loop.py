@@ -1,0 +1,151 @@
+"""The learner: one loop, the same on every rank; rank 0 also has a desk (tickets, metrics) and the publisher's sockets.
+
+    desk.batch ─▶ share ─▶ trainer.step ─▶ every publish_every steps: publisher.publish ─▶ desk.record ─▶ checkpoint
+
+Each turn of the loop consumes `groups_per_step` groups and produces one optimizer step. It waits for groups (the actors
+unblock it, within `wait_timeout_s`) and, before a publication, for open evaluations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from learner import checkpoint, dist
+from learner.desk import Desk
+from learner.dist import Ranks
+from learner.model import load_policy, shard
+from learner.publisher import Publisher, PublishSettings
+from learner.results import RunResult
+from learner.samples import SampleSource
+from learner.step import Trainer
+from shared.codec import TokenRules, decode, encode
+from shared.config import LearnerConfig, Recipe
+from shared.log import get_logger
+from shared.types import Group, Sample
+from shared.vision import VisionSpec
+
+
+def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> RunResult | None:
+    """Trains as the recipe says. Returns the run's summary on rank 0.
+
+    ValueError for what the user can mend (model, port, checkpoint); TimeoutError when actors or engines stay away.
+    """
+    config = recipe.learner
+    torch.set_num_threads(config.threads)
+    ranks = dist.init(config.device, timeout_s=config.wait_timeout_s + 600)
+    desk: Desk | None = None
+    publisher: Publisher | None = None
+    reason = "the learner failed"
+    try:
+        trainer = build_trainer(recipe, ranks)
+        folder = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
+        chosen = checkpoint.choose(folder, config.resume)
+        restored = checkpoint.load(chosen, trainer, ranks) if chosen else None
+        if restored and trainer.num_steps >= config.total_steps:
+            raise ValueError(
+                f"run {recipe.run.name!r} has its {config.total_steps} steps; choose another --run.name, "
+                "raise --learner.total_steps or start anew with --learner.resume never"
+            )
+        if ranks.is_main:
+            desk = Desk(recipe, source, held_out, token_rules(trainer), restored.intake if restored else {})
+        publisher = Publisher(trainer.policy, ranks, publish_settings(config))
+        result = loop(recipe, ranks, trainer, publisher, folder, desk, restored.version if restored else 0)
+        reason = "the run is complete"
+        return result
+    finally:
+        if publisher is not None:
+            publisher.close()  # the engines leave while the actors still keep them
+        if desk is not None:
+            desk.close(reason)
+        dist.close()
+
+
+def loop(
+    recipe: Recipe,
+    ranks: Ranks,
+    trainer: Trainer,
+    publisher: Publisher,
+    checkpoints: Path,
+    desk: Desk | None,
+    version: int,
+) -> RunResult | None:
+    config, evaluation = recipe.learner, recipe.eval
+    log = get_logger(f"learner[{ranks.rank}]")
+    publisher.publish(version, desk.wait_for_engines(config.wait_timeout_s) if desk else ())
+    if desk:
+        desk.open(version)
+        if trainer.num_steps == 0:
+            desk.evaluate("before")
+            if evaluation.greedy:
+                desk.evaluate("greedy_before", greedy=True)
+    last = False
+    while not last:
+        groups = share(desk.batch() if desk else None, ranks)
+        values = trainer.step(groups, version)
+        step = trainer.num_steps
+        last = step == config.total_steps or dist.agree(bool(desk and desk.out_of_time()), ranks)
+        if step % config.publish_every == 0 or last:
+            if desk:
+                desk.finish_evaluations(step)
+            version += 1
+            values |= publisher.publish(version, desk.intake.engines() if desk else ())
+            if desk:
+                desk.intake.set_version(version)
+        if desk:
+            desk.record(step, version, groups, values)
+            if evaluation.every_steps and step % evaluation.every_steps == 0 and not last:
+                desk.evaluate(f"step_{step}")
+        if last or (config.checkpoint_every and step % config.checkpoint_every == 0):
+            state = desk.state() if desk else {}
+            checkpoint.save(checkpoints, trainer, ranks, version=version, intake=state, keep=config.keep_checkpoints)
+    if not desk:
+        return None
+    desk.evaluate("after")
+    if evaluation.greedy:
+        desk.evaluate("greedy_after", greedy=True)
+    desk.finish_evaluations(trainer.num_steps)
+    log.info("%d steps, %d versions", trainer.num_steps, version)
+    return desk.result(trainer.num_steps, version)
+
+
+def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
+    """The policy on its device, sharded where there are several ranks, with its optimizer."""
+    model = recipe.model
+    torch.manual_seed(recipe.run.seed)
+    spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
+    policy = load_policy(model.path, spec).to(ranks.device)
+    if ranks.size > 1 or model.dtype != "float32":
+        shard(policy, ranks.mesh, getattr(torch, model.dtype))
+    return Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature)
+
+
+def publish_settings(config: LearnerConfig) -> PublishSettings:
+    backend = "nccl" if config.device == "cuda" else "gloo"
+    return PublishSettings(backend, config.bucket_bytes, config.publish_timeout_s)
+
+
+def token_rules(trainer: Trainer) -> TokenRules:
+    config = trainer.policy.vlm.config
+    return TokenRules(config.image_token_id, trainer.policy.banned_ids, config.text_config.vocab_size)
+
+
+def share(groups: Sequence[Group] | None, ranks: Ranks) -> Sequence[Group]:
+    """Rank 0's groups on every rank, as the wire's frames."""
+    if ranks.size == 1:
+        assert groups is not None
+        return groups
+    frames: list[bytes | memoryview] | None = None
+    if groups is not None:
+        parts = [encode(group) for group in groups]
+        counts = torch.tensor([len(part) for part in parts], dtype=torch.int64).numpy().tobytes()
+        frames = [counts, *(frame for part in parts for frame in part)]
+    received = dist.broadcast_frames(frames, ranks)
+    if groups is not None:
+        return groups
+    rest = iter(received[1:])
+    sizes = torch.frombuffer(bytearray(received[0]), dtype=torch.int64).tolist()
+    decoded = [decode([next(rest) for _ in range(size)]) for size in sizes]
+    return [group for group in decoded if isinstance(group, Group)]

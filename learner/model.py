@@ -1,0 +1,130 @@
+"""The policy: a Qwen-VL model with a value head, on packed documents, sharded with FSDP2 where there are several ranks.
+
+Shape suffixes: T = packed tokens, N = sampled tokens, H = hidden size, V = vocabulary, P = patches, M = visual tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from kernels.linear_logprob import linear_logprob
+from learner.attention import packing_of, use_packed_attention
+from learner.batch import Microbatch
+from learner.patches import StillPatchEmbed
+from shared.vision import VisionSpec, banned_ids
+
+SUPPORTED_TYPES = ("qwen3_vl", "qwen3_vl_moe")
+
+
+class PolicyOutput(NamedTuple):
+    """All float32 [N], differentiable: of the sampled tokens, at the temperature they were sampled with."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    values: Tensor
+
+
+class Policy(nn.Module):
+    """`forward` gives logprobs, entropies and values of a microbatch's sampled tokens; logits are never kept."""
+
+    def __init__(self, vlm: PreTrainedModel, spec: VisionSpec) -> None:
+        super().__init__()
+        self.vlm = vlm
+        self.spec = spec
+        self.dtype = torch.float32  # of forward and backward, and of what engines are given
+        vlm.model.visual.patch_embed = StillPatchEmbed(vlm.model.visual.patch_embed.proj, spec)
+        self.value_head = nn.Linear(vlm.config.text_config.hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        self.banned_ids = banned_ids(vlm.config)
+        use_packed_attention(vlm)
+
+    def forward(self, batch: Microbatch, temperature: float) -> PolicyOutput:
+        hidden_TH = self._hidden(batch)
+        hidden_NH = hidden_TH.index_select(0, batch.predictors)
+        logprobs, entropies = linear_logprob(
+            hidden_NH, self.vlm.lm_head.weight, batch.target_ids, temperature=temperature, banned_ids=self.banned_ids
+        )
+        values = self.value_head(hidden_NH.float())
+        return PolicyOutput(logprobs.clone(), entropies.clone(), values.sum(-1))  # FSDP warns of views
+
+    def _hidden(self, batch: Microbatch) -> Tensor:
+        """Final hidden states [T,H] of the packed documents."""
+        text = self.vlm.model.language_model
+        embeds_TH = text.embed_tokens(batch.input_ids)[0]
+        features, deepstack = self._vision(batch)
+        if len(batch.visual_rows):
+            embeds_TH = embeds_TH.index_copy(0, batch.visual_positions, features.to(embeds_TH.dtype))
+        else:  # the tower's parameters take part in every step, with gradient 0
+            embeds_TH = embeds_TH + 0.0 * sum(x.sum() for x in (features, *deepstack))
+        visual_mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+        visual_mask[0, batch.visual_positions] = True
+        output = text(
+            inputs_embeds=embeds_TH[None],
+            position_ids=batch.position_ids,
+            visual_pos_masks=visual_mask if len(batch.visual_rows) else None,
+            deepstack_visual_embeds=deepstack if len(batch.visual_rows) else None,
+            use_cache=False,
+            packing=packing_of(batch.lengths, causal=True, device=embeds_TH.device),
+        )
+        return output.last_hidden_state[0]
+
+    def _vision(self, batch: Microbatch) -> tuple[Tensor, list[Tensor]]:
+        """Features of the visual tokens [M,H], and each deepstack layer's; of a blank picture if there is none."""
+        spec, grids, patches, lengths = self.spec, batch.grids_thw, batch.patches, batch.picture_lengths
+        if not lengths:
+            lengths = (spec.merge_size**2,)
+            patches = patches.new_zeros(lengths[0], *patches.shape[1:])
+            grids = grids.new_tensor([[1, spec.merge_size, spec.merge_size]])
+        vision = self.vlm.model.visual(
+            patches,
+            grid_thw=grids,
+            packing=packing_of(lengths, causal=False, device=patches.device),
+        )
+        if not batch.picture_lengths:
+            return vision.pooler_output, list(vision.deepstack_features)
+        rows = batch.visual_rows
+        return vision.pooler_output[rows], [layer[rows] for layer in vision.deepstack_features]
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The language-vision model's parameters under their Hugging Face names; a tied output head is left out."""
+        yield from self.vlm.named_parameters()
+
+
+def load_policy(path: str, spec: VisionSpec) -> Policy:
+    """Loads a Qwen3-VL model (dense or mixture of experts) from a folder or hub name, as float32 on the CPU."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"model.path = {path!r} holds no readable config.json: {reason}") from error
+    if config.model_type not in SUPPORTED_TYPES:
+        raise ValueError(
+            f"model.path = {path!r} is a {config.model_type!r} model; the learner trains {', '.join(SUPPORTED_TYPES)}"
+        )
+    vlm = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    return Policy(vlm, spec)
+
+
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """FSDP2 in place: each decoder layer and vision block, the value head (float32), and the rest.
+
+    Parameters and gradients are float32, forward and backward run in `dtype`. Gradients are summed over ranks.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in (*policy.vlm.model.visual.blocks, *policy.vlm.model.language_model.layers):
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(policy.value_head, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    policy.dtype = policy.vlm.model.visual.patch_embed.compute_dtype = dtype
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,66 @@
+"""AdamW with a learning rate of its own for the value head, warm-up and decay, and one gradient norm over all ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from learner.dist import Ranks, all_sum
+from learner.model import Policy
+from shared.config import LearnerConfig
+
+
+def make_optimizer(policy: Policy, config: LearnerConfig) -> AdamW:
+    """Groups: matrices (with weight decay), vectors (without), value head (own rate, without)."""
+    head = list(policy.value_head.parameters())
+    body = [p for p in policy.vlm.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in body if p.ndim >= 2], "base_lr": config.lr, "weight_decay": config.weight_decay},
+        {"params": [p for p in body if p.ndim < 2], "base_lr": config.lr, "weight_decay": 0.0},
+        {"params": head, "base_lr": config.value_lr, "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=config.lr, betas=config.betas, foreach=True)
+
+
+def lr_factor(step: int, config: LearnerConfig) -> float:
+    """What the base rates are multiplied by at optimizer step `step` (0 is the first)."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps)
+    done = min(max(done, 0.0), 1.0)
+    match config.lr_schedule:
+        case "linear":
+            return 1.0 - done
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * done))
+        case _:
+            return 1.0
+
+
+def set_learning_rates(optimizer: Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+def local_gradients(optimizer: Optimizer) -> list[Tensor]:
+    """This rank's part of every gradient."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+
+
+def global_norm(gradients: list[Tensor], ranks: Ranks) -> Tensor:
+    """The 2-norm of the whole gradient, a float64 scalar, the same on every rank; ranks hold disjoint parts."""
+    norms = torch._foreach_norm([g for g in gradients if g.numel()]) if gradients else []
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    if norms:
+        total += torch.stack(list(norms)).double().square().sum()
+    return all_sum(total, ranks).sqrt()
+
+
+def clip_(gradients: list[Tensor], norm: float, max_norm: float) -> None:
+    if norm > max_norm:
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))

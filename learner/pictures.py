@@ -1,0 +1,78 @@
+"""Pictures of the wire as patches of the vision tower, each distinct picture decoded once."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image as PILImage
+from PIL import UnidentifiedImageError
+
+from shared.types import Image
+from shared.vision import Grid, VisionSpec, patchify
+
+MAX_FILE_PIXELS = 1 << 26  # a file that claims more is refused before it is decoded
+MAX_GRIDS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    patches: np.ndarray  # uint8 [patches, 3, patch, patch] in merge-block order
+    grid: Grid
+
+
+class Pictures:
+    """Decoded pictures by content hash; the least recently used are forgotten beyond `max_bytes`."""
+
+    def __init__(self, spec: VisionSpec, max_bytes: int = 1 << 28) -> None:
+        self.spec = spec
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        self._grids: dict[str, Grid] = {}
+
+    def grid(self, image: Image) -> Grid:
+        """(1, rows, columns) in patches, read from the file's header alone. ValueError if it is no picture."""
+        if image.sha256 not in self._grids:
+            if len(self._grids) >= MAX_GRIDS:
+                self._grids.clear()
+            with _open(image) as file:
+                self._grids[image.sha256] = self.spec.grid(*file.size)
+        return self._grids[image.sha256]
+
+    def get(self, image: Image) -> Picture:
+        """The picture, resized as the engine resizes it and cut into patches. ValueError if it is no picture."""
+        picture = self._pictures.get(image.sha256)
+        if picture is None:
+            picture = self._decode(image)
+            self._pictures[image.sha256] = picture
+            self._bytes += picture.patches.nbytes
+            while self._bytes > self._max_bytes and len(self._pictures) > 1:
+                self._bytes -= self._pictures.popitem(last=False)[1].patches.nbytes
+        self._pictures.move_to_end(image.sha256)
+        return picture
+
+    def _decode(self, image: Image) -> Picture:
+        spec = self.spec
+        with _open(image) as file:
+            height, width = spec.resized(*file.size)
+            try:
+                rgb = file.convert("RGB")
+            except OSError as error:
+                raise ValueError(f"image {image.sha256[:12]} cannot be decoded: {error}") from error
+        if rgb.size != (width, height):
+            rgb = rgb.resize((width, height), PILImage.Resampling.BICUBIC)
+        patches = patchify(np.asarray(rgb), patch_size=spec.patch_size, merge_size=spec.merge_size)
+        return Picture(patches, (1, height // spec.patch_size, width // spec.patch_size))
+
+
+def _open(image: Image) -> PILImage.Image:
+    try:
+        file = PILImage.open(io.BytesIO(image.data))
+    except (UnidentifiedImageError, PILImage.DecompressionBombError) as error:
+        raise ValueError(f"image {image.sha256[:12]} ({len(image.data)} bytes) is refused: {error}") from error
+    if file.width * file.height > MAX_FILE_PIXELS:
+        raise ValueError(f"image {image.sha256[:12]} of {file.width}x{file.height} pixels is above {MAX_FILE_PIXELS}")
+    return file

@@ -1,0 +1,211 @@
+"""What the learner answers to each message of an actor. One thread at a time; `learner.intake` sees to that."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from logging import Logger
+from pathlib import Path
+
+import msgpack
+
+from learner.tickets import TicketBook, Verdict
+from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
+from shared.transport import Router
+from shared.types import Ack, Bye, Cancel, Group, Hello, Request, Stop, Ticket, Tickets, Welcome
+
+KEPT_REJECTS = 20
+KEPT_BYTES = 16 * 2**20
+TICKETS_PER_MESSAGE = 16
+
+
+@dataclass(slots=True)
+class Actor:
+    """What the learner knows of one actor process; `key` is `NAME#RANDOM`."""
+
+    key: str
+    engine_urls: tuple[str, ...]
+    idle_frac: float
+    last_seen: float
+    slots: int = 0  # groups that it plays at once
+
+
+class Rejects:
+    """Counts refused messages by reason, logs the first of each peer and reason, keeps the last ones as files."""
+
+    def __init__(self, folder: Path, log: Logger) -> None:
+        self.counts: Counter[str] = Counter()
+        self._folder = folder
+        self._log = log
+        self._logged: set[tuple[str, str]] = set()
+
+    def add(self, key: str, error: WireError, frames: Sequence[Frame]) -> None:
+        """A kept file is msgpack: {"peer", "reason", "detail", "frames"}, frames cut off after 16 MiB."""
+        if (key, error.reason) not in self._logged and len(self._logged) < 1000:
+            self._logged.add((key, error.reason))
+            self._log.warning("rejected a message of %s: %s (further ones are only counted)", key, error)
+        number = self.counts.total()
+        self.counts[error.reason] += 1
+        kept, room = [], KEPT_BYTES
+        for frame in frames:
+            kept.append(bytes(frame[:room]))
+            room -= len(kept[-1])
+        record = {"peer": key, "reason": error.reason, "detail": error.detail, "frames": kept}
+        name = f"{number:08d}-{re.sub('[^A-Za-z0-9_.-]', '_', key)[:64]}-{error.reason}.msgpack"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / name).write_bytes(msgpack.packb(record))
+            for old in sorted(self._folder.glob("*.msgpack"))[:-KEPT_REJECTS]:
+                old.unlink()
+        except OSError as error_of_disk:
+            self._log.warning("could not keep a rejected message: %s", error_of_disk)
+
+
+class Reception:
+    """Actors known, and the answers they get. `issuing` and `on_group` belong to the intake."""
+
+    def __init__(
+        self,
+        router: Router,
+        book: TicketBook,
+        rules: TokenRules,
+        rejects: Rejects,
+        log: Logger,
+        *,
+        run_id: str,
+        actor_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.actors: dict[bytes, Actor] = {}
+        self.issuing = False
+        self.rejects = rejects
+        self._router = router
+        self._book = book
+        self._rules = asdict(rules)
+        self._log = log
+        self._run_id = run_id
+        self._actor_timeout_s = actor_timeout_s
+        self._clock = clock
+
+    # -------------------------------------------------------------- one message
+
+    def read(self, frames: Sequence[Frame]) -> Message | WireError:
+        """Decodes and checks a message; the slow part, which needs no lock."""
+        try:
+            message = self._router.decode(frames)
+        except WireError as error:
+            return error
+        if isinstance(message, Group):
+            try:
+                for trajectory in message.trajectories:
+                    check_trajectory(trajectory, **self._rules)
+            except WireError as error:
+                error.ticket_id = message.ticket_id
+                return error
+        return message
+
+    def answer(self, peer: bytes, message: Message | WireError, frames: Sequence[Frame]) -> None:
+        key = peer.decode("utf-8", "replace")
+        actor = self.actors.get(peer)
+        if actor is not None:
+            actor.last_seen = self._clock()
+        match message:
+            case Hello():
+                self._greet(peer, key, message)
+            case Request(slots):
+                if actor is not None:  # else it says Hello soon
+                    actor.slots = slots
+            case Group():
+                self._take(peer, key, message)
+            case Bye(reason):
+                self.forget(peer, f"left: {reason}")
+            case WireError():
+                self._refuse(peer, key, message, frames)
+            case _:
+                error = WireError("wrong_direction", f"{type(message).__name__} is a message of the learner's")
+                self._refuse(peer, key, error, frames)
+
+    def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
+        if hello.vocab_size != self._rules["vocab_size"]:
+            detail = f"vocabulary of {hello.vocab_size} tokens, the learner's has {self._rules['vocab_size']}"
+            self.rejects.add(key, WireError("vocab_size", detail), ())
+            self._router.send(peer, Stop(f"{detail}; give actors and learner the same model.path"))
+            return
+        if peer not in self.actors:
+            self._log.info("actor %s is here, with engines %s", key, ", ".join(hello.engine_urls))
+        slots = self.actors[peer].slots if peer in self.actors else 0
+        self.actors[peer] = Actor(key, hello.engine_urls, hello.idle_frac, self._clock(), slots)
+        void = self._book.held(key, hello.held)
+        self._send(peer, Welcome(self._run_id, self._book.version))
+        if void:
+            self._send(peer, Cancel(void, "the learner has no use for these tickets"))
+
+    def _take(self, peer: bytes, key: str, group: Group) -> None:
+        others = [other for other in self._book.holders(group.ticket_id) if other != key]
+        verdict = self._book.accept(group)
+        reason = self._book.last_drop if verdict is Verdict.DROPPED else str(verdict)
+        self._send(peer, Ack(group.ticket_id, verdict is Verdict.ACCEPTED, reason))
+        if verdict is Verdict.ACCEPTED and others:
+            for other, actor in list(self.actors.items()):
+                if actor.key in others:
+                    self._send(other, Cancel((group.ticket_id,), "another actor was faster"))
+
+    def _refuse(self, peer: bytes, key: str, error: WireError, frames: Sequence[Frame]) -> None:
+        self.rejects.add(key, error, frames)
+        if error.reason == "schema_version":
+            self._router.send(peer, Stop(f"{error.detail}"))
+        if error.ticket_id:
+            if key in self._book.holders(error.ticket_id):
+                self._book.reject(error.ticket_id, f"malformed_{error.reason}", error.detail)
+            self._send(peer, Ack(error.ticket_id, False, str(error)))
+
+    # -------------------------------------------------------------- between messages
+
+    def tick(self, drained: bool) -> None:
+        """Leases, actors that fell silent (if all that came was read: `drained`), and tickets for free slots."""
+        late = self._clock() - self._actor_timeout_s
+        for peer, actor in list(self.actors.items()):
+            if drained and actor.last_seen < late:
+                self.forget(peer, f"silent for {self._actor_timeout_s:g} s")
+        over = self._book.expire()
+        if over:
+            self._log.warning("lease over, to be issued again: %s", ", ".join(over))
+        if self.issuing:
+            self._hand_out()
+
+    def forget(self, peer: bytes, why: str) -> None:
+        actor = self.actors.pop(peer, None)
+        if actor is not None:
+            self._log.info("actor %s is gone (%s)", actor.key, why)
+            self._book.actor_gone(actor.key)
+
+    def _hand_out(self) -> None:
+        """One ticket to each actor with a free place in turn, as long as there are any."""
+        given: dict[bytes, list[Ticket]] = {}
+        held = self._book.holdings()
+        free = {peer: actor.slots - held.get(actor.key, (0, 0.0))[0] for peer, actor in self.actors.items()}
+        wanting = [peer for peer, places in free.items() if places > 0]
+        while wanting:
+            for peer in list(wanting):
+                ticket = self._book.issue(self.actors[peer].key)
+                if ticket is not None:
+                    given.setdefault(peer, []).append(ticket)
+                    free[peer] -= 1
+                if ticket is None or not free[peer]:
+                    wanting.remove(peer)
+        for peer, tickets in given.items():
+            for start in range(0, len(tickets), TICKETS_PER_MESSAGE):
+                self._send(peer, Tickets(tuple(tickets[start : start + TICKETS_PER_MESSAGE])))
+
+    def farewell(self, reason: str) -> bool:
+        """Says Stop to all actors; False = none is left that could hear it."""
+        for peer in list(self.actors):
+            self._send(peer, Stop(reason))
+        return bool(self.actors)
+
+    def _send(self, peer: bytes, message: Message) -> None:
+        if not self._router.send(peer, message):
+            self.forget(peer, "its queue is full or its connection is closed")

@@ -1,0 +1,61 @@
+"""What episodes amount to: metrics of a batch, of an evaluation, and of the whole run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from learner.tickets import EvaluationResult
+from shared.metrics import means
+from shared.types import Group, Trajectory
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over the episodes of a batch, the environment's own metrics among them, and the share of each ending."""
+    episodes = [t for group in groups for t in group.trajectories]
+    return {f"rollout/{name}": value for name, value in episode_means(episodes).items()}
+
+
+def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """Means over the evaluation's episodes, and how many tickets brought nothing."""
+    values = episode_means(t for _, group in result.groups for t in group.trajectories)
+    return {**values, "lost": float(sum(result.lost.values()))}
+
+
+def episode_means(episodes: Iterable[Trajectory]) -> dict[str, float]:
+    """`success` is the environment's metric of that name, or 1 for a positive reward where it has none."""
+    episodes = list(episodes)
+    if not episodes:
+        return {}
+    rows = []
+    for t in episodes:
+        success = t.metrics.get("success", float(t.reward > 0))
+        rows.append({**t.metrics, "success": success, "reward": t.reward, "turns": len(t.turns)})
+        rows[-1]["model_tokens"] = float(np.count_nonzero(t.loss_mask))
+    endings = Counter(t.ending.value for t in episodes)
+    shares = {f"ending/{ending}": count / len(episodes) for ending, count in endings.items()}
+    return means(rows) | shares
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The last line of a run. Success is a share of held-out samples; `minutes` runs from the first ticket to the last step."""
+
+    success_before: float | None
+    success_after: float | None
+    minutes: float
+    episodes: int
+    optimizer_steps: int
+    policy_versions: int
+    max_staleness_seen: int
+    turns_per_second: float
+    learner_idle_frac: float
+    actor_idle_frac: float
+    greedy_success_before: float | None = None
+    greedy_success_after: float | None = None
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        return {name: round(v, 4) if isinstance(v, float) else v for name, v in asdict(self).items()}

@@ -1,0 +1,71 @@
+"""Sums over trained tokens, split by version lag, that become the step's metrics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LAGS = ("0", "1", "2", "3-4", "5-8", "9+")
+_EDGES = (1, 2, 3, 5, 9)
+COLUMNS = (
+    "tokens",
+    "abs_gap",
+    "ratio",
+    "ratio_sq",
+    "kl",
+    "clipped",
+    "entropy",
+    "policy_loss",
+    "error",
+    "error_sq",
+    "vs",
+    "vs_sq",
+    "advantage_sq",
+)
+
+
+class TokenStats:
+    """float64 [lags, columns], summed over microbatches, then over ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(len(LAGS), len(COLUMNS), dtype=torch.float64, device=device)
+        self._edges = torch.tensor(_EDGES, device=device)
+
+    @torch.no_grad()
+    def add(self, lags_N: Tensor, columns: dict[str, Tensor]) -> None:
+        """`lags_N`: versions between sampling and training. `columns`: [N] each; a missing one counts as 0."""
+        zeros = torch.zeros(lags_N.shape[0], dtype=torch.float64, device=lags_N.device)
+        rows = torch.stack([columns.get(name, zeros).detach().double() for name in COLUMNS], dim=1)
+        self.sums.index_add_(0, torch.bucketize(lags_N, self._edges, right=True), rows)
+
+    def metrics(self) -> dict[str, float]:
+        """One value per name, and NAME/lag_L for each lag that was seen. Empty without tokens."""
+        table = self.sums.cpu()
+        total = dict(zip(COLUMNS, table.sum(0).tolist(), strict=True))
+        tokens = total["tokens"]
+        if tokens == 0:
+            return {}
+        result = {
+            "behaviour/logprob_gap": total["abs_gap"] / tokens,
+            "behaviour/kl": total["kl"] / tokens,
+            "behaviour/ratio_mean": total["ratio"] / tokens,
+            "behaviour/ess": total["ratio"] ** 2 / (tokens * total["ratio_sq"]),
+            "loss/policy": total["policy_loss"] / tokens,
+            "loss/value": 0.5 * total["error_sq"] / tokens,
+            "policy/entropy": total["entropy"] / tokens,
+            "policy/clip_fraction": total["clipped"] / tokens,
+            "policy/advantage_rms": (total["advantage_sq"] / tokens) ** 0.5,
+            "value/target_mean": total["vs"] / tokens,
+        }
+        variance = total["vs_sq"] / tokens - (total["vs"] / tokens) ** 2
+        if variance > 1e-12:
+            unexplained = total["error_sq"] / tokens - (total["error"] / tokens) ** 2
+            result["value/explained_variance"] = 1.0 - unexplained / variance
+        for lag, row in zip(LAGS, table.tolist(), strict=True):
+            part = dict(zip(COLUMNS, row, strict=True))
+            if part["tokens"]:
+                result[f"behaviour/logprob_gap/lag_{lag}"] = part["abs_gap"] / part["tokens"]
+                result[f"behaviour/ess/lag_{lag}"] = part["ratio"] ** 2 / (part["tokens"] * part["ratio_sq"])
+                result[f"policy/clip_fraction/lag_{lag}"] = part["clipped"] / part["tokens"]
+                result[f"tokens/lag_{lag}"] = part["tokens"]
+        return result

@@ -1,0 +1,81 @@
+"""The records of the ticket book."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shared.types import TRAINABLE_ENDINGS, Group, PolicyVersion, Sampling, Ticket
+
+
+class Verdict(StrEnum):
+    """What the book said to a group. All but the first refuse it."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"  # the ticket has its group already, or is closed
+    UNKNOWN = "unknown"  # no ticket of this learner process
+    DROPPED = "dropped"  # refused for its content; the ticket is closed (training) or played again (evaluation)
+
+
+@dataclass(frozen=True, slots=True)
+class BookSettings:
+    group_size: int
+    groups_per_version: int  # groups per step * steps per publication
+    max_staleness: int
+    sampling: Sampling = field(default_factory=Sampling)
+    lease_s: float = 300.0
+    lost_after_s: float = 5.0  # a ticket that its actor does not name for so long was lost on the way
+    seed: int = 0
+    total_groups: int | None = None  # what the whole run trains on; nothing is issued beyond it
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Everything one evaluation brought; `lost` counts tickets that brought nothing usable, by reason."""
+
+    name: str
+    groups: tuple[tuple[Ticket, Group], ...]
+    lost: dict[str, int]
+
+
+@dataclass(slots=True)
+class Entry:
+    """A ticket that is neither trained nor dropped."""
+
+    ticket: Ticket
+    number: int
+    holders: dict[str, float] = field(default_factory=dict)  # actor -> when it got the ticket
+    deadline: float = 0.0  # of the lease
+    attempts: int = 0
+    group: Group | None = None
+
+
+@dataclass(slots=True)
+class Evaluation:
+    open: dict[str, Entry]
+    done: list[Entry] = field(default_factory=list)
+    lost: Counter[str] = field(default_factory=Counter)
+
+
+def oldest_version(group: Group) -> PolicyVersion:
+    """The oldest version that sampled a token of the group's trainable trajectories."""
+    return min(int(t.policy_versions[t.loss_mask == 1].min()) for t in group.trajectories if t.trainable)
+
+
+def fault(group: Group, ticket: Ticket, version: PolicyVersion) -> tuple[str, str] | None:
+    """Why a group of `ticket` is of no use to a learner at `version`: reason and detail; None = it is of use.
+
+    Engines may be one version ahead: they resume before the learner hears of it.
+    """
+    size = len(group.trajectories)
+    if size != ticket.group_size:
+        return "wrong_group_size", f"{size} trajectories for a group of {ticket.group_size}"
+    newest = max(int(t.policy_versions.max(initial=-1)) for t in group.trajectories)
+    if newest > version + 1:
+        return "future_version", f"tokens of version {newest}, the learner is at {version}"
+    if ticket.evaluation or any(t.trainable for t in group.trajectories):
+        return None
+    first = group.trajectories[0]
+    ending = "no_turns" if first.ending in TRAINABLE_ENDINGS else first.ending.value
+    return ending, first.error or f"ended as {first.ending}"

@@ -1,0 +1,124 @@
+"""V-trace (Espeholt et al., 2018, equation 1): off-policy corrected targets for values and policy gradient.
+
+Symbols are the paper's. Shape suffixes: T = time, B = batch, N = sampled tokens of all episodes, one after another.
+
+    delta_t = rho_t (r_t + gamma_t V_{t+1} - V_t)                      rho_t = min(rho_bar, pi/mu)
+    vs_t    = V_t + delta_t + gamma_t c_t (vs_{t+1} - V_{t+1})         c_t   = lambda_t min(c_bar, pi/mu)
+    A_t     = min(pg_rho_bar, pi/mu) (q_t - V_t)
+    q_t     = r_t + gamma_t (lambda_t vs_{t+1} + (1 - lambda_t) V_{t+1})
+
+With lambda = 1 this is the paper's; on-policy, vs - V and A are the lambda-return's error (GAE).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.scan import reverse_scan
+
+
+class VTrace(NamedTuple):
+    """`vs` [T,B]: targets of the value function. `pg_advantages` [T,B]: weights of the policy gradient."""
+
+    vs: Tensor
+    pg_advantages: Tensor
+
+
+class TokenTargets(NamedTuple):
+    """V-trace over sampled tokens; all [N], no gradient. `advantages` is `pg_advantages` before the weight by rho."""
+
+    vs: Tensor
+    pg_advantages: Tensor
+    advantages: Tensor
+
+
+def _truncated(rhos: Tensor, bar: float | None) -> Tensor:
+    return rhos if bar is None else rhos.clamp(max=bar)
+
+
+@torch.no_grad()
+def _targets(
+    rhos_TB: Tensor,
+    discounts_TB: Tensor,
+    rewards_TB: Tensor,
+    values_TB: Tensor,
+    bootstrap_value_B: Tensor,
+    lambdas: Tensor | float,
+    rho_bar: float | None,
+    c_bar: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns (vs, q - V), both [T,B]."""
+    next_values_TB = torch.cat([values_TB[1:], bootstrap_value_B[None]])
+    deltas_TB = _truncated(rhos_TB, rho_bar) * (rewards_TB + discounts_TB * next_values_TB - values_TB)
+    cs_TB = lambdas * _truncated(rhos_TB, c_bar)
+    errors_TB = reverse_scan(discounts_TB * cs_TB, deltas_TB)  # vs - V
+    vs_TB = values_TB + errors_TB
+    next_errors_TB = torch.cat([errors_TB[1:], torch.zeros_like(errors_TB[:1])])
+    q_TB = rewards_TB + discounts_TB * (next_values_TB + lambdas * next_errors_TB)
+    return vs_TB, q_TB - values_TB
+
+
+@torch.no_grad()
+def vtrace(
+    log_rhos: Tensor,
+    discounts: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    bootstrap_value: Tensor,
+    *,
+    rho_bar: float | None = 1.0,
+    c_bar: float | None = 1.0,
+    pg_rho_bar: float | None = 1.0,
+    lambdas: Tensor | float = 1.0,
+) -> VTrace:
+    """V-trace targets of B trajectories of T steps.
+
+    Args:
+        log_rhos: [T,B] log(pi/mu) of the actions taken, pi the learner's policy and mu the actors'.
+        discounts: [T,B] gamma of the step from t to t+1; 0 where the episode ends at t.
+        rewards: [T,B] reward received after the action at t.
+        values: [T,B] V(x_t).
+        bootstrap_value: [B] V(x_T).
+        rho_bar, c_bar, pg_rho_bar: truncation of the importance weights; None = no truncation.
+        lambdas: scalar or [T,B], lambda of the step from t to t+1.
+    """
+    rhos = log_rhos.exp()
+    vs, advantages = _targets(rhos, discounts, rewards, values, bootstrap_value, lambdas, rho_bar, c_bar)
+    return VTrace(vs, _truncated(rhos, pg_rho_bar) * advantages)
+
+
+@torch.no_grad()
+def token_vtrace(
+    log_rhos_N: Tensor,
+    rewards_N: Tensor,
+    values_N: Tensor,
+    turn_end_N: Tensor,
+    episode_end_N: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    rho_bar: float | None = 1.0,
+    c_bar: float | None = 1.0,
+    pg_rho_bar: float | None = 1.0,
+) -> TokenTargets:
+    """V-trace over the sampled tokens of whole episodes that lie one after another.
+
+    A token is a step. Discount and lambda are 1 inside a turn, `gamma` and `lam` from one turn to the next, and the
+    discount is 0 at the end of an episode (whatever ended it, nothing is bootstrapped).
+
+    Args:
+        log_rhos_N, rewards_N, values_N: float [N]; a turn's reward stands at its last token, 0 elsewhere.
+        turn_end_N, episode_end_N: bool [N], true at the last token of a turn, of an episode.
+    """
+    one = torch.ones_like(values_N)
+    discounts_N = torch.where(episode_end_N, 0.0, torch.where(turn_end_N, gamma * one, one))
+    lambdas_N = torch.where(turn_end_N, lam * one, one)
+    rhos_N = log_rhos_N.exp()
+    rhos, discounts, rewards, values = (x[:, None] for x in (rhos_N, discounts_N, rewards_N, values_N))
+    bootstrap = values_N.new_zeros(1)
+    vs, advantages = _targets(rhos, discounts, rewards, values, bootstrap, lambdas_N[:, None], rho_bar, c_bar)
+    advantages_N = advantages[:, 0]
+    return TokenTargets(vs[:, 0], _truncated(rhos_N, pg_rho_bar) * advantages_N, advantages_N)

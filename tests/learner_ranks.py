@@ -1,0 +1,106 @@
+"""What each rank of test_learner_ranks.py runs: `torchrun tests/learner_ranks.py MODEL OUT [ENGINE]`, or python."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]  # before tests/, which is the script's own first entry
+
+import torch  # noqa: E402
+from episodes import random_groups  # noqa: E402
+
+from learner import checkpoint, dist  # noqa: E402
+from learner.buckets import gathered  # noqa: E402
+from learner.dist import Ranks  # noqa: E402
+from learner.model import load_policy, shard  # noqa: E402
+from learner.publisher import Publisher, PublishSettings  # noqa: E402
+from learner.step import Trainer  # noqa: E402
+from shared.codec import decode, encode  # noqa: E402
+from shared.config import LearnerConfig  # noqa: E402
+from shared.types import Group  # noqa: E402
+from shared.vision import VisionSpec  # noqa: E402
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "vtrace": ({}, 3),
+    "empty_shard": ({}, 0),  # one episode of text alone, for two ranks
+    "grpo": ({"objective": "grpo", "entropy_coef": 0.0}, 3),
+    "clipped_gradient": ({"max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
+}
+
+
+def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
+    policy = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
+    torch.nn.init.constant_(policy.value_head.weight, 0.01)
+    if ranks.size > 1:
+        shard(policy, ranks.mesh, torch.float32)
+    config = LearnerConfig(lr=1e-3, value_lr=1e-2, microbatch_tokens=90, entropy_coef=0.01, warmup_steps=2)
+    return Trainer(policy, config.model_copy(update=changes), ranks)
+
+
+def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
+    groups = random_groups(spec, num_groups, seed=10 * step, turns=2, group_size=2)
+    return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, pictures=False)
+
+
+def shared_groups(ranks: Ranks, groups: list[Group]) -> list[Group]:
+    """Rank 0's groups, over the wire's own frames."""
+    received = []
+    for group in groups:
+        frames = dist.broadcast_frames(encode(group) if ranks.is_main else None, ranks)
+        received.append(decode(frames))
+    return received
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def train(trainer: Trainer, ranks: Ranks, steps: range, num_groups: int) -> list[dict[str, float]]:
+    spec = trainer.policy.spec
+    return [trainer.step(shared_groups(ranks, groups_of_step(spec, s, num_groups)), version=1) for s in steps]
+
+
+def first_gradients(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[str, torch.Tensor]:
+    """The gradient of one step, and no change of weights."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(*_: object) -> None:
+        found.update({name: whole(p.grad) for name, p in trainer.policy.named_parameters()})
+
+    trainer.config = trainer.config.model_copy(update={"max_grad_norm": 1e9})
+    trainer.optimizer.step = note  # type: ignore[method-assign]
+    train(trainer, ranks, range(1), num_groups)
+    return found
+
+
+def main() -> None:
+    folder, out, engines = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    torch.set_num_threads(1)
+    ranks = dist.init("cpu", timeout_s=120)
+    result: dict[str, Any] = {}
+    for name, (changes, num_groups) in CASES.items():
+        gradients = first_gradients(trainer_of(folder, ranks, **changes), ranks, num_groups)
+        trainer = trainer_of(folder, ranks, **changes)
+        metrics = train(trainer, ranks, range(3), num_groups)
+        weights = {n: t.clone() for n, t in gathered(trainer.policy)}
+        weights |= {n: whole(p) for n, p in trainer.policy.value_head.named_parameters(prefix="value_head")}
+        result[name] = {"gradients": gradients, "metrics": metrics, "weights": weights}
+        if name == "vtrace":
+            to = out.parent / f"checkpoints_{ranks.size}"
+            path = checkpoint.save(to, trainer, ranks, version=3, intake={"cursor": 5}, keep=1)
+            publisher = Publisher(trainer.policy, ranks, PublishSettings(bucket_bytes=100_000, timeout_s=30))
+            result["published"] = publisher.publish(3, engines if ranks.is_main else ())
+            publisher.close()
+            train(trainer, ranks, range(3, 5), num_groups)
+            result["uninterrupted"] = {n: t.clone() for n, t in gathered(trainer.policy)}
+            result["checkpoint"] = str(path)
+    if ranks.is_main:
+        torch.save(result, out)
+    dist.barrier(ranks, timeout_s=30)
+    dist.close()
+
+
+if __name__ == "__main__":
+    main()

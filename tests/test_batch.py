@@ -1,0 +1,159 @@
+"""Groups become episodes, episodes become balanced packed microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+import torch
+from episodes import random_groups, random_trajectory
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image as PILImage
+
+from learner.batch import EpisodeSettings, check_group, empty_microbatch, make_episode, make_episodes, pack, plan
+from learner.pictures import Pictures
+from shared.types import Ending, Group, Image
+from shared.vision import VisionSpec
+from tiny import picture, png
+
+SPEC = VisionSpec(image_token_id=600, min_pixels=1024, max_pixels=1 << 20)
+CPU = torch.device("cpu")
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=40), num_ranks=st.integers(1, 4), budget=st.integers(1, 120))
+def test_a_plan_places_every_episode_once_within_the_budget_on_every_rank_alike(lengths, num_ranks, budget):
+    planned = plan(lengths, num_ranks, budget)
+    assert len(planned) == num_ranks
+    assert len({len(microbatches) for microbatches in planned}) == 1
+    chosen = [chosen for microbatches in planned for chosen in microbatches]
+    assert sorted(i for c in chosen for i in c) == list(range(len(lengths)))
+    assert all(len(c) <= 1 or sum(lengths[i] for i in c) <= budget for c in chosen)
+
+
+def test_a_plan_is_balanced():
+    lengths = np.random.default_rng(0).integers(50, 400, 64).tolist()
+    sums = [sum(lengths[i] for c in rank for i in c) for rank in plan(lengths, 4, 4096)]
+    assert max(sums) < 1.05 * min(sums)
+
+
+def test_a_turns_reward_stands_at_its_last_sampled_token():
+    trajectory = random_trajectory(SPEC, 3, turns=3)
+    episode = make_episode(trajectory, 0.0, Pictures(SPEC), EpisodeSettings(reward_scale=2.0))
+    assert episode.turn_end.sum() == 3 and episode.turn_end[-1]
+    assert episode.rewards[episode.turn_end] == pytest.approx([2 * turn.reward for turn in trajectory.turns])
+    assert not episode.rewards[~episode.turn_end].any()
+    lengths = np.diff([0, *(np.flatnonzero(episode.turn_end) + 1)])
+    assert lengths.tolist() == [turn.end - turn.start for turn in trajectory.turns]
+
+
+def test_the_episodes_reward_alone_stands_at_the_end_when_turns_have_none():
+    trajectory = random_trajectory(SPEC, 3, turns=3)
+    episode = make_episode(trajectory, 0.0, Pictures(SPEC), EpisodeSettings(turn_rewards=False))
+    assert episode.rewards[-1] == np.float32(trajectory.reward) and not episode.rewards[:-1].any()
+
+
+def test_placeholders_become_as_many_tokens_as_their_pictures_have():
+    trajectory = random_trajectory(SPEC, 1, turns=2)
+    pictures = Pictures(SPEC)
+    episode = make_episode(trajectory, 0.0, pictures, EpisodeSettings())
+    visual = sum(len(pictures.get(image).patches) // 4 for image in trajectory.images)
+    assert (episode.input_ids == SPEC.image_token_id).sum() == visual
+    assert episode.num_tokens == len(trajectory.token_ids) - 2 + visual
+    sampled = trajectory.loss_mask.astype(bool)
+    assert episode.input_ids[episode.targets].tolist() == trajectory.token_ids[sampled].tolist()
+
+
+def test_failed_episodes_are_not_trained_on_and_do_not_count_in_their_group():
+    good, other, bad = (random_trajectory(SPEC, seed, turns=1) for seed in range(3))
+    good, other = dataclasses.replace(good, reward=1.0), dataclasses.replace(other, reward=1.0)
+    bad = dataclasses.replace(bad, reward=-5.0, ending=Ending.ENV_ERROR)
+    episodes = make_episodes([Group("g", "a", (good, other, bad))], Pictures(SPEC), EpisodeSettings())
+    assert [e.advantage for e in episodes] == [0.0, 0.0]
+
+
+def test_a_picture_seen_twice_is_packed_once():
+    trajectory = random_trajectory(SPEC, 1, turns=3, sides=(64,))
+    same = dataclasses.replace(trajectory, images=(trajectory.images[0],) * 3)
+    pictures = Pictures(SPEC)
+    episode = make_episode(same, 0.0, pictures, EpisodeSettings())
+    batch = pack([episode, episode], pictures, CPU)
+    assert batch.picture_lengths == (16,) and batch.patches.shape == (16, 3, 16, 16)
+    assert batch.visual_rows.tolist() == [0, 1, 2, 3] * 6
+    assert (batch.input_ids[0, batch.visual_positions] == SPEC.image_token_id).all()
+
+
+def test_packing_keeps_every_episodes_tokens_and_ends():
+    pictures = Pictures(SPEC)
+    episodes = make_episodes(random_groups(SPEC, 5), pictures, EpisodeSettings())
+    batch = pack(episodes, pictures, CPU)
+    assert sum(batch.lengths) == batch.input_ids.shape[1] == batch.position_ids.shape[2]
+    assert batch.position_ids.shape[:2] == (4, 1)
+    starts = np.cumsum([0, *batch.lengths[:-1]])
+    assert (batch.position_ids[:, 0, starts] == 0).all()
+    assert batch.episode_end.sum() == 5 and batch.episode_end[-1]
+    assert (batch.input_ids[0, batch.predictors + 1] == batch.target_ids).all()
+    assert (batch.turn_end | ~batch.episode_end).all()
+
+
+def test_a_picture_is_resized_as_the_image_processor_of_transformers_does():
+    from transformers import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=16, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3, min_pixels=4096, max_pixels=20000
+    )
+    spec = dataclasses.replace(SPEC, min_pixels=4096, max_pixels=20000)
+    for width, height in ((64, 96), (50, 70), (20, 30), (300, 200)):
+        expected = processor([picture(width, height)], return_tensors="np")
+        got = Pictures(spec).get(Image.of(png(picture(width, height))))
+        assert got.grid == tuple(expected["image_grid_thw"][0])
+        still = expected["pixel_values"].reshape(len(got.patches), 3, 2, 16, 16)[:, :, 0]
+        np.testing.assert_allclose(got.patches / 127.5 - 1, still, atol=1e-5)
+
+
+def test_what_is_no_picture_or_too_large_is_one_clear_error():
+    with pytest.raises(ValueError, match="is refused: cannot identify"):
+        Pictures(SPEC).grid(Image.of(b"hello"))
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        Pictures(SPEC).get(Image.of(png(picture(64, 64))[:2000]))
+    buffer = io.BytesIO()
+    PILImage.new("1", (9000, 8000)).save(buffer, "PNG")
+    with pytest.raises(ValueError, match="9000x8000 pixels is above"):
+        Pictures(SPEC).get(Image.of(buffer.getvalue()))
+
+
+def test_a_group_with_a_picture_that_cannot_be_decoded_is_found_before_it_reaches_a_step():
+    group = random_groups(SPEC, 1, group_size=2)[0]
+    check_group(group, Pictures(SPEC))
+    first = group.trajectories[0]
+    cut = Image.of(first.images[0].data[:200])
+    spoiled = dataclasses.replace(first, images=(cut, *first.images[1:]))
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        check_group(dataclasses.replace(group, trajectories=(spoiled, group.trajectories[1])), Pictures(SPEC))
+    with pytest.raises(ValueError, match="3 image placeholders but 1 pictures"):
+        spoiled = dataclasses.replace(first, images=first.images[:1])
+        check_group(dataclasses.replace(group, trajectories=(spoiled,)), Pictures(SPEC))
+
+
+def test_old_pictures_are_forgotten_beyond_the_limit():
+    pictures = Pictures(SPEC, max_bytes=3 * 16 * 768)
+    images = [Image.of(png(picture(64, 64, seed))) for seed in range(6)]
+    first = pictures.get(images[0])
+    for image in images:
+        pictures.get(image)
+    assert pictures.get(images[0]) is not first
+    assert pictures.get(images[5]) is pictures.get(images[5])
+
+
+def test_an_episode_that_starts_with_a_sampled_token_is_refused():
+    trajectory = random_trajectory(SPEC, 1, prompt_tokens=0, turns=1, pictures=False)
+    mask = np.ones_like(trajectory.loss_mask)
+    with pytest.raises(ValueError, match="needs a prompt"):
+        make_episode(dataclasses.replace(trajectory, loss_mask=mask), 0.0, Pictures(SPEC), EpisodeSettings())
+
+
+def test_the_stand_in_for_a_rank_without_episodes_counts_no_token():
+    batch = empty_microbatch(Pictures(SPEC), 0, CPU)
+    assert batch.empty and batch.num_tokens == 0 and batch.target_ids.tolist() == [0]

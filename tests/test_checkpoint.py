@@ -1,0 +1,128 @@
+"""Checkpoints: resumed equals uninterrupted, only whole ones count, another model is refused, export is loadable."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from episodes import random_groups
+
+from learner import checkpoint, dist
+from learner.model import load_policy
+from learner.publisher import gathered
+from learner.step import Trainer
+from shared.config import LearnerConfig
+from shared.vision import VisionSpec
+from tiny import load_model, tiny_model_dir
+
+CONFIG = LearnerConfig(lr=1e-3, value_lr=1e-2, lr_schedule="linear", warmup_steps=2, total_steps=10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def spec(folder):
+    return VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield dist.init("cpu")
+    dist.close()
+
+
+@pytest.fixture
+def new_trainer(folder, spec, ranks):
+    return lambda: Trainer(load_policy(str(folder), spec), CONFIG, ranks)
+
+
+def save(trainer, ranks, path, *, version=7, keep=2):
+    intake = {"cursor": version, "open": ["a"]}
+    return checkpoint.save(path, trainer, ranks, version=version, intake=intake, keep=keep)
+
+
+def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path):
+    trainer = new_trainer()
+    for step in range(2):
+        trainer.step(random_groups(spec, 2, seed=step), version=0)
+    path = save(trainer, ranks, tmp_path)
+    torch.manual_seed(123)
+    for step in range(2, 4):
+        trainer.step(random_groups(spec, 2, seed=step), version=0)
+
+    resumed = new_trainer()
+    restored = checkpoint.load(path, resumed, ranks)
+    assert restored == checkpoint.Restored(path, 7, {"cursor": 7, "open": ["a"]})
+    assert resumed.num_steps == 2
+    for step in range(2, 4):
+        resumed.step(random_groups(spec, 2, seed=step), version=0)
+    for (name, got), expected in zip(resumed.policy.named_parameters(), trainer.policy.parameters(), strict=True):
+        assert torch.equal(got, expected), name
+    assert resumed.state() == trainer.state()
+
+
+def test_a_resumed_run_follows_the_recipes_learning_rate(new_trainer, ranks, tmp_path, folder, spec):
+    path = save(new_trainer(), ranks, tmp_path)
+    changed = Trainer(load_policy(str(folder), spec), CONFIG.model_copy(update={"lr": 5e-4}), ranks)
+    checkpoint.load(path, changed, ranks)
+    assert [group["base_lr"] for group in changed.optimizer.param_groups] == [5e-4, 5e-4, 1e-2]
+
+
+def test_the_random_state_is_restored(new_trainer, ranks, tmp_path):
+    trainer = new_trainer()
+    path = save(trainer, ranks, tmp_path)
+    expected = torch.rand(3)
+    checkpoint.load(path, trainer, ranks)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_last_few_checkpoints_are_kept_and_a_partial_one_is_no_checkpoint(new_trainer, ranks, tmp_path):
+    trainer = new_trainer()
+    for step in (1, 2, 3):
+        trainer.num_steps = step
+        save(trainer, ranks, tmp_path, keep=2)
+    (tmp_path / ".step_00000004.partial").mkdir()
+    (tmp_path / "step_00000005").mkdir()  # no meta.json
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
+    assert checkpoint.choose(tmp_path, "auto").name == "step_00000003"
+    assert checkpoint.choose(tmp_path, "never") is None
+    assert checkpoint.choose(tmp_path / "none", "auto") is None
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        checkpoint.choose(tmp_path, str(tmp_path))
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_its_name(new_trainer, ranks, tmp_path, spec):
+    path = save(new_trainer(), ranks, tmp_path / "run")
+    other = tiny_model_dir(tmp_path, layers=1)
+    trainer = Trainer(load_policy(str(other), spec), CONFIG, ranks)
+    with pytest.raises(ValueError, match="is of another model") as error:
+        checkpoint.load(path, trainer, ranks)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_saving_the_same_step_again_replaces_it(new_trainer, ranks, tmp_path):
+    trainer = new_trainer()
+    save(trainer, ranks, tmp_path, version=1)
+    path = save(trainer, ranks, tmp_path, version=2)
+    assert json.loads((path / "meta.json").read_text())["version"] == 2
+
+
+def test_the_exported_folder_is_loaded_by_transformers(new_trainer, folder, ranks, tmp_path):
+    trainer = new_trainer()
+    with torch.no_grad():
+        for p in trainer.policy.parameters():
+            p.add_(0.125)
+    out = tmp_path / "export"
+    weights = lambda: gathered(trainer.policy)  # noqa: E731
+    checkpoint.export(out, trainer, ranks, weights=weights, model_path=str(folder))
+    loaded = dict(load_model(out).named_parameters())
+    for name, p in trainer.policy.vlm.named_parameters():
+        assert torch.equal(loaded[name], p), name
+    assert {p.name for p in folder.iterdir()} == {p.name for p in out.iterdir()}

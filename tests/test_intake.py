@@ -1,0 +1,343 @@
+"""The intake with real sockets and its real thread; actors here are bare sockets that say what the test wants."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from learner.intake import Intake
+from learner.samples import SeedSource
+from shared.codec import decode, encode
+from shared.types import Ack, Bye, Cancel, Ending, Group, Hello, Request, Sampling, Stop, Ticket, Tickets, Welcome
+from tests.wires import VOCAB, episode, failed_episode, group_of, start_intake
+
+
+class Peer:
+    """A DEALER that sends what it is told and collects what comes."""
+
+    def __init__(self, address: str, name: str = "p", slots: int = 4) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.routing_id = f"{name}#1".encode()
+        self.socket.connect(address)
+        self.name = name
+        self.slots = slots
+
+    def hello(self, *held: str, vocab_size: int = VOCAB) -> None:
+        self.send(Hello(self.name, (f"http://{self.name}",), vocab_size, held, 0.5))
+        self.send(Request(self.slots))
+
+    def send(self, message: object) -> None:
+        self.socket.send_multipart(encode(message))  # type: ignore[arg-type]
+
+    def receive(self, timeout_s: float = 5.0) -> object:
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return None
+        return decode(self.socket.recv_multipart())
+
+    def expect(self, kind: type) -> object:
+        """The next message of this kind; others are skipped."""
+        while (message := self.receive()) is not None:
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def tickets(self, count: int) -> list[Ticket]:
+        got: list[Ticket] = []
+        while len(got) < count:
+            message = self.expect(Tickets)
+            assert isinstance(message, Tickets)
+            got += message.tickets
+        return got
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def opened() -> Iterator[list]:
+    things: list = []
+    yield things
+    for thing in reversed(things):
+        if isinstance(thing, Intake):
+            thing.stop("test over")
+        else:
+            thing.close()
+
+
+@pytest.fixture
+def intake(tmp_path: Path, opened: list) -> Intake:
+    opened.append(start_intake(tmp_path, lost_after_s=0.3))
+    return opened[-1]
+
+
+@pytest.fixture
+def peer(intake: Intake, opened: list) -> Peer:
+    opened.append(Peer(intake.address))
+    return opened[-1]
+
+
+def until(condition: object, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_tickets_groups_and_acknowledgments_make_a_batch(intake: Intake, peer: Peer) -> None:
+    peer.hello()
+    assert peer.expect(Welcome) == Welcome("run-1", 0)
+    assert peer.receive(0.3) is None  # no engine has weights yet
+    intake.open()
+    tickets = peer.tickets(4)
+    for ticket in tickets:
+        peer.send(group_of(ticket))
+        assert peer.expect(Ack) == Ack(ticket.id, True, "accepted")
+    batch = intake.next_batch(4, 5.0)
+    assert [t for t, _ in batch] == tickets
+    assert all(g.ticket_id == t.id for t, g in batch)
+    metrics = intake.metrics()
+    assert metrics["tickets/trained"] == 4
+    assert metrics["staleness/token/max"] == 0
+    assert metrics["actors/idle_frac"] == 0.5
+    assert intake.engines() == {"http://p"}
+
+
+def test_an_actor_holds_no_more_tickets_than_it_has_places(intake: Intake, peer: Peer) -> None:
+    intake.open()
+    peer.slots = 2
+    peer.hello()
+    first = peer.tickets(2)
+    peer.hello(*(t.id for t in first))
+    peer.expect(Welcome)
+    assert peer.receive(0.4) is None
+    peer.send(group_of(first[0]))
+    assert len(peer.tickets(1)) == 1
+
+
+def test_a_publication_frees_tickets_at_once(intake: Intake, peer: Peer) -> None:
+    intake.open()
+    peer.slots = 100
+    peer.hello()
+    tickets = peer.tickets(8)
+    for ticket in tickets:
+        peer.send(group_of(ticket))
+    intake.next_batch(4, 5.0)
+    intake.set_version(1)
+    assert [t.version for t in peer.tickets(4)] == [1] * 4
+
+
+def test_work_is_spread_over_the_actors(intake: Intake, opened: list) -> None:
+    peers = [Peer(intake.address, name) for name in "xy"]
+    opened += peers
+    for one in peers:
+        one.hello()
+        one.expect(Welcome)
+    until(lambda: intake.metrics()["actors/known"] == 2)
+    intake.open()
+    assert [len(one.tickets(4)) for one in peers] == [4, 4]
+
+
+def test_a_group_sent_twice_is_trained_once(intake: Intake, peer: Peer) -> None:
+    intake.open()
+    peer.hello()
+    tickets = peer.tickets(4)
+    for ticket in (*tickets, *tickets):
+        peer.send(group_of(ticket))
+    acks = [peer.expect(Ack) for _ in range(8)]
+    assert [a.accepted for a in acks] == [True] * 4 + [False] * 4  # type: ignore[attr-defined]
+    assert len(intake.next_batch(4, 5.0)) == 4
+    with pytest.raises(TimeoutError):
+        intake.next_batch(1, 0.1)
+    assert intake.metrics()["tickets/refused/duplicate"] == 4
+
+
+def test_what_a_leaving_or_silent_actor_held_goes_to_another_one(tmp_path: Path, opened: list) -> None:
+    intake = start_intake(tmp_path, timeout_s=0.5)
+    opened.append(intake)
+    intake.open()
+    first, second, third = peers = [Peer(intake.address, name, slots=8) for name in "abc"]
+    opened += peers
+    first.hello()
+    tickets = first.tickets(8)
+    first.send(Bye("had enough"))
+    second.hello()
+    assert second.tickets(8) == tickets
+    third.hello()  # the second one stays silent from now on, the third one does not
+    deadline = time.monotonic() + 5
+    while (message := third.receive(0.1)) is None or not isinstance(message, Tickets):
+        third.hello()
+        assert time.monotonic() < deadline
+    assert message.tickets == tuple(tickets)
+    assert intake.metrics()["tickets/reissued"] == 16
+
+
+def test_the_slower_actor_of_a_ticket_is_told_to_stop(tmp_path: Path, opened: list) -> None:
+    intake = start_intake(tmp_path, lease_s=0.2)
+    opened.append(intake)
+    intake.open()
+    slow, fast = peers = [Peer(intake.address, name, slots=8) for name in "sf"]
+    opened += peers
+    slow.hello()
+    ticket = slow.tickets(8)[0]
+    fast.hello()
+    assert ticket in fast.tickets(8)
+    fast.send(group_of(ticket))
+    assert slow.expect(Cancel) == Cancel((ticket.id,), "another actor was faster")
+
+
+def test_an_actor_that_returns_to_a_restarted_learner_is_told_what_is_void(intake: Intake, peer: Peer) -> None:
+    peer.hello("5-before", "6-before")
+    assert peer.expect(Cancel) == Cancel(("5-before", "6-before"), "the learner has no use for these tickets")
+    peer.send(Group("5-before", "p", (episode(),)))
+    assert peer.expect(Ack) == Ack("5-before", False, "unknown")
+
+
+def test_a_restarted_intake_goes_on_where_the_checkpoint_was(tmp_path: Path, opened: list) -> None:
+    states = []
+    for _ in range(2):
+        intake = start_intake(tmp_path)
+        peer = Peer(intake.address, slots=8)
+        opened += [intake, peer]
+        if states:
+            intake.load_state(states[0])
+        intake.open(version=len(states))
+        peer.hello()
+        tickets = peer.tickets(8)
+        for ticket in tickets[:4]:
+            peer.send(group_of(ticket))
+        intake.next_batch(4, 5.0)
+        states.append(intake.state_dict())
+        intake.stop("restart")
+    assert states[0]["open"] == [4, 5, 6, 7]
+    assert states[1]["trained"] == 8
+    assert [t.sample.metadata["seed"] for t in tickets] == list(range(4, 12))
+
+
+def test_a_malformed_group_is_refused_counted_kept_and_its_sample_dropped(
+    intake: Intake, peer: Peer, tmp_path: Path
+) -> None:
+    intake.open()
+    peer.hello()
+    ticket, other, third, fourth = peer.tickets(4)
+    bad = episode(images=())  # a placeholder without its picture
+    peer.send(Group(ticket.id, "p", (bad,)))
+    ack = peer.expect(Ack)
+    assert isinstance(ack, Ack)
+    assert (ack.ticket_id, ack.accepted) == (ticket.id, False)
+    frames = [bytes(frame) for frame in encode(group_of(other))]
+    peer.socket.send_multipart([*frames[:-1], frames[-1] + b"!"])  # a picture that was damaged on its way
+    peer.expect(Ack)
+    peer.socket.send_multipart([b"noise", b"noise"])
+    peer.send(Stop("an actor has no say in this"))
+    peer.send(Group(third.id, "p", (failed_episode(Ending.ENV_TIMEOUT, "reset took 30 s"),)))
+    ack = peer.expect(Ack)
+    assert isinstance(ack, Ack)
+    assert "reset took 30 s" in ack.reason
+    peer.send(group_of(fourth))
+    peer.expect(Ack)
+    metrics = intake.metrics()
+    assert metrics["tickets/dropped/malformed_placeholders"] == 1
+    assert metrics["tickets/dropped/malformed_image_hash"] == 1
+    assert metrics["tickets/dropped/env_timeout"] == 1
+    assert {r for r in metrics if r.startswith("wire/rejected/")} == {
+        f"wire/rejected/{reason}" for reason in ("placeholders", "image_hash", "header", "wrong_direction")
+    }
+    kept = sorted((tmp_path / "rejected").glob("*.msgpack"))
+    assert len(kept) == 4
+    assert msgpack.unpackb(kept[2].read_bytes())["frames"] == [b"noise", b"noise"]
+    assert len(intake.next_batch(1, 5.0)) == 1  # the run goes on
+
+
+def test_only_the_last_twenty_rejected_messages_are_kept(intake: Intake, peer: Peer, tmp_path: Path) -> None:
+    for _ in range(30):
+        peer.socket.send_multipart([b"noise"])
+    until(lambda: intake.metrics()["wire/rejected"] == 30)
+    assert len(list((tmp_path / "rejected").iterdir())) == 20
+
+
+def test_a_stranger_cannot_close_the_ticket_of_another_actor(intake: Intake, peer: Peer, opened: list) -> None:
+    intake.open()
+    peer.hello()
+    ticket = peer.tickets(4)[0]
+    stranger = Peer(intake.address, "stranger")
+    opened.append(stranger)
+    stranger.send(Group(ticket.id, "p", (episode(images=()),)))
+    assert not stranger.expect(Ack).accepted  # type: ignore[attr-defined]
+    assert intake.metrics()["tickets/dropped"] == 0
+
+
+def test_an_actor_of_another_vocabulary_or_schema_is_sent_away_with_the_reason(intake: Intake, peer: Peer) -> None:
+    peer.hello(vocab_size=VOCAB + 1)
+    stop = peer.expect(Stop)
+    assert isinstance(stop, Stop)
+    assert "model.path" in stop.reason
+    peer.socket.send_multipart([msgpack.packb({"v": 999, "kind": "Hello", "body": []})])
+    stop = peer.expect(Stop)
+    assert isinstance(stop, Stop)
+    assert "999" in stop.reason
+    assert intake.metrics()["actors/known"] == 0
+
+
+def test_an_evaluation_is_gathered_beside_the_training(intake: Intake, peer: Peer) -> None:
+    intake.open()
+    peer.slots = 20
+    peer.hello()
+    peer.tickets(8)
+    held_out = SeedSource(900)
+    intake.start_evaluation("after", [held_out.sample(i) for i in range(3)], Sampling(temperature=0.0))
+    tickets = peer.tickets(3)
+    for ticket in tickets:
+        peer.send(group_of(ticket))
+    result = intake.evaluation_result("after", 5.0)
+    assert [t.sample.metadata["seed"] for t, _ in result.groups] == [900, 901, 902]
+    assert intake.metrics()["tickets/trained"] == 0
+
+
+def test_a_wait_without_end_names_whom_it_waited_for(intake: Intake, peer: Peer) -> None:
+    with pytest.raises(TimeoutError, match="no actor is here"):
+        intake.next_batch(1, 0.1)
+    peer.hello()
+    peer.expect(Welcome)
+    with pytest.raises(TimeoutError, match="no engine has weights"):
+        intake.next_batch(1, 0.1)
+    intake.open()
+    ticket = peer.tickets(4)[0]
+    peer.send(Group(ticket.id, "p", (failed_episode(error="the moon is down"),)))
+    peer.expect(Ack)
+    with pytest.raises(TimeoutError, match=r"1 groups.*p#1 holds 4 tickets.*the moon is down") as caught:
+        intake.next_batch(1, 0.2)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sample_that_cannot_be_sent_stops_the_run_with_its_name(tmp_path: Path, opened: list) -> None:
+    intake = start_intake(tmp_path)
+    peer = Peer(intake.address)
+    opened += [intake, peer]
+    intake.start_evaluation("e", [SeedSource(prompt=({"role": object()},)).sample(0)], Sampling())
+    intake.open()
+    peer.hello()
+    with pytest.raises(RuntimeError, match=r"prompt.*'role'. is object"):
+        intake.next_batch(1, 5.0)
+
+
+def test_stop_reaches_every_actor_and_may_be_said_twice(intake: Intake, peer: Peer) -> None:
+    peer.hello()
+    peer.expect(Welcome)
+    intake.stop("700 steps done")
+    intake.stop("again")
+    assert peer.expect(Stop) == Stop("700 steps done")
+    with pytest.raises(RuntimeError, match="700 steps done"):
+        intake.next_batch(1, 1.0)
+
+
+def test_two_learners_do_not_share_a_port(intake: Intake, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="in use"):
+        start_intake(tmp_path, address=intake.address)

@@ -1,0 +1,99 @@
+"""One rank and two ranks (real torchrun, FSDP2 over gloo) compute the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from learner_ranks import CASES, train, trainer_of
+
+from learner import checkpoint, dist
+from learner.buckets import gathered
+from tiny import running_engine, tiny_model_dir
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with running_engine(folder) as (url, app):
+        yield url, app
+
+
+@pytest.fixture(scope="module")
+def results(folder, engine):
+    """What one process and two ranks found, by the number of ranks; the two publish to the engine."""
+    script = str(ROOT / "tests" / "learner_ranks.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    runs = {}
+    for size, command in ((1, [sys.executable]), (2, launch)):
+        arguments = [
+            *command,
+            script,
+            str(folder),
+            str(folder.parent / f"{size}.pt"),
+            *([engine[0]] if size == 2 else []),
+        ]
+        runs[size] = subprocess.Popen(
+            arguments, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    for run in runs.values():
+        try:
+            output, _ = run.communicate(timeout=200)
+        finally:
+            run.kill()
+        assert run.returncode == 0, output[-3000:]
+    return {size: torch.load(folder.parent / f"{size}.pt", weights_only=False) for size in runs}
+
+
+def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference over the norm."""
+    assert got.keys() == expected.keys()
+    difference = sum((got[name] - expected[name]).double().square().sum() for name in expected)
+    return float((difference / sum(t.double().square().sum() for t in expected.values())).sqrt())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_on_one_and_two_ranks_are_equal(results, case):
+    assert distance(results[2][case]["gradients"], results[1][case]["gradients"]) < 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_optimizer_steps_on_one_and_two_ranks_give_equal_weights(results, case):
+    assert distance(results[2][case]["weights"], results[1][case]["weights"]) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_metrics_are_those_of_the_whole_step_on_any_number_of_ranks(results, case):
+    for one, two in zip(results[1][case]["metrics"], results[2][case]["metrics"], strict=True):
+        names = [n for n in one if not n.startswith(("time/", "speed/")) and n != "batch/microbatches"]
+        assert {n: two[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=2e-3, abs=1e-5)
+
+
+def test_two_ranks_publish_their_shards_as_whole_parameters(results, engine):
+    assert results[2]["published"]["publish/engines"] == 1
+    weights = {n: t for n, t in results[2]["vtrace"]["weights"].items() if not n.startswith("value_head")}
+    parameters = engine[1].loader._parameters
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_run_on_two_ranks_resumes_on_one(results, folder):
+    ranks = dist.init("cpu")
+    try:
+        trainer = trainer_of(str(folder), ranks)
+        restored = checkpoint.load(Path(results[2]["checkpoint"]), trainer, ranks)
+        assert (restored.version, restored.intake, trainer.num_steps) == (3, {"cursor": 5}, 3)
+        train(trainer, ranks, range(3, 5), CASES["vtrace"][1])
+        assert distance(dict(gathered(trainer.policy)), results[2]["uninterrupted"]) < 1e-5
+    finally:
+        dist.close()
