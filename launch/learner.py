@@ -1,0 +1,62 @@
+"""The learner, on any number of ranks:
+
+    torchrun --nproc-per-node N launch/learner.py --config launch/recipes/R.toml
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import json
+import logging
+import os
+
+from launch.cli import fail, parse
+from launch.processes import Stopped, raise_on_signals
+from launch.samples import check_env, held_out_samples, training_samples
+from shared.config import Recipe
+from shared.log import get_logger
+from shared.vision import VisionSpec
+
+
+def main(argv: list[str] | None = None) -> int:
+    recipe = parse(__doc__, sys.argv[1:] if argv is None else argv)
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        check_env(recipe)
+        VisionSpec.load(recipe.model.path)
+        if rank == 0:
+            prepare_run_folder(recipe)
+        raise_on_signals()
+        from learner.loop import run  # torch and transformers, after the cheap checks
+
+        result = run(recipe, training_samples(recipe), held_out_samples(recipe))
+    except (ValueError, TimeoutError) as error:
+        logging.getLogger("pronk").debug("", exc_info=True)
+        return fail(error)
+    except Stopped as signal:
+        get_logger(f"learner[{rank}]").info("%s: stopping", signal)
+        return 130
+    if result is not None:
+        print(json.dumps(result.as_dict()), flush=True)
+    return 0
+
+
+def prepare_run_folder(recipe: Recipe) -> None:
+    """Makes the run's folder with the resolved recipe; a folder that is not to be resumed is moved aside."""
+    folder = Path(recipe.run.dir) / recipe.run.name
+    if recipe.learner.resume == "never" and folder.exists():
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        folder.rename(aside)
+        get_logger("learner").info("the earlier run is now in %s", aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

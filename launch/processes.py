@@ -1,0 +1,84 @@
+"""Starts child processes, watches them, and ends them: each by its own pid, none left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TERMINATE_S = 6.0
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(slots=True)
+class Child:
+    """One child process. `required`: its end ends the others too."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    required: bool = True
+
+
+def start(name: str, command: Sequence[str], *, env: dict[str, str] | None = None, mute: bool = False) -> Child:
+    """Starts `command` (no shell); `mute` discards its stdout. The kernel of Linux ends it when its parent dies."""
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        stdout=subprocess.DEVNULL if mute else None,
+        preexec_fn=die_with_parent,
+    )
+    return Child(name, process)
+
+
+def die_with_parent() -> None:
+    """In a child: the kernel sends SIGTERM when the parent is gone. Only Linux offers that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM arrived."""
+
+
+def raise_on_signals() -> None:
+    """From here on SIGINT and SIGTERM raise `Stopped` in the main thread, once; further ones are ignored."""
+
+    def handler(number: int, _frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Stopped(signal.Signals(number).name)
+
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def wait_for_any(children: Sequence[Child], *, tick: Callable[[], None] | None = None, every_s: float = 0.2) -> Child:
+    """Returns the first required child that has ended; calls `tick` meanwhile."""
+    while True:
+        for child in children:
+            if child.required and child.process.poll() is not None:
+                return child
+        if tick is not None:
+            tick()
+        time.sleep(every_s)
+
+
+def stop_all(children: Sequence[Child], *, within_s: float = TERMINATE_S) -> None:
+    """SIGTERM to all that still run, SIGKILL to those that have not ended in time, and collects them."""
+    running = [child.process for child in children if child.process.poll() is None]
+    for process in running:
+        process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + within_s
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,147 @@
+"""Builds the small model: real Qwen3-VL classes from a small config, a byte-level BPE tokenizer with Qwen's special
+tokens and its chat layout. 1.2 M parameters for Sokoban, 0.2 M for the colour task; both run on a laptop's CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers.utils.logging import disable_progress_bar
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+PLAIN_ADDED_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message.role + '\\n' -}}"
+    "{%- if message.content is string -%}{{- message.content -}}"
+    "{%- else -%}{%- for item in message.content -%}"
+    "{%- if item.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}"
+    "{%- elif item.type == 'text' -%}{{- item.text -}}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}"
+    "{{- '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+
+
+def build_tokenizer(phrases: list[str], vocab_size: int = 640) -> PreTrainedTokenizerFast:
+    """A byte-level BPE whose merges span whole phrases, so that a fixed sentence of a task is a token or two.
+
+    `phrases` are the task's recurring texts; every other text still encodes, byte by byte.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL_TOKENS) - len(PLAIN_ADDED_TOKENS),
+        min_frequency=1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        max_token_length=256,
+    )
+    bpe.train_from_iterator(phrases, trainer)
+    bpe.add_special_tokens(list(SPECIAL_TOKENS))
+    bpe.add_tokens(list(PLAIN_ADDED_TOKENS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=32768,
+        clean_up_tokenization_spaces=False,
+        additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")],
+    )
+
+
+def build_config(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden: int = 128,
+    layers: int = 4,
+    vision_hidden: int = 64,
+    vision_depth: int = 2,
+    vocab_size: int = 640,
+) -> Qwen3VLConfig:
+    """The small Qwen3-VL: `hidden` must be a multiple of 64 (heads of 32)."""
+    token = tokenizer.convert_tokens_to_ids
+    heads = hidden // 32
+    return Qwen3VLConfig(
+        text_config={
+            "vocab_size": vocab_size,
+            "hidden_size": hidden,
+            "intermediate_size": 3 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 2,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [8, 4, 4],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": True,
+            "initializer_range": hidden**-0.5,
+            "bos_token_id": None,
+            "eos_token_id": token("<|im_end|>"),
+            "pad_token_id": token("<|endoftext|>"),
+        },
+        vision_config={
+            "depth": vision_depth,
+            "hidden_size": vision_hidden,
+            "intermediate_size": 2 * vision_hidden,
+            "num_heads": max(1, vision_hidden // 16),
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": hidden,
+            "deepstack_visual_indexes": list(range(vision_depth)),
+            "num_position_embeddings": 256,
+            "initializer_range": vision_hidden**-0.5,
+        },
+        tie_word_embeddings=True,
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+    )
+
+
+def build_image_processor() -> Qwen2VLImageProcessorPil:
+    return Qwen2VLImageProcessorPil(
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        image_mean=[0.5, 0.5, 0.5],
+        image_std=[0.5, 0.5, 0.5],
+        size={"shortest_edge": 1024, "longest_edge": 1048576},
+    )
+
+
+def build_model(config: Qwen3VLConfig, seed: int = 0) -> Qwen3VLForConditionalGeneration:
+    torch.manual_seed(seed)
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def save(folder: str | Path, model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Writes a folder as the hub has them: config, safetensors, tokenizer with chat template, image processor."""
+    disable_progress_bar()
+    folder = Path(folder)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    build_image_processor().save_pretrained(folder)
+    generation = {"eos_token_id": model.config.text_config.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -1,0 +1,193 @@
+"""Makes a small model from nothing: builds it, then teaches it by supervised learning to read the picture and to answer
+in the task's format. The shipped models are made by
+
+    python launch/warm_start.py sokoban --out launch/models/sokoban_tiny
+    python launch/warm_start.py colour --out launch/models/colour_tiny
+
+Sokoban: episodes of a player that follows a shortest solution in some turns and moves at random in the others, so the
+model learns to see and to answer, and only half of what it imitates is good play. Colour: answers drawn at random, so
+the model learns the format alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from actor.render import Renderer
+from envs import colour, sokoban
+from envs.base import Env
+from envs.sokoban_boards import MOVES
+from envs.sokoban_solver import optimal_first_moves
+from launch import tiny_model
+from learner.batch import EpisodeSettings, make_episode, pack
+from learner.model import Policy
+from learner.pictures import Pictures
+from shared.types import Ending, Image, Sample, Trajectory, Turn
+from shared.vision import VisionSpec
+
+FIRST_SEED = 1_000_000_000  # training seeds lie below, held-out seeds above 2_000_000_000
+SOKOBAN_ARGS = {"pixels_per_cell": 32, "split": "train"}
+SOKOBAN_PROMPT = "Solve Sokoban."
+COLOUR_PROMPT = "Name the colour."
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task's texts for the tokenizer, the size of its model, and its demonstrations."""
+
+    prompt: str
+    phrases: tuple[str, ...]
+    model: dict[str, int]
+    max_turns: int
+
+    def demonstrate(self, seed: int, rng: random.Random, expertise: float) -> Iterator[tuple[dict[str, Any], str]]:
+        """Pairs of an observation message and the answer to it."""
+        raise NotImplementedError
+
+
+class SokobanTask(Task):
+    def demonstrate(self, seed: int, rng: random.Random, expertise: float) -> Iterator[tuple[dict[str, Any], str]]:
+        env = sokoban.build_env(Sample(str(seed), metadata={"seed": seed}), SOKOBAN_ARGS)
+        observation, done = env.reset()[0], False
+        for _ in range(self.max_turns):
+            answer = sokoban_answer(env, rng, expertise)
+            yield env.format_observation(observation), answer
+            observation, done, _ = env.step(answer)
+            if done:
+                return
+
+
+class ColourTask(Task):
+    def demonstrate(self, seed: int, rng: random.Random, expertise: float) -> Iterator[tuple[dict[str, Any], str]]:
+        env: Env = colour.build_env(Sample(str(seed), metadata={"seed": seed}))
+        yield env.format_observation(env.reset()[0]), rng.choice(list(colour.COLOURS))
+
+
+def sokoban_answer(env: sokoban.SokobanEnv, rng: random.Random, expertise: float) -> str:
+    """Writes where player, box and target are, then up to three moves: good ones with probability `expertise`."""
+    board = env.current()
+    places = [f"{cell // board.width}{cell % board.width}" for cell in (board.player, *board.boxes, *board.targets)]
+    moves = optimal_first_moves(board)[:3] if rng.random() < expertise else []
+    if not moves:
+        moves = [rng.choice(list(MOVES)) for _ in range(rng.randint(1, 3))]
+    return f"<think>{' '.join(places)}</think><answer>{', '.join(moves)}</answer>"
+
+
+def sokoban_phrases() -> tuple[str, ...]:
+    cells = [f"{row}{column}" for row in range(6) for column in range(6)]
+    observation = "[Observation]\n(Refer to the image for the grid layout.)\nValid last actions: "
+    request = "\nProvide your next move(s) using Up, Down, Left, Right."
+    words = ["<answer>", "</answer>", ", ", *MOVES, *(move.title() for move in MOVES), *cells, *(" " + c for c in cells)]
+    return (*words, observation, request, "None", SOKOBAN_PROMPT)
+
+
+TASKS = {
+    "sokoban": SokobanTask(SOKOBAN_PROMPT, sokoban_phrases(), {}, max_turns=8),
+    "colour": ColourTask(
+        COLOUR_PROMPT,
+        (*colour.COLOURS, "Which colour?", COLOUR_PROMPT),
+        {"hidden": 64, "layers": 2, "vision_hidden": 32, "vision_depth": 1, "vocab_size": 384},
+        max_turns=1,
+    ),
+}
+
+
+def demonstration(task: Task, seed: int, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, expertise: float) -> Trajectory:
+    """One demonstrated episode as a trajectory: the mask marks the answers, logprobs and versions say nothing."""
+    rng = random.Random(f"demonstration {seed}")
+    token_ids: list[int] = []
+    mask: list[int] = []
+    images: list[Image] = []
+    turns: list[Turn] = []
+    for message, answer in task.demonstrate(seed, rng, expertise):
+        if token_ids:
+            fragment = renderer.observation(message)
+        else:
+            fragment = renderer.start([{"role": "system", "content": task.prompt}, message])
+        answer_ids = tokenizer.encode(answer + "<|im_end|>", add_special_tokens=False)
+        token_ids += [*fragment.token_ids, *answer_ids]
+        mask += [0] * len(fragment.token_ids) + [1] * len(answer_ids)
+        images += fragment.images
+        turns.append(Turn(len(token_ids) - len(answer_ids), len(token_ids), 0.0))
+    sampled = np.array(mask, dtype=np.uint8)
+    return Trajectory(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        loss_mask=sampled,
+        behaviour_logprobs=np.zeros(len(mask), dtype=np.float32),
+        policy_versions=sampled.astype(np.int32) - 1,
+        turns=tuple(turns),
+        reward=0.0,
+        images=tuple(images),
+        ending=Ending.COMPLETED,
+    )
+
+
+def train(task: Task, out: Path, *, steps: int, batch: int, lr: float, expertise: float, seed: int) -> None:
+    """Maximises the mean logprob of the demonstrated answers; AdamW, warm-up, then a square-root decay to 0."""
+    phrases = list(task.phrases) * 50 + ["system\n", "user\n", "assistant\n", "\n"] * 200
+    vocab_size = task.model.get("vocab_size", 640)
+    tokenizer = tiny_model.build_tokenizer(phrases, vocab_size)
+    model = tiny_model.build_model(tiny_model.build_config(tokenizer, **task.model), seed)
+    tiny_model.save(out, model, tokenizer)
+    spec = VisionSpec.load(out)
+    policy, pictures, renderer = Policy(model, spec), Pictures(spec), Renderer(tokenizer, spec)
+    settings, device = EpisodeSettings(), torch.device("cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    started = time.monotonic()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps) ** 0.5
+        seeds = range(FIRST_SEED + step * batch, FIRST_SEED + (step + 1) * batch)
+        shown = [demonstration(task, s, renderer, tokenizer, expertise) for s in seeds]
+        microbatch = pack([make_episode(t, 0.0, pictures, settings) for t in shown], pictures, device)
+        loss = -policy(microbatch, 1.0).logprobs.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 50 == 0 or step + 1 == steps:
+            minutes = (time.monotonic() - started) / 60
+            print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {minutes:.1f} min", flush=True)
+        if (step + 1) % 500 == 0:
+            tiny_model.save(out, model, tokenizer)
+    tiny_model.save(out, model.to(torch.bfloat16), tokenizer)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=sorted(TASKS))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--batch", type=int, default=8, help="episodes of one step")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--expertise", type=float, default=0.4, help="share of turns that follow a shortest solution")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    train(
+        TASKS[options.task],
+        options.out,
+        steps=options.steps,
+        batch=options.batch,
+        lr=options.lr,
+        expertise=options.expertise,
+        seed=options.seed,
+    )
+
+
+if __name__ == "__main__":
+    main()

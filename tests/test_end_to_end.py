@@ -1,0 +1,159 @@
+"""The whole loop with real processes: torchrun with two learner ranks, an engine, an actor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RECIPE = "launch/recipes/colour_tiny.toml"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def places(tmp_path: Path, **more: object) -> list[str]:
+    """Overrides that keep two runs on one machine apart."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    fields = {"run.dir": tmp_path, "learner.bind": address, "actor.learner": address, "engine.port": free_port()}
+    return [part for key, value in {**fields, **more}.items() for part in (f"--{key}", str(value))]
+
+
+def local(arguments: list[str]) -> list[str]:
+    return [sys.executable, "launch/local.py", "--config", RECIPE, *arguments]
+
+
+def metrics(tmp_path: Path) -> list[dict]:
+    lines = (tmp_path / "colour_tiny" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def children_of(pid: int) -> list[int]:
+    """All living descendants, from /proc."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, waiting = [], [pid]
+    while waiting:
+        children = parents.get(waiting.pop(), [])
+        found += children
+        waiting += children
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
+    command = local([*places(tmp_path), "--ranks", "2"])
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    result = json.loads(run.stdout.splitlines()[-1])
+    rows = [row for row in metrics(tmp_path) if "rollout/reward" in row]
+    first = sum(row["rollout/reward"] for row in rows[:2]) / 2
+    assert 0.1 < first < 0.5
+    assert 0.1 < result["success_before"] < 0.5
+    assert result["success_after"] >= 0.9
+    assert result["max_staleness_seen"] <= 2
+    assert result["policy_versions"] == result["optimizer_steps"] == len(rows)
+    assert all(row["tickets/issued"] == row["tickets/trained"] + row["tickets/dropped"] + row["tickets/open"] for row in rows)
+    gaps = [row["policy/logprob_gap"] for row in rows if row["staleness/token/max"] == 0]
+    assert all(gap < 1e-4 for gap in gaps)
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_everything_within_ten_seconds_and_leaves_no_process(tmp_path: Path) -> None:
+    process = subprocess.Popen(local([*places(tmp_path), "--learner.total_steps", "100000"]), stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "colour_tiny" / "metrics.jsonl").exists() or not metrics(tmp_path):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.5)
+        family = children_of(process.pid)
+        assert len(family) >= 4
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert time.monotonic() - started < 10
+        alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+        assert not [pid for pid in alive if "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]]
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_run_stopped_half_way_resumes_and_finishes(tmp_path: Path) -> None:
+    fields = {"learner.total_steps": 12, "learner.checkpoint_every": 6, "learner.resume": "auto", "eval.samples": 0}
+    half = places(tmp_path, **{**fields, "learner.total_steps": 6})
+    assert subprocess.run(local(half), capture_output=True, timeout=200).returncode == 0
+    run = subprocess.run(local(places(tmp_path, **fields)), capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = [row for row in metrics(tmp_path) if "rollout/reward" in row]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert rows[-1]["tickets/trained"] == 12 * 16
+    again = subprocess.run(local(places(tmp_path, **fields)), capture_output=True, text=True, timeout=200)
+    assert again.returncode != 0
+    assert "has its 12 steps" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "expected"),
+    [
+        ("learner", ["--learner.lrr", "1"], "did you mean --learner.lr?"),
+        ("learner", ["--env.module", "envs.nothing"], "no module 'envs.nothing'"),
+        ("learner", ["--model.path", "envs"], "config.json"),
+        ("actors", ["--env.module", "tests/conftest_missing.py"], "no file 'tests/conftest_missing.py'"),
+        ("actors", ["--model.path", "nowhere"], "nowhere"),
+        ("local", ["--learner.objective", "ppo"], "learner.objective = 'ppo'"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_two(
+    tmp_path: Path, script: str, arguments: list[str], expected: str
+) -> None:
+    command = [sys.executable, f"launch/{script}.py", "--config", RECIPE, *places(tmp_path), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    lines = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, run.stderr
+    assert expected in lines[0]
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(("script", "field"), [("learner", "learner.bind"), ("actors", "engine.port")])
+def test_an_occupied_port_is_named_before_anything_starts(tmp_path: Path, script: str, field: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        value = f"tcp://127.0.0.1:{port}" if script == "learner" else str(port)
+        command = [sys.executable, f"launch/{script}.py", "--config", RECIPE, *places(tmp_path, **{field: value})]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "WORLD_SIZE": "1"})
+    assert run.returncode == 2
+    assert str(port) in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_actors_give_up_on_a_learner_that_is_not_there(tmp_path: Path) -> None:
+    arguments = places(tmp_path, **{"actor.connect_timeout_s": 2})
+    command = [sys.executable, "launch/actors.py", "--config", RECIPE, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0
+    assert "is silent for" in run.stderr
+    assert "Traceback" not in run.stderr
