@@ -34,7 +34,7 @@ class Env(ABC):
         """The observation as a chat message of the user: pictures first, then the text."""
         images = [image for group in observation.get("multi_modal_data", {}).values() for image in group]
         content: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
-        content.append({"type": "text", "text": observation["obs_str"]})
+        content.append({"type": "text", "text": observation.get("obs_str", "")})
         return {"role": "user", "content": content}
 
     def close(self) -> None:  # noqa: B027  most environments hold nothing

@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,30 @@ def with_images(sample: Sample) -> list[dict[str, Any]]:
             ]
         messages.append({**message, "content": content})
     return messages
+
+
+def data_uri(png: bytes) -> str:
+    """A PNG file as the text that a dataset's `images` hold."""
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
+    """Write rows to a .parquet or .jsonl file; how many there were. ValueError for another ending or no rows."""
+    path = Path(path)
+    rows = list(rows)
+    if not rows:
+        raise ValueError(f"there are no rows to write to {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    else:
+        raise ValueError(f"{path} ends in neither .parquet nor .jsonl")
+    return len(rows)
 
 
 def repair(text: str) -> tuple[str, bool]:

@@ -112,7 +112,7 @@ _WRONG = "calc_score: {score:.1f}. The answer {answer!r} is wrong. Reason in a d
 _FEEDBACK = {
     "no_tool_call": "There is no tool call, so the episode ends here.",
     "unsupported_tool": f"The tool {{name!r}} is not supported. The right form of a call is {_FORM}",
-    "missing_answer": f"The call has no answer to score. The right form of a call is {_FORM}",
+    "missing_answer": f"The answer is missing, so nothing was scored. The right form of a call is {_FORM}",
     "correct": "calc_score: {score:.1f}. The answer {answer!r} is correct. Stop reasoning and give the final answer in "
     "\\boxed{{}}.",
     "wrong": _WRONG,

@@ -8,15 +8,10 @@ from fractions import Fraction
 
 from envs.math_numbers import NotAValue, TooBig, Undefined, Value, real, same
 from envs.math_text import MAX_CHARS, Phrase, ascending, clean, is_name, phrase, split_list, without_thousands, words_of
+from envs.math_units import factor
 from envs.math_value import evaluate, variables_of
 
 _POINTS = ("7919/1009", "271/997", "-3571/1013", "88/31")
-_SIZES: tuple[dict[str, str], ...] = (
-    {"mm": ".001", "cm": ".01", "m": "1", "km": "1000", "in": ".0254", "ft": ".3048", "yd": ".9144", "mi": "1609.344"},
-    {"s": "1", "min": "60", "h": "3600"},
-    {"g": "1", "kg": "1000"},
-    {"cent": "1", "$": "100"},
-)
 _FOREIGN = re.compile(r"[<>]|\\(?:le|ge|ne|neq|cup|cap|infty|begin|pmod|equiv|mathbb|emptyset|to)(?![a-zA-Z])")
 
 _RELATION = re.compile(r"[<>=]|\\(?:le|ge|ne|neq)(?![a-zA-Z])")
@@ -63,7 +58,8 @@ def read(text: str) -> Answer:
     body = phrase(parts[0]).body
     inner = re.fullmatch(r"\\\{(.*)\\\}", body)
     if inner:
-        return Answer(tuple(split_list(inner.group(1))), "{}")
+        items = tuple(split_list(inner.group(1)))
+        return Answer(items, "{}") if len(items) > 1 else read(inner.group(1))
     inner = re.fullmatch(r"(?:\\langle|[(\[])(.*)(?:\\rangle|[)\]])", body)
     if inner and len(split_list(inner.group(1))) > 1 and _balanced(inner.group(1)):
         return Answer(tuple(split_list(inner.group(1))), body[0].replace("\\", "(") + body[-1].replace("e", ")"))
@@ -101,9 +97,9 @@ def equal_values(answer: str, label: str, tolerance: float | None) -> bool | Non
         if len(inner.items) > 1 and len(expected.items) > 1:
             return _equal_answers(inner, expected, tolerance)
     a, b = phrase(answer), phrase(label, letter_units=False)
-    if a.name and b.name and a.name != b.name and len(a.name) == len(b.name) == 1:
+    if a.name.lower() != b.name.lower() and len(a.name) == len(b.name) == 1:
         return False
-    scale = _scale(a, b)
+    scale = factor(a.unit, b.unit, ("\\pi" in a.body, "\\pi" in b.body))
     if scale is None:
         return False
     if _FOREIGN.search(a.body) or _FOREIGN.search(b.body):
@@ -202,7 +198,7 @@ def _with_percent(answer: str, label: str, tolerance: float | None) -> bool | No
 
 def _equal_approximation(body: str, label: str, tolerance: float | None) -> bool | None:
     """An exact value with its decimals: either may be meant, but they must agree with one another."""
-    sides = [side.strip() for side in re.split(r"\\approx|=", body) if side.strip()]
+    sides = [phrase(side).body for side in re.split(r"\\approx|=", body) if side.strip()]
     if len(sides) > 1 and is_name(sides[0]):
         sides = sides[1:]
     for side in sides[1:]:
@@ -256,25 +252,6 @@ def _value(text: str, point: dict[str, Fraction]) -> Value | None:
         return evaluate(text, point)
     except (NotAValue, Undefined, TooBig):
         return None
-
-
-def _scale(a: Phrase, b: Phrase) -> str | None:
-    """What brings the answer to the label's unit as a factor, "" for nothing; None if the units do not go together."""
-    if a.unit == "deg" and not b.unit and "\\pi" in b.body:
-        return r"\frac{\pi}{180}"
-    if b.unit == "deg" and (a.unit == "rad" or (not a.unit and "\\pi" in a.body)):
-        return r"\frac{180}{\pi}"
-    if not a.unit or not b.unit or "?" in (a.unit, b.unit) or a.unit == b.unit:
-        return ""
-    (mine, power), (wanted, expected) = (_split_power(unit) for unit in (a.unit, b.unit))
-    for sizes in _SIZES:
-        if power == expected and mine in sizes and wanted in sizes:
-            return f"({sizes[mine]}/{sizes[wanted]})^{{{power}}}"
-    return None
-
-
-def _split_power(unit: str) -> tuple[str, int]:
-    return (unit[:-1], int(unit[-1])) if unit[-1].isdigit() else (unit, 1)
 
 
 def _both_signs(text: str) -> tuple[str, ...]:

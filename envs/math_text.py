@@ -6,6 +6,8 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
+from envs.math_units import UNIT_NAMES, unit_of
+
 MAX_CHARS = 300
 _VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
            "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}  # fmt: skip
@@ -52,7 +54,6 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACED = re.compile(r"(?<![\d.])\d{1,3}(?: \d{3})+(?!\d)")
 _SQUARED = r"(\^\s*\{?\s*[23]\s*\}?)?"
 _VALUE_END = r"(?:[\d)}°\]!]|\\pi|(?<=[\d\s)}])[a-z])"
-_WORDS = re.compile(r"(?:square |sq\.? |cubic |cu\.? )?[A-Za-z]+(?:\s+[A-Za-z]+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def _escaped(text: str, index: int) -> bool:
 def clean(text: str) -> str:
     """Plain LaTeX: one spelling for each sign, no layout. Texts stand between double quotes."""
     text = _no_comment(text.strip().strip("*").translate(_TABLE))
-    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("\u200b", "")
+    text = unicodedata.normalize("NFKC", text).translate(_TABLE).replace("\u2044", "/").replace("\u200b", "")
     for _ in range(4):
         shorter = _TEXT.sub(_unwrapped, text)
         if shorter == text:
@@ -108,7 +109,7 @@ def clean(text: str) -> str:
     text = _MIXED.sub(_mixed, text)
     text = _MIXED_PLAIN.sub(_mixed, text)
     text = _SPACED.sub(lambda match: match.group().replace(" ", ""), text)
-    return " ".join(text.split()).strip().rstrip(".,;: ").strip()
+    return " ".join(text.split()).strip().rstrip(".,;: ").lstrip("=: ").strip()
 
 
 def _no_comment(text: str) -> str:
@@ -121,7 +122,7 @@ def _unwrapped(match: re.Match[str]) -> str:
         return f" {inner} "
     if inner.strip().lower() in ("or", "and"):
         return " , "
-    if len(inner.strip()) <= 2 and inner.strip() not in _UNIT_OF:
+    if len(inner.strip()) <= 2 and inner.strip() not in UNIT_NAMES:
         return f" {inner.strip()} "
     return f' "{inner.strip()}" '
 
@@ -159,12 +160,20 @@ def words_of(text: str) -> str | None:
 
 def phrase(text: str, letter_units: bool = True) -> Phrase:
     """Split off the name before the first '=' and the unit; without `letter_units` a last letter is a variable."""
-    name, body = "", re.sub(r"\\in(?![a-zA-Z])", "=", text)
-    parts = [part.strip() for part in re.split(r"(?<![<>!\\])=", body)]
-    if len(parts) > 1 and all(parts) and is_name(parts[0]):
-        name, body = re.sub(r"\s+", "", parts[0].replace('"', "")), "=".join(parts[1:])
-    elif ":" in text and re.fullmatch(r'[A-Za-z" ]{2,}', text.split(":")[0]):
-        body = text.split(":", 1)[1].strip()
+    body = re.sub(
+        r'^.*"[^"]*\b(?:is|are|equals|answer):?"\s*:?|^"[^"]*"\s*(?=[-+\d\\(.])', "", text, flags=re.IGNORECASE
+    )
+    parts = [part.strip() for part in re.split(r"(?<![<>!\\])=|\\in(?![a-zA-Z])", body)]
+    if len(parts) == 2 and is_name(parts[1]) and not is_name(parts[0]):
+        parts.reverse()
+    name = ""
+    while len(parts) > 1 and all(parts) and is_name(parts[0]):
+        name = name or re.sub(r"\s+", "", parts[0].replace('"', ""))
+        parts.pop(0)
+    if len(parts) > 1 or name:
+        body = "=".join(parts)
+    elif ":" in body and re.fullmatch(r'[A-Za-z" ]{2,}', body.split(":")[0]):
+        body = body.split(":", 1)[1].strip()
     if not letter_units and re.search(r"[\d)}\s][A-Za-z]$", body):
         return Phrase(body, name)
     body, unit = _without_unit(body)
@@ -174,7 +183,7 @@ def phrase(text: str, letter_units: bool = True) -> Phrase:
 def is_name(text: str) -> bool:
     r"""Whether `text` names a quantity: x, AB, (x,y), m\angle A, \overline{AB}, f(x), "Area of ABC"."""
     plain = re.sub(r"\\(?:angle|triangle|overline|widehat|overarc|odot|measuredangle)|[\"{}\s_']", "", text)
-    if re.fullmatch(r"(?:m\s*)?\\angle\s*\d", text.strip()):
+    if re.fullmatch(r"(?:m\s*)?\\angle\s*\d|\\(?:sin|cos|tan)\s*\(?\s*(?:[A-Za-z]{1,3}|\\theta)\s*\)?", text.strip()):
         return True
     if plain.startswith(("\\frac", "\\sqrt", "\\pi")):
         return False
@@ -182,51 +191,22 @@ def is_name(text: str) -> bool:
 
 
 def _without_unit(text: str) -> tuple[str, str]:
-    text = re.sub(r'^"[^"]*"\s*(?=[-+\d\\(.])|^[A-Za-z\s]*\b(?:is|are|equals)\b\s*:?', "", text.strip()).strip()
+    text = re.sub(r'^"[^"]*"\s*(?=[-+\d\\(.])|^[A-Za-z\s"]*\b(?:is|are|equals)\b\s*:?', "", text.strip()).strip()
     quoted = re.fullmatch(rf'(.*{_VALUE_END})\s*"([^"]*)"\s*{_SQUARED}[\s.]*', text)
     if quoted:
-        return _without_unit(quoted.group(1))[0], _unit(quoted.group(2), quoted.group(3)) or "?"
+        return _without_unit(quoted.group(1))[0], unit_of(quoted.group(2), quoted.group(3)) or "?"
     plain = re.fullmatch(rf"(.*?{_VALUE_END})\s*((?:[a-z] )?[A-Za-z][A-Za-z/. ]*?)\s*{_SQUARED}\.?", text)
     if plain:
         value, words, power = plain.groups()
-        if re.match(r"[a-z] ", words) and words[0] not in _UNIT_OF:  # a variable in front of the unit
+        if re.match(r"[a-z] ", words) and words[0] not in UNIT_NAMES:  # a variable in front of the unit
             value, words = value + words[0], words[2:]
-        unit = _unit(words, power)
+        unit = unit_of(words, power)
         if unit:
             return _without_unit(value)[0], unit
     degrees = re.fullmatch(r"([^°]*[\d)}]|[^°]*\\pi)\s*°", text)
     if degrees and not re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
         return degrees.group(1).strip(), "deg"
     return text, ""
-
-
-_UNITS = {
-    "": "unit units",
-    "deg": "deg degree degrees", "rad": "rad radian radians",
-    "mm": "mm millimeter millimeters", "cm": "cm centimeter centimeters centimetre centimetres",
-    "m": "m meter meters metre metres", "km": "km kilometer kilometers",
-    "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
-    "s": "s sec second seconds", "min": "min minute minutes", "h": "h hr hrs hour hours",
-    "kg": "kg kilogram kilograms", "g": "g gram grams", "lb": "lb lbs pound pounds", "mph": "mph",
-    "$": "dollar dollars", "cent": "cent cents", "L": "L l liter liters",
-    "N": "N", "J": "J", "W": "W", "V": "V", "A": "A", "K": "K", "C": "C", "F": "F",
-}  # fmt: skip
-_UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in words.split()}
-
-
-def _unit(words: str, power: str | None) -> str:
-    """One spelling of a unit, "?" for generic ones and unknown words, "" where the letters may be variables."""
-    plain = " ".join(words.replace(".", " ").split())
-    exponent = re.sub(r"\D", "", power or "")
-    for prefix, size in (("square ", "2"), ("sq ", "2"), ("cubic ", "3"), ("cu ", "3")):
-        if plain.lower().startswith(prefix):
-            plain, exponent = plain[len(prefix) :], size
-    known = _UNIT_OF.get(plain, _UNIT_OF.get(plain.lower()) if len(plain) > 1 else None)
-    if known is not None:
-        return (known + exponent) if known else "?"
-    if re.fullmatch(r"[a-z]{1,3}/[a-z]{1,4}", plain):
-        return plain
-    return "?" if _WORDS.fullmatch(plain) and len(plain) > 2 else ""
 
 
 def split_list(text: str) -> list[str]:

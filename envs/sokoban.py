@@ -149,7 +149,7 @@ class SokobanEnv(Env):
     def distance(self) -> float:
         """Sum over the boxes of the Manhattan distance to the nearest target not yet taken by an earlier box.
 
-        Between equally near targets the iteration order of the set decides: the reference does so, and for tuples of
+        Between equally near targets the iteration order of the set decides, as in the recorded episodes; for tuples of
         integers that order is the same in every process.
         """
         width = self.board.width

@@ -6,14 +6,13 @@ A written row has the columns of the public processed dataset: `prompt`, `images
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from envs.datasets import data_uri, read_rows
 from envs.sokoban import SYSTEM_PROMPT
 from envs.sokoban_boards import SYMBOLS, Board, BoardSpec, board_of, canonical, make_board
 from envs.sokoban_render import png, render
@@ -67,8 +66,6 @@ def split_boards(boards: Iterable[Board], num_heldout: int, seed: int = 0) -> Sp
 
 def boards_of_raw(path: str | Path) -> tuple[list[Board], int]:
     """Boards drawn in text in the `prompt` column of a raw file, and the number of rows without one."""
-    from envs.datasets import read_rows
-
     boards, failed = [], 0
     for number, row in enumerate(read_rows(Path(path))):
         if number == 0 and "prompt" not in row:
@@ -108,28 +105,9 @@ def rows_of(boards: Iterable[Board], pixels_per_cell: int = 64, max_nodes: int =
         config = {**board.env_config(), "render_mode": "vision", "max_steps": 100}
         yield {
             "prompt": f"{SYSTEM_PROMPT}\n<image>",
-            "images": ["data:image/png;base64," + base64.b64encode(picture).decode()],
+            "images": [data_uri(picture)],
             "extra_info": {"env_config": config, "solution_length": len(moves)},
         }
-
-
-def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Write rows to a .parquet or .jsonl file; how many there were. ValueError for another ending or no rows."""
-    path = Path(path)
-    rows = list(rows)
-    if not rows:
-        raise ValueError(f"there are no rows to write to {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    else:
-        raise ValueError(f"{path} ends in neither .parquet nor .jsonl")
-    return len(rows)
 
 
 def _prompt_text(prompt: Any) -> str:

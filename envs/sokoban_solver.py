@@ -30,7 +30,6 @@ def solve(
     board: Board, *, max_nodes: int = 200_000, time_s: float | None = None, weight: float = 2.0
 ) -> list[str] | None:
     """Moves that solve `board`, [] if it is solved, None if there are none or none was found within the limits.
-
     One box: as few moves as possible. Several: A* over pushes; weight 1 gives as few pushes as possible.
     """
     return search(board, max_nodes=max_nodes, time_s=time_s, weight=weight).moves

@@ -7,8 +7,9 @@ multiples of it, 5).
 from __future__ import annotations
 
 import hashlib
+import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -17,6 +18,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from envs.base import setting
+from envs.datasets import data_uri
 
 _TRIPLES = ((3, 4, 5), (6, 8, 10), (5, 12, 13), (8, 15, 17), (9, 12, 15), (12, 16, 20), (7, 24, 25), (20, 21, 29))
 Point = tuple[float, float]
@@ -57,6 +59,15 @@ def make_problem(seed: int | str, args: Any = None, split: str = "") -> Problem:
         if not split or _split_of(figure) == split:
             return Problem(figure.text, figure.answer, _draw(figure, rng, int(setting(args, "picture_pixels", 160))))
     raise ValueError(f"kinds {list(kinds)} with angle_step {step} have no {split} problem: use a smaller step")
+
+
+def rows(count: int, args: Any = None, split: str = "", seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Problems as rows of a geometry dataset: `problem`, `answer`, `images`."""
+    for number in range(count):
+        problem = make_problem(f"{seed}/{number}", args, split)
+        buffer = io.BytesIO()
+        problem.image.save(buffer, "PNG")
+        yield {"problem": f"<image>{problem.text}", "answer": problem.answer, "images": [data_uri(buffer.getvalue())]}
 
 
 def _split_of(figure: _Figure) -> str:

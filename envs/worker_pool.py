@@ -1,4 +1,8 @@
-"""A few worker processes that can be killed: a call returns its result or, after a time limit, "timeout"."""
+"""A few worker processes that can be killed: a call returns its result or fails after a time limit.
+
+The limit is one of processor time, which the process itself keeps, so that a busy machine turns no good answer into a
+timeout; beyond WALL_FACTOR times the limit on the clock the process is killed from here.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import json
 import os
 import queue
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 START_LIMIT_S = 60.0
+WALL_FACTOR = 10.0
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -70,12 +76,14 @@ class _Worker:
             try:
                 process.stdin.write(json.dumps([limit_s, request]).encode() + b"\n")
                 process.stdin.flush()
-                return json.loads(self.read(process, limit_s))
+                return json.loads(self.read(process, WALL_FACTOR * limit_s))
             except TimeoutError:
                 self.kill()
                 raise WorkerTimeout(f"no result within {limit_s:g} s") from None
             except (OSError, EOFError) as error:
                 self.kill()
+                if process.returncode == -signal.SIGPROF:
+                    raise WorkerTimeout(f"no result within {limit_s:g} s") from None
                 raise WorkerFailed(f"the worker died: {error}") from error
 
     def start(self) -> subprocess.Popen[bytes]:

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from envs import geo3k_multi_turn, sokoban
-from envs.datasets import load_dataset, repair, with_images
+from envs.datasets import load_dataset, repair, with_images, write_rows
 from envs.geo3k import build_env
 from envs.sokoban_boards import BoardSpec, canonical
-from envs.sokoban_data import board_in_text, boards_of_raw, make_boards, rows_of, split_boards, write_rows
+from envs.sokoban_data import board_in_text, boards_of_raw, make_boards, rows_of, split_boards
 from envs.sokoban_levels import read_levels
 from envs.sokoban_solver import solve
 

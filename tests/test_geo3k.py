@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from envs import geo3k, geo3k_multi_turn
+from envs.datasets import load_dataset, write_rows
 from envs.geo3k_multi_turn import build_env, episode_reward
 from envs.tool_call import parse_tool_call
-from envs.triangles import KINDS, make_problem
+from envs.triangles import KINDS, make_problem, rows
 from shared.types import Sample
 
 DATA = Path(__file__).parent / "data"
@@ -50,7 +51,7 @@ def test_every_recorded_episode_gets_the_same_feedback(episode):
         "<tool_call>" + '{"a":' * 5000 + "1" + "}" * 5000 + "</tool_call>",
     ],
 )
-def test_what_crashed_the_reference_is_no_valid_call_and_ends_the_episode(text):
+def test_a_malformed_call_is_no_valid_call_and_ends_the_episode(text):
     assert parse_tool_call(text) is None
     _, done, info = env_for().step(text)
     assert done
@@ -158,3 +159,14 @@ def test_a_seed_sample_shows_a_drawn_problem_in_both_environments():
         assert [part["type"] for part in env.format_observation(observation)["content"]] == ["image", "text"]
         _, _, info = env.step(rf"\boxed{{{env.label}}}")
         assert info["reward"] == 1.0
+
+
+def test_drawn_problems_are_written_as_a_dataset_and_read_again(tmp_path):
+    path = tmp_path / "triangles.parquet"
+    assert write_rows(path, rows(20, split="train")) == 20
+    data = load_dataset(path)
+    assert data.report.bad_labels == data.report.bad_images == 0
+    for sample in data.samples:
+        env = geo3k.build_env(sample)
+        env.reset()
+        assert env.step(rf"\boxed{{{sample.label}}}")[2]["reward"] == 1.0

@@ -148,6 +148,14 @@ def test_a_hanging_call_is_killed_in_time_and_leaves_no_process(tmp_path, monkey
     pool.close()
 
 
+def test_a_computing_call_is_ended_by_its_processor_time(tmp_path, monkeypatch):
+    pool = worker(tmp_path, monkeypatch, "def handle(request):\n    while request:\n        pass\n    return 'well'\n")
+    with pytest.raises(WorkerTimeout):
+        pool.call(1, 0.2)
+    assert pool.call(0, 30.0) == "well"
+    pool.close()
+
+
 def test_a_dying_worker_is_an_error_of_its_call_only(tmp_path, monkeypatch):
     body = "import os\ndef handle(request):\n    print('noise')\n    if request: os._exit(3)\n    return 'well'\n"
     pool = worker(tmp_path, monkeypatch, body)

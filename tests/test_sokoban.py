@@ -1,4 +1,4 @@
-"""The Sokoban environment against the recorded episodes of the reference, and on its own."""
+"""The Sokoban environment against recorded episodes, and on its own."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import pytest
 from envs.sokoban import build_env
 from envs.sokoban_boards import MOVES, Board, BoardSpec, _draw, canonical, make_board, split_of
 from envs.sokoban_levels import parse_level, read_levels, xsb
+from envs.sokoban_render import render
 from envs.sokoban_solver import optimal_first_moves, search, solve
 from shared.types import Sample
 
@@ -90,13 +91,14 @@ def test_the_solver_gives_up_at_its_limit_and_says_so():
     assert not found.proven
 
 
-def test_all_thousand_boxoban_levels_load_and_render_and_the_first_hundred_are_solved():
+def test_all_thousand_boxoban_levels_load_and_render_and_the_first_two_hundred_are_solved():
     levels = read_levels(LEVELS)
     assert len(levels) == 1000
     for board in levels:
         assert (board.height, board.width, len(board.boxes), len(board.targets)) == (10, 10, 4, 4)
+        assert render(board.codes(), 10, 10, 16).size == (160, 160)
     unsolved = 0
-    for board in levels[:100]:
+    for board in levels[:200]:
         moves = solve(board, max_nodes=20_000)
         unsolved += moves is None
         if moves is not None:
@@ -107,7 +109,7 @@ def test_all_thousand_boxoban_levels_load_and_render_and_the_first_hundred_are_s
             assert done
             assert env.success
             assert observation["multi_modal_data"]["image"][0].size == (160, 160)
-    assert unsolved <= 5
+    assert unsolved <= 10
 
 
 def test_a_level_survives_writing_and_reading():
