@@ -71,7 +71,12 @@ def wait_for_any(children: Sequence[Child], *, tick: Callable[[], None] | None =
 
 
 def stop_all(children: Sequence[Child], *, within_s: float = TERMINATE_S) -> None:
-    """SIGTERM to all that still run, SIGKILL to those that have not ended in time, and collects them."""
+    """SIGTERM to all that still run, SIGKILL to those that have not ended in time, and collects them.
+
+    Signals are ignored from here on: the end is under way already.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     running = [child.process for child in children if child.process.poll() is None]
     for process in running:
         process.send_signal(signal.SIGTERM)

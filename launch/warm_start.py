@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration
 
 from actor.render import Renderer
 from envs import colour, sokoban
@@ -135,12 +135,16 @@ def demonstration(task: Task, seed: int, renderer: Renderer, tokenizer: PreTrain
     )
 
 
-def train(task: Task, out: Path, *, steps: int, batch: int, lr: float, expertise: float, seed: int) -> None:
+def train(
+    task: Task, out: Path, start: Path | None, *, steps: int, batch: int, lr: float, expertise: float, seed: int
+) -> None:
     """Maximises the mean logprob of the demonstrated answers; AdamW, warm-up, then a square-root decay to 0."""
     phrases = list(task.phrases) * 50 + ["system\n", "user\n", "assistant\n", "\n"] * 200
     vocab_size = task.model.get("vocab_size", 640)
     tokenizer = tiny_model.build_tokenizer(phrases, vocab_size)
     model = tiny_model.build_model(tiny_model.build_config(tokenizer, **task.model), seed)
+    if start is not None:
+        model.load_state_dict(Qwen3VLForConditionalGeneration.from_pretrained(start, dtype=torch.float32).state_dict())
     tiny_model.save(out, model, tokenizer)
     spec = VisionSpec.load(out)
     policy, pictures, renderer = Policy(model, spec), Pictures(spec), Renderer(tokenizer, spec)
@@ -150,7 +154,8 @@ def train(task: Task, out: Path, *, steps: int, batch: int, lr: float, expertise
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps) ** 0.5
-        seeds = range(FIRST_SEED + step * batch, FIRST_SEED + (step + 1) * batch)
+        first = FIRST_SEED + seed * 10_000_000 + step * batch
+        seeds = range(first, first + batch)
         shown = [demonstration(task, s, renderer, tokenizer, expertise) for s in seeds]
         microbatch = pack([make_episode(t, 0.0, pictures, settings) for t in shown], pictures, device)
         loss = -policy(microbatch, 1.0).logprobs.mean()
@@ -170,6 +175,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=sorted(TASKS))
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--start", type=Path, help="folder of a model to go on from")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=8, help="episodes of one step")
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -181,6 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     train(
         TASKS[options.task],
         options.out,
+        options.start,
         steps=options.steps,
         batch=options.batch,
         lr=options.lr,

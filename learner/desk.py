@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,13 @@ class Desk:
     """Opens the ticket socket at once; tickets are issued from `open` on. `state` is that of a checkpoint, or empty."""
 
     def __init__(
-        self, recipe: Recipe, source: SampleSource, held_out: Sequence[Sample], rules: TokenRules, state: dict[str, Any]
+        self,
+        recipe: Recipe,
+        source: SampleSource,
+        held_out: Sequence[Sample],
+        rules: TokenRules,
+        check: Callable[[Group], None],
+        state: dict[str, Any],
     ) -> None:
         learner, env, sampling = recipe.learner, recipe.env, recipe.sampling
         self.recipe = recipe
@@ -47,7 +53,7 @@ class Desk:
         )
         limits = SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages)
         self.run_id = str(state.get("run_id") or uuid.uuid4().hex)
-        settings = IntakeSettings(learner.bind, self.run_dir, self.run_id, rules, sockets=limits)
+        settings = IntakeSettings(learner.bind, self.run_dir, self.run_id, rules, sockets=limits, check=check)
         self.intake = Intake(source, book, settings)
         if state:
             self.intake.load_state(state["tickets"])

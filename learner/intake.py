@@ -46,6 +46,7 @@ class IntakeSettings:
     actor_timeout_s: float = 10.0  # an actor silent for so long is gone
     sockets: SocketSettings = field(default_factory=SocketSettings)
     secure: Secure | None = None
+    check: Callable[[Group], None] | None = None  # raises ValueError for a group that no step could train on
 
 
 class Intake:
@@ -69,6 +70,7 @@ class Intake:
             self._log,
             run_id=settings.run_id,
             actor_timeout_s=settings.actor_timeout_s,
+            check=settings.check,
         )
         self._token_staleness = Distribution()
         self._group_staleness = Distribution()
@@ -226,9 +228,14 @@ class Intake:
 
     def _part(self, reason: str) -> None:
         """Says Stop until all actors have said Bye or closed their connection; for `FAREWELL_S` at most."""
-        deadline = time.monotonic() + FAREWELL_S
-        while self._reception.farewell(reason) and time.monotonic() < deadline:
+        say_at = time.monotonic()
+        deadline = say_at + FAREWELL_S
+        while self._reception.actors and (now := time.monotonic()) < deadline:
+            if now >= say_at:
+                self._reception.farewell(reason)
+                say_at = now + TICK_S
             self._router.wait(TICK_S)
+            self._forget_wakes()
             while (received := self._router.receive()) is not None:
                 peer, frames = received
                 if isinstance(self._reception.read(frames), Bye):
@@ -236,8 +243,7 @@ class Intake:
 
     def _serve(self) -> None:
         """Answers what is waiting; only an empty queue can prove an actor silent."""
-        with contextlib.suppress(BlockingIOError):
-            self._wake_receive.recv(4096)
+        self._forget_wakes()
         drained = False
         for _ in range(MESSAGES_PER_TICK):
             received = self._router.receive()
@@ -251,6 +257,10 @@ class Intake:
                 self._changed.notify_all()
         with self._changed:
             self._reception.tick(drained)
+
+    def _forget_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_receive.recv(4096)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: there is nothing to wake

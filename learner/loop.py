@@ -9,11 +9,13 @@ unblock it, within `wait_timeout_s`) and, before a publication, for open evaluat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from learner import checkpoint, dist
+from learner.batch import check_group
 from learner.desk import Desk
 from learner.dist import Ranks
 from learner.model import load_policy, shard
@@ -50,7 +52,8 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
                 "raise --learner.total_steps or start anew with --learner.resume never"
             )
         if ranks.is_main:
-            desk = Desk(recipe, source, held_out, token_rules(trainer), restored.intake if restored else {})
+            check = partial(check_group, pictures=trainer.pictures)
+            desk = Desk(recipe, source, held_out, token_rules(trainer), check, restored.intake if restored else {})
         publisher = Publisher(trainer.policy, ranks, publish_settings(config))
         result = loop(recipe, ranks, trainer, publisher, folder, desk, restored.version if restored else 0)
         reason = "the run is complete"

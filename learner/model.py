@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from kernels.linear_logprob import linear_logprob
 from learner.attention import packing_of, use_packed_attention
 from learner.batch import Microbatch
+from learner.linear import use_fast_linear
 from learner.patches import StillPatchEmbed
 from shared.vision import VisionSpec, banned_ids
 
@@ -45,6 +46,7 @@ class Policy(nn.Module):
         nn.init.zeros_(self.value_head.bias)
         self.banned_ids = banned_ids(vlm.config)
         use_packed_attention(vlm)
+        use_fast_linear(vlm)
 
     def forward(self, batch: Microbatch, temperature: float) -> PolicyOutput:
         hidden_TH = self._hidden(batch)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from learner.linear import linear
 from shared.vision import VisionSpec
 
 
@@ -32,4 +32,4 @@ class StillPatchEmbed(nn.Module):
         weight = self.proj.weight.float().sum(2)  # [hidden, 3, patch, patch]
         bias = cast(Tensor, self.proj.bias).float() - (weight.sum((2, 3)) * self.shift).sum(1)
         weight = weight * self.scale[:, None, None]
-        return F.linear(patches.flatten(1).float(), weight.flatten(1), bias).to(self.compute_dtype)
+        return linear(patches.flatten(1).float(), weight.flatten(1), bias).to(self.compute_dtype)

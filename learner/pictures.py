@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -24,10 +25,12 @@ class Picture:
 
 
 class Pictures:
-    """Decoded pictures by content hash; the least recently used are forgotten beyond `max_bytes`."""
+    """Decoded pictures by content hash; the least recently used are forgotten beyond `max_bytes`. Thread-safe: the
+    intake decodes what arrives ahead of the step that trains on it."""
 
     def __init__(self, spec: VisionSpec, max_bytes: int = 1 << 28) -> None:
         self.spec = spec
+        self._lock = threading.Lock()
         self._max_bytes = max_bytes
         self._bytes = 0
         self._pictures: OrderedDict[str, Picture] = OrderedDict()
@@ -35,24 +38,26 @@ class Pictures:
 
     def grid(self, image: Image) -> Grid:
         """(1, rows, columns) in patches, read from the file's header alone. ValueError if it is no picture."""
-        if image.sha256 not in self._grids:
-            if len(self._grids) >= MAX_GRIDS:
-                self._grids.clear()
-            with _open(image) as file:
-                self._grids[image.sha256] = self.spec.grid(*file.size)
-        return self._grids[image.sha256]
+        with self._lock:
+            if image.sha256 not in self._grids:
+                if len(self._grids) >= MAX_GRIDS:
+                    self._grids.clear()
+                with _open(image) as file:
+                    self._grids[image.sha256] = self.spec.grid(*file.size)
+            return self._grids[image.sha256]
 
     def get(self, image: Image) -> Picture:
         """The picture, resized as the engine resizes it and cut into patches. ValueError if it is no picture."""
-        picture = self._pictures.get(image.sha256)
-        if picture is None:
-            picture = self._decode(image)
-            self._pictures[image.sha256] = picture
-            self._bytes += picture.patches.nbytes
-            while self._bytes > self._max_bytes and len(self._pictures) > 1:
-                self._bytes -= self._pictures.popitem(last=False)[1].patches.nbytes
-        self._pictures.move_to_end(image.sha256)
-        return picture
+        with self._lock:
+            picture = self._pictures.get(image.sha256)
+            if picture is None:
+                picture = self._decode(image)
+                self._pictures[image.sha256] = picture
+                self._bytes += picture.patches.nbytes
+                while self._bytes > self._max_bytes and len(self._pictures) > 1:
+                    self._bytes -= self._pictures.popitem(last=False)[1].patches.nbytes
+            self._pictures.move_to_end(image.sha256)
+            return picture
 
     def _decode(self, image: Image) -> Picture:
         spec = self.spec

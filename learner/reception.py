@@ -14,7 +14,7 @@ import msgpack
 
 from learner.tickets import TicketBook, Verdict
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
-from shared.transport import Router
+from shared.transport import Router, Sent
 from shared.types import Ack, Bye, Cancel, Group, Hello, Request, Stop, Ticket, Tickets, Welcome
 
 KEPT_REJECTS = 20
@@ -65,7 +65,7 @@ class Rejects:
 
 
 class Reception:
-    """Actors known, and the answers they get. `issuing` and `on_group` belong to the intake."""
+    """Actors known, and the answers they get. Tickets are handed out while `issuing`."""
 
     def __init__(
         self,
@@ -77,6 +77,7 @@ class Reception:
         *,
         run_id: str,
         actor_timeout_s: float,
+        check: Callable[[Group], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.actors: dict[bytes, Actor] = {}
@@ -88,6 +89,7 @@ class Reception:
         self._log = log
         self._run_id = run_id
         self._actor_timeout_s = actor_timeout_s
+        self._check = check
         self._clock = clock
 
     # -------------------------------------------------------------- one message
@@ -105,6 +107,13 @@ class Reception:
             except WireError as error:
                 error.ticket_id = message.ticket_id
                 return error
+            try:
+                if self._check is not None:
+                    self._check(message)
+            except ValueError as unusable:
+                refusal = WireError("unusable", str(unusable))
+                refusal.ticket_id = message.ticket_id
+                return refusal
         return message
 
     def answer(self, peer: bytes, message: Message | WireError, frames: Sequence[Frame]) -> None:
@@ -125,8 +134,8 @@ class Reception:
             case WireError():
                 self._refuse(peer, key, message, frames)
             case _:
-                error = WireError("wrong_direction", f"{type(message).__name__} is a message of the learner's")
-                self._refuse(peer, key, error, frames)
+                wrong = WireError("wrong_direction", f"{type(message).__name__} is a message of the learner's")
+                self._refuse(peer, key, wrong, frames)
 
     def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
         if hello.vocab_size != self._rules["vocab_size"]:
@@ -200,12 +209,11 @@ class Reception:
             for start in range(0, len(tickets), TICKETS_PER_MESSAGE):
                 self._send(peer, Tickets(tuple(tickets[start : start + TICKETS_PER_MESSAGE])))
 
-    def farewell(self, reason: str) -> bool:
-        """Says Stop to all actors; False = none is left that could hear it."""
+    def farewell(self, reason: str) -> None:
         for peer in list(self.actors):
             self._send(peer, Stop(reason))
-        return bool(self.actors)
 
     def _send(self, peer: bytes, message: Message) -> None:
-        if not self._router.send(peer, message):
-            self.forget(peer, "its queue is full or its connection is closed")
+        """A message lost to a full queue comes again: after the next Hello, or when the ticket counts as lost."""
+        if self._router.send(peer, message) is Sent.GONE:
+            self.forget(peer, "its connection is closed")

@@ -122,14 +122,14 @@ class TicketBook:
         return tuple(ticket_id for ticket_id in ticket_ids if self._unfulfilled(ticket_id) is None)
 
     def actor_gone(self, actor: str) -> None:
-        """Nobody plays what only this actor held; it is issued again."""
+        """What only this actor held is issued again."""
         for entry in self._entries():
             self._release(entry, actor)
 
     def expire(self) -> tuple[str, ...]:
         """Queues the tickets whose lease is over for other actors, and returns their ids. The first group counts."""
         now = self._clock()
-        leased = [e for e in self._entries() if e.group is None and e.holders and e.ticket.id not in self._queued]
+        leased = (e for e in self._entries() if e.group is None and e.holders and e.ticket.id not in self._queued)
         over = [entry for entry in leased if entry.deadline <= now]
         for entry in over:
             self._requeue(entry)

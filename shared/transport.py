@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import zmq
 import zmq.asyncio
@@ -16,6 +17,14 @@ import zmq.asyncio
 from shared.codec import Frame, Limits, Message, WireError, decode, encode
 
 Secure = Callable[[zmq.Socket], None]
+
+
+class Sent(Enum):
+    """What became of a message to a peer."""
+
+    YES = "yes"
+    FULL = "full"  # the peer's queue is full, the message is lost
+    GONE = "gone"  # there is no connection to the peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +100,16 @@ class Router:
         """Raises WireError."""
         return decode(frames, self._limits)
 
-    def send(self, peer: bytes, message: Message) -> bool:
-        """False: the peer is gone or its queue is full."""
+    def send(self, peer: bytes, message: Message) -> Sent:
         try:
             self._socket.send_multipart([peer, *encode(message, self._limits)], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return Sent.FULL
         except zmq.ZMQError as error:
-            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                return False
+            if error.errno == zmq.EHOSTUNREACH:
+                return Sent.GONE
             raise
-        return True
+        return Sent.YES
 
     def close(self, linger_s: float = 0.0) -> None:
         """Gives messages on their way `linger_s` to leave."""
@@ -128,10 +138,17 @@ class Dealer:
             raise
 
     async def receive(self, timeout_s: float) -> Message | None:
-        """The next message, or None after `timeout_s`. Raises WireError."""
+        """The next message, or None after `timeout_s` at most. Raises WireError.
+
+        A message that was there can be gone a moment later, with the connection that brought it.
+        """
         if not await self._socket.poll(max(0, int(timeout_s * 1000))):
             return None
-        return decode(await self._socket.recv_multipart(), self._limits)
+        try:
+            frames = await self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return decode(frames, self._limits)
 
     async def send(self, message: Message) -> bool:
         """False: no learner is connected, or the queue is full. Raises WireError for a message that cannot be sent."""
@@ -148,4 +165,4 @@ class Dealer:
         self._context.term()
 
 
-__all__ = ["Dealer", "Router", "Secure", "SocketSettings", "WireError"]
+__all__ = ["Dealer", "Router", "Secure", "Sent", "SocketSettings", "WireError"]

@@ -215,6 +215,7 @@ def test_a_restarted_intake_goes_on_where_the_checkpoint_was(tmp_path: Path, ope
             peer.send(group_of(ticket))
         intake.next_batch(4, 5.0)
         states.append(intake.state_dict())
+        peer.send(Bye("so that the learner need not wait"))
         intake.stop("restart")
     assert states[0]["open"] == [4, 5, 6, 7]
     assert states[1]["trained"] == 8

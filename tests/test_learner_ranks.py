@@ -47,12 +47,13 @@ def results(folder, engine):
         runs[size] = subprocess.Popen(
             arguments, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-    for run in runs.values():
-        try:
+    try:
+        for run in runs.values():
             output, _ = run.communicate(timeout=200)
-        finally:
+            assert run.returncode == 0, output[-3000:]
+    finally:
+        for run in runs.values():
             run.kill()
-        assert run.returncode == 0, output[-3000:]
     return {size: torch.load(folder.parent / f"{size}.pt", weights_only=False) for size in runs}
 
 

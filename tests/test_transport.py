@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from shared.codec import WireError
-from shared.transport import Dealer, Router, SocketSettings
+from shared.transport import Dealer, Router, Sent, SocketSettings
 from shared.types import Group, Hello, Stop, Welcome
 from tests.wires import episode
 
@@ -39,7 +39,7 @@ def test_messages_go_both_ways() -> None:
         peer, frames = wait_for(router)
         assert peer.startswith(b"a#")
         assert router.decode(frames) == Hello("a", (), 5)
-        assert router.send(peer, Welcome("r", 1))
+        assert router.send(peer, Welcome("r", 1)) is Sent.YES
         assert await dealer.receive(5.0) == Welcome("r", 1)
         assert await dealer.receive(0.01) is None
         dealer.close()
@@ -72,7 +72,7 @@ def test_nothing_is_queued_for_a_learner_that_is_not_there() -> None:
 
 def test_a_peer_that_is_gone_is_noticed() -> None:
     router = Router(ANY)
-    assert not router.send(b"nobody", Stop("x"))
+    assert router.send(b"nobody", Stop("x")) is Sent.GONE
     router.close()
 
 

@@ -1,0 +1,251 @@
+"""Time, memory and exactness of the fused log-probability and of the scan beside their peers; prints one JSON object.
+
+`python -m tests.bench.kernels` measures for this machine: on a GPU every shape and every installed peer, interleaved
+(under 10 minutes); on a CPU one shape, each contestant in a process of its own. `--small` is a quick CPU check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)
+
+import torch
+from torch import Tensor
+
+from kernels import linear_logprob, reference, reverse_scan
+
+VOCAB = 151_936
+HIDDEN = (2048, 2560, 4096)  # Qwen3-VL 2B, 4B, 8B
+ROWS = (4096, 16384, 65536)
+PEERS = {"liger": "liger_kernel", "trl": "trl", "verl": "verl", "cce": "cut_cross_entropy", "quack": "quack"}
+Contestant = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+
+def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """torch's own path: all logits at once."""
+    logprobs = (hidden @ weight.t()).float().log_softmax(-1)
+    return logprobs.gather(1, target.to(hidden.device)[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def peers() -> tuple[dict[str, Contestant], dict[str, str]]:
+    """(contestants that can run here, why the others cannot)."""
+    runs: dict[str, Contestant] = {}
+    absent = {name: "not installed" for name, module in PEERS.items() if importlib.util.find_spec(module) is None}
+    if "cce" not in absent:
+        from cut_cross_entropy import linear_cross_entropy
+
+        runs["cce"] = lambda h, w, t: (-linear_cross_entropy(h, w, t.to(h.device), reduction="none"), None)
+    if "verl" not in absent:
+        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy as verl_cross_entropy
+
+        runs["verl"] = lambda h, w, t: verl_cross_entropy(h, w, t.to(h.device), 1.0)
+    if "liger" not in absent:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
+
+        runs["liger (scalar loss)"] = lambda h, w, t: (-Liger.apply(h, w, t.to(h.device))[0], None)
+    if "quack" not in absent:
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+        runs["quack (scalar loss)"] = lambda h, w, t: (-chunked_linear_cross_entropy(h, w, t.to(h.device)), None)
+    if "trl" not in absent:
+        absent["trl"] = "installed, but its chunked path is private to its trainer"
+    return runs, absent
+
+
+def inputs(num_rows: int, hidden_size: int, device: str, dtype: torch.dtype, vocab: int) -> tuple[Tensor, ...]:
+    """Peaky logits; targets and upstream gradients on the side."""
+    gen = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(num_rows, hidden_size, generator=gen, device=device).to(dtype).requires_grad_()
+    weight = torch.empty(vocab, hidden_size, device=device, dtype=dtype)
+    weight.normal_(0, 3 / hidden_size**0.5, generator=gen).requires_grad_()
+    upstream = torch.randn(2, num_rows, generator=gen, device=device)
+    return hidden, weight, torch.randint(vocab, (num_rows,)), upstream
+
+
+def backward(path: Contestant, hidden: Tensor, weight: Tensor, target: Tensor, upstream: Tensor) -> None:
+    """Forward and backward of one contestant."""
+    hidden.grad = weight.grad = None
+    logprob, entropy = path(hidden, weight, target)
+    loss = (logprob * upstream[0]).sum() if logprob.ndim else logprob
+    (loss if entropy is None else loss + (entropy * upstream[1]).sum()).backward()
+
+
+def cpu_child(name: str, num_rows: int, vocab: int, entropy: bool) -> dict[str, float]:
+    """One contestant in this process: seconds (the better of two) and the growth of the peak resident memory."""
+    data = inputs(num_rows, 1024, "cpu", torch.float32, vocab)
+    paths: dict[str, Contestant] = {"ours": linear_logprob, "torch": full_logits}
+    path = paths[name] if entropy else (lambda *a: (paths[name](*a)[0], None))
+    if name == "torch" and not entropy:
+        path = lambda h, w, t: ((h @ w.t()).log_softmax(-1).gather(1, t[:, None])[:, 0], None)  # noqa: E731
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    wall, cpu = [], []
+    for _ in range(2):
+        starts = time.perf_counter(), time.process_time()
+        backward(path, *data)
+        wall.append(time.perf_counter() - starts[0])
+        cpu.append(time.process_time() - starts[1])
+    extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return {"wall_s": min(wall), "cpu_s": min(cpu), "extra_bytes": extra}
+
+
+def cpu_bench(num_rows: int, vocab: int) -> dict[str, object]:
+    """Ours against torch's full logits, with and without the entropy; CPU seconds do not see other processes."""
+    report: dict[str, object] = {"rows": num_rows, "hidden": 1024, "vocab": vocab, "threads": torch.get_num_threads()}
+    for what in ("logprob", "logprob+entropy"):
+        result = {}
+        for name in ("ours", "torch"):
+            command = [sys.executable, __file__, "--child", name, "--rows", str(num_rows), "--vocab", str(vocab)]
+            command += ["--entropy"] if "entropy" in what else []
+            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800, cwd=ROOT)
+            result[name] = json.loads(done.stdout.splitlines()[-1])
+        ratios = {k: round(result["ours"][k] / result["torch"][k], 3) for k in result["ours"]}
+        report[what] = result | {"ours / torch": ratios}
+    return report
+
+
+def scan_bench(device: str) -> dict[str, float]:
+    """[8192, 64] against a Python loop over time."""
+    decay, delta = torch.rand(8192, 64, device=device).round(decimals=1), torch.randn(8192, 64, device=device)
+
+    def loop() -> Tensor:
+        acc, out = torch.zeros_like(delta[0]), torch.empty_like(delta)
+        for t in range(len(delta) - 1, -1, -1):
+            acc = out[t] = delta[t] + decay[t] * acc
+        return out
+
+    seconds = {}
+    for name, function, repeats in (("loop", loop, 3), ("scan", lambda: reverse_scan(decay, delta), 30)):
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            function()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        seconds[name] = min(times)
+    exact = reference.reverse_scan(decay.cpu(), delta.cpu())
+    error = float((reverse_scan(decay, delta).cpu() - exact).abs().max())
+    return {"loop_ms": seconds["loop"] * 1e3, "scan_ms": seconds["scan"] * 1e3,
+            "speedup": seconds["loop"] / seconds["scan"], "max_error": error}  # fmt: skip
+
+
+def gpu_times(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median milliseconds of each task, all of them taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in tasks}
+    for turn in range(repeats + 2):
+        for name, task in tasks.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            task()
+            end.record()
+            end.synchronize()
+            if turn >= 2:
+                times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def gpu_case(num_rows: int, hidden_size: int, contestants: dict[str, Contestant], repeats: int) -> dict[str, object]:
+    """One shape: ms, TFLOP/s at 6NHV, share of torch.mm's rate, extra bytes, error against float64 on 256 rows."""
+    data = inputs(num_rows, hidden_size, "cuda", torch.bfloat16, VOCAB)
+    hidden, weight, target, _ = data
+    flops = 2 * num_rows * hidden_size * VOCAB
+    slab = weight.detach()[:16384]
+    tasks: dict[str, Callable[[], object]] = {"mm": lambda: hidden.detach() @ slab.t()}
+    tasks["ours forward"] = lambda: linear_logprob(hidden.detach(), weight.detach(), target)
+    report: dict[str, dict[str, float | str]] = {}
+    for name, path in contestants.items():
+        try:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            backward(path, *data)
+            report[name] = {"extra_bytes": torch.cuda.max_memory_allocated() - before}
+            tasks[name] = lambda path=path: backward(path, *data)
+        except (RuntimeError, ValueError, TypeError, ImportError) as error:  # a peer that fails is part of the result
+            report[name] = {"failed": str(error).splitlines()[0][:200]}
+            hidden.grad = weight.grad = None
+    times = gpu_times(tasks, repeats)
+    mm_rate = flops * 16384 / VOCAB / times.pop("mm")
+    for name, ms in times.items():
+        rate = flops * (1 if name == "ours forward" else 3) / ms
+        report.setdefault(name, {}).update(ms=ms, tflops=rate / 1e9, of_mm=rate / mm_rate)
+    exact = reference.linear_logprob(hidden.detach()[:256], weight.detach(), target[:256].cuda())[0]
+    for name in tasks.keys() & contestants.keys():
+        logprob = contestants[name](hidden.detach()[:256], weight.detach(), target[:256])[0]
+        if logprob.ndim:
+            report[name]["max_error"] = float((logprob.double() - exact).abs().max())
+    return {"mm_tflops": mm_rate / 1e9, **report}
+
+
+def gpu_pack(num_rows: int, hidden_size: int, contestants: dict[str, Contestant], repeats: int) -> dict[str, float]:
+    """The realistic pack: 40 % of the rows are responses, 35 % of these have no gradient; peers compute every row."""
+    data = inputs(num_rows, hidden_size, "cuda", torch.bfloat16, VOCAB)
+    mask = torch.rand(num_rows) < 0.4
+    needs_grad = torch.rand(num_rows) >= 0.35
+    tasks = {name: (lambda path=path: backward(path, *data)) for name, path in contestants.items() if name != "ours"}
+    tasks["ours"] = lambda: backward(
+        lambda h, w, t: linear_logprob(h, w, t, mask_N=mask, needs_grad_N=needs_grad), *data
+    )
+    torch.cuda.set_sync_debug_mode("error")  # a host synchronisation in the hot path raises
+    try:
+        tasks["ours"]()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return gpu_times(tasks, repeats)
+
+
+def gpu_bench(repeats: int) -> dict[str, object]:
+    """Every shape; the contestants that need all logits sit out where these do not fit."""
+    runs, absent = peers()
+    compiled = torch.compile(full_logits)
+    report: dict[str, object] = {"device": torch.cuda.get_device_name(), "absent": absent}
+    for hidden_size in HIDDEN:
+        for num_rows in ROWS:
+            dense: dict[str, Contestant] = (
+                {"torch": full_logits, "torch.compile": compiled} if num_rows == ROWS[0] else {}
+            )
+            fast: Contestant = lambda h, w, t: linear_logprob(h, w, t, precise=False)  # noqa: E731
+            contestants: dict[str, Contestant] = {"ours": linear_logprob, "ours fast": fast, **dense, **runs}
+            turns = repeats if num_rows < ROWS[-1] else max(3, repeats // 5)
+            report[f"N{num_rows} H{hidden_size}"] = gpu_case(num_rows, hidden_size, contestants, turns)
+            torch.cuda.empty_cache()
+    report["pack N16384 H4096, ms"] = gpu_pack(16384, 4096, {"ours": linear_logprob, **runs}, repeats)
+    return report
+
+
+def main() -> None:
+    """Measure what this machine can, and print it as one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="a CPU check of seconds")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--child", choices=("ours", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=VOCAB)
+    parser.add_argument("--entropy", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(cpu_child(args.child, args.rows, args.vocab, args.entropy)))
+        return
+    report: dict[str, object] = {"torch": torch.__version__, "triton_interpret": os.environ.get("TRITON_INTERPRET")}
+    if torch.cuda.is_available() and not args.small:
+        report |= {"gpu": gpu_bench(args.repeats), "scan": scan_bench("cuda")}
+    else:
+        num_rows, vocab = (512, 8192) if args.small else (args.rows, args.vocab)
+        report |= {"cpu": cpu_bench(num_rows, vocab), "gpu": "unmeasured: no GPU here", "absent": peers()[1]}
+        report["scan"] = scan_bench("cpu")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The backward-in-time recurrence against a plain float64 loop."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import reference, reverse_scan
+
+
+def make(shape, seed=0, dtype=torch.float32):
+    """(decay, delta): decays between 0 and 1, both ends included often, as a V-trace with discounts has them."""
+    gen = torch.Generator().manual_seed(seed)
+    decay, kind = torch.rand(shape, generator=gen), torch.rand(shape, generator=gen)
+    decay = torch.where(kind < 0.4, 1.0, torch.where(kind < 0.5, 0.0, decay))
+    return decay.to(dtype), torch.randn(shape, generator=gen).to(dtype)
+
+
+def close(got, want, dtype=torch.float32):
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=1e-6 if dtype != torch.bfloat16 else 1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (31, 2), (64, 3), (65, 20), (2100, 1), (1000, 17), (4500, 64)])
+@pytest.mark.parametrize("with_initial", [False, True])
+def test_time_major_agrees_with_the_loop(shape, with_initial):
+    decay, delta = make(shape)
+    initial = torch.randn(shape[1]) if with_initial else None
+    before = decay.clone(), delta.clone()
+    close(reverse_scan(decay, delta, initial=initial), reference.reverse_scan(decay, delta, initial=initial))
+    assert torch.equal(decay, before[0]) and torch.equal(delta, before[1])
+
+
+def test_a_discount_of_one_sums_and_a_decay_of_zero_cuts_exactly():
+    ones, steps = torch.ones(5000, 2, dtype=torch.float64), torch.arange(10000.0, dtype=torch.float64).view(5000, 2)
+    assert torch.equal(reverse_scan(ones, steps), steps.flip(0).cumsum(0).flip(0))
+    assert torch.equal(reverse_scan(0 * ones, steps), steps)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 150), max_size=12), st.booleans(), st.integers(0, 99))
+def test_packed_episodes_do_not_see_each_other(lengths, with_initial, seed):
+    decay, delta = make((sum(lengths),), seed)
+    initial = torch.randn(len(lengths)) if with_initial else None
+    got = reverse_scan(decay, delta, lengths=lengths, initial=initial)
+    close(got, reference.reverse_scan(decay, delta, lengths=lengths, initial=initial))
+
+
+def test_a_decay_of_zero_ends_an_episode_of_a_packed_stream():
+    decay, delta = make((4000,))
+    lengths = [1000, 2999, 1]
+    decay[[999, 3998, 3999]] = 0
+    close(reverse_scan(decay, delta), reference.reverse_scan(decay, delta, lengths=lengths))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_result_has_the_dtype_of_delta_and_no_gradient(dtype):
+    decay, delta = make((300, 4), dtype=dtype)
+    got = reverse_scan(decay.requires_grad_(), delta)
+    close(got, reference.reverse_scan(decay.detach(), delta), dtype)
+    assert not got.requires_grad
+
+
+def test_strided_inputs_are_read_as_they_are():
+    decay, delta = make((64, 700))
+    close(reverse_scan(decay.t(), delta.t()), reference.reverse_scan(decay.t(), delta.t()))
+
+
+def test_nothing_gives_nothing():
+    assert reverse_scan(torch.zeros(0), torch.zeros(0), lengths=[]).shape == (0,)
+    assert reverse_scan(torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"decay": torch.zeros(3), "delta": torch.zeros(4)}, "must both be"),
+        ({"decay": torch.zeros(3, dtype=torch.int64), "delta": torch.zeros(3)}, "floating-point"),
+        ({"decay": torch.zeros(3), "delta": torch.zeros(3), "lengths": [2]}, "add up to 2"),
+        ({"decay": torch.zeros(3), "delta": torch.zeros(3), "lengths": [4, -1]}, "none may be negative"),
+        ({"decay": torch.zeros(3, 1), "delta": torch.zeros(3, 1), "lengths": [3]}, "packed form"),
+        ({"decay": torch.zeros(3, 2), "delta": torch.zeros(3, 2), "initial": torch.zeros(3)}, "initial has shape"),
+        ({"decay": torch.zeros(3, device="meta"), "delta": torch.zeros(3)}, "on one device"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        reverse_scan(**arguments)
+    assert "\n" not in str(caught.value)
