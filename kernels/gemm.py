@@ -17,12 +17,12 @@ PIECE = 128  # terms that the CPU's float32 product sums in one chain; more of t
 @functools.cache
 def _has_onednn() -> bool:
     vectorised = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return vectorised and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return bool(vectorised) and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _use_onednn(dtype: torch.dtype) -> bool:
     """In float32 oneDNN is up to twice as fast as the BLAS behind torch.mm on some CPUs, and never much slower."""
-    return dtype == torch.float32 and torch.backends.mkldnn.enabled and _has_onednn()
+    return dtype == torch.float32 and bool(torch.backends.mkldnn.enabled) and _has_onednn()
 
 
 class Operand:

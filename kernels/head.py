@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def _is_sharded(weight: Tensor) -> TypeGuard[DTensor]:
+    if type(weight) in (Tensor, torch.nn.Parameter):
+        return False  # and the import, which takes a second, is not needed
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(weight, DTensor)
 
 
 class GatheredHead:
@@ -18,15 +30,17 @@ class GatheredHead:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.full = weight
-        if isinstance(weight, DTensor):
-            self.full = weight.detach().full_tensor().requires_grad_(weight.requires_grad)
+        if _is_sharded(weight):
+            self.full = weight.full_tensor().detach().requires_grad_(weight.requires_grad)
 
     def reduce(self) -> None:
         """Reduce-scatter the gradient once (a collective), and release the gathered weight."""
         full, self.full = self.full, self.weight
         weight = self.weight
-        if not isinstance(weight, DTensor) or not weight.requires_grad:
+        if not _is_sharded(weight) or not weight.requires_grad:
             return
+        from torch.distributed.tensor import DTensor, Partial
+
         grad = torch.zeros_like(full) if full.grad is None else full.grad
         mesh = weight.device_mesh
         partial = DTensor.from_local(grad, mesh, [Partial()] * mesh.ndim, run_check=False)
@@ -36,6 +50,8 @@ class GatheredHead:
 
 def whole(weight: Tensor) -> Tensor:
     """The whole weight, differentiable: a sharded one is gathered here, its gradient summed over ranks in backward."""
-    if isinstance(weight, DTensor):
+    if _is_sharded(weight):
+        from torch.distributed.tensor import Partial
+
         return weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
     return weight

@@ -39,12 +39,13 @@ def linear_logprob(
     """(logprob_N, entropy_N) of softmax(hidden @ weight.T / temperature), float32, without the [N, V] logits.
 
     hidden [N, H] and weight [V, H] share a device and a dtype: float32, bfloat16 or float16. Gradients reach both.
-    target [N]: int64 or int32, the sampled tokens. temperature: a number or [N], above 0, in nats per logit.
+    target [N]: int64 or int32, the sampled tokens. temperature: a number or [N], above 0.
     banned_ids: tokens of probability 0. mask [N] bool: rows that are False are not computed, and are 0 in both
     results. needs_grad [N] bool: rows that are False get results without gradient, and cost no backward.
     precise: logits in float32; False: in the dtype of the inputs. budget_bytes bounds the logits that exist at a
-    time, kept ones included (64 MiB on a CPU, a tenth of the memory of a GPU); further memory is 4 (N + R) H bytes
-    for gathered rows and their gradient, 36 N, and the weight's own gradient.
+    time, kept ones included (64 MiB on a CPU, a tenth of the memory of a GPU). Beyond it and the two gradients:
+    4 R H bytes for the gradient of R rows before it is rounded, as much for their gathered or widened copy (twice on
+    a CPU), 12 C H for a slice of C columns of the weight (at most 2048 on a CPU, 8192 on a GPU), and 40 N.
 
     target, temperature, mask and needs_grad may lie on the CPU while hidden is on a GPU: they are then checked and
     compacted without a synchronisation. On the GPU, checking them waits for it once.
@@ -55,14 +56,14 @@ def linear_logprob(
     check_shapes(hidden_NH, weight_VH, target_N, temperature, mask_N, needs_grad_N)
     banned = check_values(weight_VH.shape[0], target_N, temperature, banned_ids, mask_N)
     device, vocab_size = hidden_NH.device, weight_VH.shape[0]
-    weight_VH = whole(weight_VH)
     dtype = torch.float32 if precise else hidden_NH.dtype
     budget = default_budget_bytes(device) if budget_bytes is None else budget_bytes
     tiling = plan(hidden_NH.shape[0], vocab_size, dtype.itemsize, budget, device)
+    weight_VH = whole(weight_VH)
     tracked = torch.is_grad_enabled() and (hidden_NH.requires_grad or weight_VH.requires_grad)
     with_grad, without_grad = _split_rows(hidden_NH.shape[0], mask_N, needs_grad_N, tracked, device)
     job = _Job(
-        target_N=_to(target_N, device).long(),
+        target_N=_to(target_N, device).long().contiguous(),
         temperature_N=_temperature(temperature, hidden_NH.shape[0], device),
         banned=tuple(sorted(banned)),
         with_grad=with_grad,
@@ -107,7 +108,7 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _temperature(temperature: float | Tensor, num_rows: int, device: torch.device) -> Tensor | None:
     if isinstance(temperature, Tensor):
-        return _to(temperature.detach().float(), device).expand(num_rows)
+        return _to(temperature.detach().float(), device).expand(num_rows).contiguous()
     return None if temperature == 1.0 else torch.full((num_rows,), temperature, device=device)
 
 
@@ -186,7 +187,8 @@ def _walk_backward(
         dw_CH: Tensor | None = None
         for chunk in chunks:
             at = chunk.rows
-            tile, banned = kept.pop((at.start, columns.start), None) or _logits(chunk, w_CH, columns, job)
+            key = (at.start, columns.start)
+            tile, banned = kept.pop(key) if key in kept else _logits(chunk, w_CH, columns, job)
             dlogits = rows.grad_in_place(
                 tile, columns.start, grads.rows(at), chunk.target_R, chunk.temperature_R, banned, w_CH.whole.dtype
             )
@@ -214,7 +216,8 @@ class _LinearLogprob(torch.autograd.Function):
                 chunks = _gather(hidden_NH, job, index)
                 num_kept = job.tiling.max_live - 1 if index is job.with_grad else 0
                 stats, kept = _walk_forward(chunks, weight_VH, job, num_kept)
-                logprob, entropy, log_sum = stats.finish(None if job.temperature_N is None else job.temperature_N[index])
+                temperature_R = None if job.temperature_N is None else job.temperature_N[index]
+                logprob, entropy, log_sum = stats.finish(temperature_R)
                 results[0, index], results[1, index] = logprob, entropy
                 if index is job.with_grad:
                     ctx.kept, saved = kept, [stats.largest, log_sum, entropy]
@@ -227,14 +230,17 @@ class _LinearLogprob(torch.autograd.Function):
         hidden_NH, weight_VH, *saved = ctx.saved_tensors
         job, wanted = ctx.job, ctx.needs_input_grad[:2]
         if not saved:
-            zeros = [torch.zeros_like(t) if want else None for t, want in zip((hidden_NH, weight_VH), wanted)]
+            zeros = [
+                torch.zeros_like(t) if want else None for t, want in zip((hidden_NH, weight_VH), wanted, strict=True)
+            ]
             return zeros[0], zeros[1], None
         index = job.with_grad
         if grad_logprob_N is None:
             grad_logprob_N = torch.zeros(hidden_NH.shape[0], device=hidden_NH.device)
-        grad_entropy = None if grad_entropy_N is None else grad_entropy_N[index]
+        grad_entropy = None if grad_entropy_N is None else grad_entropy_N[index].contiguous()
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            grads = rows.RowGrads(*saved, grad_logprob_N[index], grad_entropy)
+            largest, log_sum, entropy = saved
+            grads = rows.RowGrads(largest, log_sum, entropy, grad_logprob_N[index].contiguous(), grad_entropy)
             dx_RH, dw_VH = _walk_backward(_gather(hidden_NH, job, index), weight_VH, job, grads, ctx.kept, wanted)
         if dx_RH is not None and index is not _ALL:
             dhidden_NH = torch.zeros_like(hidden_NH)

@@ -3,7 +3,6 @@
 Rows are addressed in 64 bits (a tile may pass 2^31 elements), columns are read in blocks with a masked tail.
 """
 
-# ruff: noqa: N803  (kernel arguments known at compile time are upper-case)
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
@@ -99,9 +98,7 @@ def _block(num_columns: int) -> int:
     return min(4096, max(128, triton.next_power_of_2(num_columns)))
 
 
-def fold(
-    tile_RC: Tensor, first_column: int, stats: RowStats, target_R: Tensor, temperature_R: Tensor | None
-) -> None:
+def fold(tile_RC: Tensor, first_column: int, stats: RowStats, target_R: Tensor, temperature_R: Tensor | None) -> None:
     """Fold one tile into the running statistics, in one launch."""
     with torch.cuda.device_of(tile_RC):
         _fold[_grid(tile_RC)](

@@ -1,6 +1,5 @@
 """`kernels.reverse_scan` as one Triton launch: a program per episode walks back in time, a block of steps at once."""
 
-# ruff: noqa: N803  (kernel arguments known at compile time are upper-case)
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 

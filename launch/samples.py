@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from envs.datasets import load_dataset
 from envs.loader import load_env, load_module, system_prompt
-from learner.samples import SampleSource, SeedSource
-from shared.config import Recipe
+from learner.samples import ListSource, SampleSource, SeedSource
+from shared.config import ConfigError, Recipe
+from shared.log import get_logger
 from shared.types import Sample
 
 
@@ -27,10 +29,27 @@ def prompt(recipe: Recipe) -> tuple[dict[str, Any], ...]:
 
 
 def training_samples(recipe: Recipe) -> SampleSource:
-    return SeedSource(recipe.data.first_seed, recipe.data.num_samples, prompt(recipe), split="train")
+    """Seeds, or the rows of a dataset in an order that `run.seed` decides."""
+    if recipe.data.source == "seeds":
+        return SeedSource(recipe.data.first_seed, recipe.data.num_samples, prompt(recipe), split="train")
+    return ListSource(rows(recipe, recipe.data.source), recipe.run.seed)
 
 
 def held_out_samples(recipe: Recipe) -> list[Sample]:
-    """Seeds never trained on, marked as held out, for environments that split by more than the seed."""
-    source = SeedSource(recipe.data.eval_first_seed, max(1, recipe.eval.samples), prompt(recipe), split="heldout")
-    return [source.sample(i) for i in range(recipe.eval.samples)]
+    """The first `eval.samples` of the held-out dataset, or of the seeds never trained on. The latter are marked as
+    held out, for environments that split by more than the seed."""
+    count = recipe.eval.samples
+    if recipe.data.source == "seeds":
+        source = SeedSource(recipe.data.eval_first_seed, max(1, count), prompt(recipe), split="heldout")
+        return [source.sample(i) for i in range(count)]
+    if count and not recipe.data.eval_source:
+        raise ConfigError(f"eval.samples = {count}, but data.eval_source is empty; name a held-out dataset file")
+    return rows(recipe, recipe.data.eval_source)[:count] if count else []
+
+
+def rows(recipe: Recipe, path: str) -> list[Sample]:
+    """A dataset's usable rows; what was left out is logged. ValueError for a missing file or column."""
+    text = system_prompt(load_module(recipe.env.module), recipe.env.args)
+    dataset = load_dataset(path, system_prompt=text)
+    get_logger("data").info("%s: %s", path, dataset.report.summary())
+    return dataset.samples

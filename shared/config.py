@@ -7,6 +7,7 @@ Each process is given only the sections it needs. An unknown key, a wrong type o
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
 from typing import Any, Literal
@@ -52,9 +53,9 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = -1
+    temperature: float = Field(1.0, ge=0, description="of training and of sampled evaluations")
+    top_p: float = Field(1.0, gt=0, le=1, description="only 1: the engine's logprobs are of the full distribution")
+    top_k: int = Field(-1, description="only -1, for the same reason")
 
 
 class ActorConfig(Section):
@@ -62,27 +63,27 @@ class ActorConfig(Section):
     processes: int = Field(1, gt=0, description="actor processes that launch/actors.py starts")
     groups: int = Field(16, gt=0, description="groups that one process plays at once")
     connect_timeout_s: float = Field(60.0, gt=0, description="how long an actor waits for the learner")
-    heartbeat_s: float = Field(2.0, gt=0)
+    heartbeat_s: float = Field(2.0, gt=0, description="seconds between an actor's signs of life")
 
 
 class EngineConfig(Section):
-    kind: Literal["embedded", "sglang"] = "embedded"
+    kind: Literal["embedded"] = Field("embedded", description="which server launch/actors.py starts")
     urls: tuple[str, ...] = Field((), description="engines that run already; empty = start them")
     count: int = Field(1, gt=0, description="engines to start")
     port: int = Field(31000, gt=0, lt=65536, description="port of the first engine; the next ones follow")
     device: str = Field("cpu", description="cpu or cuda")
     max_batch: int = Field(64, gt=0, description="requests that the embedded engine computes at once")
     threads: int = Field(1, gt=0, description="CPU threads of the embedded engine")
-    start_timeout_s: float = Field(300.0, gt=0)
-    request_timeout_s: float = Field(300.0, gt=0)
+    start_timeout_s: float = Field(300.0, gt=0, description="how long an engine may take to answer at first")
+    request_timeout_s: float = Field(300.0, gt=0, description="longest wait for one turn")
 
 
 class LearnerConfig(Section):
     bind: str = Field("tcp://127.0.0.1:5555", description="where actors connect")
-    objective: Literal["vtrace", "grpo"] = "vtrace"
+    objective: Literal["vtrace", "grpo"] = Field("vtrace", description="V-trace with a value head, or group-relative")
     group_size: int = Field(1, gt=0, description="episodes of one sample")
     groups_per_step: int = Field(64, gt=0, description="groups of one optimizer step, over all ranks")
-    total_steps: int = Field(100, gt=0)
+    total_steps: int = Field(100, gt=0, description="optimizer steps of the run")
     max_minutes: float = Field(0.0, ge=0, description="training ends after the step that passes this; 0 = no limit")
     publish_every: int = Field(1, gt=0, description="optimizer steps between weight publications")
     max_staleness: int = Field(1, ge=0, description="versions between issue and training, at most")
@@ -92,29 +93,29 @@ class LearnerConfig(Section):
     threads: int = Field(1, gt=0, description="CPU threads of each learner rank")
     bucket_bytes: int = Field(512 * 2**20, gt=0, description="weights gathered and broadcast at once")
     publish_timeout_s: float = Field(300.0, gt=0, description="an engine that takes longer for a publication is dropped")
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, description="learning rate of the model")
     value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.1, ge=0)
-    betas: tuple[float, float] = (0.9, 0.98)
-    max_grad_norm: float = Field(1.0, gt=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
+    weight_decay: float = Field(0.1, ge=0, description="of AdamW, on matrices")
+    betas: tuple[float, float] = Field((0.9, 0.98), description="of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")
     gamma: float = Field(1.0, ge=0, le=1, description="discount between turns (1 inside a turn)")
     lam: float = Field(1.0, ge=0, le=1, description="lambda between turns: how far V-trace looks ahead")
-    rho_bar: float | None = 1.0
-    c_bar: float | None = 1.0
-    pg_rho_bar: float | None = 1.0
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.28, ge=0)
+    rho_bar: float | None = Field(1.0, description="truncation of rho in the targets; null = none")
+    c_bar: float | None = Field(1.0, description="truncation of c, how fast corrections fade; null = none")
+    pg_rho_bar: float | None = Field(1.0, description="truncation of the importance weight of the policy gradient")
+    clip_low: float = Field(0.2, ge=0, description="grpo: ratios below 1 - clip_low get no gradient")
+    clip_high: float = Field(0.28, ge=0, description="grpo: ratios above 1 + clip_high get no gradient")
     vtrace_clip: bool = Field(False, description="vtrace: clip as clip_low and clip_high say, beside pg_rho_bar")
-    normalize_advantages: bool = True
+    normalize_advantages: bool = Field(True, description="vtrace: divide advantages by their running scale")
     advantage_memory: float = Field(0.9, ge=0, lt=1, description="vtrace: memory of the advantages' running scale")
-    value_coef: float = Field(0.5, ge=0)
-    entropy_coef: float = 0.0
-    reward_scale: float = 1.0
+    value_coef: float = Field(0.5, ge=0, description="vtrace: weight of the value loss")
+    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    reward_scale: float = Field(1.0, description="vtrace: rewards are multiplied by this")
     turn_rewards: bool = Field(True, description="vtrace: train on the rewards of turns; false = the episode's at the end")
     checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
-    keep_checkpoints: int = Field(2, gt=0)
+    keep_checkpoints: int = Field(2, gt=0, description="older ones are removed")
     wait_timeout_s: float = Field(600.0, gt=0, description="longest wait for groups before the run stops")
     resume: str = Field("auto", description="auto, never, or a checkpoint folder")
 
@@ -126,7 +127,7 @@ class EvalConfig(Section):
 
 
 class TransportConfig(Section):
-    max_message_bytes: int = Field(256 * 2**20, gt=0)
+    max_message_bytes: int = Field(256 * 2**20, gt=0, description="larger messages are refused")
     queue_messages: int = Field(64, gt=0, description="messages a socket holds before it refuses more")
 
 
@@ -250,3 +251,18 @@ def _command_line_error(message: str) -> str:
         near = nearest_key(key, known_keys())
         return f"unknown option --{key}" + (f"; did you mean --{near}?" if near else "; options are --section.key VALUE")
     return "command line: " + " ".join(message.split())
+
+
+def field_table() -> str:
+    """All fields of a recipe as a Markdown table: `python -m shared.config`."""
+    rows = ["| field | default | |", "|---|---|---|"]
+    for section, info in Recipe.model_fields.items():
+        for name, inner in info.annotation.model_fields.items():  # type: ignore[union-attr]
+            default = "required" if inner.is_required() else inner.get_default(call_default_factory=True)
+            text = default if default == "required" else json.dumps(default)
+            rows.append(f"| `{section}.{name}` | {text} | {inner.description or ''} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(field_table())
