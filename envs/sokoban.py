@@ -44,6 +44,7 @@ class SokobanSettings:
     min_solution: int = 1
     max_solution: int = 1_000_000
     split: str = ""
+    distance_reward: float = 0.0  # shaping: added to a turn's reward for each cell that boxes came nearer to targets
 
     def __post_init__(self) -> None:
         if self.render_mode not in ("vision", "text"):
@@ -119,7 +120,7 @@ class SokobanEnv(Env):
 
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
         actions = parse_actions(response_text, self.settings.max_actions_per_step)
-        reward, moved, done = 0.0, 0, False
+        reward, moved, done, before = 0.0, 0, False, self.distance()
         for action in actions:
             gained, effective = self._move(self._offsets[action])
             reward += gained
@@ -133,7 +134,7 @@ class SokobanEnv(Env):
         info = {
             "raw_action": response_text,
             "parsed_actions": actions,
-            "reward": reward,
+            "reward": reward + self.settings.distance_reward * (before - self.distance()),
             "metrics": {"turn_metrics": turn_metrics, "traj_metrics": {"success": self.success}},
         }
         return self._observation(actions), done, info

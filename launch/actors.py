@@ -1,6 +1,6 @@
 """Starts engines and actor processes and watches over them: one failure stops all, with its reason.
 
-    python launch/actors.py --config launch/recipes/R.toml --actor.learner tcp://HOST:PORT
+python launch/actors.py --config launch/recipes/R.toml --actor.learner tcp://HOST:PORT
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def wait_for_engines(recipe: Recipe, urls: tuple[str, ...], children: list[Child
         while not all(task.done() for task in tasks):
             for child in children:
                 if (code := child.process.poll()) is not None:
-                    raise EngineError(f"{child.name} ended with exit code {code} while starting; its last lines are above")
+                    raise EngineError(
+                        f"{child.name} ended with exit code {code} while starting; its last lines are above"
+                    )
             await asyncio.sleep(0.1)
         for task in tasks:
             await task

@@ -1,6 +1,6 @@
 """The learner, on any number of ranks:
 
-    torchrun --nproc-per-node N launch/learner.py --config launch/recipes/R.toml
+torchrun --nproc-per-node N launch/learner.py --config launch/recipes/R.toml
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     result.unlink(missing_ok=True)
     try:
         arguments = ["--config", path, *overrides]
-        threads = {"OMP_NUM_THREADS": str(recipe.learner.threads)}
+        threads = {"OMP_NUM_THREADS": str(recipe.learner.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         progress = Progress(folder / "metrics.jsonl", recipe)
         children.append(start("learner", [*torchrun, script("learner"), *arguments], env=threads, mute=True))

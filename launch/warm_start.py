@@ -90,7 +90,15 @@ def sokoban_phrases() -> tuple[str, ...]:
     cells = [f"{row}{column}" for row in range(6) for column in range(6)]
     observation = "[Observation]\n(Refer to the image for the grid layout.)\nValid last actions: "
     request = "\nProvide your next move(s) using Up, Down, Left, Right."
-    words = ["<answer>", "</answer>", ", ", *MOVES, *(move.title() for move in MOVES), *cells, *(" " + c for c in cells)]
+    words = [
+        "<answer>",
+        "</answer>",
+        ", ",
+        *MOVES,
+        *(move.title() for move in MOVES),
+        *cells,
+        *(" " + c for c in cells),
+    ]
     return (*words, observation, request, "None", SOKOBAN_PROMPT)
 
 
@@ -105,7 +113,9 @@ TASKS = {
 }
 
 
-def demonstration(task: Task, seed: int, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, expertise: float) -> Trajectory:
+def demonstration(
+    task: Task, seed: int, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, expertise: float
+) -> Trajectory:
     """One demonstrated episode as a trajectory: the mask marks the answers, logprobs and versions say nothing."""
     rng = random.Random(f"demonstration {seed}")
     token_ids: list[int] = []

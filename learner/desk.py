@@ -1,6 +1,6 @@
 """Rank 0's desk: the intake, the evaluations and the run folder. The other ranks have none.
 
-    intake ──groups──▶ batch()          evaluate_*() ──tickets──▶ intake ──groups──▶ finish_evaluations()
+intake ──groups──▶ batch()          evaluate_*() ──tickets──▶ intake ──groups──▶ finish_evaluations()
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Desk:
         )
         limits = SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages)
         self.run_id = str(state.get("run_id") or uuid.uuid4().hex)
-        settings = IntakeSettings(learner.bind, self.run_dir, self.run_id, rules, sockets=limits, check=check)
+        settings = IntakeSettings(
+            learner.bind, self.run_dir, self.run_id, rules, learner.actor_timeout_s, sockets=limits, check=check
+        )
         self.intake = Intake(source, book, settings)
         if state:
             self.intake.load_state(state["tickets"])

@@ -42,7 +42,7 @@ def episode_means(episodes: Iterable[Trajectory]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The last line of a run. Success is a share of held-out samples; `minutes` runs from the first ticket to the last step."""
+    """The last line of a run. Success is a share of held-out samples; `minutes` run from first ticket to last step."""
 
     success_before: float | None
     success_after: float | None

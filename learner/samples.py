@@ -27,7 +27,9 @@ class SeedSource:
 
     def sample(self, position: int) -> Sample:
         seed = self.first + position % self.count
-        return Sample(f"seed-{seed}", self.prompt, metadata={"seed": seed, **({"split": self.split} if self.split else {})})
+        return Sample(
+            f"seed-{seed}", self.prompt, metadata={"seed": seed, **({"split": self.split} if self.split else {})}
+        )
 
 
 class ListSource:

@@ -87,12 +87,15 @@ class LearnerConfig(Section):
     max_minutes: float = Field(0.0, ge=0, description="training ends after the step that passes this; 0 = no limit")
     publish_every: int = Field(1, gt=0, description="optimizer steps between weight publications")
     max_staleness: int = Field(1, ge=0, description="versions between issue and training, at most")
+    actor_timeout_s: float = Field(10.0, gt=0, description="an actor silent for so long is gone; its tickets go on")
     lease_s: float = Field(300.0, gt=0, description="a ticket not fulfilled by then is issued again")
     microbatch_tokens: int = Field(8192, gt=0, description="tokens of one packed forward")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks compute; cuda takes one GPU a rank")
     threads: int = Field(1, gt=0, description="CPU threads of each learner rank")
     bucket_bytes: int = Field(512 * 2**20, gt=0, description="weights gathered and broadcast at once")
-    publish_timeout_s: float = Field(300.0, gt=0, description="an engine that takes longer for a publication is dropped")
+    publish_timeout_s: float = Field(
+        300.0, gt=0, description="an engine that takes longer for a publication is dropped"
+    )
     lr: float = Field(1e-6, gt=0, description="learning rate of the model")
     value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
@@ -113,7 +116,9 @@ class LearnerConfig(Section):
     value_coef: float = Field(0.5, ge=0, description="vtrace: weight of the value loss")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
     reward_scale: float = Field(1.0, description="vtrace: rewards are multiplied by this")
-    turn_rewards: bool = Field(True, description="vtrace: train on the rewards of turns; false = the episode's at the end")
+    turn_rewards: bool = Field(
+        True, description="vtrace: train on the rewards of turns; false = the episode's at the end"
+    )
     checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
     keep_checkpoints: int = Field(2, gt=0, description="older ones are removed")
     wait_timeout_s: float = Field(600.0, gt=0, description="longest wait for groups before the run stops")
@@ -201,6 +206,11 @@ def check_consistency(recipe: Recipe) -> None:
         )
     if recipe.sampling.temperature == 0:
         raise ConfigError("sampling.temperature = 0: a greedy policy explores nothing; set it above 0")
+    if learner.actor_timeout_s < 2 * actor.heartbeat_s:
+        raise ConfigError(
+            f"learner.actor_timeout_s = {learner.actor_timeout_s}: below two heartbeats of {actor.heartbeat_s} s every "
+            "actor seems gone; raise it"
+        )
     reach = (learner.max_staleness + 1) * learner.publish_every * learner.groups_per_step
     if actor.processes * actor.groups > 4 * reach:
         raise ConfigError(
@@ -249,7 +259,9 @@ def _command_line_error(message: str) -> str:
     if unknown:
         key = unknown.group(1).split()[0].lstrip("-").split("=")[0]
         near = nearest_key(key, known_keys())
-        return f"unknown option --{key}" + (f"; did you mean --{near}?" if near else "; options are --section.key VALUE")
+        return f"unknown option --{key}" + (
+            f"; did you mean --{near}?" if near else "; options are --section.key VALUE"
+        )
     return "command line: " + " ".join(message.split())
 
 
