@@ -18,7 +18,7 @@ import socket
 
 from actor.client import EngineClient, EngineError
 from launch.cli import fail, parse
-from launch.processes import Child, Stopped, raise_on_signals, start, stop_all, wait_for_any
+from launch.processes import Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
 from launch.samples import check_env
 from shared.config import ConfigError, Recipe
 from shared.log import get_logger
@@ -78,7 +78,7 @@ def start_engines(recipe: Recipe, children: list[Child]) -> tuple[str, ...]:
         command += ["--device", engine.device, "--dtype", model.dtype, "--threads", str(engine.threads)]
         command += ["--max-batch", str(engine.max_batch), "--max-context", str(model.max_context)]
         command += ["--min-pixels", str(model.min_pixels), "--max-pixels", str(model.max_pixels)]
-        children.append(start(f"engine on port {port}", command, env={"OMP_NUM_THREADS": str(engine.threads)}))
+        children.append(start(f"engine on port {port}", command, env=cpu_env(engine.threads)))
         urls.append(f"http://127.0.0.1:{port}")
     return tuple(urls)
 

@@ -21,7 +21,7 @@ from typing import TextIO
 
 from envs.loader import load_env, load_module
 from launch.cli import fail, load, split
-from launch.processes import ROOT, Child, Stopped, raise_on_signals, start, stop_all, wait_for_any
+from launch.processes import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
 from launch.samples import check_env, held_out_samples
 from shared.config import Recipe
 from shared.log import get_logger
@@ -47,10 +47,11 @@ def main(argv: list[str] | None = None) -> int:
     result.unlink(missing_ok=True)
     try:
         arguments = ["--config", path, *overrides]
-        threads = {"OMP_NUM_THREADS": str(recipe.learner.threads), "OMP_WAIT_POLICY": "PASSIVE"}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         progress = Progress(folder / "metrics.jsonl", recipe)
-        children.append(start("learner", [*torchrun, script("learner"), *arguments], env=threads, mute=True))
+        children.append(
+            start("learner", [*torchrun, script("learner"), *arguments], env=cpu_env(recipe.learner.threads), mute=True)
+        )
         children.append(start("actors", [sys.executable, script("actors"), *arguments]))
         code = watch(children, progress, result)
     except Stopped as signal:

@@ -1,8 +1,8 @@
 """Makes a small model from nothing: builds it, then teaches it by supervised learning to read the picture and to answer
-in the task's format. The shipped models are made by
+in the task's format. `make tiny-models` makes the shipped ones, in stages:
 
-    python launch/warm_start.py sokoban --out launch/models/sokoban_tiny
-    python launch/warm_start.py colour --out launch/models/colour_tiny
+    python launch/warm_start.py sokoban --out stage1 --steps 2600 --batch 4 --lr 1.5e-3
+    python launch/warm_start.py sokoban --start stage1 --out stage2 --seed 1 --steps 1500 --expertise 0.5
 
 Sokoban: episodes of a player that follows a shortest solution in some turns and moves at random in the others, so the
 model learns to see and to answer, and only half of what it imitates is good play. Colour: answers drawn at random, so

@@ -82,8 +82,8 @@ def backward(path: Contestant, hidden: Tensor, weight: Tensor, target: Tensor, u
     (loss if entropy is None else loss + (entropy * upstream[1]).sum()).backward()
 
 
-def cpu_child(name: str, num_rows: int, vocab: int, entropy: bool) -> dict[str, float]:
-    """One contestant in this process: seconds (the better of two) and the growth of the peak resident memory."""
+def cpu_child(name: str, num_rows: int, vocab: int, entropy: bool, turns: int) -> dict[str, float]:
+    """One contestant in this process: seconds (the best turn) and the growth of the peak resident memory."""
     data = inputs(num_rows, 1024, "cpu", torch.float32, vocab)
     paths: dict[str, Contestant] = {"ours": linear_logprob, "torch": full_logits}
     path = paths[name] if entropy else (lambda *a: (paths[name](*a)[0], None))
@@ -91,7 +91,7 @@ def cpu_child(name: str, num_rows: int, vocab: int, entropy: bool) -> dict[str, 
         path = lambda h, w, t: ((h @ w.t()).log_softmax(-1).gather(1, t[:, None])[:, 0], None)  # noqa: E731
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = [], []
-    for _ in range(2):
+    for _ in range(turns):
         starts = time.perf_counter(), time.process_time()
         backward(path, *data)
         wall.append(time.perf_counter() - starts[0])
@@ -100,13 +100,14 @@ def cpu_child(name: str, num_rows: int, vocab: int, entropy: bool) -> dict[str, 
     return {"wall_s": min(wall), "cpu_s": min(cpu), "extra_bytes": extra}
 
 
-def cpu_bench(num_rows: int, vocab: int) -> dict[str, object]:
+def cpu_bench(num_rows: int, vocab: int, turns: int) -> dict[str, object]:
     """Ours against torch's full logits, with and without the entropy; CPU seconds do not see other processes."""
     report: dict[str, object] = {"rows": num_rows, "hidden": 1024, "vocab": vocab, "threads": torch.get_num_threads()}
     for what in ("logprob", "logprob+entropy"):
         result = {}
         for name in ("ours", "torch"):
             command = [sys.executable, __file__, "--child", name, "--rows", str(num_rows), "--vocab", str(vocab)]
+            command += ["--turns", str(turns)]
             command += ["--entropy"] if "entropy" in what else []
             done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800, cwd=ROOT)
             result[name] = json.loads(done.stdout.splitlines()[-1])
@@ -230,19 +231,24 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a CPU check of seconds")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--child", choices=("ours", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=2, help="times that a CPU contestant runs")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--entropy", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(cpu_child(args.child, args.rows, args.vocab, args.entropy)))
+        print(json.dumps(cpu_child(args.child, args.rows, args.vocab, args.entropy, args.turns)))
         return
     report: dict[str, object] = {"torch": torch.__version__, "triton_interpret": os.environ.get("TRITON_INTERPRET")}
     if torch.cuda.is_available() and not args.small:
         report |= {"gpu": gpu_bench(args.repeats), "scan": scan_bench("cuda")}
     else:
         num_rows, vocab = (512, 8192) if args.small else (args.rows, args.vocab)
-        report |= {"cpu": cpu_bench(num_rows, vocab), "gpu": "unmeasured: no GPU here", "absent": peers()[1]}
+        report |= {
+            "cpu": cpu_bench(num_rows, vocab, args.turns),
+            "gpu": "unmeasured: no GPU here",
+            "absent": peers()[1],
+        }
         report["scan"] = scan_bench("cpu")
     print(json.dumps(report))
 
