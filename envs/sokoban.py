@@ -14,6 +14,7 @@ from typing import Any
 from envs.base import Env, Info, Observation, metadata_of, setting
 from envs.sokoban_boards import MOVES, TARGET, WALL, Board, BoardSpec, board_from_config, make_board
 from envs.sokoban_render import render
+from envs.sokoban_solver import optimal_first_moves
 
 SYSTEM_PROMPT = (
     "Solve Sokoban: push every yellow box onto a red target. You are the green player. Brown cells are walls, dark "
@@ -26,6 +27,7 @@ TEXT_PROMPT = (
     "Answer with your next moves like this: <answer>up, left</answer>"
 )
 STEP_REWARD, BLOCKED_REWARD, ON_TARGET_REWARD, OFF_TARGET_REWARD, SUCCESS_BONUS = 0.01, -0.05, 1.0, -0.5, 5.0
+LOST = 20  # moves that a position beyond rescue counts as
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 _SEPARATORS = re.compile(r"[,;\s]+")
 
@@ -44,7 +46,7 @@ class SokobanSettings:
     min_solution: int = 1
     max_solution: int = 1_000_000
     split: str = ""
-    distance_reward: float = 0.0  # shaping: added to a turn's reward for each cell that boxes came nearer to targets
+    progress_reward: float = 0.0  # shaping: added to a turn's reward for each move that the shortest solution shrank by
 
     def __post_init__(self) -> None:
         if self.render_mode not in ("vision", "text"):
@@ -120,7 +122,7 @@ class SokobanEnv(Env):
 
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
         actions = parse_actions(response_text, self.settings.max_actions_per_step)
-        reward, moved, done, before = 0.0, 0, False, self.distance()
+        reward, moved, done, before = 0.0, 0, False, self._moves_left()
         for action in actions:
             gained, effective = self._move(self._offsets[action])
             reward += gained
@@ -134,7 +136,7 @@ class SokobanEnv(Env):
         info = {
             "raw_action": response_text,
             "parsed_actions": actions,
-            "reward": reward + self.settings.distance_reward * (before - self.distance()),
+            "reward": reward + self.settings.progress_reward * (before - self._moves_left()),
             "metrics": {"turn_metrics": turn_metrics, "traj_metrics": {"success": self.success}},
         }
         return self._observation(actions), done, info
@@ -163,6 +165,12 @@ class SokobanEnv(Env):
             if len(free) > 1:
                 free.remove(nearest)
         return float(total)
+
+    def _moves_left(self) -> int:
+        """Length of the shortest solution from here, at most LOST; LOST where there is none. 0 without shaping."""
+        if not self.settings.progress_reward or self.success:
+            return 0
+        return min(len(optimal_first_moves(self.current())) or LOST, LOST)
 
     def _move(self, step: int) -> tuple[float, bool]:
         """Walk or push by `step` cells; the reward and whether anything moved."""

@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import json
 import logging
 import os
+import signal
 
 from launch.cli import fail, parse
-from launch.processes import Stopped, raise_on_signals
+from launch.processes import Stopped, die_with_parent, raise_on_signals
 from launch.samples import check_env, held_out_samples, training_samples
 from shared.config import Recipe
 from shared.log import get_logger
@@ -25,6 +26,8 @@ from shared.vision import VisionSpec
 def main(argv: list[str] | None = None) -> int:
     recipe = parse(__doc__, sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get("RANK", "0"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(signal.SIGKILL)  # a rank never outlives its torchrun
     try:
         check_env(recipe)
         VisionSpec.load(recipe.model.path)
@@ -37,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, TimeoutError) as error:
         logging.getLogger("pronk").debug("", exc_info=True)
         return fail(error)
-    except Stopped as signal:
-        get_logger(f"learner[{rank}]").info("%s: stopping", signal)
+    except Stopped as stopped:
+        get_logger(f"learner[{rank}]").info("%s: stopping", stopped)
         return 130
     if result is not None:
         print(json.dumps(result.as_dict()), flush=True)

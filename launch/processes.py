@@ -49,10 +49,10 @@ def start(name: str, command: Sequence[str], *, env: dict[str, str] | None = Non
     return Child(name, process)
 
 
-def die_with_parent() -> None:
-    """In a child: the kernel sends SIGTERM when the parent is gone. Only Linux offers that."""
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """In a child: the kernel sends it this signal when its parent is gone. Only Linux offers that."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 class Stopped(Exception):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from envs import sokoban
-from envs.sokoban import build_env, episode_reward, parse_actions, random_response
+from envs.sokoban import LOST, build_env, episode_reward, parse_actions, random_response
+from envs.sokoban_solver import optimal_first_moves
 from shared.types import Sample
 
 DATA = Path(__file__).parent / "data"
@@ -117,3 +118,17 @@ def test_the_prompt_fits_the_mode():
 def test_only_the_first_answer_block_counts():
     assert parse_actions("<answer>up</answer><answer>down</answer>", 3) == ["up"]
     assert parse_actions("<answer>\nUP;down left right</answer>", 3) == ["up", "down", "left"]
+
+
+def test_the_progress_reward_pays_for_each_move_that_the_solution_shrank_and_nothing_else_changes() -> None:
+    sample = Sample("x", metadata={"seed": 5})
+    plain, shaped = build_env(sample, {}), build_env(sample, {"progress_reward": 0.1})
+    rng = Random(0)
+    for _ in range(8):
+        before = len(optimal_first_moves(shaped.current())) or LOST
+        response = random_response(rng)
+        _, _, plain_info = plain.step(response)
+        _, _, info = shaped.step(response)
+        after = 0 if shaped.success else len(optimal_first_moves(shaped.current())) or LOST
+        assert info["reward"] == pytest.approx(plain_info["reward"] + 0.1 * (before - after))
+    assert episode_reward(plain) == episode_reward(shaped)
