@@ -13,7 +13,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group dev --editable .
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group dev
 	touch $@
 
 train: env
@@ -34,4 +34,4 @@ test: lint
 	$(PY) -m pytest $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build

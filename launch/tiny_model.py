@@ -80,7 +80,10 @@ def build_config(
     vocab_size: int = 640,
 ) -> Qwen3VLConfig:
     """The small Qwen3-VL: `hidden` must be a multiple of 64 (heads of 32)."""
-    token = tokenizer.convert_tokens_to_ids
+
+    def token(text: str) -> int:
+        return int(tokenizer.convert_tokens_to_ids(text))  # type: ignore[arg-type]
+
     heads = hidden // 32
     return Qwen3VLConfig(
         text_config={
@@ -148,5 +151,5 @@ def save(folder: str | Path, model: Qwen3VLForConditionalGeneration, tokenizer: 
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     build_image_processor().save_pretrained(folder)
-    generation = {"eos_token_id": model.config.text_config.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -178,7 +178,7 @@ def train(
             print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {minutes:.1f} min", flush=True)
         if (step + 1) % 500 == 0:
             tiny_model.save(out, model, tokenizer)
-    tiny_model.save(out, model.to(torch.bfloat16), tokenizer)
+    tiny_model.save(out, model.bfloat16(), tokenizer)
 
 
 def main(argv: list[str] | None = None) -> None:

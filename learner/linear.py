@@ -24,7 +24,7 @@ class _OneDnnLinear(torch.autograd.Function):
         return _product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:

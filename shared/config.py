@@ -173,8 +173,8 @@ def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
         )
 
         @classmethod
-        def settings_customise_sources(cls, settings_cls, init_settings, env_settings, *_args, **_kwargs):  # type: ignore[no-untyped-def]
-            command_line = CliSettingsSource(settings_cls, cli_parse_args=overrides or [], cli_exit_on_error=False)
+        def settings_customise_sources(cls, settings_cls, init_settings, env_settings, *_args, **_kwargs):
+            command_line: Any = CliSettingsSource(settings_cls, cli_parse_args=overrides or [], cli_exit_on_error=False)
             return command_line, env_settings, init_settings
 
     try:
