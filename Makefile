@@ -19,12 +19,14 @@ $(VENV)/.done: pyproject.toml constraints.txt
 train: env
 	$(PY) launch/local.py --config $(RECIPE) $(ARGS)
 
-# Makes the shipped models again, from nothing: about half an hour on two cores.
+# Makes the shipped models again, from nothing: about an hour on two cores.
 tiny-models: env
 	$(PY) launch/warm_start.py colour --out launch/models/colour_tiny --steps 100 --batch 32
 	$(PY) launch/warm_start.py sokoban --out build/stage1 --steps 2600 --batch 4 --lr 1.5e-3
 	$(PY) launch/warm_start.py sokoban --start build/stage1 --out build/stage2 --seed 1 --steps 1500 --expertise 0.5 --threads 2
-	$(PY) launch/warm_start.py sokoban --start build/stage2 --out launch/models/sokoban_tiny --seed 2 --steps 1000 --expertise 0.5 --threads 2
+	$(PY) launch/warm_start.py sokoban --start build/stage2 --out build/stage3 --seed 2 --steps 1000 --expertise 0.5 --threads 2
+	$(PY) launch/warm_start.py sokoban --start build/stage3 --out build/stage4 --seed 3 --steps 1500 --expertise 0.5
+	$(PY) launch/warm_start.py sokoban --start build/stage4 --out launch/models/sokoban_tiny --seed 4 --steps 250 --lr 8e-4 --expertise 0.2 --threads 2
 
 lint: env
 	$(VENV)/bin/ruff check .

@@ -36,16 +36,17 @@ class RowStats:
         return RowStats(self.largest[rows], self.sum_exp[rows], self.sum_exp_z[rows], self.target_logit[rows])
 
     def finish(self, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(logprob of the target, entropy, log of sum_exp), each [R]."""
-        log_sum = self.sum_exp.log()
+        """(logprob of the target, entropy, log of sum_exp), each [R]; the last in float64, since its rounding would
+        move all of a row's gradient one way."""
+        log_sum = self.sum_exp.double().log()
         gap = self.target_logit - self.largest
         logprob = (gap if temperature is None else gap / temperature) - log_sum
-        return logprob, (log_sum - self.sum_exp_z / self.sum_exp).clamp_(min=0), log_sum
+        return logprob.float(), (log_sum - self.sum_exp_z / self.sum_exp).clamp_(min=0).float(), log_sum
 
 
 @dataclass(frozen=True, slots=True)
 class RowGrads:
-    """What a row needs to write its logits' gradient, float32 [R] each."""
+    """What a row needs to write its logits' gradient, float32 [R] each, `log_sum` float64."""
 
     largest: Tensor
     log_sum: Tensor
@@ -137,13 +138,15 @@ def _grad_block(
         z.div_(temperature[:, None])
         g = g / temperature
         h = None if h is None else h / temperature
-    z.sub_(grads.log_sum[:, None])
+    log_sum = grads.log_sum.float()
+    unrounded = (log_sum.double() - grads.log_sum).exp().float()  # what the rounding of log_sum did to each p
+    z.sub_(log_sum[:, None])
     if banned:
         z.clamp_(min=EXP_IS_ZERO)
     if h is None:
-        d = z.exp_().mul_(-g[:, None])
+        d = z.exp_().mul_((-g * unrounded)[:, None])
     else:
-        p = z.exp()
+        p = z.exp().mul_(unrounded[:, None])
         offset = -(g + h * grads.entropy)
         d = torch.addcmul(offset[:, None], z, h[:, None], value=-1).mul_(p)
     column = target - first_column

@@ -125,7 +125,8 @@ def grad_in_place(
     with torch.cuda.device_of(tile_RC):
         _grad[_grid(tile_RC)](
             tile_RC, tile_RC.stride(0), out_RC, out_RC.stride(0), target_R, temperature_R, grads.largest,
-            grads.log_sum, grads.entropy, grads.grad_logprob, grads.grad_entropy, tile_RC.shape[0], tile_RC.shape[1],
+            grads.log_sum.float(), grads.entropy, grads.grad_logprob, grads.grad_entropy, tile_RC.shape[0],
+            tile_RC.shape[1],
             first_column, HAS_TEMPERATURE=temperature_R is not None, HAS_ENTROPY=grads.grad_entropy is not None,
             BLOCK=_block(tile_RC.shape[1]), num_warps=8,
         )  # fmt: skip
