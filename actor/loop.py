@@ -115,8 +115,8 @@ async def _converse(settings: ActorSettings, dealer: Dealer, desk: _Desk) -> tup
                 if not known:
                     log.info("learner %s is here: run %s, version %d", settings.learner, run_id, version)
                 known = True
-            case Stop(reason):
-                return (0 if known else 1), f"the learner says stop: {reason}"
+            case Stop(reason, failed):
+                return (1 if failed or not known else 0), f"the learner says stop: {reason}"
 
 
 class _Desk:
@@ -206,7 +206,7 @@ class _Desk:
 def failed_trajectory(error: str) -> Trajectory:
     """An episode of which nothing can be used."""
     empty_i, empty_f, empty_u = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8)
-    return Trajectory(empty_i, empty_u, empty_f, empty_i, (), 0.0, (), Ending.ABORTED, error=error)
+    return Trajectory(empty_i, empty_u, empty_f, empty_i, (), 0.0, (), Ending.WIRE_ERROR, error=error)
 
 
 class _IdleMeter:

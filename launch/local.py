@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     result.unlink(missing_ok=True)
     try:
         arguments = ["--config", path, *overrides]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        torchrun = [sys.executable, script("ranks"), "--standalone", "--nproc-per-node", ranks]
         progress = Progress(folder / "metrics.jsonl", recipe)
         children.append(
             start("learner", [*torchrun, script("learner"), *arguments], env=cpu_env(recipe.learner.threads), mute=True)

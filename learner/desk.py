@@ -172,6 +172,6 @@ class Desk:
         (self.run_dir / "result.json").write_text(json.dumps(result.as_dict()) + "\n")
         return result
 
-    def close(self, reason: str) -> None:
-        self.intake.stop(reason)
+    def close(self, reason: str, *, failed: bool) -> None:
+        self.intake.stop(reason, failed=failed)
         self.metrics.close()

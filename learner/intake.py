@@ -27,7 +27,7 @@ from shared.codec import Message, TokenRules, WireError
 from shared.log import get_logger
 from shared.metrics import Distribution
 from shared.transport import Router, Secure, SocketSettings
-from shared.types import Bye, Group, PolicyVersion, Sample, Sampling, Ticket
+from shared.types import Bye, Group, PolicyVersion, Sample, Sampling, Stop, Ticket
 
 Batch = list[tuple[Ticket, Group]]
 Answer = TypeVar("Answer")
@@ -75,7 +75,7 @@ class Intake:
         self._token_staleness = Distribution()
         self._group_staleness = Distribution()
         self._played_s = Distribution()
-        self._stop_reason: str | None = None
+        self._stop: Stop | None = None
         self._failure: BaseException | None = None
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
@@ -156,10 +156,10 @@ class Intake:
             values |= self._token_staleness.drain("staleness/token") | self._group_staleness.drain("staleness/group")
             return values | self._played_s.drain("actors/group_s")
 
-    def stop(self, reason: str) -> None:
-        """Tells all actors that the run is over, and closes the socket. May be called again."""
+    def stop(self, reason: str, *, failed: bool = False) -> None:
+        """Tells all actors that the run is over, well or not, and closes the socket. May be called again."""
         with self._changed:
-            self._stop_reason = self._stop_reason or reason
+            self._stop = self._stop or Stop(reason, failed)
         self._wake()
         self._thread.join(5.0)
 
@@ -178,8 +178,8 @@ class Intake:
             while True:
                 if self._failure is not None:
                     raise RuntimeError(f"the intake stopped: {self._failure}") from self._failure
-                if self._stop_reason is not None:
-                    raise RuntimeError(f"the intake is stopped: {self._stop_reason}")
+                if self._stop is not None:
+                    raise RuntimeError(f"the intake is stopped: {self._stop.reason}")
                 answer = ask()
                 if answer is not None:
                     return answer
@@ -213,7 +213,7 @@ class Intake:
 
     def _run(self) -> None:
         try:
-            while self._stop_reason is None:
+            while self._stop is None:
                 self._router.wait(TICK_S)
                 self._serve()
         except BaseException as error:  # noqa: BLE001 - the learner's thread raises it, see _wait
@@ -221,18 +221,18 @@ class Intake:
         finally:
             with self._changed:
                 self._changed.notify_all()
-            self._part(self._stop_reason or f"the learner failed: {self._failure}")
+            self._part(self._stop or Stop(f"the learner failed: {self._failure}", failed=True))
             self._router.close()
             self._wake_receive.close()
             self._wake_send.close()
 
-    def _part(self, reason: str) -> None:
+    def _part(self, stop: Stop) -> None:
         """Says Stop until all actors have said Bye or closed their connection; for `FAREWELL_S` at most."""
         say_at = time.monotonic()
         deadline = say_at + FAREWELL_S
         while self._reception.actors and (now := time.monotonic()) < deadline:
             if now >= say_at:
-                self._reception.farewell(reason)
+                self._reception.farewell(stop)
                 say_at = now + TICK_S
             self._router.wait(TICK_S)
             self._forget_wakes()

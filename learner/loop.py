@@ -40,7 +40,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
     ranks = dist.init(config.device, timeout_s=config.wait_timeout_s + 600)
     desk: Desk | None = None
     publisher: Publisher | None = None
-    reason = "the learner failed"
+    complete = False
     try:
         trainer = build_trainer(recipe, ranks)
         folder = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
@@ -56,13 +56,13 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
             desk = Desk(recipe, source, held_out, token_rules(trainer), check, restored.intake if restored else {})
         publisher = Publisher(trainer.policy, ranks, publish_settings(config))
         result = loop(recipe, ranks, trainer, publisher, folder, desk, restored.version if restored else 0)
-        reason = "the run is complete"
+        complete = True
         return result
     finally:
         if publisher is not None:
             publisher.close()  # the engines leave while the actors still keep them
         if desk is not None:
-            desk.close(reason)
+            desk.close("the run is complete" if complete else "the learner failed", failed=not complete)
         dist.close()
 
 

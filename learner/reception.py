@@ -141,7 +141,7 @@ class Reception:
         if hello.vocab_size != self._rules["vocab_size"]:
             detail = f"vocabulary of {hello.vocab_size} tokens, the learner's has {self._rules['vocab_size']}"
             self.rejects.add(key, WireError("vocab_size", detail), ())
-            self._router.send(peer, Stop(f"{detail}; give actors and learner the same model.path"))
+            self._router.send(peer, Stop(f"{detail}; give actors and learner the same model.path", failed=True))
             return
         if peer not in self.actors:
             self._log.info("actor %s is here, with engines %s", key, ", ".join(hello.engine_urls))
@@ -165,7 +165,7 @@ class Reception:
     def _refuse(self, peer: bytes, key: str, error: WireError, frames: Sequence[Frame]) -> None:
         self.rejects.add(key, error, frames)
         if error.reason == "schema_version":
-            self._router.send(peer, Stop(f"{error.detail}"))
+            self._router.send(peer, Stop(error.detail, failed=True))
         if error.ticket_id:
             if key in self._book.holders(error.ticket_id):
                 self._book.reject(error.ticket_id, f"malformed_{error.reason}", error.detail)
@@ -209,9 +209,9 @@ class Reception:
             for start in range(0, len(tickets), TICKETS_PER_MESSAGE):
                 self._send(peer, Tickets(tuple(tickets[start : start + TICKETS_PER_MESSAGE])))
 
-    def farewell(self, reason: str) -> None:
+    def farewell(self, stop: Stop) -> None:
         for peer in list(self.actors):
-            self._send(peer, Stop(reason))
+            self._send(peer, stop)
 
     def _send(self, peer: bytes, message: Message) -> None:
         """A message lost to a full queue comes again: after the next Hello, or when the ticket counts as lost."""

@@ -150,12 +150,8 @@ class TicketBook:
         return found
 
     def _release(self, entry: Entry, actor: str) -> None:
-        if (
-            entry.holders.pop(actor, None) is not None
-            and not entry.holders
-            and entry.group is None
-            and entry.ticket.id not in self._queued
-        ):
+        held = entry.holders.pop(actor, None) is not None
+        if held and not entry.holders and entry.group is None and entry.ticket.id not in self._queued:
             self._requeue(entry)
 
     def _requeue(self, entry: Entry) -> None:

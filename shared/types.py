@@ -29,6 +29,7 @@ class Ending(StrEnum):
     ENV_TIMEOUT = "env_timeout"  # the environment took longer than its time limit
     REWARD_ERROR = "reward_error"  # the reward function raised, or returned no finite number
     REWARD_TIMEOUT = "reward_timeout"  # the reward function took longer than its time limit
+    WIRE_ERROR = "wire_error"  # the episode breaks the wire's contract or its limits
 
 
 TRAINABLE_ENDINGS = frozenset({Ending.COMPLETED, Ending.MAX_TURNS, Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})
@@ -160,7 +161,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An actor has `slots` free places for groups."""
+    """An actor plays `slots` groups at once; the learner fills the places that are free."""
 
     slots: int
 
@@ -207,6 +208,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The run is over."""
+    """The run is over; `failed` tells the actors to end with an error."""
 
     reason: str
+    failed: bool = False

@@ -307,11 +307,22 @@ def test_an_episode_that_breaks_the_contract_or_does_not_fit_is_sent_as_a_failur
         for name, word in (("broken", "placeholders"), ("large", "50000")):
             learner.send(Tickets((ticket(name),)))
             group = await learner.expect(Group, lambda g, name=name: g.ticket_id == name)
-            assert group.trajectories[0].ending is Ending.ABORTED
+            assert group.trajectories[0].ending is Ending.WIRE_ERROR
             assert word in group.trajectories[0].error
             learner.send(Ack(name, True))
         learner.send(Stop("over"))
         assert await actor == 0
+
+    with_learner(test)
+
+
+def test_an_actor_ends_with_an_error_when_the_learner_failed() -> None:
+    async def test(learner: Learner) -> None:
+        actor = asyncio.create_task(run_actor(actor_settings(learner.address), Stage().play))
+        await learner.expect(Request)
+        learner.send(Welcome("run", 0))
+        learner.send(Stop("the learner failed", failed=True))
+        assert await actor == 1
 
     with_learner(test)
 

@@ -169,7 +169,7 @@ def test_a_wrong_field_is_refused(message: object, path: list, value: object, re
         ([msgpack.packb({"v": SCHEMA_VERSION, "kind": ["Stop"], "body": ["x"]})], "unknown_kind"),
         ([msgpack.packb({"v": SCHEMA_VERSION, "kind": "Stop", "body": ["x"], "more": 1})], "unknown_kind"),
         ([msgpack.packb({"v": SCHEMA_VERSION, "kind": "Stop", "body": ["x", "y"]})], "wrong_type"),
-        ([msgpack.packb({"v": SCHEMA_VERSION, "kind": "Stop", "body": ["x"]}), b"1"], "extra_frames"),
+        ([msgpack.packb({"v": SCHEMA_VERSION, "kind": "Stop", "body": ["x", True]}), b"1"], "extra_frames"),
         ([b"\xdd\xff\xff\xff\xff"], "header"),
         ([b"\x91" * 100_000], "header"),
     ],
