@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.objectives import group_advantages
+from learner.advantages import equal, group_advantages
 from learner.pictures import Pictures
-from shared.types import Group, Image, Trajectory
+from shared.types import Ending, Group, Image, Trajectory
 from shared.vision import expand, mrope_positions
 
 
@@ -45,6 +45,22 @@ class EpisodeSettings:
     reward_scale: float = 1.0
     turn_rewards: bool = True  # false: the whole episode's reward at its last token
     divide_by_std: bool = True
+    leave_one_out: bool = False
+    mask_overlong: bool = False  # episodes cut off by a token limit get no gradient; they still count in their group
+    overlong_penalty: float = 0.0  # what such an episode's reward is less
+
+
+_OVERLONG = frozenset({Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})
+
+
+def episode_rewards(group: Group, settings: EpisodeSettings) -> list[float]:
+    """Of the trainable trajectories, as advantages see them."""
+    return [t.reward - settings.overlong_penalty * (t.ending in _OVERLONG) for t in group.trajectories if t.trainable]
+
+
+def is_uninformative(group: Group, settings: EpisodeSettings) -> bool:
+    """Whether all its episodes earned exactly the same, so that no group-relative objective learns from it."""
+    return equal(episode_rewards(group, settings))
 
 
 def make_episode(trajectory: Trajectory, advantage: float, pictures: Pictures, settings: EpisodeSettings) -> Episode:
@@ -66,6 +82,8 @@ def make_episode(trajectory: Trajectory, advantage: float, pictures: Pictures, s
             rewards[last] += turn.reward * settings.reward_scale
     if not settings.turn_rewards:
         rewards[-1] = trajectory.reward * settings.reward_scale
+    if trajectory.ending in _OVERLONG:
+        rewards[-1] -= settings.overlong_penalty * settings.reward_scale
     turn_end[-1] = True
     return Episode(
         input_ids=ids,
@@ -85,9 +103,11 @@ def make_episodes(groups: Sequence[Group], pictures: Pictures, settings: Episode
     episodes = []
     for group in groups:
         trajectories = [t for t in group.trajectories if t.trainable]
-        advantages = group_advantages([t.reward for t in trajectories], divide_by_std=settings.divide_by_std)
+        rewards, how = episode_rewards(group, settings), (settings.divide_by_std, settings.leave_one_out)
+        advantages = group_advantages(rewards, divide_by_std=how[0], leave_one_out=how[1])
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
-            episodes.append(make_episode(trajectory, float(advantage), pictures, settings))
+            if not (settings.mask_overlong and trajectory.ending in _OVERLONG):
+                episodes.append(make_episode(trajectory, float(advantage), pictures, settings))
     return episodes
 
 
@@ -143,6 +163,7 @@ class Microbatch:
     turn_end: Tensor  # bool [N]
     episode_end: Tensor  # bool [N]
     advantages: Tensor  # float32 [N], relative to the group
+    episode_tokens: Tensor  # float32 [N], sampled tokens of the token's episode
     empty: bool = False
 
     @property
@@ -156,9 +177,8 @@ def pack(episodes: Sequence[Episode], pictures: Pictures, device: torch.device) 
     input_ids = np.concatenate([e.input_ids for e in episodes])
     offsets = np.cumsum([0] + [e.num_tokens for e in episodes])
     targets = np.concatenate([e.targets + offset for e, offset in zip(episodes, offsets, strict=False)])
-    ends = np.cumsum([len(e.targets) for e in episodes])
     episode_end = np.zeros(len(targets), dtype=bool)
-    episode_end[ends - 1] = True
+    episode_end[np.cumsum([len(e.targets) for e in episodes]) - 1] = True
 
     row_of: dict[str, int] = {}  # hash -> first row of the picture's features in the tower's output
     distinct, rows, num_rows = [], [], 0
@@ -177,7 +197,8 @@ def pack(episodes: Sequence[Episode], pictures: Pictures, device: torch.device) 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
-    advantages = np.concatenate([np.full(len(e.targets), e.advantage, dtype=np.float32) for e in episodes])
+    counts = [len(e.targets) for e in episodes]
+    advantages = np.repeat(np.array([e.advantage for e in episodes], dtype=np.float32), counts)
     no_patches = np.zeros((0, 3, pictures.spec.patch_size, pictures.spec.patch_size), dtype=np.uint8)
     return Microbatch(
         input_ids=tensor(input_ids[None]),
@@ -196,6 +217,7 @@ def pack(episodes: Sequence[Episode], pictures: Pictures, device: torch.device) 
         turn_end=tensor(cat("turn_end")),
         episode_end=tensor(episode_end),
         advantages=tensor(advantages),
+        episode_tokens=tensor(np.repeat(np.array(counts, dtype=np.float32), counts)),
     )
 
 

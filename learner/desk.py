@@ -9,12 +9,15 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from learner.batch import EpisodeSettings, is_uninformative
 from learner.intake import Intake, IntakeSettings
 from learner.results import RunResult, evaluation_metrics, rollout_metrics
 from learner.samples import SampleSource
+from learner.step import episode_settings
 from learner.tickets import BookSettings
 from shared.codec import TokenRules
 from shared.config import Recipe
@@ -50,6 +53,7 @@ class Desk:
             lease_s=learner.lease_s,
             seed=recipe.run.seed,
             total_groups=learner.groups_per_step * learner.total_steps,
+            refuse=partial(_uninformative, settings=episode_settings(learner)) if learner.dynamic_sampling else None,
         )
         limits = SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages)
         self.run_id = str(state.get("run_id") or uuid.uuid4().hex)
@@ -175,3 +179,7 @@ class Desk:
     def close(self, reason: str, *, failed: bool) -> None:
         self.intake.stop(reason, failed=failed)
         self.metrics.close()
+
+
+def _uninformative(group: Group, settings: EpisodeSettings) -> str:
+    return "uninformative" if is_uninformative(group, settings) else ""

@@ -18,7 +18,7 @@ from learner import checkpoint, dist
 from learner.batch import check_group
 from learner.desk import Desk
 from learner.dist import Ranks
-from learner.model import load_policy, shard
+from learner.model import Policy, load_policy, shard
 from learner.publisher import Publisher, PublishSettings
 from learner.results import RunResult
 from learner.samples import SampleSource
@@ -116,13 +116,22 @@ def loop(
 
 def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     """The policy on its device, sharded where there are several ranks, with its optimizer."""
-    model = recipe.model
     torch.manual_seed(recipe.run.seed)
+    policy = build_policy(recipe, ranks)
+    reference = None
+    if recipe.learner.kl_coef:
+        reference = build_policy(recipe, ranks).requires_grad_(False)
+    return Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
+
+
+def build_policy(recipe: Recipe, ranks: Ranks) -> Policy:
+    """The model of `model.path`, also where a checkpoint is to be resumed from."""
+    model = recipe.model
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
     policy = load_policy(model.path, spec).to(ranks.device)
     if ranks.size > 1 or model.dtype != "float32":
         shard(policy, ranks.mesh, getattr(torch, model.dtype))
-    return Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature)
+    return policy
 
 
 def publish_settings(config: LearnerConfig) -> PublishSettings:

@@ -1,28 +1,57 @@
-"""Losses over sampled tokens: pure functions, one scalar each, divided once by the global number of trained tokens.
+"""Objectives over sampled tokens: pure functions of a record of tokens, each one scalar, divided once.
 
-Shape suffixes: N = sampled tokens of one microbatch, G = episodes of one group.
+Every policy loss is the same gradient, -w A grad(log pi), summed over tokens, and objectives differ in A and in w:
 
-Every policy loss is the same gradient, -w A grad(log pi), and differs in A and in the weight w: the truncated
-importance weight min(w_max, pi/mu), which a clip sets to 0 where the ratio has already left [1 - low, 1 + high] in
-the direction that the advantage pushes.
+    objective  A                  ratio            w
+    vtrace     q - V (V-trace)    token or turn    min(pg_rho_bar, ratio), 0 where clipped (only with vtrace_clip)
+    grpo       group-relative     token            min(pg_rho_bar, ratio), 0 where clipped
+    gspo       group-relative     whole episode    min(pg_rho_bar, ratio), 0 where clipped
+    cispo      group-relative     token            ratio held inside [1 - clip_low, 1 + clip_high], never 0
+
+The ratio pi/mu is to the behaviour logprobs of the wire. DAPO (Yu et al., 2025) is `grpo` with clip_high > clip_low,
+aggregation `token_mean`, dynamic sampling and overlong episodes masked or penalised. Shape suffixes: N = sampled tokens
+of one microbatch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from learner.segments import segment_mean
+from learner.vtrace import token_vtrace, turn_vtrace
+from shared.config import LearnerConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """Sampled tokens of whole episodes, one after another; all [N]. The first three are differentiable."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    values: Tensor
+    behaviour_logprobs: Tensor
+    rewards: Tensor  # a turn's reward at its last token
+    turn_end: Tensor  # bool
+    episode_end: Tensor  # bool
+    advantages: Tensor  # relative to the group
+    weights: Tensor  # of each token in the sums: 1 (token mean), or 1 / tokens of its episode (sequence mean)
+    reference_logprobs: Tensor | None = None  # of the frozen initial policy
+
 
 class Loss(NamedTuple):
-    """`total`: the scalar to differentiate. `policy_N`: each token's policy term, detached. `clipped_N`: bool."""
+    """`total`: the scalar to differentiate, not yet divided. The others are detached, [N]."""
 
     total: Tensor
-    policy_N: Tensor
-    clipped_N: Tensor
+    policy_N: Tensor  # each token's policy term
+    clipped_N: Tensor  # bool: the clip removed the gradient
+    kl_N: Tensor  # estimates of KL(pi, reference); 0 without one
+    advantages_N: Tensor  # before any weight
+    vs_N: Tensor  # the value's targets
 
 
 class PolicyTerm(NamedTuple):
@@ -30,78 +59,151 @@ class PolicyTerm(NamedTuple):
     clipped_N: Tensor  # bool, true where the clip removed the gradient
 
 
-def group_advantages(rewards_G: Sequence[float], *, divide_by_std: bool = True, std_floor: float = 1e-6) -> np.ndarray:
-    """Rewards relative to their group, float64 [G]: exactly 0 when all rewards are equal, whatever their value."""
-    rewards = np.asarray(rewards_G, dtype=np.float64)
-    if rewards.size == 0 or (rewards == rewards[0]).all():
-        return np.zeros_like(rewards)
-    advantages = rewards - rewards.mean()
-    return advantages / max(float(rewards.std()), std_floor) if divide_by_std else advantages
-
-
 def policy_term(
     logprobs_N: Tensor,
-    behaviour_logprobs_N: Tensor,
+    log_ratios_N: Tensor,
     advantages_N: Tensor,
     *,
     max_weight: float | None = None,
     clip: tuple[float, float] | None = None,
+    dual_clip: float | None = None,
 ) -> PolicyTerm:
-    """-w A log pi per token, with w = min(max_weight, pi/mu), and w = 0 where clipped. Gradient to logprobs only.
+    """-w A log pi per token, with w = min(max_weight, ratio), and w = 0 where clipped. Gradient to logprobs only.
+
+    This is the gradient of PPO's min(ratio A, clip(ratio) A) (Schulman et al., 2017, equation 7), with bounds of its
+    own on each side (DAPO, equation 8), and of the dual clip max(., c A) for A < 0 (Ye et al., 2020, equation 5).
 
     Args:
         logprobs_N: log pi of the sampled tokens, differentiable.
-        behaviour_logprobs_N: log mu, as recorded when the tokens were sampled.
+        log_ratios_N: log of pi/mu, of the token or of whatever it is part of; no gradient flows into it.
         advantages_N: of each token; no gradient flows into it.
         max_weight: truncation of the importance weight; None = none.
-        clip: (low, high); None = no clip.
+        clip: (low, high): no gradient beyond [1 - low, 1 + high] where the advantage pushes further out; None = none.
+        dual_clip: no gradient where A < 0 and the ratio exceeds it; None = none.
     """
-    ratios_N = (logprobs_N.detach() - behaviour_logprobs_N).exp()
+    ratios_N = log_ratios_N.detach().exp()
     weights_N = ratios_N if max_weight is None else ratios_N.clamp(max=max_weight)
     clipped_N = torch.zeros_like(ratios_N, dtype=torch.bool)
     if clip is not None:
         low, high = clip
         clipped_N = torch.where(advantages_N > 0, ratios_N > 1 + high, (advantages_N < 0) & (ratios_N < 1 - low))
-        weights_N = weights_N.masked_fill(clipped_N, 0.0)
+    if dual_clip is not None:
+        clipped_N = clipped_N | ((advantages_N < 0) & (ratios_N > dual_clip))
+    weights_N = weights_N.masked_fill(clipped_N, 0.0)
     return PolicyTerm(-(weights_N * advantages_N).detach() * logprobs_N, clipped_N)
 
 
-def vtrace_loss(
-    logprobs_N: Tensor,
-    entropies_N: Tensor,
-    values_N: Tensor,
-    behaviour_logprobs_N: Tensor,
-    advantages_N: Tensor,
-    vs_N: Tensor,
-    *,
-    num_tokens: int,
-    value_coef: float,
-    entropy_coef: float,
-    max_weight: float | None = 1.0,
-    clip: tuple[float, float] | None = None,
-) -> Loss:
-    """Actor-critic with V-trace targets: policy term + value_coef/2 (V - vs)^2 - entropy_coef H.
+def kl_term(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: str) -> Tensor:
+    """Estimates of KL(pi, reference) from tokens of pi (Schulman, 2020, "Approximating KL divergence"), [N].
 
-    `advantages_N` is q - V, not yet weighted: `max_weight` is the paper's rho bar of the policy gradient.
+    With l = log pi - log reference: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l. k2 and k3 are differentiated as they
+    stand. The plain derivative of k1 has mean 0, so k1 has the value l and the gradient of the KL: l grad log pi.
     """
-    term = policy_term(logprobs_N, behaviour_logprobs_N, advantages_N, max_weight=max_weight, clip=clip)
-    value = 0.5 * (values_N - vs_N.detach()).square().sum()
-    total = (term.loss_N.sum() + value_coef * value - entropy_coef * entropies_N.sum()) / num_tokens
-    return Loss(total, term.loss_N.detach(), term.clipped_N)
+    difference_N = logprobs_N - reference_logprobs_N.detach()
+    match estimator:
+        case "k1":
+            return difference_N.detach() * (1 + logprobs_N - logprobs_N.detach())
+        case "k2":
+            return 0.5 * difference_N.square()
+        case _:
+            return torch.expm1(-difference_N) + difference_N
 
 
-def grpo_loss(
-    logprobs_N: Tensor,
-    entropies_N: Tensor,
-    behaviour_logprobs_N: Tensor,
+def value_term(values_N: Tensor, vs_N: Tensor, clip: float | None) -> Tensor:
+    """(V - vs)^2 / 2 per token; errors beyond `clip` count linearly (Huber), so that none pulls harder than `clip`."""
+    error_N = values_N - vs_N.detach()
+    if clip is None:
+        return 0.5 * error_N.square()
+    inside_N = error_N.abs().clamp(max=clip)
+    return inside_N * (error_N.abs() - 0.5 * inside_N)
+
+
+def vtrace(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
+    """Actor-critic with V-trace targets (Espeholt et al., 2018, section 4.2): policy + value_coef value term.
+
+    `scale` multiplies the advantages. At the level of turns, the critic learns at the first token of each turn, where
+    the turn is chosen, with the weight of all its tokens.
+    """
+    log_rhos_N = (tokens.logprobs - tokens.behaviour_logprobs).detach()
+    targets = token_vtrace if config.vtrace_level == "token" else turn_vtrace
+    levels = {} if config.vtrace_level == "token" else {"ratio": config.turn_ratio}
+    got = targets(
+        log_rhos_N,
+        tokens.rewards,
+        tokens.values.detach(),
+        tokens.turn_end,
+        tokens.episode_end,
+        gamma=config.gamma,
+        lam=config.lam,
+        rho_bar=config.rho_bar,
+        c_bar=config.c_bar,
+        pg_rho_bar=config.pg_rho_bar,
+        **levels,
+    )
+    clip = (config.clip_low, config.clip_high) if config.vtrace_clip else None
+    dual = config.dual_clip if config.vtrace_clip else None
+    term = policy_term(
+        tokens.logprobs, got.log_rhos, got.advantages * scale, max_weight=config.pg_rho_bar, clip=clip, dual_clip=dual
+    )
+    value_weights_N = tokens.weights * got.value_weights
+    value = (value_weights_N * value_term(tokens.values, got.vs, config.value_clip)).sum()
+    return _loss(tokens, config, term, got.advantages, got.vs, config.value_coef * value)
+
+
+def grpo(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
+    """Group-relative policy gradient (Shao et al., 2024, equation 3) with truncated importance weights per token."""
+    return _group_relative(tokens, config, tokens.logprobs - tokens.behaviour_logprobs)
+
+
+def gspo(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
+    """One ratio an episode, the geometric mean of its tokens' (GSPO: Zheng et al., 2025, equations 5 to 7).
+
+    With aggregation `sequence_mean` it is the paper's objective; its clip range is much narrower than a token's, of the
+    order of 3e-4.
+    """
+    log_ratios_N = (tokens.logprobs - tokens.behaviour_logprobs).detach()
+    return _group_relative(tokens, config, segment_mean(log_ratios_N, tokens.episode_end))
+
+
+def cispo(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
+    """The importance weight is clipped, no token loses its gradient (MiniMax-M1, 2025, equations 4 and 5)."""
+    ratios_N = (tokens.logprobs - tokens.behaviour_logprobs).detach().exp()
+    held_N = ratios_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    term = policy_term(tokens.logprobs, held_N.log(), tokens.advantages)
+    return _loss(tokens, config, PolicyTerm(term.loss_N, held_N != ratios_N), tokens.advantages)
+
+
+OBJECTIVES: dict[str, Callable[[Tokens, LearnerConfig, float], Loss]] = {
+    "vtrace": vtrace,
+    "grpo": grpo,
+    "gspo": gspo,
+    "cispo": cispo,
+}
+
+
+def _group_relative(tokens: Tokens, config: LearnerConfig, log_ratios_N: Tensor) -> Loss:
+    clip = (config.clip_low, config.clip_high)
+    limits = {"max_weight": config.pg_rho_bar, "dual_clip": config.dual_clip}
+    term = policy_term(tokens.logprobs, log_ratios_N, tokens.advantages, clip=clip, **limits)
+    return _loss(tokens, config, term, tokens.advantages)
+
+
+def _loss(
+    tokens: Tokens,
+    config: LearnerConfig,
+    term: PolicyTerm,
     advantages_N: Tensor,
-    *,
-    num_tokens: int,
-    entropy_coef: float,
-    clip: tuple[float, float],
-    max_weight: float | None = None,
+    vs_N: Tensor | None = None,
+    value: Tensor | float = 0.0,
 ) -> Loss:
-    """Group-relative policy gradient with truncated importance weights and an asymmetric clip; no value function."""
-    term = policy_term(logprobs_N, behaviour_logprobs_N, advantages_N, max_weight=max_weight, clip=clip)
-    total = (term.loss_N.sum() - entropy_coef * entropies_N.sum()) / num_tokens
-    return Loss(total, term.loss_N.detach(), term.clipped_N)
+    """The sum over tokens of policy term, KL and entropy, and the value's sum."""
+    per_token_N = term.loss_N
+    kl_N = torch.zeros_like(tokens.logprobs)
+    if tokens.reference_logprobs is not None:
+        kl_N = kl_term(tokens.logprobs, tokens.reference_logprobs, config.kl_estimator)
+        per_token_N = per_token_N + config.kl_coef * kl_N
+    if config.entropy_coef:
+        per_token_N = per_token_N - config.entropy_coef * tokens.entropies
+    vs_N = tokens.values.detach() if vs_N is None else vs_N
+    total = (tokens.weights * per_token_N).sum() + value
+    return Loss(total, term.loss_N.detach(), term.clipped_N, kl_N.detach(), advantages_N, vs_N)

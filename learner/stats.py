@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from learner.objectives import Loss, Tokens
+
 LAGS = ("0", "1", "2", "3-4", "5-8", "9+")
 _EDGES = (1, 2, 3, 5, 9)
 COLUMNS = (
@@ -16,12 +18,35 @@ COLUMNS = (
     "clipped",
     "entropy",
     "policy_loss",
+    "reference_kl",
     "error",
     "error_sq",
     "vs",
     "vs_sq",
     "advantage_sq",
 )
+
+
+def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
+    """What `TokenStats` adds up, [N] each."""
+    log_rhos = (tokens.logprobs - tokens.behaviour_logprobs).detach()
+    rhos, error = log_rhos.exp(), loss.vs_N - tokens.values.detach()
+    return {
+        "tokens": torch.ones_like(rhos),
+        "abs_gap": log_rhos.abs(),
+        "ratio": rhos,
+        "ratio_sq": rhos.square(),
+        "kl": rhos - 1 - log_rhos,
+        "clipped": loss.clipped_N,
+        "entropy": tokens.entropies,
+        "policy_loss": loss.policy_N,
+        "reference_kl": loss.kl_N,
+        "error": error,
+        "error_sq": error.square(),
+        "vs": loss.vs_N,
+        "vs_sq": loss.vs_N.square(),
+        "advantage_sq": loss.advantages_N.square(),
+    }
 
 
 class TokenStats:
@@ -52,6 +77,7 @@ class TokenStats:
             "behaviour/ess": total["ratio"] ** 2 / (tokens * total["ratio_sq"]),
             "loss/policy": total["policy_loss"] / tokens,
             "loss/value": 0.5 * total["error_sq"] / tokens,
+            "reference/kl": total["reference_kl"] / tokens,
             "policy/entropy": total["entropy"] / tokens,
             "policy/clip_fraction": total["clipped"] / tokens,
             "policy/advantage_rms": (total["advantage_sq"] / tokens) ** 0.5,

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.advantages import RunningScale
 from learner.batch import Episode, EpisodeSettings, Microbatch, empty_microbatch, make_episodes, pack, plan
 from learner.dist import Ranks, all_sum
 from learner.model import Policy, PolicyOutput
-from learner.objectives import Loss, grpo_loss, vtrace_loss
+from learner.objectives import OBJECTIVES, Tokens
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
 from learner.pictures import Pictures
-from learner.stats import TokenStats
-from learner.vtrace import token_vtrace
+from learner.stats import TokenStats, loss_columns
 from shared.config import LearnerConfig
 from shared.types import Group, PolicyVersion
 
@@ -28,10 +28,22 @@ from shared.types import Group, PolicyVersion
 class Trainer:
     """The policy with its optimizer. `step` is a collective: every rank calls it with the same groups."""
 
-    def __init__(self, policy: Policy, config: LearnerConfig, ranks: Ranks, *, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: LearnerConfig,
+        ranks: Ranks,
+        *,
+        temperature: float = 1.0,
+        reference: Policy | None = None,
+    ) -> None:
+        """`reference`: the frozen initial policy, sharded as `policy` is; needed where config.kl_coef is not 0."""
         if temperature <= 0:
             raise ValueError(f"sampling.temperature = {temperature}: training needs a temperature above 0")
+        if (config.kl_coef != 0) != (reference is not None):
+            raise ValueError(f"learner.kl_coef = {config.kl_coef} and {reference and 'a'} reference policy do not fit")
         self.policy = policy.train()
+        self.reference = reference
         self.config = config
         self.ranks = ranks
         self.temperature = temperature
@@ -39,7 +51,8 @@ class Trainer:
         self.pictures = Pictures(policy.spec)
         self.num_steps = 0
         self.num_skipped = 0
-        self.advantage_moment = 0.0  # running mean of squared advantages; 0 before the first step
+        self.scale = RunningScale(config)
+        self._per_episode = config.aggregation == "sequence_mean"
 
     def step(self, groups: Sequence[Group], version: PolicyVersion) -> dict[str, float]:
         """Trains once on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank.
@@ -47,10 +60,11 @@ class Trainer:
         A step without a trainable token, or with a non-finite loss or gradient, changes no weight and is counted.
         """
         clock = Clock()
-        episodes = make_episodes(groups, self.pictures, self._episode_settings())
+        episodes = make_episodes(groups, self.pictures, episode_settings(self.config))
         num_tokens = sum(len(e.targets) for e in episodes)
         microbatches = self._plan(episodes)
-        scale = self._advantage_scale(episodes)
+        scale = self.scale(episodes)
+        divisor = max(len(episodes) if self._per_episode else num_tokens, 1)
         clock.lap("prepare")
         stats = TokenStats(self.ranks.device)
         self.optimizer.zero_grad()
@@ -58,16 +72,17 @@ class Trainer:
             batch = self._pack([episodes[i] for i in chosen])
             clock.lap("prepare")
             output = self.policy(batch, self.temperature)
-            loss = self._loss(batch, output, version, max(num_tokens, 1), scale, stats)
+            loss = self._loss(batch, output, version, divisor, scale, stats)
             clock.lap("forward")
             loss.backward()
             clock.lap("backward")
         norm, lr = self._update(num_tokens)
         all_sum(stats.sums, self.ranks)
-        self._follow_advantages(stats)
+        metrics = stats.metrics()
+        self.scale.follow(metrics.get("policy/advantage_rms", 0.0))
         clock.lap("optimizer")
         lengths = [e.num_tokens for e in episodes]
-        metrics = stats.metrics() | clock.metrics()
+        metrics |= clock.metrics()
         metrics |= {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(self.num_skipped)}
         metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_tokens)}
         metrics |= {"batch/tokens": float(sum(lengths)), "batch/microbatches": float(len(microbatches))}
@@ -76,25 +91,24 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides parameters and optimizer."""
-        names = ("num_steps", "num_skipped", "advantage_moment")
-        return {name: getattr(self, name) for name in names}
+        return {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "advantage_moment": self.scale.moment}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
-        self.advantage_moment = state["advantage_moment"]
+        self.scale.moment = state["advantage_moment"]
 
     # ------------------------------------------------------------------ what a step is made of
-
-    def _episode_settings(self) -> EpisodeSettings:
-        return EpisodeSettings(reward_scale=self.config.reward_scale, turn_rewards=self.config.turn_rewards)
 
     def _plan(self, episodes: list[Episode]) -> list[list[int]]:
         """This rank's microbatches. Episodes whose loss is exactly 0 take no part; the token count still has them."""
         useful = list(range(len(episodes)))
-        if self.config.objective == "grpo" and self.config.entropy_coef == 0:
+        config = self.config
+        if config.objective != "vtrace" and config.entropy_coef == 0 and config.kl_coef == 0:
             useful = [i for i in useful if episodes[i].advantage != 0.0]
+        if not useful:
+            return []  # on every rank
         lengths = [episodes[i].num_tokens for i in useful]
-        mine = plan(lengths, self.ranks.size, self.config.microbatch_tokens)[self.ranks.rank]
+        mine = plan(lengths, self.ranks.size, config.microbatch_tokens)[self.ranks.rank]
         return [[useful[i] for i in chosen] for chosen in mine]
 
     def _pack(self, episodes: list[Episode]) -> Microbatch:
@@ -106,69 +120,31 @@ class Trainer:
         return next(i for i in range(len(self.policy.banned_ids) + 1) if i not in self.policy.banned_ids)
 
     def _loss(
-        self, batch: Microbatch, output: PolicyOutput, version: int, num_tokens: int, scale: float, stats: TokenStats
+        self, batch: Microbatch, output: PolicyOutput, version: int, divisor: int, scale: float, stats: TokenStats
     ) -> Tensor:
         """The scalar to differentiate: this microbatch's share of the step's loss."""
+        reference = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference = self.reference(batch, self.temperature).logprobs
+        unused = 0.0 * (output.logprobs.sum() + output.entropies.sum() + output.values.sum())
         if batch.empty:
-            return 0.0 * (output.logprobs.sum() + output.entropies.sum() + output.values.sum())
-        config, logprobs = self.config, output.logprobs
-        clip = (config.clip_low, config.clip_high)
-        shared: dict[str, Any] = {"num_tokens": num_tokens, "entropy_coef": config.entropy_coef}
-        shared["max_weight"] = config.pg_rho_bar
-        log_rhos = (logprobs - batch.behaviour_logprobs).detach()
-        if config.objective == "grpo":
-            advantages, vs = batch.advantages, output.values.detach()
-            loss = grpo_loss(logprobs, output.entropies, batch.behaviour_logprobs, advantages, clip=clip, **shared)
-        else:
-            advantages, vs = self._targets(batch, log_rhos, output.values)
-            terms = (logprobs, output.entropies, output.values, batch.behaviour_logprobs, advantages * scale, vs)
-            used_clip = clip if config.vtrace_clip else None
-            loss = vtrace_loss(*terms, clip=used_clip, value_coef=config.value_coef, **shared)
-        stats.add(version - batch.versions, _columns(log_rhos, output, loss, advantages, vs))
-        unused = 0.0 * output.values.sum()  # keeps the value head in every backward, as the other ranks have it
-        return loss.total + unused
-
-    def _targets(self, batch: Microbatch, log_rhos_N: Tensor, values_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(advantages not weighted by rho, vs), both [N]."""
-        config = self.config
-        targets = token_vtrace(
-            log_rhos_N,
-            batch.rewards,
-            values_N.detach(),
-            batch.turn_end,
-            batch.episode_end,
-            gamma=config.gamma,
-            lam=config.lam,
-            rho_bar=config.rho_bar,
-            c_bar=config.c_bar,
-            pg_rho_bar=config.pg_rho_bar,
+            return unused
+        tokens = Tokens(
+            logprobs=output.logprobs,
+            entropies=output.entropies,
+            values=output.values,
+            behaviour_logprobs=batch.behaviour_logprobs,
+            rewards=batch.rewards,
+            turn_end=batch.turn_end,
+            episode_end=batch.episode_end,
+            advantages=batch.advantages,
+            weights=1.0 / batch.episode_tokens if self._per_episode else torch.ones_like(batch.episode_tokens),
+            reference_logprobs=reference,
         )
-        return targets.advantages, targets.vs
-
-    def _advantage_scale(self, episodes: list[Episode]) -> float:
-        """What V-trace advantages are multiplied by: known before the step, hence the same in all microbatches.
-
-        It is 1/sqrt of a running mean of squared advantages; the first step starts it from the returns alone.
-        """
-        if not self.config.normalize_advantages or self.config.objective != "vtrace" or not episodes:
-            return 1.0
-        if self.advantage_moment == 0.0:
-            rewards = torch.from_numpy(np.concatenate([e.rewards for e in episodes]))
-            turn_end = torch.from_numpy(np.concatenate([e.turn_end for e in episodes]))
-            episode_end = torch.zeros_like(turn_end)
-            episode_end[np.cumsum([len(e.rewards) for e in episodes]) - 1] = True
-            zeros = torch.zeros_like(rewards)
-            config = self.config
-            returns = token_vtrace(zeros, rewards, zeros, turn_end, episode_end, gamma=config.gamma, lam=config.lam)
-            moment = float(returns.advantages.double().square().mean())
-            self.advantage_moment = moment if np.isfinite(moment) else 0.0
-        return 1.0 / max(self.advantage_moment**0.5, 1e-6) if self.advantage_moment > 0 else 1.0
-
-    def _follow_advantages(self, stats: TokenStats) -> None:
-        moment = stats.metrics().get("policy/advantage_rms", 0.0) ** 2
-        if 0.0 < moment < float("inf"):
-            keep = self.config.advantage_memory
-            self.advantage_moment = keep * (self.advantage_moment or moment) + (1 - keep) * moment
+        loss = OBJECTIVES[self.config.objective](tokens, self.config, scale)
+        stats.add(version - batch.versions, loss_columns(tokens, loss))
+        return loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
 
     def _update(self, num_tokens: int) -> tuple[float, float]:
         """Clips and applies the gradient, unless it is not finite or there is none. Returns (gradient norm, rate)."""
@@ -186,23 +162,15 @@ class Trainer:
         return norm, self.config.lr * factor
 
 
-def _columns(log_rhos: Tensor, output: PolicyOutput, loss: Loss, advantages: Tensor, vs: Tensor) -> dict[str, Tensor]:
-    rhos, error = log_rhos.exp(), vs - output.values.detach()
-    return {
-        "tokens": torch.ones_like(rhos),
-        "abs_gap": log_rhos.abs(),
-        "ratio": rhos,
-        "ratio_sq": rhos.square(),
-        "kl": rhos - 1 - log_rhos,
-        "clipped": loss.clipped_N,
-        "entropy": output.entropies,
-        "policy_loss": loss.policy_N,
-        "error": error,
-        "error_sq": error.square(),
-        "vs": vs,
-        "vs_sq": vs.square(),
-        "advantage_sq": advantages.square(),
-    }
+def episode_settings(config: LearnerConfig) -> EpisodeSettings:
+    return EpisodeSettings(
+        reward_scale=config.reward_scale,
+        turn_rewards=config.turn_rewards,
+        divide_by_std=config.divide_by_std,
+        leave_one_out=config.leave_one_out,
+        mask_overlong=config.overlong == "mask",
+        overlong_penalty=config.overlong_penalty if config.overlong == "penalise" else 0.0,
+    )
 
 
 class Clock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -28,6 +29,7 @@ class BookSettings:
     lost_after_s: float = 5.0  # a ticket that its actor does not name for so long was lost on the way
     seed: int = 0
     total_groups: int | None = None  # what the whole run trains on; nothing is issued beyond it
+    refuse: Callable[[Group], str] | None = None  # why a sound training group is not trained on; "" = it is
 
 
 @dataclass(frozen=True, slots=True)

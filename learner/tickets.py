@@ -168,6 +168,8 @@ class TicketBook:
         wrong = fault(group, entry.ticket, self.version)
         if wrong:
             return self.reject(group.ticket_id, *wrong)
+        if self.settings.refuse and not entry.ticket.evaluation and (reason := self.settings.refuse(group)):
+            return self.reject(group.ticket_id, reason)
         entry.group = group
         self._queued.pop(group.ticket_id, None)
         if entry.ticket.evaluation:

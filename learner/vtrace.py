@@ -1,13 +1,15 @@
 """V-trace (Espeholt et al., 2018, equation 1): off-policy corrected targets for values and policy gradient.
 
-Symbols are the paper's. Shape suffixes: T = time, B = batch, N = sampled tokens of all episodes, one after another.
+Symbols are the paper's. Shape suffixes: T = time, B = batch, N = sampled tokens of all episodes, one after another,
+S = turns of all episodes, one after another.
 
     delta_t = rho_t (r_t + gamma_t V_{t+1} - V_t)                      rho_t = min(rho_bar, pi/mu)
     vs_t    = V_t + delta_t + gamma_t c_t (vs_{t+1} - V_{t+1})         c_t   = lambda_t min(c_bar, pi/mu)
     A_t     = min(pg_rho_bar, pi/mu) (q_t - V_t)
     q_t     = r_t + gamma_t (lambda_t vs_{t+1} + (1 - lambda_t) V_{t+1})
 
-With lambda = 1 this is the paper's; on-policy, vs - V and A are the lambda-return's error (GAE).
+With lambda = 1 this is the paper's; on-policy, vs - V and A are the lambda-return's error (GAE). An action is a token
+(`token_vtrace`) or a whole turn (`turn_vtrace`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.scan import reverse_scan
+from learner.segments import segment_ids, segment_start, segment_sum
 
 
 class VTrace(NamedTuple):
@@ -33,6 +36,8 @@ class TokenTargets(NamedTuple):
     vs: Tensor
     pg_advantages: Tensor
     advantages: Tensor
+    log_rhos: Tensor  # of the action that the token is, or is part of
+    value_weights: Tensor  # of each token in the value's loss; their sum is N
 
 
 def _truncated(rhos: Tensor, bar: float | None) -> Tensor:
@@ -121,4 +126,46 @@ def token_vtrace(
     bootstrap = values_N.new_zeros(1)
     vs, advantages = _targets(rhos, discounts, rewards, values, bootstrap, lambdas_N[:, None], rho_bar, c_bar)
     advantages_N = advantages[:, 0]
-    return TokenTargets(vs[:, 0], _truncated(rhos_N, pg_rho_bar) * advantages_N, advantages_N)
+    pg_advantages_N = _truncated(rhos_N, pg_rho_bar) * advantages_N
+    return TokenTargets(vs[:, 0], pg_advantages_N, advantages_N, log_rhos_N, one)
+
+
+@torch.no_grad()
+def turn_vtrace(
+    log_rhos_N: Tensor,
+    rewards_N: Tensor,
+    values_N: Tensor,
+    turn_end_N: Tensor,
+    episode_end_N: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    rho_bar: float | None = 1.0,
+    c_bar: float | None = 1.0,
+    pg_rho_bar: float | None = 1.0,
+    ratio: str = "geometric",
+) -> TokenTargets:
+    """V-trace with whole turns as actions: one rho a turn, discount `gamma` and `lam` from one turn to the next.
+
+    Arguments as those of `token_vtrace`. The state of a turn is where its first token is chosen: V is read there and
+    learned there alone, with the weight of all the turn's tokens. Every token of a turn gets the turn's target,
+    advantage and rho.
+
+    `ratio`: "product" of the tokens' ratios is the importance weight of the turn, exact, and of a variance that grows
+    with its length; their "geometric" mean (as GSPO has it for episodes) stays near 1 and so corrects less.
+    """
+    sums_N = segment_sum(log_rhos_N, turn_end_N)
+    lengths_N = segment_sum(torch.ones_like(log_rhos_N), turn_end_N)
+    action_log_rhos_N = sums_N if ratio == "product" else sums_N / lengths_N
+    first = segment_start(turn_end_N).nonzero()[:, 0]
+    last = turn_end_N.nonzero()[:, 0]
+    rewards_S1 = segment_sum(rewards_N, turn_end_N)[first, None]
+    discounts_S1 = torch.where(episode_end_N[last], 0.0, gamma * torch.ones_like(values_N[first]))[:, None]
+    rhos_S1, values_S1 = action_log_rhos_N[first, None].exp(), values_N[first, None]
+    bootstrap = values_N.new_zeros(1)
+    vs, advantages = _targets(rhos_S1, discounts_S1, rewards_S1, values_S1, bootstrap, lam, rho_bar, c_bar)
+    turn_N = segment_ids(turn_end_N)
+    advantages_N = advantages[:, 0][turn_N]
+    pg_advantages_N = _truncated(action_log_rhos_N.exp(), pg_rho_bar) * advantages_N
+    value_weights_N = lengths_N * segment_start(turn_end_N)
+    return TokenTargets(vs[:, 0][turn_N], pg_advantages_N, advantages_N, action_log_rhos_N, value_weights_N)

@@ -12,12 +12,12 @@ import re
 import tomllib
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
+from shared.learner_config import LearnerConfig, Section
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+__all__ = ["ConfigError", "LearnerConfig", "Recipe", "Section", "load_recipe"]
 
 
 class RunConfig(Section):
@@ -76,53 +76,6 @@ class EngineConfig(Section):
     threads: int = Field(1, gt=0, description="CPU threads of the embedded engine")
     start_timeout_s: float = Field(300.0, gt=0, description="how long an engine may take to answer at first")
     request_timeout_s: float = Field(300.0, gt=0, description="longest wait for one turn")
-
-
-class LearnerConfig(Section):
-    bind: str = Field("tcp://127.0.0.1:5555", description="where actors connect")
-    objective: Literal["vtrace", "grpo"] = Field("vtrace", description="V-trace with a value head, or group-relative")
-    group_size: int = Field(1, gt=0, description="episodes of one sample")
-    groups_per_step: int = Field(64, gt=0, description="groups of one optimizer step, over all ranks")
-    total_steps: int = Field(100, gt=0, description="optimizer steps of the run")
-    max_minutes: float = Field(0.0, ge=0, description="training ends after the step that passes this; 0 = no limit")
-    publish_every: int = Field(1, gt=0, description="optimizer steps between weight publications")
-    max_staleness: int = Field(1, ge=0, description="versions between issue and training, at most")
-    actor_timeout_s: float = Field(10.0, gt=0, description="an actor silent for so long is gone; its tickets go on")
-    lease_s: float = Field(300.0, gt=0, description="a ticket not fulfilled by then is issued again")
-    microbatch_tokens: int = Field(8192, gt=0, description="tokens of one packed forward")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks compute; cuda takes one GPU a rank")
-    threads: int = Field(1, gt=0, description="CPU threads of each learner rank")
-    bucket_bytes: int = Field(512 * 2**20, gt=0, description="weights gathered and broadcast at once")
-    publish_timeout_s: float = Field(
-        300.0, gt=0, description="an engine that takes longer for a publication is dropped"
-    )
-    lr: float = Field(1e-6, gt=0, description="learning rate of the model")
-    value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
-    weight_decay: float = Field(0.1, ge=0, description="of AdamW, on matrices")
-    betas: tuple[float, float] = Field((0.9, 0.98), description="of AdamW")
-    max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")
-    gamma: float = Field(1.0, ge=0, le=1, description="discount between turns (1 inside a turn)")
-    lam: float = Field(1.0, ge=0, le=1, description="lambda between turns: how far V-trace looks ahead")
-    rho_bar: float | None = Field(1.0, description="truncation of rho in the targets; null = none")
-    c_bar: float | None = Field(1.0, description="truncation of c, how fast corrections fade; null = none")
-    pg_rho_bar: float | None = Field(1.0, description="truncation of the importance weight of the policy gradient")
-    clip_low: float = Field(0.2, ge=0, description="grpo: ratios below 1 - clip_low get no gradient")
-    clip_high: float = Field(0.28, ge=0, description="grpo: ratios above 1 + clip_high get no gradient")
-    vtrace_clip: bool = Field(False, description="vtrace: clip as clip_low and clip_high say, beside pg_rho_bar")
-    normalize_advantages: bool = Field(True, description="vtrace: divide advantages by their running scale")
-    advantage_memory: float = Field(0.9, ge=0, lt=1, description="vtrace: memory of the advantages' running scale")
-    value_coef: float = Field(0.5, ge=0, description="vtrace: weight of the value loss")
-    entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
-    reward_scale: float = Field(1.0, description="vtrace: rewards are multiplied by this")
-    turn_rewards: bool = Field(
-        True, description="vtrace: train on the rewards of turns; false = the episode's at the end"
-    )
-    checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
-    keep_checkpoints: int = Field(2, gt=0, description="older ones are removed")
-    wait_timeout_s: float = Field(600.0, gt=0, description="longest wait for groups before the run stops")
-    resume: str = Field("auto", description="auto, never, or a checkpoint folder")
 
 
 class EvalConfig(Section):
@@ -197,8 +150,13 @@ def check_consistency(recipe: Recipe) -> None:
         raise ConfigError(
             f"env.turn_tokens = {env.turn_tokens} leaves no room in model.max_context = {model.max_context}; lower it"
         )
-    if learner.objective == "grpo" and learner.group_size < 2:
-        raise ConfigError(f"learner.group_size = {learner.group_size}: grpo compares episodes of one sample; set >= 2")
+    relative = learner.objective != "vtrace"
+    if relative and learner.group_size < 2:
+        raise ConfigError(
+            f"learner.group_size = {learner.group_size}: {learner.objective} compares episodes of one sample; set >= 2"
+        )
+    if learner.dynamic_sampling and not relative:
+        raise ConfigError("learner.dynamic_sampling = true is for group-relative objectives; set learner.objective")
     if recipe.sampling.top_p < 1.0 or recipe.sampling.top_k != -1:
         raise ConfigError(
             f"sampling.top_p = {recipe.sampling.top_p}, top_k = {recipe.sampling.top_k}: truncated sampling makes the "

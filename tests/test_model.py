@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import shutil
 
@@ -188,117 +187,6 @@ def test_weights_carry_hugging_face_names_and_the_tied_head_is_left_out(policy, 
     names = dict(policy.named_weights())
     assert names.keys() == dict(load_model(folder).named_parameters()).keys()
     assert not any("lm_head" in name for name in names)
-
-
-def test_one_sgd_step_gives_the_weights_computed_by_hand(policy, spec, ranks):
-    config = LearnerConfig(
-        value_lr=0.5, lr=0.5, weight_decay=0, max_grad_norm=1e9, normalize_advantages=False, gamma=0.9, lam=0.8,
-        value_coef=0.25, entropy_coef=0.01, microbatch_tokens=100,
-    )  # fmt: skip
-    trainer = Trainer(policy, config, ranks)
-    trainer.optimizer = torch.optim.SGD([{"params": list(policy.parameters()), "base_lr": 0.5}], lr=0.5)
-    groups = random_groups(spec, 3, turns=2)
-    groups = [Group(g.ticket_id, g.actor, (on_policy(policy, g.trajectories[0], noise=0.3),)) for g in groups]
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    expected = _gradient_by_hand(policy, [g.trajectories[0] for g in groups], gamma=0.9, lam=0.8, value_coef=0.25)
-    trainer.step(groups, version=0)
-    for name, p in policy.named_parameters():
-        scale = expected[name].abs().max().item() + 1e-8
-        moved = (before[name] - p.detach()) / 0.5
-        torch.testing.assert_close(moved, expected[name], rtol=1e-3, atol=2e-4 * scale + 3e-7)
-
-
-def _gradient_by_hand(policy, trajectories, *, gamma, lam, value_coef):
-    """The loss written out token by token in plain Python, differentiated by autograd."""
-    num_tokens = sum(int(t.loss_mask.sum()) for t in trajectories)
-    total = torch.zeros(())
-    for t in trajectories:
-        output = policy(packed(policy, [t]), 1.0)
-        places = np.flatnonzero(t.loss_mask)
-        ends = {turn.end - 1: turn.reward for turn in t.turns}
-        rhos = (output.logprobs.detach().numpy() - t.behaviour_logprobs[places]).clip(-50, 50)
-        rhos, values = np.minimum(1.0, np.exp(rhos)), output.values.detach().numpy()
-        error_next, value_next = 0.0, 0.0
-        for k in reversed(range(len(places))):
-            last, end = k == len(places) - 1, int(places[k]) in ends
-            discount, lambda_ = (0.0 if last else gamma, lam) if end else (1.0, 1.0)
-            reward = ends.get(int(places[k]), 0.0)
-            advantage = reward + discount * (value_next + lambda_ * error_next) - values[k]
-            delta = rhos[k] * (reward + discount * value_next - values[k])
-            error = delta + discount * lambda_ * rhos[k] * error_next
-            total = total - rhos[k] * advantage * output.logprobs[k] - 0.01 * output.entropies[k]
-            total = total + value_coef * 0.5 * (output.values[k] - (values[k] + error)) ** 2
-            error_next, value_next = error, values[k]
-    policy.zero_grad()
-    (total / num_tokens).backward()
-    gradients = {name: p.grad.clone() for name, p in policy.named_parameters()}
-    policy.zero_grad()
-    return gradients
-
-
-def test_microbatches_change_nothing_but_rounding(folder, spec, ranks):
-    groups = random_groups(spec, 4, turns=2, group_size=2)
-    after = []
-    for budget in (10_000, 60):
-        policy = load_policy(str(folder), spec)
-        config = LearnerConfig(lr=1e-3, microbatch_tokens=budget)
-        Trainer(policy, config, ranks).step(groups, version=0)
-        after.append(policy.state_dict())
-    for name, value in after[0].items():
-        torch.testing.assert_close(after[1][name], value, rtol=0, atol=2e-4)
-
-
-def test_equal_rewards_change_nothing_under_grpo_and_cost_no_microbatch(policy, spec, ranks):
-    trainer = Trainer(policy, LearnerConfig(objective="grpo", lr=1.0, weight_decay=0.0), ranks)
-    same = [dataclasses.replace(t, reward=0.9) for t in random_groups(spec, 1, group_size=4)[0].trajectories]
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    metrics = trainer.step([Group("g", "a", tuple(same))], version=0)
-    assert metrics["optim/grad_norm"] == 0.0
-    assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
-
-
-def test_grpo_raises_the_logprob_of_what_was_rewarded(policy, spec, ranks):
-    trainer = Trainer(policy, LearnerConfig(objective="grpo", lr=3e-3, weight_decay=0.0), ranks)
-    group = random_groups(spec, 1, group_size=4, turns=1)[0]
-    played = [dataclasses.replace(on_policy(policy, t), reward=0.0) for t in group.trajectories]
-    played[0] = dataclasses.replace(played[0], reward=1.0)
-    for _ in range(3):
-        trainer.step([Group("g", "a", tuple(played))], version=0)
-    after = on_policy(policy, played[0])
-    assert after.behaviour_logprobs.sum() > played[0].behaviour_logprobs.sum() + 0.5
-
-
-def test_a_non_finite_loss_skips_the_step_and_is_counted(policy, spec, ranks):
-    trainer = Trainer(policy, LearnerConfig(lr=1.0), ranks)
-    group = random_groups(spec, 1)[0]
-    first = group.trajectories[0]
-    bad = dataclasses.replace(first, turns=(dataclasses.replace(first.turns[0], reward=float("nan")),))
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    metrics = trainer.step([Group("g", "a", (bad,))], version=0)
-    assert metrics["optim/skipped_steps"] == 1.0
-    assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
-    metrics = trainer.step([group], version=0)
-    assert metrics["optim/skipped_steps"] == 1.0 and np.isfinite(metrics["optim/grad_norm"])
-
-
-def test_a_step_without_any_trainable_episode_is_skipped(policy, ranks):
-    metrics = Trainer(policy, LearnerConfig(), ranks).step([], version=0)
-    assert metrics["optim/skipped_steps"] == 1.0 and metrics["batch/episodes"] == 0.0
-
-
-def test_metrics_are_split_by_version_lag(policy, spec, ranks):
-    groups = [random_groups(spec, 1, seed=s, version=v)[0] for s, v in ((0, 5), (1, 4), (2, 4))]
-    groups = [Group(g.ticket_id, g.actor, (on_policy(policy, g.trajectories[0]),)) for g in groups]
-    metrics = Trainer(policy, LearnerConfig(), ranks).step(groups, version=5)
-    tokens = metrics["tokens/lag_0"] + metrics["tokens/lag_1"]
-    assert tokens == metrics["batch/sampled_tokens"] and "tokens/lag_2" not in metrics
-    assert metrics["behaviour/logprob_gap"] < 1e-4
-    assert metrics["behaviour/ess"] == pytest.approx(1.0, abs=1e-4)
-
-
-def test_temperature_zero_cannot_be_trained_on(policy, ranks):
-    with pytest.raises(ValueError, match=r"sampling\.temperature = 0"):
-        Trainer(policy, LearnerConfig(), ranks, temperature=0.0)
 
 
 def test_a_path_without_config_and_a_model_of_another_kind_are_one_line(tmp_path, folder, spec):

@@ -1,4 +1,4 @@
-"""Losses against gradients derived by hand."""
+"""Objectives against numbers worked out by hand, and against plain references on random data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from objective_references import REFERENCES, extras
 
-from learner.objectives import group_advantages, grpo_loss, policy_term, vtrace_loss
+from learner.advantages import group_advantages
+from learner.objectives import OBJECTIVES, Tokens, kl_term, policy_term, value_term
+from shared.config import LearnerConfig
 
 
 @pytest.mark.parametrize("reward", [0.9, 6.0133, 0.1 + 0.2, -1e30, 0.0])
-def test_equal_rewards_give_exactly_zero_advantage(reward):
-    assert group_advantages([reward] * 8).tolist() == [0.0] * 8
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_equal_rewards_give_exactly_zero_advantage(reward, leave_one_out):
+    assert group_advantages([reward] * 8, leave_one_out=leave_one_out).tolist() == [0.0] * 8
 
 
 def test_group_advantages_are_centred_and_scaled_in_float64():
@@ -23,37 +27,105 @@ def test_group_advantages_are_centred_and_scaled_in_float64():
     assert group_advantages([1.0, 0.0], divide_by_std=False).tolist() == [0.5, -0.5]
 
 
+def test_leave_one_out_compares_each_episode_with_the_mean_of_the_others():
+    got = group_advantages([3.0, 0.0, 6.0], divide_by_std=False, leave_one_out=True)
+    assert got.tolist() == [0.0, -4.5, 4.5]
+
+
 def test_nearly_equal_rewards_do_not_explode():
     assert np.abs(group_advantages([1.0, 1.0 + 1e-12])).max() < 1e-5
 
 
-def gradient(loss: torch.Tensor, *inputs: torch.Tensor) -> list[list[float]]:
-    return [g.tolist() for g in torch.autograd.grad(loss, inputs)]
+def tokens_of(log_ratios, advantages=None, *, values=0.0, rewards=None, turn_end=None, entropies=0.5, **more) -> Tokens:
+    """One episode whose log pi are -1, -2, -3, ..., float64."""
+    count = len(log_ratios)
+    column = lambda x: torch.as_tensor(x, dtype=torch.float64).expand(count).clone()  # noqa: E731
+    logprobs = -torch.arange(1.0, count + 1, dtype=torch.float64)
+    end = torch.zeros(count, dtype=torch.bool)
+    end[-1] = True
+    return Tokens(
+        logprobs=logprobs.clone().requires_grad_(),
+        entropies=column(entropies).requires_grad_(),
+        values=column(values).requires_grad_(),
+        behaviour_logprobs=logprobs - column(log_ratios),
+        rewards=column(0.0 if rewards is None else rewards),
+        turn_end=end if turn_end is None else torch.tensor(turn_end),
+        episode_end=end,
+        advantages=column(0.0 if advantages is None else advantages),
+        weights=column(1.0),
+        **more,
+    )
 
 
-def test_vtrace_loss_has_the_gradient_of_actor_and_critic():
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    entropies = torch.tensor([0.5, 0.7], requires_grad=True)
-    values = torch.tensor([1.0, 3.0], requires_grad=True)
-    behaviour = torch.tensor([-1.0 - math.log(2), -2.0 + math.log(4)])  # ratios 2 and 1/4
-    advantages, vs = torch.tensor([3.0, -2.0]), torch.tensor([2.0, 2.5])
-    settings = {"num_tokens": 10, "value_coef": 0.5, "entropy_coef": 0.1}
-    loss = vtrace_loss(logprobs, entropies, values, behaviour, advantages, vs, max_weight=1.0, **settings)
-    by_logprob, by_entropy, by_value = gradient(loss.total, logprobs, entropies, values)
-    assert by_logprob == pytest.approx([-3.0 / 10, 0.25 * 2.0 / 10])  # -min(1, ratio) A / tokens
-    assert by_entropy == pytest.approx([-0.01, -0.01])
-    assert by_value == pytest.approx([0.5 * -1.0 / 10, 0.5 * 0.5 / 10])  # value_coef (V - vs) / tokens
+def gradients(objective: str, tokens: Tokens, scale: float = 1.0, **settings) -> list[list[float]]:
+    """By log pi, entropy and value."""
+    loss = OBJECTIVES[objective](tokens, LearnerConfig(objective=objective, **settings), scale)
+    inputs = (tokens.logprobs, tokens.entropies, tokens.values)
+    found = torch.autograd.grad(loss.total, inputs, allow_unused=True)
+    return [[0.0] * len(tokens.values) if g is None else g.tolist() for g in found]
+
+
+def test_vtrace_at_the_level_of_tokens_by_hand():
+    tokens = tokens_of([math.log(2), math.log(0.25)], values=[1.0, 3.0], rewards=[0.0, 5.0])
+    by_logprob, by_entropy, by_value = gradients("vtrace", tokens, 10.0, value_coef=0.5, entropy_coef=0.1)
+    # vs_1 = 3 + 0.25 (5 - 3) = 3.5;  vs_0 = 1 + 1 (3 - 1) + 1 (3.5 - 3) = 3.5;  A = (3.5 - 1, 5 - 3)
+    assert by_logprob == pytest.approx([-1.0 * 10 * 2.5, -0.25 * 10 * 2.0])
+    assert by_value == pytest.approx([0.5 * (1 - 3.5), 0.5 * (3 - 3.5)])
+    assert by_entropy == pytest.approx([-0.1, -0.1])
+
+
+@pytest.mark.parametrize(("ratio", "rho"), [("product", 0.5), ("geometric", 0.5**0.5)])
+def test_vtrace_at_the_level_of_turns_by_hand(ratio, rho):
+    # A turn of two tokens with ratios 2 and 1/4, then one of a single token with ratio 1.
+    tokens = tokens_of(
+        [math.log(2), math.log(0.25), 0.0],
+        values=[1.0, 99.0, 3.0],
+        rewards=[0.0, 2.0, 5.0],
+        turn_end=[False, True, True],
+    )
+    settings = {"vtrace_level": "turn", "turn_ratio": ratio, "gamma": 0.5, "value_coef": 1.0}
+    by_logprob, _, by_value = gradients("vtrace", tokens, **settings)
+    # vs_1 = 3 + (5 - 3) = 5;  vs_0 = 1 + rho (2 + 0.5 * 3 - 1) + 0.5 rho (5 - 3) = 1 + 3.5 rho;  A = (2 + 2.5 - 1, 2)
+    assert by_logprob == pytest.approx([-rho * 3.5, -rho * 3.5, -2.0])
+    assert by_value == pytest.approx([2 * -3.5 * rho, 0.0, -2.0])  # a turn's value weighs as its tokens do
 
 
 def test_grpo_clips_only_where_the_advantage_pushes_further_out():
-    ratios = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
-    logprobs = torch.full((5,), -1.0, requires_grad=True)
-    behaviour = -1.0 - ratios.log()
-    loss = grpo_loss(logprobs, torch.zeros(5), behaviour, advantages, num_tokens=1, entropy_coef=0.0, clip=(0.2, 0.28))
-    (by_logprob,) = gradient(loss.total, logprobs)
-    assert by_logprob == pytest.approx([0.0, 1.5, -0.5, 0.0, -1.1])
-    assert loss.clipped_N.tolist() == [True, False, False, True, False]
+    ratios, advantages = [1.5, 1.5, 0.5, 0.5, 1.1, 4.0], [1.0, -1.0, 1.0, -1.0, 1.0, -1.0]
+    tokens = tokens_of(np.log(ratios), advantages)
+    by_logprob, _, _ = gradients("grpo", tokens, pg_rho_bar=None)
+    assert by_logprob == pytest.approx([0.0, 1.5, -0.5, 0.0, -1.1, 4.0])
+    by_logprob, _, _ = gradients("grpo", tokens, pg_rho_bar=None, dual_clip=3.0)
+    assert by_logprob == pytest.approx([0.0, 1.5, -0.5, 0.0, -1.1, 0.0])
+    by_logprob, _, _ = gradients("grpo", tokens, pg_rho_bar=2.0)
+    assert by_logprob == pytest.approx([0.0, 1.5, -0.5, 0.0, -1.1, 2.0])
+
+
+def test_gspo_gives_all_tokens_of_an_episode_its_geometric_ratio():
+    tokens = tokens_of([math.log(4), 0.0], [1.0, 1.0])  # geometric mean 2
+    assert gradients("gspo", tokens, pg_rho_bar=None, clip_high=2.0)[0] == pytest.approx([-2.0, -2.0])
+    assert gradients("gspo", tokens, pg_rho_bar=None, clip_high=0.9)[0] == [0.0, 0.0]
+
+
+def test_cispo_holds_the_weight_and_keeps_every_tokens_gradient():
+    tokens = tokens_of(np.log([4.0, 0.1, 1.1]), [1.0, -1.0, 1.0])
+    assert gradients("cispo", tokens, clip_low=0.2, clip_high=0.28)[0] == pytest.approx([-1.28, 0.8, -1.1])
+
+
+def test_the_three_estimates_of_kl_by_hand():
+    logprob, reference = torch.tensor([-1.0], requires_grad=True), torch.tensor([-1.0 - math.log(2)])
+    log2 = math.log(2)
+    for estimator, value, slope in (("k1", log2, log2), ("k2", log2**2 / 2, log2), ("k3", 0.5 - 1 + log2, 0.5)):
+        term = kl_term(logprob, reference, estimator)
+        assert term.item() == pytest.approx(value, abs=1e-6)
+        assert float(torch.autograd.grad(term.sum(), logprob)[0]) == pytest.approx(slope, abs=1e-6)
+
+
+def test_errors_of_the_value_beyond_the_clip_pull_no_harder_than_it():
+    values = torch.tensor([0.5, 4.0, -4.0, 0.0], requires_grad=True)
+    term = value_term(values, torch.zeros(4), 1.0)
+    assert term.tolist() == [0.125, 3.5, 3.5, 0.0]
+    assert torch.autograd.grad(term.sum(), values)[0].tolist() == [0.5, 1.0, -1.0, 0.0]
 
 
 def test_the_policy_term_has_the_gradient_of_the_clipped_surrogate():
@@ -62,24 +134,84 @@ def test_the_policy_term_has_the_gradient_of_the_clipped_surrogate():
     behaviour, advantages = -torch.rand(200, generator=rng), torch.randn(200, generator=rng)
     ratios = (logprobs - behaviour).exp()
     surrogate = -torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.28) * advantages).sum()
-    ours = policy_term(logprobs, behaviour, advantages, clip=(0.2, 0.28)).loss_N.sum()
-    for got, expected in zip(gradient(ours, logprobs), gradient(surrogate, logprobs), strict=True):
-        assert got == pytest.approx(expected, abs=1e-6)
+    ours = policy_term(logprobs, logprobs - behaviour, advantages, clip=(0.2, 0.28)).loss_N.sum()
+    (got,), (expected,) = torch.autograd.grad(ours, (logprobs,)), torch.autograd.grad(surrogate, (logprobs,))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
 
 
-def test_importance_weights_are_truncated():
-    logprobs = torch.tensor([0.0], requires_grad=True)
-    term = policy_term(logprobs, torch.tensor([-5.0]), torch.tensor([-1.0]), max_weight=2.0)
-    assert gradient(term.loss_N.sum(), logprobs) == [[2.0]]
+# ------------------------------------------------------------------ random data against plain references
+
+SETTINGS = [
+    ("vtrace", {"gamma": 0.9, "lam": 0.8, "rho_bar": 1.1, "c_bar": 0.9, "pg_rho_bar": 1.2}),
+    ("vtrace", {"gamma": 0.9, "vtrace_clip": True, "value_clip": 0.4, "aggregation": "sequence_mean"}),
+    ("vtrace", {"vtrace_level": "turn", "turn_ratio": "product", "gamma": 0.9, "lam": 0.7, "rho_bar": None}),
+    ("vtrace", {"vtrace_level": "turn", "gamma": 0.9, "vtrace_clip": True, "aggregation": "sequence_mean"}),
+    ("grpo", {}),
+    ("grpo", {"pg_rho_bar": None, "dual_clip": 1.3, "aggregation": "sequence_mean"}),
+    ("grpo", {"pg_rho_bar": 1.5, "clip_low": 0.3, "clip_high": 0.3}),
+    ("gspo", {"pg_rho_bar": None, "aggregation": "sequence_mean"}),
+    ("gspo", {"pg_rho_bar": None, "clip_low": 0.05, "clip_high": 0.05, "dual_clip": 1.2}),
+    ("cispo", {}),
+    ("cispo", {"clip_low": 1.0, "clip_high": 0.5, "aggregation": "sequence_mean"}),
+]
 
 
-def test_the_loss_is_divided_by_the_global_number_of_tokens_alone():
-    def total(parts: list[slice]) -> float:
-        logprobs, advantages = torch.arange(-6.0, 0.0), torch.arange(6.0)
-        losses = [
-            grpo_loss(x, torch.zeros_like(x), x, a, num_tokens=6, entropy_coef=0.0, clip=(1.0, 1.0))
-            for x, a in ((logprobs[p], advantages[p]) for p in parts)
-        ]
-        return float(sum(loss.total for loss in losses))
+def random_episodes(seed: int) -> list[dict[str, torch.Tensor]]:
+    rng, episodes = np.random.default_rng(seed), []
+    for length in rng.integers(1, 9, 6):
+        names = ("logprobs", "behaviour", "reference", "entropies")
+        e = {name: torch.from_numpy(-rng.random(length)) for name in names}
+        e |= {name: torch.from_numpy(rng.normal(size=length)) for name in ("values", "rewards")}
+        e["advantage"] = torch.full((length,), rng.normal(), dtype=torch.float64)
+        e["turn_end"] = torch.from_numpy(rng.random(length) < 0.4)
+        e["turn_end"][-1] = True
+        episodes.append(e)
+    for e in episodes:
+        for name in ("logprobs", "entropies", "values"):
+            e[name].requires_grad_()
+    return episodes
 
-    assert total([slice(0, 6)]) == pytest.approx(total([slice(0, 1), slice(1, 6)]))
+
+def packed_tokens(episodes: list[dict[str, torch.Tensor]], *, per_episode: bool) -> Tokens:
+    cat = lambda name: torch.cat([e[name] for e in episodes])  # noqa: E731
+    lengths = torch.tensor([len(e["logprobs"]) for e in episodes])
+    episode_end = torch.zeros(int(lengths.sum()), dtype=torch.bool)
+    episode_end[lengths.cumsum(0) - 1] = True
+    lengths_N = lengths.repeat_interleave(lengths).double()
+    names = ("logprobs", "entropies", "values", "rewards", "turn_end")
+    return Tokens(
+        **{name: cat(name) for name in names},
+        behaviour_logprobs=cat("behaviour"),
+        episode_end=episode_end,
+        advantages=cat("advantage"),
+        weights=1 / lengths_N if per_episode else torch.ones_like(lengths_N),
+        reference_logprobs=cat("reference"),
+    )
+
+
+@pytest.mark.parametrize(("objective", "settings"), SETTINGS)
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_an_objective_has_the_gradient_of_its_plain_reference(objective, settings, estimator):
+    config = LearnerConfig(objective=objective, kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.2, **settings)
+    for seed in range(3):
+        episodes = random_episodes(seed)
+        leaves = [e[name] for name in ("logprobs", "entropies", "values") for e in episodes]
+        expected = REFERENCES[objective](episodes, config) + extras(episodes, config)
+        by_reference = torch.autograd.grad(expected, leaves, allow_unused=True)
+        per_episode = config.aggregation == "sequence_mean"
+        tokens = packed_tokens(episodes, per_episode=per_episode)
+        total = OBJECTIVES[objective](tokens, config, 1.0).total
+        by_ours = torch.autograd.grad(
+            total / (len(episodes) if per_episode else len(tokens.rewards)), leaves, allow_unused=True
+        )
+        for ours, reference in zip(by_ours, by_reference, strict=True):
+            assert (ours is None) == (reference is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_parts_of_a_step_add_up_to_the_whole(objective):
+    config, episodes = LearnerConfig(objective=objective), random_episodes(7)
+    total = lambda part: float(OBJECTIVES[objective](packed_tokens(part, per_episode=False), config, 1.0).total)  # noqa: E731
+    assert total(episodes) == pytest.approx(total(episodes[:2]) + total(episodes[2:]))

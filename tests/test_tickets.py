@@ -89,6 +89,17 @@ def test_a_group_of_no_use_closes_its_ticket_with_the_reason_and_makes_room(traj
     assert adds_up(book)
 
 
+def test_a_group_that_teaches_nothing_makes_room_for_a_fresh_ticket_but_not_in_an_evaluation() -> None:
+    book = make_book(groups_per_version=1, max_staleness=0, refuse=lambda group: "uninformative")
+    (ticket,) = issue_all(book)
+    assert book.accept(group_of(ticket)) is Verdict.DROPPED
+    assert book.dropped == {"uninformative": 1} and adds_up(book)
+    (fresh,) = issue_all(book)
+    assert fresh.sample != ticket.sample
+    book.start_evaluation("e", [Sample("s")], Sampling())
+    assert book.accept(group_of(issue_all(book)[0])) is Verdict.ACCEPTED
+
+
 def test_one_trainable_episode_is_enough_for_a_group() -> None:
     book = make_book(group_size=2)
     ticket = issue_all(book)[0]

@@ -1,0 +1,219 @@
+"""The learner's step against arithmetic by hand, and what it does with episodes that teach nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from episodes import on_policy, random_groups
+
+from learner import dist
+from learner.batch import EpisodeSettings, is_uninformative, make_episodes, pack
+from learner.model import load_policy
+from learner.pictures import Pictures
+from learner.step import Trainer, episode_settings
+from shared.config import LearnerConfig
+from shared.types import Ending, Group
+from shared.vision import VisionSpec
+from tiny import tiny_model_dir
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def spec(folder):
+    return VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield dist.init("cpu")
+    dist.close()
+
+
+@pytest.fixture
+def policy(folder, spec):
+    return load_policy(str(folder), spec)
+
+
+def packed(policy, trajectories):
+    pictures = Pictures(policy.spec)
+    return pack(make_episodes([Group("g", "a", tuple(trajectories))], pictures, EpisodeSettings()), pictures, CPU)
+
+
+def weights_of(policy):
+    return {name: p.detach().clone() for name, p in policy.named_parameters()}
+
+
+def test_one_sgd_step_gives_the_weights_computed_by_hand(policy, spec, ranks):
+    config = LearnerConfig(
+        value_lr=0.5, lr=0.5, weight_decay=0, max_grad_norm=1e9, normalize_advantages=False, gamma=0.9, lam=0.8,
+        value_coef=0.25, entropy_coef=0.01, microbatch_tokens=100,
+    )  # fmt: skip
+    trainer = Trainer(policy, config, ranks)
+    trainer.optimizer = torch.optim.SGD([{"params": list(policy.parameters()), "base_lr": 0.5}], lr=0.5)
+    groups = random_groups(spec, 3, turns=2)
+    groups = [Group(g.ticket_id, g.actor, (on_policy(policy, g.trajectories[0], noise=0.3),)) for g in groups]
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    expected = _gradient_by_hand(policy, [g.trajectories[0] for g in groups], gamma=0.9, lam=0.8, value_coef=0.25)
+    trainer.step(groups, version=0)
+    for name, p in policy.named_parameters():
+        scale = expected[name].abs().max().item() + 1e-8
+        moved = (before[name] - p.detach()) / 0.5
+        torch.testing.assert_close(moved, expected[name], rtol=1e-3, atol=2e-4 * scale + 3e-7)
+
+
+def _gradient_by_hand(policy, trajectories, *, gamma, lam, value_coef):
+    """The loss written out token by token in plain Python, differentiated by autograd."""
+    num_tokens = sum(int(t.loss_mask.sum()) for t in trajectories)
+    total = torch.zeros(())
+    for t in trajectories:
+        output = policy(packed(policy, [t]), 1.0)
+        places = np.flatnonzero(t.loss_mask)
+        ends = {turn.end - 1: turn.reward for turn in t.turns}
+        rhos = (output.logprobs.detach().numpy() - t.behaviour_logprobs[places]).clip(-50, 50)
+        rhos, values = np.minimum(1.0, np.exp(rhos)), output.values.detach().numpy()
+        error_next, value_next = 0.0, 0.0
+        for k in reversed(range(len(places))):
+            last, end = k == len(places) - 1, int(places[k]) in ends
+            discount, lambda_ = (0.0 if last else gamma, lam) if end else (1.0, 1.0)
+            reward = ends.get(int(places[k]), 0.0)
+            advantage = reward + discount * (value_next + lambda_ * error_next) - values[k]
+            delta = rhos[k] * (reward + discount * value_next - values[k])
+            error = delta + discount * lambda_ * rhos[k] * error_next
+            total = total - rhos[k] * advantage * output.logprobs[k] - 0.01 * output.entropies[k]
+            total = total + value_coef * 0.5 * (output.values[k] - (values[k] + error)) ** 2
+            error_next, value_next = error, values[k]
+    policy.zero_grad()
+    (total / num_tokens).backward()
+    gradients = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    policy.zero_grad()
+    return gradients
+
+
+def test_microbatches_change_nothing_but_rounding(folder, spec, ranks):
+    groups = random_groups(spec, 4, turns=2, group_size=2)
+    after = []
+    for budget in (10_000, 60):
+        policy = load_policy(str(folder), spec)
+        config = LearnerConfig(lr=1e-3, microbatch_tokens=budget)
+        Trainer(policy, config, ranks).step(groups, version=0)
+        after.append(policy.state_dict())
+    for name, value in after[0].items():
+        torch.testing.assert_close(after[1][name], value, rtol=0, atol=2e-4)
+
+
+def test_equal_rewards_change_nothing_under_grpo_and_cost_no_microbatch(policy, spec, ranks):
+    trainer = Trainer(policy, LearnerConfig(objective="grpo", lr=1.0, weight_decay=0.0), ranks)
+    same = [dataclasses.replace(t, reward=0.9) for t in random_groups(spec, 1, group_size=4)[0].trajectories]
+    before, forwards = weights_of(policy), []
+    policy.register_forward_hook(lambda *_: forwards.append(1))
+    metrics = trainer.step([Group("g", "a", tuple(same))], version=0)
+    assert metrics["optim/grad_norm"] == 0.0 and not forwards
+    assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
+
+
+def test_grpo_raises_the_logprob_of_what_was_rewarded(policy, spec, ranks):
+    trainer = Trainer(policy, LearnerConfig(objective="grpo", lr=3e-3, weight_decay=0.0), ranks)
+    group = random_groups(spec, 1, group_size=4, turns=1)[0]
+    played = [dataclasses.replace(on_policy(policy, t), reward=0.0) for t in group.trajectories]
+    played[0] = dataclasses.replace(played[0], reward=1.0)
+    for _ in range(3):
+        trainer.step([Group("g", "a", tuple(played))], version=0)
+    after = on_policy(policy, played[0])
+    assert after.behaviour_logprobs.sum() > played[0].behaviour_logprobs.sum() + 0.5
+
+
+def test_a_non_finite_loss_skips_the_step_and_is_counted(policy, spec, ranks):
+    trainer = Trainer(policy, LearnerConfig(lr=1.0), ranks)
+    group = random_groups(spec, 1)[0]
+    first = group.trajectories[0]
+    bad = dataclasses.replace(first, turns=(dataclasses.replace(first.turns[0], reward=float("nan")),))
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    metrics = trainer.step([Group("g", "a", (bad,))], version=0)
+    assert metrics["optim/skipped_steps"] == 1.0
+    assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
+    metrics = trainer.step([group], version=0)
+    assert metrics["optim/skipped_steps"] == 1.0 and np.isfinite(metrics["optim/grad_norm"])
+
+
+def test_a_step_without_any_trainable_episode_is_skipped(policy, ranks):
+    metrics = Trainer(policy, LearnerConfig(), ranks).step([], version=0)
+    assert metrics["optim/skipped_steps"] == 1.0 and metrics["batch/episodes"] == 0.0
+
+
+def test_metrics_are_split_by_version_lag(policy, spec, ranks):
+    groups = [random_groups(spec, 1, seed=s, version=v)[0] for s, v in ((0, 5), (1, 4), (2, 4))]
+    groups = [Group(g.ticket_id, g.actor, (on_policy(policy, g.trajectories[0]),)) for g in groups]
+    metrics = Trainer(policy, LearnerConfig(), ranks).step(groups, version=5)
+    tokens = metrics["tokens/lag_0"] + metrics["tokens/lag_1"]
+    assert tokens == metrics["batch/sampled_tokens"] and "tokens/lag_2" not in metrics
+    assert metrics["behaviour/logprob_gap"] < 1e-4
+    assert metrics["behaviour/ess"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_temperature_zero_cannot_be_trained_on(policy, ranks):
+    with pytest.raises(ValueError, match=r"sampling\.temperature = 0"):
+        Trainer(policy, LearnerConfig(), ranks, temperature=0.0)
+
+
+def test_episodes_cut_off_by_a_limit_are_masked_or_penalised_as_the_recipe_says(spec):
+    first, second = random_groups(spec, 1, group_size=2)[0].trajectories
+    cut = dataclasses.replace(second, ending=Ending.OUT_OF_TOKENS, reward=1.0)
+    group = Group("g", "a", (dataclasses.replace(first, reward=1.0), cut))
+
+    def made(**settings):
+        return make_episodes([group], Pictures(spec), episode_settings(LearnerConfig(objective="grpo", **settings)))
+
+    assert [e.advantage for e in made()] == [0.0, 0.0]
+    assert len(made(overlong="mask")) == 1
+    plain, penalised = made(), made(overlong="penalise", overlong_penalty=0.5)
+    assert is_uninformative(group, EpisodeSettings())
+    assert not is_uninformative(group, EpisodeSettings(overlong_penalty=0.5))
+    assert [e.advantage for e in penalised] == [1.0, -1.0]
+    assert penalised[1].rewards[-1] == pytest.approx(plain[1].rewards[-1] - 0.5)
+    assert np.array_equal(penalised[0].rewards, plain[0].rewards)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_to_the_reference_holds_the_policy_back(folder, spec, ranks, estimator):
+    group = random_groups(spec, 1, group_size=4, turns=1)[0]
+    moved = {}
+    for coef in (0.0, 30.0):
+        policy, reference = load_policy(str(folder), spec), load_policy(str(folder), spec) if coef else None
+        played = [on_policy(policy, t) for t in group.trajectories]
+        config = LearnerConfig(objective="grpo", lr=3e-3, kl_coef=coef, kl_estimator=estimator, pg_rho_bar=None)
+        trainer = Trainer(policy, config, ranks, reference=reference)
+        metrics = [trainer.step([Group("g", "a", tuple(played))], version=0) for _ in range(4)]
+        assert metrics[0]["reference/kl"] == pytest.approx(0.0, abs=1e-5)
+        moved[coef] = metrics[-1]["behaviour/kl"]
+    assert moved[30.0] < 0.5 * moved[0.0]
+
+
+def test_a_reference_is_asked_for_only_where_its_weight_is_not_zero(policy, ranks):
+    with pytest.raises(ValueError, match="kl_coef"):
+        Trainer(policy, LearnerConfig(kl_coef=0.1), ranks)
+    with pytest.raises(ValueError, match="kl_coef"):
+        Trainer(policy, LearnerConfig(), ranks, reference=policy)
+
+
+def test_sequence_mean_weighs_a_short_episode_as_much_as_a_long_one(folder, spec, ranks):
+    """Under SGD, a step on two episodes is the mean of the steps on each alone."""
+    groups = [random_groups(spec, 1, seed=s, turns=t)[0] for s, t in ((0, 1), (1, 3))]
+    config = LearnerConfig(aggregation="sequence_mean", normalize_advantages=False, max_grad_norm=1e9)
+    moves = []
+    for chosen in (groups, groups[:1], groups[1:]):
+        trainer = Trainer(load_policy(str(folder), spec), config, ranks)
+        parameters = list(trainer.policy.parameters())
+        trainer.optimizer = torch.optim.SGD([{"params": parameters, "base_lr": 0.1}], lr=0.1)
+        before = torch.nn.utils.parameters_to_vector(parameters).detach().clone()
+        trainer.step(chosen, version=0)
+        moves.append(torch.nn.utils.parameters_to_vector(parameters).detach() - before)
+    torch.testing.assert_close(moves[0], (moves[1] + moves[2]) / 2, rtol=1e-3, atol=1e-6)
