@@ -22,6 +22,7 @@ train: env
 # Makes the shipped models again, from nothing: about an hour on two cores.
 tiny-models: env
 	$(PY) launch/warm_start.py colour --out launch/models/colour_tiny --steps 100 --batch 32
+	$(PY) launch/warm_start.py geo3k --out launch/models/geo3k_tiny --steps 400 --batch 16 --expertise 0.2
 	$(PY) launch/warm_start.py sokoban --out build/stage1 --steps 2600 --batch 4 --lr 1.5e-3
 	$(PY) launch/warm_start.py sokoban --start build/stage1 --out build/stage2 --seed 1 --steps 1500 --expertise 0.5 --threads 2
 	$(PY) launch/warm_start.py sokoban --start build/stage2 --out build/stage3 --seed 2 --steps 1000 --expertise 0.5 --threads 2

@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,13 @@ _BROKEN_ESCAPES = (
     (re.compile("\x0c(?=[a-z])"), r"\\f"),  # \frac
     (re.compile("\t(?=ext\\{|imes|heta|an\\b|riangle)"), r"\\t"),  # \text, \times, …
 )
+
+Tick = Callable[[int], None]
+"""Told how many rows are done, for a progress line."""
+
+
+def no_tick(done: int) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -68,7 +75,7 @@ class Dataset:
 
 def load_dataset(
     path: str | Path, *, system_prompt: str = "", limit: int | None = None, prompt_column: str = "problem",
-    answer_column: str = "answer",
+    answer_column: str = "answer", tick: Tick = no_tick,
 ) -> Dataset:  # fmt: skip
     """All usable rows of a file as samples, at most `limit`. ValueError for a missing file or column, or no sample."""
     path = Path(path)
@@ -77,14 +84,15 @@ def load_dataset(
     seen: set[bytes] = set()
     for number, row in enumerate(read_rows(path)):
         if number == 0:
-            needed = () if _env_config(row) is not None else (prompt_column, answer_column)
+            needed = () if env_config(row) is not None else (prompt_column, answer_column)
             for column in needed:
                 if column not in row:
                     raise ValueError(f"{path} has no column {column!r}; it has: {', '.join(map(str, row))}")
         if limit is not None and len(samples) >= limit:
             break
         report.rows += 1
-        sample_id, config = f"{path.stem}-{number}", _env_config(row)
+        tick(report.rows)
+        sample_id, config = f"{path.stem}-{number}", env_config(row)
         if config is not None:
             sample: Sample | None = _board_sample(sample_id, config, system_prompt)
         else:
@@ -177,7 +185,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path} is neither .parquet nor .jsonl: convert it")
 
 
-def _env_config(row: dict[str, Any]) -> dict[str, Any] | None:
+def env_config(row: dict[str, Any]) -> dict[str, Any] | None:
+    """What a Sokoban row says about its board; None for other rows."""
     extra = row.get("extra_info")
     if isinstance(extra, str):
         try:

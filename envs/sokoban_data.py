@@ -6,31 +6,37 @@ A written row has the columns of the public processed dataset: `prompt`, `images
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from envs.datasets import data_uri, read_rows
+from envs.datasets import MAX_LISTED, Tick, data_uri, env_config, no_tick, read_rows
 from envs.sokoban import SYSTEM_PROMPT
-from envs.sokoban_boards import SYMBOLS, Board, BoardSpec, board_of, canonical, make_board
+from envs.sokoban_boards import SYMBOLS, Board, BoardSpec, board_from_config, board_of, canonical, make_board
+from envs.sokoban_levels import iter_levels
 from envs.sokoban_render import png, render
 from envs.sokoban_solver import solve
 
 MAX_REPEATS = 2_000
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Boards of which no two are the same but for a rotation or mirror image, neither inside nor across the parts."""
+@dataclass(slots=True)
+class Reading:
+    """Boards that were found, and what was left out: how many, and the first few with their reasons."""
 
-    train: list[Board]
-    heldout: list[Board]
-    duplicates: int
+    boards: list[Board] = field(default_factory=list)
+    unreadable: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def refuse(self, place: str, reason: object) -> None:
+        self.unreadable += 1
+        if self.unreadable <= MAX_LISTED:
+            self.examples.append(f"{place}: {reason}")
 
 
-def make_boards(count: int, spec: BoardSpec, seed: int = 0) -> list[Board]:
+def make_boards(count: int, spec: BoardSpec, seed: int = 0, tick: Tick = no_tick) -> list[Board]:
     """`count` different solvable boards. ValueError if `spec` admits fewer."""
     boards: list[Board] = []
     seen: set[bytes] = set()
@@ -47,36 +53,68 @@ def make_boards(count: int, spec: BoardSpec, seed: int = 0) -> list[Board]:
             continue
         seen.add(form)
         boards.append(board)
+        tick(len(boards))
     return boards
 
 
-def split_boards(boards: Iterable[Board], num_heldout: int, seed: int = 0) -> Split:
-    """A random split; of boards that are the same up to symmetry only the first is kept."""
+def different(boards: Iterable[Board]) -> tuple[list[Board], int]:
+    """The boards without those that are the same as an earlier one but for a rotation or mirror image, and how many
+    those were."""
     kept: dict[bytes, Board] = {}
     total = 0
     for board in boards:
         total += 1
         kept.setdefault(canonical(board), board)
-    if not 0 <= num_heldout < len(kept):
-        raise ValueError(f"{num_heldout} held-out boards of {len(kept)} different ones leave none to train on")
-    shuffled = list(kept.values())
+    return list(kept.values()), total - len(kept)
+
+
+def split_boards(boards: Sequence[Board], num_heldout: int, seed: int = 0) -> tuple[list[Board], list[Board]]:
+    """(train, held out) at random, of boards that are all `different`. ValueError if none is left to train on."""
+    if not 0 <= num_heldout < len(boards):
+        raise ValueError(f"{num_heldout} held-out boards of {len(boards)} different ones leave none to train on")
+    shuffled = list(boards)
     Random(seed).shuffle(shuffled)
-    return Split(shuffled[num_heldout:], shuffled[:num_heldout], total - len(kept))
+    return shuffled[num_heldout:], shuffled[:num_heldout]
 
 
-def boards_of_raw(path: str | Path) -> tuple[list[Board], int]:
-    """Boards drawn in text in the `prompt` column of a raw file, and the number of rows without one."""
-    boards, failed = [], 0
-    for number, row in enumerate(read_rows(Path(path))):
-        if number == 0 and "prompt" not in row:
-            raise ValueError(f"{path} has no column 'prompt'; it has: {', '.join(map(str, row))}")
+def read_boards(path: str | Path, tick: Tick = no_tick) -> Reading:
+    """The boards of a dataset (processed, or raw with boards drawn in `prompt`) or of a level file (XSB notation).
+
+    ValueError for a missing file, one without the needed column, or one without any board.
+    """
+    path, reading = Path(path), Reading()
+    if path.suffix in (".parquet", ".jsonl"):
+        _read_rows(path, reading, tick)
+    elif not path.is_file():
+        raise ValueError(f"no file {str(path)!r}: give a .parquet or .jsonl dataset or a level file")
+    else:
+        for number, level in enumerate(iter_levels(path)):
+            tick(number + 1)
+            if isinstance(level, ValueError):
+                reading.refuse(f"{path.name} level {number}", level)
+            else:
+                reading.boards.append(level)
+    if not reading.boards:
+        found = (
+            f"{reading.unreadable} unreadable, such as {reading.examples[0]}" if reading.examples else "no level in it"
+        )
+        raise ValueError(f"{path} holds no board: {found}")
+    return reading
+
+
+def _read_rows(path: Path, reading: Reading, tick: Tick) -> None:
+    for number, row in enumerate(read_rows(path)):
+        tick(number + 1)
+        config = env_config(row)
+        if number == 0 and config is None and "prompt" not in row:
+            raise ValueError(f"{path} has no column 'prompt' or 'extra_info'; it has: {', '.join(map(str, row))}")
         try:
-            boards.append(board_in_text(_prompt_text(row["prompt"])))
-        except ValueError:
-            failed += 1
-    if not boards:
-        raise ValueError(f"{path} holds no board: none of its {failed} prompts draws one")
-    return boards, failed
+            if config is not None and config.get("initial_base_grid") is not None:
+                reading.boards.append(board_from_config(config))
+            else:
+                reading.boards.append(board_in_text(_prompt_text(row.get("prompt"))))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            reading.refuse(f"{path.name} row {number}", error)
 
 
 def board_in_text(text: str) -> Board:
@@ -98,16 +136,23 @@ def board_in_text(text: str) -> Board:
 def rows_of(boards: Iterable[Board], pixels_per_cell: int = 64, max_nodes: int = 50_000) -> Iterator[dict[str, Any]]:
     """The boards as dataset rows; one that the solver cannot solve within `max_nodes` is left out."""
     for board in boards:
-        moves = solve(board, max_nodes=max_nodes)
-        if not moves:
-            continue
-        picture = png(render(board.codes(), board.height, board.width, pixels_per_cell))
-        config = {**board.env_config(), "render_mode": "vision", "max_steps": 100}
-        yield {
-            "prompt": f"{SYSTEM_PROMPT}\n<image>",
-            "images": [data_uri(picture)],
-            "extra_info": {"env_config": config, "solution_length": len(moves)},
-        }
+        row = row_of(board, pixels_per_cell, max_nodes)
+        if row is not None:
+            yield row
+
+
+def row_of(board: Board, pixels_per_cell: int = 64, max_nodes: int = 50_000) -> dict[str, Any] | None:
+    """The board as a dataset row; None if the solver finds no solution within `max_nodes`, or it needs no move."""
+    moves = solve(board, max_nodes=max_nodes)
+    if not moves:
+        return None
+    picture = png(render(board.codes(), board.height, board.width, pixels_per_cell))
+    config = {**board.env_config(), "render_mode": "vision", "max_steps": 100}
+    return {
+        "prompt": f"{SYSTEM_PROMPT}\n<image>",
+        "images": [data_uri(picture)],
+        "extra_info": {"env_config": config, "solution_length": len(moves)},
+    }
 
 
 def _prompt_text(prompt: Any) -> str:

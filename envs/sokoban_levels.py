@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from envs.sokoban_boards import FLOOR, WALL, XSB, Board, board_of
@@ -13,14 +14,22 @@ _ROW = re.compile(r"^[#@+$*.\-_ ]+$")
 def read_levels(path: str | Path) -> list[Board]:
     """All levels of a file, in order. ValueError, naming file and level, for one that is no Sokoban board."""
     boards = []
-    for number, rows in enumerate(_blocks(Path(path).read_text(encoding="utf-8"))):
-        try:
-            boards.append(parse_level(rows))
-        except ValueError as error:
-            raise ValueError(f"{path}: level {number}: {error}") from error
+    for number, level in enumerate(iter_levels(path)):
+        if isinstance(level, ValueError):
+            raise ValueError(f"{path}: level {number}: {level}") from level
+        boards.append(level)
     if not boards:
         raise ValueError(f"{path} holds no level in XSB notation")
     return boards
+
+
+def iter_levels(path: str | Path) -> Iterator[Board | ValueError]:
+    """Each level of a file in order: its board, or what is wrong with it."""
+    for rows in _blocks(Path(path).read_text(encoding="utf-8", errors="replace")):
+        try:
+            yield parse_level(rows)
+        except ValueError as error:
+            yield error
 
 
 def parse_level(rows: list[str]) -> Board:

@@ -4,9 +4,7 @@ in the task's format. `make tiny-models` makes the shipped ones, in stages:
     python launch/warm_start.py sokoban --out stage1 --steps 2600 --batch 4 --lr 1.5e-3
     python launch/warm_start.py sokoban --start stage1 --out stage2 --seed 1 --steps 1500 --expertise 0.5
 
-Sokoban: episodes of a player that follows a shortest solution in some turns and moves at random in the others, so the
-model learns to see and to answer, and only half of what it imitates is good play. Colour: answers drawn at random, so
-the model learns the format alone.
+What is shown is in `launch.demonstrations`.
 """
 
 from __future__ import annotations
@@ -15,10 +13,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,90 +22,15 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration
 
 from actor.render import Renderer
-from envs import colour, sokoban
-from envs.base import Env
-from envs.sokoban_boards import MOVES
-from envs.sokoban_solver import optimal_first_moves
 from launch import tiny_model
+from launch.demonstrations import TASKS, Task
 from learner.batch import EpisodeSettings, make_episode, pack
 from learner.model import Policy
 from learner.pictures import Pictures
-from shared.types import Ending, Image, Sample, Trajectory, Turn
+from shared.types import Ending, Image, Trajectory, Turn
 from shared.vision import VisionSpec
 
 FIRST_SEED = 1_000_000_000  # training seeds lie below, held-out seeds above 2_000_000_000
-SOKOBAN_ARGS = {"pixels_per_cell": 32, "split": "train"}
-SOKOBAN_PROMPT = "Solve Sokoban."
-COLOUR_PROMPT = "Name the colour."
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One task's texts for the tokenizer, the size of its model, and its demonstrations."""
-
-    prompt: str
-    phrases: tuple[str, ...]
-    model: dict[str, int]
-    max_turns: int
-
-    def demonstrate(self, seed: int, rng: random.Random, expertise: float) -> Iterator[tuple[dict[str, Any], str]]:
-        """Pairs of an observation message and the answer to it."""
-        raise NotImplementedError
-
-
-class SokobanTask(Task):
-    def demonstrate(self, seed: int, rng: random.Random, expertise: float) -> Iterator[tuple[dict[str, Any], str]]:
-        env = sokoban.build_env(Sample(str(seed), metadata={"seed": seed}), SOKOBAN_ARGS)
-        observation, done = env.reset()[0], False
-        for _ in range(self.max_turns):
-            answer = sokoban_answer(env, rng, expertise)
-            yield env.format_observation(observation), answer
-            observation, done, _ = env.step(answer)
-            if done:
-                return
-
-
-class ColourTask(Task):
-    def demonstrate(self, seed: int, rng: random.Random, expertise: float) -> Iterator[tuple[dict[str, Any], str]]:
-        env: Env = colour.build_env(Sample(str(seed), metadata={"seed": seed}))
-        yield env.format_observation(env.reset()[0]), rng.choice(list(colour.COLOURS))
-
-
-def sokoban_answer(env: sokoban.SokobanEnv, rng: random.Random, expertise: float) -> str:
-    """Writes where player, box and target are, then up to three moves: good ones with probability `expertise`."""
-    board = env.current()
-    places = [f"{cell // board.width}{cell % board.width}" for cell in (board.player, *board.boxes, *board.targets)]
-    moves = optimal_first_moves(board)[:3] if rng.random() < expertise else []
-    if not moves:
-        moves = [rng.choice(list(MOVES)) for _ in range(rng.randint(1, 3))]
-    return f"<think>{' '.join(places)}</think><answer>{', '.join(moves)}</answer>"
-
-
-def sokoban_phrases() -> tuple[str, ...]:
-    cells = [f"{row}{column}" for row in range(6) for column in range(6)]
-    observation = "[Observation]\n(Refer to the image for the grid layout.)\nValid last actions: "
-    request = "\nProvide your next move(s) using Up, Down, Left, Right."
-    words = [
-        "<answer>",
-        "</answer>",
-        ", ",
-        *MOVES,
-        *(move.title() for move in MOVES),
-        *cells,
-        *(" " + c for c in cells),
-    ]
-    return (*words, observation, request, "None", SOKOBAN_PROMPT)
-
-
-TASKS = {
-    "sokoban": SokobanTask(SOKOBAN_PROMPT, sokoban_phrases(), {}, max_turns=8),
-    "colour": ColourTask(
-        COLOUR_PROMPT,
-        (*colour.COLOURS, "Which colour?", COLOUR_PROMPT),
-        {"hidden": 64, "layers": 2, "vision_hidden": 32, "vision_depth": 1, "vocab_size": 384},
-        max_turns=1,
-    ),
-}
 
 
 def demonstration(
@@ -118,6 +38,7 @@ def demonstration(
 ) -> Trajectory:
     """One demonstrated episode as a trajectory: the mask marks the answers, logprobs and versions say nothing."""
     rng = random.Random(f"demonstration {seed}")
+    prompt = task.prompts[seed % len(task.prompts)]
     token_ids: list[int] = []
     mask: list[int] = []
     images: list[Image] = []
@@ -126,7 +47,7 @@ def demonstration(
         if token_ids:
             fragment = renderer.observation(message)
         else:
-            fragment = renderer.start([{"role": "system", "content": task.prompt}, message])
+            fragment = renderer.start([{"role": "system", "content": prompt}, message])
         answer_ids = tokenizer.encode(answer + "<|im_end|>", add_special_tokens=False)
         token_ids += [*fragment.token_ids, *answer_ids]
         mask += [0] * len(fragment.token_ids) + [1] * len(answer_ids)
@@ -189,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=8, help="episodes of one step")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--expertise", type=float, default=0.4, help="share of turns that follow a shortest solution")
+    parser.add_argument("--expertise", type=float, default=0.4, help="share of answers that are good ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)

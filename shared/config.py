@@ -67,7 +67,7 @@ class ActorConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: Literal["embedded"] = Field("embedded", description="which server launch/actors.py starts")
+    kind: Literal["embedded", "sglang"] = Field("embedded", description="which server launch/actors.py starts")
     urls: tuple[str, ...] = Field((), description="engines that run already; empty = start them")
     count: int = Field(1, gt=0, description="engines to start")
     port: int = Field(31000, gt=0, lt=65536, description="port of the first engine; the next ones follow")

@@ -16,7 +16,7 @@ from envs import geo3k_multi_turn, sokoban
 from envs.datasets import load_dataset, repair, with_images, write_rows
 from envs.geo3k import build_env
 from envs.sokoban_boards import BoardSpec, canonical
-from envs.sokoban_data import board_in_text, boards_of_raw, make_boards, rows_of, split_boards
+from envs.sokoban_data import board_in_text, different, make_boards, read_boards, rows_of, split_boards
 from envs.sokoban_levels import read_levels
 from envs.sokoban_solver import solve
 
@@ -149,9 +149,10 @@ def test_made_boards_are_written_and_played_from_the_file(tmp_path):
 def test_a_split_keeps_symmetric_boards_together():
     levels = read_levels(DATA / "boxoban" / "medium_valid_000.txt")[:60]
     small = make_boards(40, BoardSpec(), seed=1)
-    split = split_boards([*levels, *levels[:5], *small], num_heldout=20, seed=2)
-    assert (len(split.heldout), len(split.train), split.duplicates) == (20, 80, 5)
-    assert not {canonical(board) for board in split.train} & {canonical(board) for board in split.heldout}
+    boards, repeated = different([*levels, *levels[:5], *small])
+    train, heldout = split_boards(boards, num_heldout=20, seed=2)
+    assert (len(heldout), len(train), repeated) == (20, 80, 5)
+    assert not {canonical(board) for board in train} & {canonical(board) for board in heldout}
     with pytest.raises(ValueError, match="none to train on"):
         split_boards(levels[:3], num_heldout=3)
 
@@ -168,10 +169,14 @@ def test_raw_rows_with_boards_in_text_are_converted(tmp_path):
         for board in boards
     ]
     rows.append({"prompt": "no board", "data_source": "x"})
-    assert boards_of_raw(write(tmp_path / "raw.parquet", rows)) == (boards, 1)
-    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
-    assert boards_of_raw(write(tmp_path / "chats.parquet", chats)) == (boards, 1)
-    with pytest.raises(ValueError, match="no column 'prompt'; it has: text"):
-        boards_of_raw(write(tmp_path / "other.jsonl", [{"text": "x"}]))
+    for name, kind in (
+        ("raw", rows),
+        ("chats", [{"prompt": [{"role": "user", "content": r["prompt"]}]} for r in rows]),
+    ):
+        reading = read_boards(write(tmp_path / f"{name}.parquet", kind))
+        assert (reading.boards, reading.unreadable) == (boards, 1)
+        assert "row 3: the text draws no board" in reading.examples[0]
+    with pytest.raises(ValueError, match="no column 'prompt' or 'extra_info'; it has: text"):
+        read_boards(write(tmp_path / "other.jsonl", [{"text": "x"}]))
     with pytest.raises(ValueError, match="no board"):
         board_in_text("# # #\n# P #")

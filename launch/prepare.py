@@ -1,0 +1,208 @@
+"""Makes the files that `data.source` and `data.eval_source` read: OUT/train.parquet and OUT/heldout.parquet.
+
+    python launch/prepare.py sokoban                                    # downloads the processed public dataset
+    python launch/prepare.py sokoban --from raw.parquet                 # converts a raw one, or level files (XSB)
+    python launch/prepare.py sokoban --make 2000 --sizes 6x6 7x7 --boxes 1 2 --min-solution 4
+    python launch/prepare.py geo3k --from train.parquet --heldout-from test.parquet
+    python launch/prepare.py geo3k_multi_turn --make 1000               # drawn triangle problems
+
+No problem, and no board nor its mirror images and rotations, is in both files. The last line counts what was kept and
+what was left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+from envs import problem_data, sokoban_data, triangles
+from envs.datasets import write_rows
+from envs.problem_data import listed
+from envs.sokoban_boards import Board, BoardSpec
+from launch.cli import fail
+from launch.hub import local_dataset
+
+DATASETS = {
+    "sokoban": "VeraIsHere/sokoban_processed",
+    "geo3k": "chenhegu/geo3k_imgurl",
+    "geo3k_multi_turn": "VeraIsHere/geo3k_imgurl_processed",
+}
+PROGRESS_S = 5.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    out = options.out or Path("data") / options.task
+    try:
+        check(options)
+        train, heldout, counts = (boards if options.task == "sokoban" else problems)(options)
+        for name, rows in (("train", train), ("heldout", heldout)):
+            write_rows(out / f"{name}.{options.format}", rows)
+    except (ValueError, OSError) as error:
+        return fail(error)
+    print(f"{out}: {len(train)} to train on, {len(heldout)} held out, {counts}")
+    return 0
+
+
+def boards(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+    """Rows to train on, held-out rows, and what was left out."""
+    spec = BoardSpec(
+        sizes=tuple(options.sizes),
+        num_boxes=tuple(options.boxes),
+        wall_chance=options.walls,
+        min_solution=options.min_solution,
+        max_solution=options.max_solution,
+    )
+    readings: list[list[sokoban_data.Reading]] = [[], []]
+    if options.make:
+        found = [sokoban_data.make_boards(options.make, spec, options.seed, Progress("boards made")), []]
+    else:
+        for files, part in zip(sources(options), readings, strict=True):
+            part += [sokoban_data.read_boards(path, Progress(f"rows of {path.name}")) for path in files]
+        found = [[board for reading in part for board in reading.boards] for part in readings]
+    distinct, duplicates = sokoban_data.different([*found[1], *found[0]])
+    rows = solved(distinct, options)
+    fitting = {board: row for board, row in rows.items() if fits(row, spec)}
+    if found[1]:
+        held = [board for board in fitting if board in set(found[1])]
+        train = [board for board in fitting if board not in set(found[1])]
+    else:
+        train, held = sokoban_data.split_boards(list(fitting), heldout_of(options, len(fitting)), options.seed)
+    unreadable = sum(reading.unreadable for part in readings for reading in part)
+    examples = [example for part in readings for reading in part for example in reading.examples]
+    counts = f"{duplicates} duplicate, {unreadable} unreadable, {len(distinct) - len(rows)} without a solution found"
+    counts += f", {len(rows) - len(fitting)} of another difficulty{listed(examples)}"
+    return [fitting[board] for board in train], [fitting[board] for board in held], counts
+
+
+def problems(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+    """Rows to train on, held-out rows, and what was left out."""
+    if options.make:
+        held = heldout_of(options, options.make)
+        parts = ((options.make - held, "train"), (held, "heldout"))
+        train, heldout = (list(triangles.rows(n, None, split, options.seed)) for n, split in parts)
+        return train, heldout, "all drawn"
+    files, held_files = sources(options)
+    read = problem_data.read_problems(files, Progress("rows"))
+    found = [read]
+    if held_files:
+        given = problem_data.read_problems(held_files, Progress("held-out rows"))
+        found.append(given)
+        samples, held_samples = problem_data.without(read.samples, given.samples), given.samples
+    else:
+        samples, held_samples = problem_data.split_problems(
+            read.samples, heldout_of(options, len(read.samples)), options.seed
+        )
+    repeated = sum(len(part.samples) for part in found) - len(samples) - len(held_samples)
+    duplicates = sum(part.duplicates for part in found) + repeated
+    unreadable, empty, bad = (sum(getattr(part, name) for part in found) for name in
+                              ("unreadable", "empty", "bad_labels"))  # fmt: skip
+    counts = f"{duplicates} duplicate, {unreadable} unreadable pictures, {empty} empty, {bad} labels that do not parse"
+    examples = [example for part in found for example in part.examples]
+    rows = [[problem_data.row_of(sample) for sample in part] for part in (samples, held_samples)]
+    return rows[0], rows[1], counts + listed(examples)
+
+
+def solved(boards: Sequence[Board], options: argparse.Namespace) -> dict[Board, dict[str, Any]]:
+    """The boards for which the solver finds a solution, with their rows; in parallel."""
+    tick, rows = Progress(f"of {len(boards)} boards solved"), {}
+    work = partial(sokoban_data.row_of, pixels_per_cell=options.pixels_per_cell, max_nodes=options.max_nodes)
+    results: Iterable[dict[str, Any] | None]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        results = pool.map(work, boards, chunksize=8) if options.jobs > 1 else map(work, boards)
+        for number, (board, row) in enumerate(zip(boards, results, strict=True)):
+            tick(number + 1)
+            if row is not None:
+                rows[board] = row
+    return rows
+
+
+def fits(row: dict[str, Any], spec: BoardSpec) -> bool:
+    return bool(spec.min_solution <= row["extra_info"]["solution_length"] <= spec.max_solution)
+
+
+def sources(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    """The files to train on and those held out (possibly none): as given, or the hub's by their names."""
+    if options.source:
+        return options.source, options.heldout_from
+    files = local_dataset(options.dataset or DATASETS[options.task])
+    held: list[Path] = []
+    for word in ("test", "val"):
+        held = held or [path for path in files if word in path.name]
+    train = [path for path in files if not any(word in path.name for word in ("test", "val"))]
+    if not train:
+        raise ValueError(f"dataset {options.dataset!r} has no training file: {', '.join(p.name for p in files)}")
+    return train, options.heldout_from or held
+
+
+def heldout_of(options: argparse.Namespace, total: int) -> int:
+    """`--heldout`, or a tenth, at most 500."""
+    return options.heldout if options.heldout is not None else min(500, max(1, total // 10))
+
+
+class Progress:
+    """A line on stderr every few seconds, for jobs that take longer."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._next = what, time.monotonic() + PROGRESS_S
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + PROGRESS_S
+            print(f"{done} {self._what}", file=sys.stderr, flush=True)
+
+
+def size(text: str) -> tuple[int, int]:
+    rows, _, columns = text.partition("x")
+    return int(rows), int(columns or rows)
+
+
+def check(options: argparse.Namespace) -> None:
+    """ValueError where two options contradict each other."""
+    if options.make and (options.source or options.dataset):
+        raise ValueError("--make makes its own data: leave out --from and --dataset, or --make")
+    if options.make is not None and options.make < 2:
+        raise ValueError(f"--make {options.make}: at least 2, one of them held out")
+    if options.heldout is not None and options.heldout < 1:
+        raise ValueError(f"--heldout {options.heldout}: at least 1, or leave it out")
+    if options.make and options.heldout is not None and options.heldout >= options.make:
+        raise ValueError(f"--heldout {options.heldout} of --make {options.make} leaves none to train on")
+
+
+def parser() -> argparse.ArgumentParser:
+    formatter: Callable[..., Any] = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    options.add_argument("task", choices=sorted(DATASETS))
+    options.add_argument("--from", dest="source", type=Path, nargs="+", default=[], metavar="FILE", help="raw files")
+    options.add_argument("--heldout-from", type=Path, nargs="+", default=[], metavar="FILE", help="held-out raw files")
+    options.add_argument("--dataset", help="another dataset of the hub")
+    options.add_argument("--make", type=int, metavar="N", help="make so many boards, or draw so many problems")
+    options.add_argument("--heldout", type=int, metavar="N", help="rows to hold out; a tenth (at most 500) if not said")
+    options.add_argument("--out", type=Path, help="folder to write; data/TASK if not said")
+    options.add_argument("--format", choices=("parquet", "jsonl"), default="parquet")
+    options.add_argument("--seed", type=int, default=0)
+    boards = options.add_argument_group("sokoban")
+    boards.add_argument("--sizes", type=size, nargs="+", default=[(6, 6)], metavar="ROWSxCOLUMNS", help="with --make")
+    boards.add_argument("--boxes", type=int, nargs="+", default=[1], help="with --make: numbers of boxes")
+    boards.add_argument("--walls", type=float, default=0.05, help="with --make: chance of an inner wall")
+    boards.add_argument("--min-solution", type=int, default=1, help="moves of the shortest solution, at least")
+    boards.add_argument("--max-solution", type=int, default=1_000_000, help="moves of the shortest solution, at most")
+    boards.add_argument("--pixels-per-cell", type=int, default=64)
+    boards.add_argument("--max-nodes", type=int, default=50_000, help="positions that the solver looks at")
+    boards.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes that solve")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
