@@ -80,3 +80,9 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     ALL_ATTENTION_FUNCTIONS.register(VISION_ATTENTION, packed_attention)
     model.config.text_config._attn_implementation = TEXT_ATTENTION
     model.config.vision_config._attn_implementation = VISION_ATTENTION
+
+
+def keep_attention_out_of_graphs() -> None:
+    """For compiled blocks: where documents begin and end differs in each microbatch, and would compile anew."""
+    for name in (TEXT_ATTENTION, VISION_ATTENTION):
+        ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(packed_attention))

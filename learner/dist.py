@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the learner's; `mesh` has one dimension over all of them."""
+    """This process among the learner's; `mesh` has one dimension over all of them, or two: replicas, shards."""
 
     rank: int
     size: int
@@ -23,17 +23,25 @@ class Ranks:
     mesh: DeviceMesh
 
     @property
+    def replicas(self) -> int:
+        """How many ranks hold the same shard."""
+        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 
 
-def init(device: str = "cpu", *, timeout_s: float = 1800.0) -> Ranks:
+def init(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: int = 0) -> Ranks:
     """Joins torchrun's process group (a single process makes its own group of one).
 
-    `timeout_s` bounds every collective, so it must exceed the longest wait of rank 0 for groups.
+    `timeout_s` bounds every collective, so it must exceed the longest wait of rank 0 for groups. `shard_size`: ranks
+    that share one copy of the parameters, 0 = all. ValueError: no such device, or ranks that it does not divide.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if size % (shard_size or size):
+        raise ValueError(f"learner.shard_size = {shard_size} does not divide the {size} ranks; choose one that does")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device = 'cuda' but torch sees no GPU; use device = 'cpu'")
     if device == "cuda" and local_rank >= torch.cuda.device_count():
@@ -47,7 +55,14 @@ def init(device: str = "cpu", *, timeout_s: float = 1800.0) -> Ranks:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return Ranks(rank, size, place, init_device_mesh(place.type, (size,)))
+    return Ranks(rank, size, place, make_mesh(place.type, size, shard_size))
+
+
+def make_mesh(device_type: str, size: int, shard_size: int) -> DeviceMesh:
+    """One dimension over all ranks or, where fewer share a copy, [replicas, shards]; a collective."""
+    if shard_size in (0, size):
+        return init_device_mesh(device_type, (size,))
+    return init_device_mesh(device_type, (size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def close() -> None:

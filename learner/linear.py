@@ -55,3 +55,10 @@ def use_fast_linear(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FastLinear
+
+
+def use_plain_linear(model: nn.Module) -> None:
+    """Undoes `use_fast_linear`, for torch.compile, which knows oneDNN itself."""
+    for module in model.modules():
+        if type(module) is FastLinear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]

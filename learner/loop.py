@@ -18,10 +18,11 @@ from learner import checkpoint, dist
 from learner.batch import check_group
 from learner.desk import Desk
 from learner.dist import Ranks
-from learner.model import Policy, load_policy, shard
+from learner.model import Policy, load_policy
 from learner.publisher import Publisher, PublishSettings
 from learner.results import RunResult
 from learner.samples import SampleSource
+from learner.sharding import prepare
 from learner.step import Trainer
 from shared.codec import TokenRules, decode, encode
 from shared.config import LearnerConfig, Recipe
@@ -37,7 +38,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
     """
     config = recipe.learner
     torch.set_num_threads(config.threads)
-    ranks = dist.init(config.device, timeout_s=config.wait_timeout_s + 600)
+    ranks = dist.init(config.device, timeout_s=config.wait_timeout_s + 600, shard_size=config.shard_size)
     desk: Desk | None = None
     publisher: Publisher | None = None
     complete = False
@@ -128,9 +129,8 @@ def build_policy(recipe: Recipe, ranks: Ranks) -> Policy:
     """The model of `model.path`, also where a checkpoint is to be resumed from."""
     model = recipe.model
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
-    policy = load_policy(model.path, spec).to(ranks.device)
-    if ranks.size > 1 or model.dtype != "float32":
-        shard(policy, ranks.mesh, getattr(torch, model.dtype))
+    policy = load_policy(model.path, spec)
+    prepare(policy, ranks, recipe.learner, getattr(torch, model.dtype))
     return policy
 
 

@@ -1,4 +1,4 @@
-"""The policy: a Qwen-VL model with a value head, on packed documents, sharded with FSDP2 where there are several ranks.
+"""The policy: a Qwen-VL model with a value head, on packed documents.
 
 Shape suffixes: T = packed tokens, N = sampled tokens, H = hidden size, V = vocabulary, P = patches, M = visual tokens.
 """
@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from kernels.linear_logprob import linear_logprob
@@ -113,20 +111,3 @@ def load_policy(path: str, spec: VisionSpec) -> Policy:
         )
     vlm = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     return Policy(vlm, spec)
-
-
-def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """FSDP2 in place: each decoder layer and vision block, the value head (float32), and the rest.
-
-    Parameters and gradients are float32, forward and backward run in `dtype`. Gradients are summed over ranks.
-    """
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in (*policy.vlm.model.visual.blocks, *policy.vlm.model.language_model.layers):
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(policy.value_head, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    policy.dtype = policy.vlm.model.visual.patch_embed.compute_dtype = dtype
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)

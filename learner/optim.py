@@ -23,7 +23,7 @@ def make_optimizer(policy: Policy, config: LearnerConfig) -> AdamW:
         {"params": [p for p in body if p.ndim < 2], "base_lr": config.lr, "weight_decay": 0.0},
         {"params": head, "base_lr": config.value_lr, "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=config.lr, betas=config.betas, foreach=True)
+    return AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
 def lr_factor(step: int, config: LearnerConfig) -> float:
@@ -53,12 +53,12 @@ def local_gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def global_norm(gradients: list[Tensor], ranks: Ranks) -> Tensor:
-    """The 2-norm of the whole gradient, a float64 scalar, the same on every rank; ranks hold disjoint parts."""
+    """The 2-norm of the whole gradient, a float64 scalar, the same on every rank; each replica holds all parts once."""
     norms = torch._foreach_norm([g for g in gradients if g.numel()]) if gradients else []
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     if norms:
-        total += torch.stack(list(norms)).double().square().sum()
-    return all_sum(total, ranks).sqrt()
+        total += torch.stack(list(norms)).double().square().sum().to(total.device)
+    return (all_sum(total, ranks) / ranks.replicas).sqrt()
 
 
 def clip_(gradients: list[Tensor], norm: float, max_norm: float) -> None:

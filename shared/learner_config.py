@@ -30,6 +30,11 @@ class LearnerConfig(Section):
     microbatch_tokens: int = Field(8192, gt=0, description="tokens of one packed forward")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks compute; cuda takes one GPU a rank")
     threads: int = Field(1, gt=0, description="CPU threads of each learner rank")
+    shard_size: int = Field(0, ge=0, description="ranks that share one copy of the parameters; 0 = all of them")
+    offload: bool = Field(False, description="sharded parameters, gradients, optimizer state rest in CPU memory")
+    activation_checkpointing: bool = Field(False, description="compute activations again in the backward: less memory")
+    compile: bool = Field(False, description="torch.compile of each block; the first steps take minutes")
+    freeze: tuple[Literal["vision", "projector"], ...] = Field((), description="parts that are not trained")
     bucket_bytes: int = Field(512 * 2**20, gt=0, description="weights gathered and broadcast at once")
     publish_timeout_s: float = Field(
         300.0, gt=0, description="an engine that takes longer for a publication is dropped"

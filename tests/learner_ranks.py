@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from episodes import random_groups  # noqa: E402
 from learner import checkpoint, dist  # noqa: E402
 from learner.buckets import gathered  # noqa: E402
 from learner.dist import Ranks  # noqa: E402
-from learner.model import load_policy, shard  # noqa: E402
+from learner.model import load_policy  # noqa: E402
 from learner.publisher import Publisher, PublishSettings  # noqa: E402
+from learner.sharding import prepare  # noqa: E402
 from learner.step import Trainer  # noqa: E402
 from shared.codec import decode, encode  # noqa: E402
 from shared.config import LearnerConfig  # noqa: E402
@@ -26,17 +28,27 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "vtrace": ({}, 3),
     "empty_shard": ({}, 0),  # one episode of text alone, for two ranks
     "grpo": ({"objective": "grpo", "entropy_coef": 0.0}, 3),
-    "clipped_gradient": ({"max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
+    "uneven": ({"microbatch_tokens": 400, "max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
+    "frozen": ({"freeze": ("vision",)}, 2),
+    "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
+}
+MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to be as the case "vtrace" on one
+    "checkpointing": (2, {"activation_checkpointing": True}),
+    "offload": (2, {"offload": True}),
+    "replicas": (2, {"shard_size": 1}),
+    "replicas_of_shards": (4, {"shard_size": 2}),
 }
 
 
 def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     policy = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
     torch.nn.init.constant_(policy.value_head.weight, 0.01)
-    if ranks.size > 1:
-        shard(policy, ranks.mesh, torch.float32)
     config = LearnerConfig(lr=1e-3, value_lr=1e-2, microbatch_tokens=90, entropy_coef=0.01, warmup_steps=2)
-    return Trainer(policy, config.model_copy(update=changes), ranks)
+    config = config.model_copy(update=changes)
+    mesh = dist.make_mesh("cpu", ranks.size, config.shard_size)
+    ranks = replace(ranks, mesh=mesh)
+    prepare(policy, ranks, config, torch.float32)
+    return Trainer(policy, config, ranks)
 
 
 def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
@@ -67,7 +79,7 @@ def first_gradients(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[str
     found: dict[str, torch.Tensor] = {}
 
     def note(*_: object) -> None:
-        found.update({name: whole(p.grad) for name, p in trainer.policy.named_parameters()})
+        found.update({name: whole(p.grad) for name, p in trainer.policy.named_parameters() if p.requires_grad})
 
     trainer.config = trainer.config.model_copy(update={"max_grad_norm": 1e9})
     trainer.optimizer.step = note  # type: ignore[method-assign]
@@ -75,27 +87,38 @@ def first_gradients(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[str
     return found
 
 
+def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> tuple[Trainer, dict[str, Any]]:
+    """First gradients; weights and metrics after three steps."""
+    gradients = first_gradients(trainer_of(folder, ranks, **changes), ranks, num_groups)
+    trainer = trainer_of(folder, ranks, **changes)
+    metrics = train(trainer, ranks, range(3), num_groups)
+    weights = {n: t.clone() for n, t in gathered(trainer.policy)}
+    weights |= {n: whole(p) for n, p in trainer.policy.value_head.named_parameters(prefix="value_head")}
+    return trainer, {"gradients": gradients, "metrics": metrics, "weights": weights}
+
+
+def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, folder: Path, engines: list[str]) -> dict[str, Any]:
+    path = checkpoint.save(folder, trainer, ranks, version=3, intake={"cursor": 5}, keep=1)
+    publisher = Publisher(trainer.policy, ranks, PublishSettings(bucket_bytes=100_000, timeout_s=30))
+    published = publisher.publish(3, engines if ranks.is_main else ())
+    publisher.close()
+    train(trainer, ranks, range(3, 5), CASES["vtrace"][1])
+    uninterrupted = {n: t.clone() for n, t in gathered(trainer.policy)}
+    return {"published": published, "uninterrupted": uninterrupted, "checkpoint": str(path)}
+
+
 def main() -> None:
     folder, out, engines = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     ranks = dist.init("cpu", timeout_s=120)
     result: dict[str, Any] = {}
-    for name, (changes, num_groups) in CASES.items():
-        gradients = first_gradients(trainer_of(folder, ranks, **changes), ranks, num_groups)
-        trainer = trainer_of(folder, ranks, **changes)
-        metrics = train(trainer, ranks, range(3), num_groups)
-        weights = {n: t.clone() for n, t in gathered(trainer.policy)}
-        weights |= {n: whole(p) for n, p in trainer.policy.value_head.named_parameters(prefix="value_head")}
-        result[name] = {"gradients": gradients, "metrics": metrics, "weights": weights}
-        if name == "vtrace":
-            to = out.parent / f"checkpoints_{ranks.size}"
-            path = checkpoint.save(to, trainer, ranks, version=3, intake={"cursor": 5}, keep=1)
-            publisher = Publisher(trainer.policy, ranks, PublishSettings(bucket_bytes=100_000, timeout_s=30))
-            result["published"] = publisher.publish(3, engines if ranks.is_main else ())
-            publisher.close()
-            train(trainer, ranks, range(3, 5), num_groups)
-            result["uninterrupted"] = {n: t.clone() for n, t in gathered(trainer.policy)}
-            result["checkpoint"] = str(path)
+    for name, (changes, num_groups) in CASES.items() if ranks.size < 4 else ():
+        trainer, result[name] = run(folder, ranks, changes, num_groups)
+        if name == "vtrace" and ranks.size < 3:
+            result |= save_publish_and_go_on(trainer, ranks, out.parent / f"checkpoints_{ranks.size}", engines)
+    for name, (size, settings) in MODES.items():
+        if size == ranks.size:
+            _, result[name] = run(folder, ranks, settings, CASES["vtrace"][1])
     if ranks.is_main:
         torch.save(result, out)
     dist.barrier(ranks, timeout_s=30)

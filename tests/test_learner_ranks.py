@@ -1,4 +1,4 @@
-"""One rank and two ranks (real torchrun, FSDP2 over gloo) compute the same."""
+"""Any number of ranks (real torchrun, FSDP2 over gloo), however their memory is used, compute the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_ranks import CASES, train, trainer_of
+from learner_ranks import CASES, MODES, train, trainer_of
 
 from learner import checkpoint, dist
 from learner.buckets import gathered
@@ -31,26 +31,21 @@ def engine(folder):
 
 @pytest.fixture(scope="module")
 def results(folder, engine):
-    """What one process and two ranks found, by the number of ranks; the two publish to the engine."""
+    """What each number of ranks found; two of them publish to the engine."""
     script = str(ROOT / "tests" / "learner_ranks.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     runs = {}
-    for size, command in ((1, [sys.executable]), (2, launch)):
-        arguments = [
-            *command,
-            script,
-            str(folder),
-            str(folder.parent / f"{size}.pt"),
-            *([engine[0]] if size == 2 else []),
-        ]
-        runs[size] = subprocess.Popen(
-            arguments, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
     try:
-        for run in runs.values():
-            output, _ = run.communicate(timeout=200)
-            assert run.returncode == 0, output[-3000:]
+        for size in (1, 2, 3, 4):
+            command = [sys.executable] if size == 1 else [*launch, str(size)]
+            command += [script, str(folder), str(folder.parent / f"{size}.pt"), *([engine[0]] if size == 2 else [])]
+            runs[size] = subprocess.Popen(
+                command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+            for pending in (runs[size - 1], runs[size]) if size % 2 == 0 else ():  # two at a time
+                output, _ = pending.communicate(timeout=200)
+                assert pending.returncode == 0, output[-3000:]
     finally:
         for run in runs.values():
             run.kill()
@@ -64,21 +59,31 @@ def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return float((difference / sum(t.double().square().sum() for t in expected.values())).sqrt())
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_on_one_and_two_ranks_are_equal(results, case):
-    assert distance(results[2][case]["gradients"], results[1][case]["gradients"]) < 1e-6
+def test_gradients_do_not_depend_on_the_number_of_ranks(results, case, size):
+    assert distance(results[size][case]["gradients"], results[1][case]["gradients"]) < 1e-6
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_three_optimizer_steps_on_one_and_two_ranks_give_equal_weights(results, case):
-    assert distance(results[2][case]["weights"], results[1][case]["weights"]) < 1e-5
+def test_three_optimizer_steps_on_any_number_of_ranks_give_equal_weights(results, case, size):
+    assert distance(results[size][case]["weights"], results[1][case]["weights"]) < 1e-6
 
 
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_metrics_are_those_of_the_whole_step_on_any_number_of_ranks(results, case):
-    for one, two in zip(results[1][case]["metrics"], results[2][case]["metrics"], strict=True):
+def test_metrics_are_those_of_the_whole_step_on_any_number_of_ranks(results, case, size):
+    for one, more in zip(results[1][case]["metrics"], results[size][case]["metrics"], strict=True):
         names = [n for n in one if not n.startswith(("time/", "speed/")) and n != "batch/microbatches"]
-        assert {n: two[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=2e-3, abs=1e-5)
+        assert {n: more[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_use_of_memory_changes_nothing_beyond_rounding(results, mode):
+    got, expected = results[MODES[mode][0]][mode], results[1]["vtrace"]
+    assert distance(got["gradients"], expected["gradients"]) < 1e-6
+    assert distance(got["weights"], expected["weights"]) < 1e-6
 
 
 def test_two_ranks_publish_their_shards_as_whole_parameters(results, engine):

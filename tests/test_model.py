@@ -15,8 +15,9 @@ from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 from learner import dist
 from learner.batch import EpisodeSettings, make_episode, make_episodes, pack
 from learner.engine_link import call
-from learner.model import load_policy, shard
+from learner.model import load_policy
 from learner.pictures import Pictures
+from learner.sharding import shard
 from learner.step import Trainer
 from shared.config import LearnerConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn

@@ -1,0 +1,96 @@
+"""What a recipe may change about memory and speed changes nothing about the training, beyond rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from episodes import random_groups
+
+from learner import dist
+from learner.model import load_policy
+from learner.sharding import prepare
+from learner.step import Trainer
+from shared.config import LearnerConfig
+from shared.vision import VisionSpec
+from tiny import tiny_model_dir
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def spec(folder):
+    return VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield dist.init("cpu")
+    dist.close()
+
+
+def trained(folder, spec, ranks, *, plain_adamw=False, dtype=torch.float32, **settings) -> Trainer:
+    """After three steps."""
+    policy = load_policy(str(folder), spec)
+    config = LearnerConfig(lr=1e-3, value_lr=1e-2, **settings)
+    prepare(policy, ranks, config, dtype)
+    trainer = Trainer(policy, config, ranks)
+    for group in trainer.optimizer.param_groups if plain_adamw else ():
+        group.update(fused=False, foreach=False)
+    for step in range(3):
+        trainer.step(random_groups(spec, 3, seed=step, turns=2), version=0)
+    return trainer
+
+
+def weights(trainer: Trainer) -> torch.Tensor:
+    parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in trainer.policy.parameters()]
+    return torch.nn.utils.parameters_to_vector(parameters).detach()
+
+
+@pytest.fixture(scope="module")
+def plain(folder, spec, ranks):
+    return weights(trained(folder, spec, ranks, plain_adamw=True))
+
+
+def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).double().norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"activation_checkpointing": True}, {"offload": True}, {"microbatch_tokens": 100}]
+)
+def test_a_setting_gives_the_weights_of_plain_adamw(folder, spec, ranks, plain, settings):
+    assert distance(weights(trained(folder, spec, ranks, **settings)), plain) < 1e-6
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_weights_of_plain_adamw(folder, spec, ranks, plain):
+    assert distance(weights(trained(folder, spec, ranks, compile=True)), plain) < 1e-5
+
+
+def test_activation_checkpointing_keeps_less(folder, spec, ranks):
+    def kept(**settings):
+        trainer, total = trained(folder, spec, ranks, **settings), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: total.append(t.nbytes) or t, lambda t: t):
+            trainer.step(random_groups(spec, 3, turns=2), version=0)
+        return sum(total)
+
+    assert kept(activation_checkpointing=True) < 0.7 * kept()
+
+
+@pytest.mark.parametrize(("part", "other"), [("vision", "projector"), ("projector", "vision")])
+def test_a_frozen_part_stays_as_it_was_and_the_rest_learns(folder, spec, ranks, part, other):
+    before = dict(load_policy(str(folder), spec).named_parameters())
+    after = dict(trained(folder, spec, ranks, freeze=(part,)).policy.named_parameters())
+    moved = {"vision": False, "projector": False, "text": False}
+    for name, p in after.items():
+        kind = "text" if "visual" not in name else "projector" if "merger" in name else "vision"
+        moved[kind] |= not torch.equal(p, before[name])
+    assert moved == {part: False, other: True, "text": True}
+
+
+def test_ranks_that_do_not_divide_into_shards_are_one_line():
+    with pytest.raises(ValueError, match=r"learner\.shard_size = 2 does not divide the 1 ranks"):
+        dist.init("cpu", shard_size=2)
