@@ -8,8 +8,9 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Result = TypeVar("Result")
+MAX_ANSWER_BYTES = 64 << 20
 
 
 class EngineError(Exception):
@@ -38,7 +40,7 @@ def call(url: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> 
     request = urllib.request.Request(url.rstrip("/") + path, data=data, headers={"content-type": "application/json"})
     try:
         with _DIRECT.open(request, timeout=timeout_s) as response:
-            content = response.read()
+            content = response.read(MAX_ANSWER_BYTES)
     except urllib.error.HTTPError as error:
         text = " ".join(error.read().decode(errors="replace").split())
         raise EngineError(url, f"{path} answered HTTP {error.code}: {text[:300]}", error.code) from error
@@ -66,13 +68,48 @@ def start(function: Callable[..., Result], *args: Any) -> Future[Result]:
     return future
 
 
-def is_healthy(url: str, timeout_s: float) -> EngineError | None:
-    """None if the engine answers, else why not."""
+def each(urls: Iterable[str], function: Callable[[str], Result], limit_s: float) -> dict[str, Result | EngineError]:
+    """Every engine's result, or why there is none, from calls made at once; after `limit_s` the rest are silent."""
+    started = {url: start(function, url) for url in urls}
+    wait(started.values(), timeout=limit_s)
+    results: dict[str, Result | EngineError] = {}
+    for url, future in started.items():
+        error = future.exception() if future.done() else EngineError(url, f"no whole answer within {limit_s:g} s")
+        if error is not None and not isinstance(error, EngineError):
+            raise error
+        results[url] = future.result() if error is None else error
+    return results
+
+
+def failures(results: Mapping[str, object]) -> dict[str, str]:
+    """The reasons of those that failed."""
+    return {url: error.reason for url, error in results.items() if isinstance(error, EngineError)}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What the publisher must know of a server; the defaults are those of one that does not tell."""
+
+    num_ranks: int = 1  # of its tensor-parallel group: each is a rank of the weight group
+    beside_generation: bool = False  # receives weights while it generates, and installs them at once
+    on_cpu: bool = False
+
+
+def traits_of(url: str, timeout_s: float) -> EngineTraits:
+    """EngineError if the engine is not healthy."""
+    call(url, "/health", None, timeout_s)
     try:
-        call(url, "/health", None, timeout_s)
-    except EngineError as error:
-        return error
-    return None
+        info = call(url, "/server_info", None, timeout_s)
+    except EngineError:
+        info = None  # an older server
+    if not isinstance(info, dict):
+        return EngineTraits()
+    ranks = info.get("tp_size")
+    return EngineTraits(
+        num_ranks=ranks if isinstance(ranks, int) and ranks > 0 else 1,
+        beside_generation=info.get("updates_beside_generation") is True,
+        on_cpu=info.get("device") == "cpu",
+    )
 
 
 def own_address(url: str) -> str:

@@ -1,11 +1,11 @@
 """New weights to all engines: gathered bucket by bucket, broadcast, and confirmed; a failing engine is left behind.
 
     rank 0                                   engine
-    (group, once) init_weights_update_group ─▶ joins as rank 1, 2, ...
-    pause_generation in_place ───────────────▶ requests and KV stay
-    begin_weight_update ─────────────────────▶ (404: an engine that does not know it)
-    per bucket: update_weights_from_distributed + broadcast
+    (group, once) init_weights_update_group ─▶ joins as rank 1, 2, ... (one for each of its tensor-parallel ranks)
+    pause_generation, begin_weight_update ───▶ requests and KV stay
+    per bucket: update_weights_from_distributed + broadcast, while the next one is gathered
     end_weight_update, continue_generation ──▶ generates with the new version
+    weights_checker, generate ───────────────▶ proof that it does (`learner.proof`)
 
 Every rank gathers; only rank 0 talks. An HTTP error or silence on either side ends the pass: the engine at fault is
 named and left out, the others get the weights in another pass, and the next publication tries it again.
@@ -14,25 +14,18 @@ named and left out, the others get the weights in another pass, and the next pub
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-from learner.buckets import Bucket, buckets, gathered
+from learner.buckets import buckets, gathered
+from learner.delivery import Delivery, DeliverySettings, Seconds
 from learner.dist import Ranks, agree
-from learner.engine_link import EngineError, WeightGroup, call, is_healthy, own_address, start
+from learner.engine_link import EngineTraits, each, failures, traits_of
 from learner.model import Policy
+from learner.weight_group import Membership
 from shared.log import get_logger
 from shared.types import PolicyVersion
-
-_READ_BACK = "model.language_model.norm.weight"
-_NUM_READ_BACK = 8
-_LAST_WORD_S = 2.0  # for the answers of those that waited for another
-
-__all__ = ["PublishSettings", "Publisher", "gathered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +35,16 @@ class PublishSettings:
     timeout_s: float = 120.0  # of one bucket, and of joining
     call_timeout_s: float = 30.0  # of the other calls
     health_timeout_s: float = 5.0
+    pause_mode: str = "in_place"
+    give_up_s: float = 600.0  # without any engine that takes weights
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """What one pass over all buckets did."""
 
-    num_bytes: int
-    failed: dict[str, str]  # engine -> reason
+    num_bytes: int = 0
+    failed: dict[str, str] = field(default_factory=dict)  # engine -> reason
 
 
 class Publisher:
@@ -58,33 +53,32 @@ class Publisher:
     def __init__(self, policy: Policy, ranks: Ranks, settings: PublishSettings = PublishSettings()) -> None:
         self.policy, self.ranks, self.settings = policy, ranks, settings
         self._log = get_logger("publisher")
-        self._members: tuple[str, ...] = ()
-        self._group: WeightGroup | None = None
-        self._generation = 0
+        self._membership = Membership(settings.backend, settings.timeout_s)
+        self._served_at: float | None = None  # when an engine last took weights
 
     def publish(self, version: PolicyVersion, engines: Collection[str]) -> dict[str, float]:
         """Gives the policy's weights, as `version`, to all `engines` (rank 0's; ignored elsewhere) that work.
 
-        Returns metrics; never raises for an engine's fault, and never waits longer than the settings say.
+        Returns metrics. An engine's fault is no error and costs no more time than the settings say; TimeoutError, on
+        all ranks, when there were engines but none has taken weights for `give_up_s`.
         """
         started = time.monotonic()
         dropped: dict[str, str] = {}
-        members = self._healthy(engines, dropped) if self.ranks.is_main else []
-        num_bytes, paused_s = 0, 0.0
+        members = self._healthy(engines, dropped) if self.ranks.is_main else {}
+        num_bytes, seconds = 0, Seconds()
         while True:
-            begun = time.monotonic()
-            done = self._one_pass(version, members)
-            paused_s += time.monotonic() - begun
+            done = self._one_pass(version, members, seconds)
             dropped |= done.failed
             num_bytes += done.num_bytes
-            members = [url for url in members if url not in done.failed]
+            members = {url: traits for url, traits in members.items() if url not in done.failed}
             if not agree(bool(done.failed) and bool(members), self.ranks):
                 break
         for url, reason in dropped.items():
             self._log.warning("engine %s did not take version %d: %s", url, version, reason)
+        self._check_somebody_is_served(bool(members), dropped)
         return {
             "publish/seconds": time.monotonic() - started,
-            "publish/paused_s": paused_s,
+            **{f"publish/{name}_s": value for name, value in seconds.values.items()},
             "publish/bytes": float(num_bytes),
             "publish/engines": float(len(members)),
             "publish/dropped": float(len(dropped)),
@@ -92,205 +86,44 @@ class Publisher:
 
     def close(self) -> None:
         """Leaves the group; engines that are gone are no error."""
-        self._leave()
+        self._membership.leave()
 
-    # ------------------------------------------------------------------ one pass over all buckets
-
-    def _one_pass(self, version: PolicyVersion, members: Sequence[str]) -> _Pass:
+    def _one_pass(self, version: PolicyVersion, members: dict[str, EngineTraits], seconds: Seconds) -> _Pass:
         """Every rank walks all buckets, whatever happens to the engines."""
-        link = _Link(self, version, members) if self.ranks.is_main and members else None
-        if link:
-            link.begin()
+        delivery: Delivery | None = None
+        if members:
+            settings = DeliverySettings(self.settings.call_timeout_s, self.settings.pause_mode)
+            delivery = Delivery(self._membership, members, version, settings, seconds)
+            delivery.begin()
         num_bytes = 0
-        for bucket in buckets(gathered(self.policy), self.policy.dtype, self.settings.bucket_bytes):
-            if link and link.working:
-                link.send(bucket)
+        walk = buckets(gathered(self.policy), self.policy.dtype, self.settings.bucket_bytes)
+        while True:
+            with seconds.of("gather"):
+                bucket = next(walk, None)
+            if bucket is None:
+                break
+            if delivery and delivery.working:
+                delivery.send(bucket)
                 num_bytes += bucket.flat.numel()
-        if link:
-            link.end()
-        return _Pass(num_bytes, link.failed if link else {})
+        if delivery is None:
+            return _Pass()
+        delivery.end()
+        return _Pass(num_bytes, delivery.failed)
 
-    # ------------------------------------------------------------------ members and their group
+    def _healthy(self, engines: Collection[str], dropped: dict[str, str]) -> dict[str, EngineTraits]:
+        limit = self.settings.health_timeout_s
+        found = each(sorted(engines), partial(traits_of, timeout_s=limit), 2 * limit + 1)
+        dropped |= failures(found)
+        return {url: traits for url, traits in found.items() if isinstance(traits, EngineTraits)}
 
-    def _healthy(self, engines: Collection[str], dropped: dict[str, str]) -> list[str]:
-        urls = sorted(engines)
-        asked = [start(is_healthy, url, self.settings.health_timeout_s) for url in urls]
-        errors = [future.result() for future in asked]
-        dropped |= {error.url: error.reason for error in errors if error}
-        return [url for url, error in zip(urls, errors, strict=True) if not error]
-
-    def group_of(self, members: Sequence[str]) -> WeightGroup:
-        """The group with exactly these engines, built anew if they have changed. EngineError names who did not join."""
-        if self._group is not None and self._members == tuple(members):
-            return self._group
-        self._leave()
-        self._generation += 1
-        settings = self.settings
-        group = WeightGroup(f"pronk_weights_{self._generation}", len(members) + 1, settings.backend, settings.timeout_s)
-        self._members, self._group = tuple(members), group
-        joins: dict[str, Callable[[], Any]] = {}
-        for rank, url in enumerate(members, start=1):
-            body = {
-                "master_address": own_address(url),
-                "master_port": group.port,
-                "rank_offset": rank,
-                "world_size": group.world_size,
-                "group_name": group.name,
-                "backend": settings.backend,
-            }
-            joins[url] = partial(call, url, "/init_weights_update_group", body, group.timeout_s + 2 * _LAST_WORD_S)
-        with self.watched("join the group"):
-            self.together(joins, group.connect, group)
-        return group
-
-    @contextmanager
-    def watched(self, what: str) -> Iterator[None]:
-        """A group in which something failed is not used again."""
-        try:
-            yield
-        except _Failures as failures:
-            self._log.warning("could not %s: %s", what, failures)
-            self._leave()
-            raise
-
-    def _leave(self) -> None:
-        group, members = self._group, self._members
-        self._group, self._members = None, ()
-        if group is None:
-            return
-        group.abort()
-        body = {"group_name": group.name}
-        leaving = [start(call, url, "/destroy_weights_update_group", body, 5.0) for url in members]
-        wait(leaving, timeout=6.0)
-        for future in leaving:
-            if future.done() and (error := future.exception()) is not None:
-                self._log.debug("leaving the group: %s", error)
-
-    def together(self, calls: Mapping[str, Callable[[], Any]], own: Callable[[], None], group: WeightGroup) -> None:
-        """Runs each engine's call and rank 0's own part at once; _Failures, naming who is at fault, if any fails.
-
-        An engine that answers with an error is at fault. When time runs out instead, here or there, all have waited
-        for the one that is silent: the group is broken up, which makes the innocent answer.
-        """
-        futures: dict[Future[Any], str] = {start(function): url for url, function in calls.items()}
-        futures[start(own)] = ""
-        started = time.monotonic()
-        deadline = started + group.timeout_s + 1.0
-        pending = set(futures)
-        while pending:
-            done, pending = wait(pending, timeout=max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
-            errors = {futures[f]: error for f in done if (error := f.exception()) is not None}
-            for error in errors.values():
-                if not isinstance(error, EngineError | RuntimeError):
-                    raise error
-            refused = {url: _reason(error) for url, error in errors.items() if url}
-            if refused and time.monotonic() - started < 0.8 * group.timeout_s:
-                raise _Failures(refused)
-            if errors or not done:
-                group.abort()
-                wait(pending, timeout=_LAST_WORD_S)
-                silent = [url for future, url in futures.items() if url and not future.done()]
-                raise _Failures(dict.fromkeys(silent or calls, f"not heard of within {group.timeout_s:g} s"))
-
-
-class _Failures(Exception):
-    """Engines at fault, with reasons."""
-
-    def __init__(self, reasons: dict[str, str]) -> None:
-        super().__init__("; ".join(f"{url}: {reason}" for url, reason in reasons.items()))
-        self.reasons = reasons
-
-
-def _reason(error: BaseException | None) -> str:
-    return error.reason if isinstance(error, EngineError) else " ".join(str(error).split())[:300]
-
-
-class _Link:
-    """One pass's conversation with the engines. After a failure it sends no more; `end` always continues generation."""
-
-    def __init__(self, publisher: Publisher, version: PolicyVersion, members: Sequence[str]) -> None:
-        self.publisher, self.version, self.members = publisher, version, members
-        self.failed: dict[str, str] = {}
-        self.working = True
-        self._paused = False
-        self._sent_norm: tuple[str, list[float]] | None = None  # a parameter to read back: name, first values
-
-    def begin(self) -> None:
-        with self._noting():
-            self.publisher.group_of(self.members)
-            self._paused = True
-            self._call("/pause_generation", {"mode": "in_place"})
-            self._call("/begin_weight_update", {}, optional=True)
-
-    def send(self, bucket: Bucket) -> None:
-        publisher = self.publisher
-        with self._noting():
-            group = publisher.group_of(self.members)
-            body = {
-                "names": bucket.names,
-                "dtypes": bucket.dtypes,
-                "shapes": bucket.shapes,
-                "group_name": group.name,
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
-                "weight_version": str(self.version),
-            }
-            calls = {url: partial(_send_bucket, url, body, group.timeout_s + 2 * _LAST_WORD_S) for url in self.members}
-            with publisher.watched("send weights"):
-                publisher.together(calls, lambda: group.broadcast(bucket.flat), group)
-        self._sent_norm = self._sent_norm or bucket.first_values(_READ_BACK, _NUM_READ_BACK)
-
-    def end(self) -> None:
-        with self._noting():
-            self._call("/end_weight_update", {"weight_version": str(self.version)}, optional=True)
-            self._read_back()
-        if self._paused:
-            with self._noting():
-                self._call("/continue_generation", {})
-
-    def _read_back(self) -> None:
-        """Compares a parameter as each engine holds it with what was sent; an engine that cannot tell is believed."""
-        if self._sent_norm is None or self.failed:
-            return
-        name, expected = self._sent_norm
-        wrong = {}
-        for url in self.members:
-            try:
-                body = {"name": name, "truncate_size": _NUM_READ_BACK}
-                answer = call(url, "/get_weights_by_name", body, self.publisher.settings.call_timeout_s)
-            except EngineError:
-                continue
-            if isinstance(answer, list) and answer and [float(x) for x in answer[:_NUM_READ_BACK]] != expected:
-                wrong[url] = f"holds other values of {name} than it was sent"
-        if wrong:
-            raise _Failures(wrong)
-
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        try:
-            yield
-        except _Failures as failures:
-            self.failed |= {url: reason for url, reason in failures.reasons.items() if url not in self.failed}
-            self.working = False
-
-    def _call(self, path: str, body: dict[str, Any], *, optional: bool = False) -> None:
-        """The same call to all members; each that fails is noted, the others are not held up."""
-
-        def one(url: str) -> tuple[str, str] | None:
-            try:
-                call(url, path, body, self.publisher.settings.call_timeout_s)
-            except EngineError as error:
-                if not (optional and error.status == 404):
-                    return url, error.reason
-            return None
-
-        errors = [error for future in [start(one, url) for url in self.members] if (error := future.result())]
-        if errors and not (self.failed and path == "/end_weight_update"):
-            raise _Failures(dict(errors))
-
-
-def _send_bucket(url: str, body: dict[str, Any], timeout_s: float) -> None:
-    """SGLang may answer 200 and say in the body that it failed."""
-    answer = call(url, "/update_weights_from_distributed", body, timeout_s)
-    if isinstance(answer, dict) and answer.get("success") is False:
-        raise EngineError(url, f"refused the weights: {str(answer.get('message'))[:300]}")
+    def _check_somebody_is_served(self, served: bool, dropped: dict[str, str]) -> None:
+        now = time.monotonic()
+        if served or self._served_at is None:
+            self._served_at = now
+        silent_s = now - self._served_at
+        if agree(bool(dropped) and not served and silent_s > self.settings.give_up_s, self.ranks):
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in dropped.items())
+            raise TimeoutError(
+                f"no engine has taken new weights for {silent_s:.0f} s (learner.wait_timeout_s = "
+                f"{self.settings.give_up_s:g}): {reasons or 'see the log of rank 0'}; restart the engines, then resume"
+            )

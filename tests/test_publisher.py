@@ -52,7 +52,7 @@ def move(policy, amount):
 
 
 def held(app) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in app.loader._parameters.items() if "lm_head" not in name}
+    return {name: p.detach() for name, p in app.updates.loader._parameters.items() if "lm_head" not in name}
 
 
 def assert_same(app, policy):
@@ -164,13 +164,13 @@ def test_an_engine_that_cannot_pause_is_dropped(folder, policy, publisher):
 
 def test_an_engine_that_refuses_a_bucket_is_dropped_and_readmitted_at_the_next_version(folder, policy, publisher):
     with running_engine(folder, update_timeout_s=4.0) as (good, good_app), running_engine(folder) as (url, app):
-        real, app.loader.check = app.loader.check, raising(ValueError("no such parameter"))
+        real, app.updates.loader.check = app.updates.loader.check, raising(ValueError("no such parameter"))
         move(policy, 0.01)
         metrics = publisher.publish(5, [good, url])
         assert (metrics["publish/engines"], metrics["publish/dropped"]) == (1, 1)
         assert_same(good_app, policy)
         assert not app.scheduler.paused and not good_app.scheduler.paused
-        app.loader.check = real
+        app.updates.loader.check = real
         metrics = publisher.publish(6, [good, url])
         assert (metrics["publish/engines"], metrics["publish/dropped"]) == (2, 0)
         assert_same(app, policy)
@@ -178,7 +178,7 @@ def test_an_engine_that_refuses_a_bucket_is_dropped_and_readmitted_at_the_next_v
 
 def test_an_engine_that_is_silent_about_a_bucket_does_not_hold_the_learner(folder, policy, publisher):
     with running_engine(folder, update_timeout_s=4.0) as (good, good_app), running_engine(folder) as (url, app):
-        app.loader.check = lambda entries: time.sleep(9)
+        app.updates.loader.check = lambda entries: time.sleep(9)
         started = time.monotonic()
         move(policy, 0.01)
         metrics = publisher.publish(7, [good, url])
@@ -189,7 +189,7 @@ def test_an_engine_that_is_silent_about_a_bucket_does_not_hold_the_learner(folde
 
 def test_an_engine_that_holds_other_values_than_it_was_sent_is_dropped(folder, policy, publisher):
     with running_engine(folder) as (url, app):
-        app.loader.load = lambda flat, entries: None
+        app.updates.loader.load = lambda flat, entries: None
         move(policy, 0.01)
         assert publisher.publish(8, [url])["publish/dropped"] == 1
 
@@ -199,11 +199,13 @@ def test_older_engines_without_begin_and_end_are_served(folder, policy, publishe
         unknown = path in ("/begin_weight_update", "/end_weight_update")
         return call(url, "/none" if unknown else path, body, timeout_s)
 
-    monkeypatch.setattr("learner.publisher.call", without)
+    monkeypatch.setattr("learner.delivery.call", without)
+    monkeypatch.setattr("learner.weight_group.call", without)
     with running_engine(folder) as (url, app):
-        app.scheduler.updating = True  # it takes buckets without being told to begin
+        call(url, "/begin_weight_update", {}, 5)  # it takes buckets without being told to begin
         move(policy, 0.01)
         assert publisher.publish(9, [url])["publish/engines"] == 1
+        call(url, "/end_weight_update", {}, 5)
         assert_same(app, policy)
 
 

@@ -17,7 +17,7 @@ from actor.engine.request import Request, parse_request
 from actor.engine.runner import Runner
 from actor.engine.scheduler import Scheduler
 from actor.engine.server import EngineSettings
-from actor.engine.weights import WeightLoader, broadcast, join_group, parse_entries
+from actor.engine.updates import WeightUpdates
 from shared.vision import VisionSpec
 
 log = logging.getLogger("engine")
@@ -67,12 +67,9 @@ class EngineApp:
             weight_version=settings.weight_version,
             on_failure=lambda: _wake(self._loop, stop),
         )
-        self.loader = WeightLoader(model)
+        self.updates = WeightUpdates(model, self.scheduler, self._on_model, timeout_s=settings.update_timeout_s)
         self.pictures = PictureCache(spec)
         self.vocab_size = runner.vocab_size
-        self._groups: dict[str, Any] = {}
-        self._flush = False
-        self._version: str | None = None
         self.scheduler.start()
 
     @staticmethod
@@ -84,7 +81,7 @@ class EngineApp:
 
     def close(self) -> None:
         self.scheduler.stop()
-        self._groups.clear()
+        self.updates.close()
 
     def routes(self) -> dict[str, Handler]:
         posts: dict[str, Handler] = {
@@ -93,12 +90,6 @@ class EngineApp:
             "flush_cache": self.flush_cache,
             "pause_generation": self.pause,
             "continue_generation": self.resume,
-            "init_weights_update_group": self.init_group,
-            "destroy_weights_update_group": self.destroy_group,
-            "begin_weight_update": self.begin_update,
-            "update_weights_from_distributed": self.update,
-            "end_weight_update": self.end_update,
-            "get_weights_by_name": self.get_weights,
         }
         gets: dict[str, Handler] = {
             "health": self.health,
@@ -109,7 +100,8 @@ class EngineApp:
         }
         table = {f"POST /{name}": handler for name, handler in posts.items()}
         table |= {f"GET /{name}": handler for name, handler in gets.items()}
-        return table | {"GET /flush_cache": self.flush_cache, "POST /health": self.health}
+        table |= {"GET /flush_cache": self.flush_cache, "POST /health": self.health}
+        return table | self.updates.routes()
 
     # ------------------------------------------------------------------ generation
 
@@ -159,81 +151,6 @@ class EngineApp:
         await self._on_model(self.scheduler.resume)
         return {"status": "ok", "message": "continued"}
 
-    # ------------------------------------------------------------------ weights
-
-    async def init_group(self, body: dict[str, Any]) -> dict[str, Any]:
-        name, backend = body.get("group_name", "weight_update_group"), body.get("backend", "nccl")
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"backend is {backend!r}: use gloo or nccl")
-        if name in self._groups:
-            raise ValueError(f"the group {name!r} exists: destroy it first")
-        missing = [key for key in ("master_address", "master_port", "rank_offset", "world_size") if key not in body]
-        if missing:
-            raise ValueError(f"the request lacks {', '.join(missing)}")
-        rank, size = int(body["rank_offset"]), int(body["world_size"])
-        try:
-            self._groups[name] = await asyncio.to_thread(
-                join_group,
-                address=body["master_address"],
-                port=int(body["master_port"]),
-                rank=rank,
-                world_size=size,
-                name=name,
-                backend=backend,
-                timeout_s=self.settings.update_timeout_s,
-            )
-        except RuntimeError as error:
-            raise HttpError(400, f"cannot join the group {name!r}: {' '.join(str(error).split())}") from error
-        log.info("joined %s as rank %d of %d over %s", name, rank, size, backend)
-        return {"success": True, "message": f"joined {name}"}
-
-    async def destroy_group(self, body: dict[str, Any]) -> dict[str, Any]:
-        name = body.get("group_name", "weight_update_group")
-        known = self._groups.pop(name, None) is not None
-        if not known:
-            raise ValueError(f"there is no group {name!r}")
-        return {"success": True, "message": f"left {name}"}
-
-    async def begin_update(self, body: dict[str, Any]) -> dict[str, Any]:
-        if self.scheduler.updating:
-            raise ValueError("an update is open already: end it first")
-        self._flush, self._version = False, None
-        await self._on_model(self.scheduler.begin_update)
-        return {"success": True, "message": "ready for weights"}
-
-    async def update(self, body: dict[str, Any]) -> dict[str, Any]:
-        if not self.scheduler.updating:
-            raise ValueError("weights must come between begin_weight_update and end_weight_update")
-        if body.get("load_format") != "flattened_bucket":
-            raise ValueError(f"load_format is {body.get('load_format')!r}: use flattened_bucket")
-        group = self._groups.get(body.get("group_name", "weight_update_group"))
-        if group is None:
-            raise ValueError(f"there is no group {body.get('group_name')!r}: call init_weights_update_group first")
-        entries = parse_entries(body.get("names", []), body.get("dtypes", []), body.get("shapes", []))
-        self.loader.check(entries)
-        device = "cpu" if self.settings.device == "cpu" else self.settings.device
-        flat = torch.empty(sum(entry.nbytes for entry in entries), dtype=torch.uint8, device=device)
-        try:
-            await asyncio.to_thread(broadcast, group, flat, self.settings.update_timeout_s)
-        except RuntimeError as error:
-            raise HttpError(400, f"the broadcast failed: {' '.join(str(error).split())}") from error
-        await self._on_model(lambda: self.loader.load(flat, entries))
-        self._flush |= bool(body.get("flush_cache", True))
-        self._version = body.get("weight_version", self._version)
-        return {"success": True, "message": f"{len(entries)} parameters"}
-
-    async def end_update(self, body: dict[str, Any]) -> dict[str, Any]:
-        if not self.scheduler.updating:
-            raise ValueError("no update is open: call begin_weight_update first")
-        version = body.get("weight_version", self._version)
-        name = None if version is None else str(version)
-        await self._on_model(lambda: self.scheduler.end_update(name, self._flush))
-        return {"success": True, "message": f"weights {self.scheduler.weight_version}"}
-
-    async def get_weights(self, body: dict[str, Any]) -> list[Any]:
-        limit = int(body.get("truncate_size", 100))
-        return await self._on_model(lambda: self.loader.get(str(body.get("name")), limit))
-
     # ------------------------------------------------------------------ information
 
     async def health(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -255,6 +172,9 @@ class EngineApp:
         return {
             "engine": "embedded",
             "weight_version": s.weight_version,
+            "device": self.settings.device,
+            "tp_size": 1,
+            "updates_beside_generation": True,
             "max_context": self.settings.max_context,
             "max_batch": self.settings.max_batch,
             "paused": s.paused,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -26,7 +27,7 @@ class Request:
     __slots__ = (
         "_image_starts", "arrived_s", "cached", "finish_reason", "ids", "keys", "logprobs", "max_new_tokens",
         "next_position", "num_compact", "on_done", "pictures", "positions", "rid", "sampler", "slot", "stop_ids",
-        "tokens", "versions",
+        "tokens", "versions", "watched",
     )  # fmt: skip
 
     def __init__(self, token_ids: Sequence[int], pictures: Sequence[Picture], spec: VisionSpec, rid: str) -> None:
@@ -49,6 +50,7 @@ class Request:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[str] = []
+        self.watched: list[list[float]] = []
         self.slot, self.cached = -1, 0  # cached: expanded tokens whose K and V are in the slot
         self.finish_reason = ""
         self.arrived_s = time.monotonic()
@@ -99,12 +101,17 @@ class Request:
                 return start
         return length
 
-    def advance(self, token: int, logprob: float, version: str) -> None:
+    def keep_apart(self, extra_key: str) -> None:
+        """Shares cached tokens only with requests of the same `extra_key`. The first token is no picture's."""
+        self.keys[0] += (1 + zlib.crc32(extra_key.encode())) << 30
+
+    def advance(self, token: int, logprob: float, version: str, watched: list[float]) -> None:
         """All tokens so far are cached, and `token` follows them."""
         self.cached = len(self.ids) + len(self.tokens)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        self.watched.append(watched)
 
     def end(self, reason: str) -> None:
         self.finish_reason = reason
@@ -135,6 +142,9 @@ class Request:
             "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
             "e2e_latency": time.monotonic() - self.arrived_s,
         }
+        if ids := self.sampler.watched:
+            rows = [[[p, i, None] for p, i in zip(row, ids, strict=True)] for row in self.watched]
+            meta["output_token_ids_logprobs"] = rows
         return {"text": "", "output_ids": self.tokens, "meta_info": meta}
 
 
@@ -176,12 +186,18 @@ def parse_request(
     bias = {int(token): float(value) for token, value in (settings.get("logit_bias") or {}).items()}
     if any(not 0 <= token < vocab_size for token in bias):
         raise ValueError(f"logit_bias names a token outside 0 to {vocab_size - 1}")
+    watched = body.get("token_ids_logprob") or []
+    if not isinstance(watched, list) or not all(type(i) is int and 0 <= i < vocab_size for i in watched):
+        raise ValueError(f"token_ids_logprob must be a list of token ids from 0 to {vocab_size - 1}")
+    if body.get("extra_key") and request.keys[0] >= 0:
+        request.keep_apart(str(body["extra_key"]))
     request.sampler = Sampler(
         temperature=_number(settings, "temperature", 1.0, float, 0),
         top_p=_number(settings, "top_p", 1.0, float, 0),
         top_k=_number(settings, "top_k", -1, int, -1),
         bias=tuple(sorted(bias.items())),
         random=Random(seed),
+        watched=tuple(watched),
     )
     return request
 

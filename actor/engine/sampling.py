@@ -25,6 +25,7 @@ class Sampler:
     top_k: int
     bias: tuple[tuple[int, float], ...]
     random: Random
+    watched: tuple[int, ...] = ()  # ids whose logprobs are told at every position
 
     @property
     def narrowed(self) -> bool:
@@ -51,8 +52,13 @@ class BiasCache:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, samplers: Sequence[Sampler], biases: BiasCache) -> tuple[list[int], list[float]]:
-    """One token per row of float32[R, V] `logits`, and its logprob. Each row draws from its own generator."""
+def sample(
+    logits: Tensor, samplers: Sequence[Sampler], biases: BiasCache
+) -> tuple[list[int], list[float], list[list[float]]]:
+    """One token per row of float32[R, V] `logits`, its logprob, and those of the row's watched ids.
+
+    Each row draws from its own generator.
+    """
     device = logits.device
     first = samplers[0].bias
     if all(s.bias == first for s in samplers):
@@ -77,7 +83,8 @@ def sample(logits: Tensor, samplers: Sequence[Sampler], biases: BiasCache) -> tu
         rows = torch.tensor(greedy, device=device)
         tokens[rows] = logits[rows].argmax(dim=-1)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return tokens.tolist(), chosen.tolist()
+    watched = [logprobs[row, list(s.watched)].tolist() if s.watched else [] for row, s in enumerate(samplers)]
+    return tokens.tolist(), chosen.tolist(), watched
 
 
 def _narrow(probs: Tensor, samplers: Sequence[Sampler]) -> Tensor:

@@ -42,7 +42,7 @@ class Scheduler:
         self.runner = runner
         self.slots = SlotTable(runner.num_slots, runner.max_context)
         self.weight_version, self.generation = weight_version, 0
-        self.paused, self.updating = False, False
+        self.paused = False
         self.failed: BaseException | None = None
         self.steps, self.tokens_out, self.tokens_in, self.tokens_reused = 0, 0, 0, 0
         self._max_batch, self._timeout_s, self._on_failure = max_batch, request_timeout_s, on_failure
@@ -110,18 +110,14 @@ class Scheduler:
             self._finish(request, "abort")
         return len(doomed)
 
-    def begin_update(self) -> None:
-        """Weights are about to be written piecemeal: nothing is computed until `end_update`."""
-        self.updating = True
-
-    def end_update(self, weight_version: str | None, flush: bool) -> None:
+    def weights_changed(self, weight_version: str | None, flush: bool) -> None:
+        """New weights are in the model: what was derived from the old ones is forgotten."""
         self.runner.weights_changed()
         self.generation += 1
         if weight_version is not None:
             self.weight_version = weight_version
         if flush:
             self.slots.flush()
-        self.updating = False
 
     def _accept(self, request: Request) -> None:
         if self.failed is not None:
@@ -133,7 +129,7 @@ class Scheduler:
         try:
             while not self._stopping:
                 self._drain()
-                if not self._stopping and not (self.paused or self.updating) and self.num_open:
+                if not self._stopping and not self.paused and self.num_open:
                     self._expire()
                     self._admit()
                     self._step()
@@ -146,7 +142,7 @@ class Scheduler:
                 self._inbox.get()()
 
     def _drain(self) -> None:
-        idle = self.paused or self.updating or not self.num_open
+        idle = self.paused or not self.num_open
         try:
             self._inbox.get(block=idle, timeout=1.0 if idle else None)()
             while True:
@@ -192,13 +188,14 @@ class Scheduler:
         flat = [picture for own in pictures for picture in own]
         features = iter(self.runner.encode([p.patches for p in flat], [p.grid for p in flat]))
         rows = [_row(r, [next(features) for _ in own]) for r, own in zip(batch, pictures, strict=True)]
-        tokens, logprobs = sample(self.runner.forward(rows), [r.sampler for r in batch], self._biases)
+        tokens, logprobs, watched = sample(self.runner.forward(rows), [r.sampler for r in batch], self._biases)
         self.steps += 1
         self.tokens_out += len(batch)
-        for request, row, token, logprob in zip(batch, rows, tokens, logprobs, strict=True):
-            self.tokens_in += len(row.token_ids)
-            self.slots.append(request.slot, row.token_ids if row.visual is None else request.new_keys())
-            request.advance(token, logprob, self.weight_version)
+        for request, token, logprob, seen in zip(batch, tokens, logprobs, watched, strict=True):
+            num_new = request.num_new()
+            self.tokens_in += num_new
+            self.slots.append(request.slot, request.new_keys())
+            request.advance(token, logprob, self.weight_version, seen)
             reason = finished(request)
             if reason:
                 self._finish(request, reason)

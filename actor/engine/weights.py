@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shared.weight_names import checksums, engine_name
+
 MAX_BUCKET_BYTES = 8 * 2**30
 
 
@@ -87,6 +89,8 @@ class WeightLoader:
 
     def __init__(self, model: Any) -> None:
         self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._own_names = [name for name, _ in model.named_parameters()]
+        self.device = next(model.parameters()).device
 
     def check(self, entries: Sequence[Entry]) -> None:
         """ValueError for a name that the model does not have, or another shape."""
@@ -108,3 +112,13 @@ class WeightLoader:
         if own is None:
             raise ValueError(f"the model has no parameter {name!r}")
         return own.detach()[:limit].float().cpu().tolist()
+
+    def checksums(self, skip: Sequence[str]) -> dict[str, str]:
+        """Checksums by server name, of parameters whose server name holds none of the fragments."""
+        names = [name for name in self._own_names if not any(part in engine_name(name) for part in skip)]
+        return checksums((name, raw_bytes(self._parameters[name])) for name in names)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's values as they lie in memory."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
