@@ -61,7 +61,8 @@ class Delivery:
         self.failed: dict[str, str] = {}
         self.working = True
         self._in_flight: Future[None] | None = None
-        self._paused = [url for url, traits in members.items() if not traits.beside_generation]
+        in_place = settings.pause_mode == "in_place"
+        self._paused = [url for url, traits in members.items() if not (in_place and traits.beside_generation)]
         self._paused_at = 0.0
 
     def begin(self) -> None:

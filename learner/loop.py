@@ -136,7 +136,13 @@ def build_policy(recipe: Recipe, ranks: Ranks) -> Policy:
 
 def publish_settings(config: LearnerConfig) -> PublishSettings:
     backend = "nccl" if config.device == "cuda" else "gloo"
-    return PublishSettings(backend, config.bucket_bytes, config.publish_timeout_s)
+    return PublishSettings(
+        backend,
+        config.bucket_bytes,
+        config.publish_timeout_s,
+        pause_mode=config.pause_mode,
+        give_up_s=config.wait_timeout_s,
+    )
 
 
 def token_rules(trainer: Trainer) -> TokenRules:

@@ -39,6 +39,9 @@ class LearnerConfig(Section):
     publish_timeout_s: float = Field(
         300.0, gt=0, description="an engine that takes longer for a publication is dropped"
     )
+    pause_mode: Literal["in_place", "retract"] = Field(
+        "in_place", description="running requests keep their cache at a publication, or compute it anew"
+    )
     lr: float = Field(1e-6, gt=0, description="learning rate of the model")
     value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
@@ -83,5 +86,7 @@ class LearnerConfig(Section):
     )
     checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
     keep_checkpoints: int = Field(2, gt=0, description="older ones are removed")
-    wait_timeout_s: float = Field(600.0, gt=0, description="longest wait for groups before the run stops")
+    wait_timeout_s: float = Field(
+        600.0, gt=0, description="longest time without groups, or without any engine that takes weights"
+    )
     resume: str = Field("auto", description="auto, never, or a checkpoint folder")

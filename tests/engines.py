@@ -1,0 +1,127 @@
+"""Engines for tests of the publisher: real ones as processes, and servers that misbehave on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from learner.engine_link import EngineError, call
+
+ROOT = Path(__file__).parents[1]
+Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+
+@contextmanager
+def engine_process(folder: Path, *more: str) -> Iterator[EngineProcess]:
+    """The embedded engine as a process of its own, on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "-m", "actor.engine.server", "--model-path", str(folder), "--port", str(port), *more]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    engine = EngineProcess(f"http://127.0.0.1:{port}", process)
+    try:
+        wait_healthy(engine.url)
+        yield engine
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def wait_healthy(url: str, limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            call(url, "/health", None, 5.0)
+            return
+        except EngineError:
+            assert time.monotonic() < deadline, f"{url} does not come up"
+            time.sleep(0.1)
+
+
+@contextmanager
+def false_engine(answers: Mapping[str, Answer]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """A server that answers each path as told, and all others with success: (url, the requests that it saw)."""
+    seen: list[tuple[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
+            seen.append((self.path, body))
+            answers.get(self.path, says({"success": True}))(self, body)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def says(content: Any, status: int = 200) -> Answer:
+    def answer(request: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        request.send_response(status)
+        request.send_header("content-length", str(len(data)))
+        request.end_headers()
+        request.wfile.write(data)
+
+    return answer
+
+
+def refuses(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    says({"success": False, "message": "as the test wants"}, 400)(request, body)
+
+
+def hangs_up(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    request.connection.shutdown(socket.SHUT_RDWR)
+
+
+def is_silent(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    time.sleep(30)
+
+
+def dribbles(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    """Sends a byte now and then, so that no single read ever waits long."""
+    request.send_response(200)
+    request.send_header("content-length", "1000")
+    request.end_headers()
+    for _ in range(60):
+        try:
+            request.wfile.write(b" ")
+            request.wfile.flush()
+        except OSError:
+            return
+        time.sleep(0.5)
+
+
+def talks_nonsense(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    request.wfile.write(b"\x00\xff garbage\r\n\r\n")

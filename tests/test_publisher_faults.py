@@ -1,0 +1,241 @@
+"""Engines that die, stop, refuse or lie in the middle of a publication: named, left behind, and taken back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from engines import dribbles, engine_process, false_engine, hangs_up, is_silent, refuses, says, talks_nonsense
+from test_publisher import assert_same, held, move
+
+from actor.engine.weights import broadcast, join_group, parse_entries, raw_bytes
+from learner import dist
+from learner.buckets import gathered
+from learner.delivery import Delivery
+from learner.engine_link import EngineTraits, call
+from learner.model import load_policy
+from learner.publisher import Publisher, PublishSettings
+from shared.vision import VisionSpec
+from shared.weight_names import checksums
+from tiny import running_engine, tiny_model_dir
+
+FAST = PublishSettings(bucket_bytes=100_000, timeout_s=2.0, call_timeout_s=2.0, health_timeout_s=1.0)
+LIMIT_S = 30.0  # of a publication with these limits, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield dist.init("cpu")
+    dist.close()
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return load_policy(str(folder), VisionSpec.load(folder))
+
+
+@pytest.fixture
+def publisher(policy, ranks):
+    publisher = Publisher(policy, ranks, FAST)
+    yield publisher
+    publisher.close()
+
+
+@pytest.fixture
+def always_paused(monkeypatch):
+    """Engines are spoken to as those that cannot receive beside generation."""
+    monkeypatch.setattr("learner.publisher.traits_of", lambda url, timeout_s: EngineTraits())
+
+
+def holds(url, policy, version):
+    """The engine at `url` says that it has this version, and its checksums are the policy's."""
+    theirs = call(url, "/weights_checker", {"action": "checksum"}, 10)["ranks"][0]["checksums"]
+    own = checksums((name, raw_bytes(tensor)) for name, tensor in gathered(policy))
+    return theirs == own and call(url, "/model_info", None, 10)["weight_version"] == str(version)
+
+
+def in_mid_update(monkeypatch, action):
+    """Calls `action` once, before the third bucket."""
+    real, count = Delivery.send, [0]
+
+    def send(self, bucket):
+        count[0] += 1
+        if count[0] == 3:
+            action()
+        real(self, bucket)
+
+    monkeypatch.setattr(Delivery, "send", send)
+
+
+def test_an_engine_killed_in_mid_update_is_the_only_one_left_behind(folder, policy, publisher, monkeypatch, caplog):
+    with running_engine(folder, update_timeout_s=8.0) as (good, app), engine_process(folder) as doomed:
+        in_mid_update(monkeypatch, lambda: doomed.signal(signal.SIGKILL))
+        move(policy, 0.01)
+        started = time.monotonic()
+        metrics = publisher.publish(3, [doomed.url, good])
+        assert time.monotonic() - started < LIMIT_S
+        assert (metrics["publish/engines"], metrics["publish/dropped"]) == (1, 1)
+        assert_same(app, policy)
+        named = [record.getMessage() for record in caplog.records if "did not take version 3" in record.getMessage()]
+        assert len(named) == 1 and doomed.url in named[0]
+
+
+def test_an_engine_stopped_in_mid_update_comes_back_with_the_right_weights(folder, policy, publisher, monkeypatch):
+    with running_engine(folder, update_timeout_s=8.0) as (good, app), engine_process(folder) as frozen:
+        in_mid_update(monkeypatch, lambda: frozen.signal(signal.SIGSTOP))
+        move(policy, 0.01)
+        started = time.monotonic()
+        metrics = publisher.publish(3, [frozen.url, good])
+        assert time.monotonic() - started < LIMIT_S
+        assert (metrics["publish/engines"], metrics["publish/dropped"]) == (1, 1)
+        assert_same(app, policy)
+        move(policy, 0.01)
+        assert publisher.publish(4, [frozen.url, good])["publish/dropped"] == 1  # not even healthy
+        frozen.signal(signal.SIGCONT)
+        move(policy, 0.01)
+        assert publisher.publish(5, [frozen.url, good])["publish/engines"] == 2
+        assert holds(frozen.url, policy, 5) and holds(good, policy, 5)
+
+
+def test_an_engine_that_misses_a_bucket_keeps_its_old_weights_and_says_so(folder, policy, publisher, monkeypatch):
+    with running_engine(folder) as (url, app):
+        move(policy, 0.01)
+        publisher.publish(1, [url])
+        before = {name: tensor.clone() for name, tensor in held(app).items()}
+        refuse = []
+        real = app.updates.loader.check
+
+        def check(entries):
+            if refuse:
+                raise ValueError("no more of this")
+            real(entries)
+
+        app.updates.loader.check = check
+        in_mid_update(monkeypatch, lambda: refuse.append(True))
+        move(policy, 0.01)
+        assert publisher.publish(2, [url])["publish/dropped"] == 1
+        assert all(torch.equal(tensor, before[name]) for name, tensor in held(app).items())
+        assert call(url, "/model_info", None, 5)["weight_version"] == "1"
+
+
+def test_a_second_learner_takes_over_from_one_that_died_in_mid_update(folder, policy, publisher):
+    with running_engine(folder) as (url, app):
+        call(url, "/begin_weight_update", {}, 5)
+        move(policy, 0.01)
+        assert publisher.publish(2, [url])["publish/engines"] == 1
+        assert_same(app, policy)
+
+
+@pytest.mark.parametrize("fault", [refuses, hangs_up, is_silent, dribbles, talks_nonsense])
+@pytest.mark.parametrize("route", ["/pause_generation", "/begin_weight_update", "/update_weights_from_distributed"])
+def test_a_misbehaving_engine_never_holds_the_learner(folder, policy, ranks, always_paused, route, fault):
+    settings = PublishSettings(bucket_bytes=100_000, timeout_s=1.5, call_timeout_s=1.0, health_timeout_s=1.0)
+    publisher = Publisher(policy, ranks, settings)
+    with running_engine(folder, update_timeout_s=3.0) as (good, app), JoiningEngine({route: fault}) as bad:
+        move(policy, 0.01)
+        started = time.monotonic()
+        metrics = publisher.publish(6, [bad, good])
+        assert time.monotonic() - started < LIMIT_S
+        assert (metrics["publish/engines"], metrics["publish/dropped"]) == (1, 1)
+        assert_same(app, policy)
+        assert not app.scheduler.paused
+        publisher.close()
+
+
+@pytest.mark.parametrize("fault", [hangs_up, dribbles, talks_nonsense])
+def test_an_engine_without_a_whole_health_answer_is_not_asked_to_join(policy, publisher, fault):
+    with false_engine({"/health": fault}) as (url, seen):
+        started = time.monotonic()
+        assert publisher.publish(7, [url])["publish/dropped"] == 1
+        assert time.monotonic() - started < LIMIT_S
+        assert {path for path, _ in seen} == {"/health"}
+
+
+class JoiningEngine:
+    """A false engine that really joins the weight group, with as many ranks as it announces."""
+
+    def __init__(self, answers, num_ranks=1):
+        self.received, self.num_ranks, self._groups = [], num_ranks, []
+        own = {
+            "/init_weights_update_group": self._join,
+            "/update_weights_from_distributed": self._receive,
+            "/server_info": says({"tp_size": num_ranks}),
+        }
+        self._server = false_engine(own | answers)
+
+    def __enter__(self):
+        self.url, self.seen = self._server.__enter__()
+        return self.url if self.num_ranks == 1 else self
+
+    def __exit__(self, *exception):
+        self._server.__exit__(*exception)
+
+    def _join(self, request, body):
+        names = {"address": "master_address", "port": "master_port", "world_size": "world_size"}
+        common = {key: body[name] for key, name in names.items()}
+        common |= {"name": body["group_name"], "backend": body["backend"], "timeout_s": 10}
+
+        def join(place):
+            self._groups[place] = join_group(rank=body["rank_offset"] + place, **common)
+
+        self._groups = [None] * self.num_ranks
+        self._on_all_ranks(join)
+        says({"success": True})(request, body)
+
+    def _receive(self, request, body):
+        entries = parse_entries(body["names"], body["dtypes"], body["shapes"])
+
+        def receive(place):
+            flat = torch.empty(sum(entry.nbytes for entry in entries), dtype=torch.uint8)
+            broadcast(self._groups[place], flat, 10)
+            self.received.append((place, flat))
+
+        self._on_all_ranks(receive)
+        says({"success": True})(request, body)
+
+    def _on_all_ranks(self, function):
+        threads = [threading.Thread(target=function, args=(place,), daemon=True) for place in range(self.num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+
+
+def test_every_tensor_parallel_rank_of_an_engine_has_its_place_in_the_group(folder, policy, publisher):
+    with running_engine(folder) as (url, app), JoiningEngine({}, num_ranks=2) as parallel:
+        move(policy, 0.01)
+        assert publisher.publish(1, [parallel.url, url])["publish/engines"] == 2
+        assert_same(app, policy)
+        total = sum(4 * tensor.numel() for _, tensor in gathered(policy))
+        for place in (0, 1):
+            assert sum(len(flat) for rank, flat in parallel.received if rank == place) == total
+
+
+def test_retracting_pauses_the_engine_and_flushes_what_the_old_weights_computed(policy, ranks):
+    publisher = Publisher(policy, ranks, PublishSettings(bucket_bytes=100_000, pause_mode="retract"))
+    with JoiningEngine({}, num_ranks=2) as engine:
+        assert publisher.publish(1, [engine.url])["publish/engines"] == 1
+        publisher.close()
+        paths = [path for path, _ in engine.seen if path not in ("/health", "/server_info")]
+        assert paths[1:3] == ["/pause_generation", "/begin_weight_update"]
+        assert paths[-3:-1] == ["/end_weight_update", "/continue_generation"]
+        bodies = dict(engine.seen)
+        assert bodies["/pause_generation"] == {"mode": "retract"}
+        assert bodies["/update_weights_from_distributed"]["flush_cache"] is True
+
+
+def test_a_run_whose_engines_all_stay_away_stops_and_names_them(policy, ranks):
+    publisher = Publisher(policy, ranks, PublishSettings(health_timeout_s=0.5, give_up_s=0.2))
+    with false_engine({"/health": refuses}) as (url, _):
+        assert publisher.publish(1, [url])["publish/dropped"] == 1
+        time.sleep(0.3)
+        with pytest.raises(TimeoutError, match=f"no engine has taken new weights .*{url}"):
+            publisher.publish(2, [url])
