@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,7 @@ from shared.types import (
     Ending,
     Group,
     Hello,
+    Receipt,
     Request,
     Stop,
     Ticket,
@@ -81,7 +82,7 @@ async def run_actor(settings: ActorSettings, play: Play) -> int:
 async def _converse(settings: ActorSettings, dealer: Dealer, desk: _Desk) -> tuple[int, str]:
     """The conversation with the learner; returns the exit code and why it ended."""
     log = get_logger(settings.name)
-    heard, next_beat, known = time.monotonic(), 0.0, False
+    heard, next_beat, known = time.monotonic(), 0.0, ""
     while True:
         now = time.monotonic()
         if now >= next_beat:
@@ -105,22 +106,31 @@ async def _converse(settings: ActorSettings, dealer: Dealer, desk: _Desk) -> tup
             case Tickets(tickets):
                 for ticket in tickets:
                     desk.take(ticket)
-            case Ack(ticket_id, accepted, reason):
-                desk.forget(ticket_id)
-                if not accepted:
+            case Receipt(ticket_id, taken, reason):
+                if taken:
+                    desk.keep(ticket_id)
+                else:
+                    desk.forget((ticket_id,))
                     log.warning("the learner refused the group of ticket %s: %s", ticket_id, reason)
+            case Ack(ticket_ids):
+                desk.forget(ticket_ids)
             case Cancel(ticket_ids, reason):
                 desk.drop(ticket_ids, reason)
-            case Welcome(run_id, version):
-                if not known:
+            case Welcome(run_id, version, process_id):
+                if known != process_id:
                     log.info("learner %s is here: run %s, version %d", settings.learner, run_id, version)
-                known = True
+                    await desk.send_kept()
+                known = process_id
             case Stop(reason, failed):
                 return (1 if failed or not known else 0), f"the learner says stop: {reason}"
 
 
 class _Desk:
-    """The tickets an actor holds: being played, or finished and not acknowledged yet."""
+    """The tickets an actor holds: being played, finished, or taken by a learner that has not trained on it yet.
+
+    What the learner has taken is kept for the case that it dies before its next checkpoint. Tickets that it has issued
+    bound all that.
+    """
 
     def __init__(self, settings: ActorSettings, play: Play, dealer: Dealer, tasks: asyncio.TaskGroup) -> None:
         self._settings = settings
@@ -129,21 +139,37 @@ class _Desk:
         self._tasks = tasks
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._finished: dict[str, Group] = {}
+        self._kept: dict[str, Group] = {}
         self._sent: dict[str, float] = {}  # when a finished group was sent last
         self._places = asyncio.Semaphore(settings.groups)
         self._idle = _IdleMeter()
         self._log = get_logger(settings.name)
 
     def held(self) -> tuple[str, ...]:
-        return (*self._playing, *self._finished)
+        return (*self._playing, *self._finished, *self._kept)
 
     def take(self, ticket: Ticket) -> None:
-        if ticket.id not in self._playing and ticket.id not in self._finished:
+        if ticket.id not in self.held():
             self._playing[ticket.id] = self._tasks.create_task(self._play_group(ticket))
 
-    def forget(self, ticket_id: str) -> None:
-        self._finished.pop(ticket_id, None)
-        self._sent.pop(ticket_id, None)
+    def keep(self, ticket_id: str) -> None:
+        """The learner has the group: it is not sent again, unless to another learner process."""
+        if ticket_id in self._finished:
+            self._kept[ticket_id] = self._finished.pop(ticket_id)
+            self._sent.pop(ticket_id, None)
+
+    async def send_kept(self) -> None:
+        """This learner process has none of the groups that an earlier one took."""
+        self._finished |= self._kept
+        self._kept.clear()
+        for ticket_id in list(self._finished):
+            await self._send(ticket_id)
+
+    def forget(self, ticket_ids: Iterable[str]) -> None:
+        for ticket_id in ticket_ids:
+            self._finished.pop(ticket_id, None)
+            self._kept.pop(ticket_id, None)
+            self._sent.pop(ticket_id, None)
 
     def drop(self, ticket_ids: tuple[str, ...], reason: str) -> None:
         """Stops playing these tickets, and discards what was finished of them."""
@@ -151,7 +177,7 @@ class _Desk:
             task = self._playing.pop(ticket_id, None)
             if task is not None:
                 task.cancel(reason)
-            self.forget(ticket_id)
+        self.forget(ticket_ids)
 
     async def beat(self) -> bool:
         """Tells the learner what is held, and sends again what stayed without an answer; False = not connected."""

@@ -99,6 +99,7 @@ class Progress:
     recipe: Recipe
     _file: TextIO | None = None
     _skip: int = 0  # bytes that an earlier run wrote
+    _line: str = ""
     _shown: float = 0.0
     _rows: list[dict[str, float]] = field(default_factory=list)
 
@@ -111,8 +112,11 @@ class Progress:
             self._file = self.path.open(encoding="utf-8")
             self._file.seek(self._skip if self.path.stat().st_size >= self._skip else 0)
         fresh = False
-        for line in self._file or ():
-            row = json.loads(line)
+        for part in self._file or ():
+            self._line += part
+            if not self._line.endswith("\n"):  # the learner is still writing it
+                break
+            row, self._line = json.loads(self._line), ""
             if "rollout/reward" in row:
                 self._rows.append(row)
                 fresh = True

@@ -107,6 +107,7 @@ class Desk:
         """Writes one step's metrics; `values` are those of the trainer and the publisher."""
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
+        self.intake.commit()
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)
         self._turns += turns

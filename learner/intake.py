@@ -1,8 +1,9 @@
 """Rank 0's end of the wire: hands tickets to actors, takes their groups, and keeps them until the learner's step.
 
-One thread owns the socket. It consumes Hello, Request, Group and Bye; it produces Welcome, Tickets, Ack, Cancel and
-Stop. It waits for messages and for the learner, who unblocks it by `open`, `set_version`, `start_evaluation` or
-`stop`. The learner waits in `next_batch` and `evaluation_result`, and the thread unblocks it with each group.
+One thread owns the socket. It consumes Hello, Request, Group and Bye; it produces Welcome, Tickets, Receipt, Ack,
+Cancel and Stop. It waits for messages and for the learner, who unblocks it by `open`, `set_version`, `commit`,
+`start_evaluation` or `stop`. The learner waits in `next_batch` and `evaluation_result`, and the thread unblocks it
+when groups have come.
 What waits here is bounded by the tickets that may be open at once, never by what actors send.
 """
 
@@ -101,22 +102,31 @@ class Intake:
         self._wake()
 
     def next_batch(self, num_groups: int, timeout_s: float) -> Batch:
-        """The oldest `num_groups` groups; they count as trained now. TimeoutError: it names whom it waited for."""
+        """The oldest `num_groups` groups; they count as trained now, and `commit` follows when they are.
+
+        TimeoutError: it names whom it waited for.
+        """
         batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, f"no batch of {num_groups} groups")
         with self._changed:
             self._measure(batch, self._book.version)
         self._wake()  # a group that was too old makes room for a new ticket
         return batch
 
+    def commit(self) -> None:
+        """The step on the last batch is done: its actors may forget their groups."""
+        with self._changed:
+            self._book.commit()
+        self._wake()
+
     def start_evaluation(self, name: str, samples: Sequence[Sample], sampling: Sampling, group_size: int = 1) -> None:
         """Queues one ticket for each sample before all training tickets. ValueError: the name is in use."""
         with self._changed:
-            self._book.start_evaluation(name, samples, sampling, group_size)
+            self._book.evaluations.start(name, samples, sampling, group_size, self._book.version)
         self._wake()
 
     def evaluation_result(self, name: str, timeout_s: float) -> EvaluationResult:
         """Waits for all its tickets; can be asked for once. TimeoutError: it names whom it waited for."""
-        return self._wait(lambda: self._book.evaluation_result(name), timeout_s, f"no result of evaluation {name!r}")
+        return self._wait(lambda: self._book.evaluations.result(name), timeout_s, f"no result of evaluation {name!r}")
 
     def engines(self) -> frozenset[str]:
         """The engines that the actors now here use."""
@@ -141,7 +151,7 @@ class Intake:
                 "queue/ready_groups": book.ready,
                 "tickets/issued": book.issued,
                 "tickets/open": book.open,
-                "tickets/open_evaluation": book.open_evaluation,
+                "tickets/open_evaluation": book.evaluations.open,
                 "tickets/trained": book.trained,
                 "tickets/reissued": book.reissued,
                 "tickets/dropped": book.dropped.total(),
@@ -191,14 +201,13 @@ class Intake:
     def _whom(self) -> str:
         """One line: what is here, what is missing, and who has it."""
         book, actors, now = self._book, list(self._reception.actors.values()), time.monotonic()
-        parts = [f"{book.ready} groups ready, {book.open + book.open_evaluation} tickets open, version {book.version}"]
+        parts = [f"{book.ready} groups ready, {book.open + book.evaluations.open} tickets open, version {book.version}"]
         if not self._reception.issuing:
             parts.append("tickets are not issued yet: no engine has weights")
         if not actors:
             parts.append(f"no actor is here; start launch/actors.py --learner {self.address}")
-        held = book.holdings()
         for actor in actors[:NAMED_ACTORS]:
-            count, oldest = held.get(actor.key, (0, 0.0))
+            count, oldest = book.holding(actor.key), book.oldest_held_s(actor.key)
             seen = now - actor.last_seen
             parts.append(f"{actor.key} holds {count} tickets, the oldest for {oldest:.0f} s, seen {seen:.0f} s ago")
         if len(actors) > NAMED_ACTORS:
@@ -254,9 +263,9 @@ class Intake:
             message: Message | WireError = self._reception.read(frames)
             with self._changed:
                 self._reception.answer(peer, message, frames)
-                self._changed.notify_all()
         with self._changed:
             self._reception.tick(drained)
+            self._changed.notify_all()
 
     def _forget_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -15,11 +15,12 @@ import msgpack
 from learner.tickets import TicketBook, Verdict
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
 from shared.transport import Router, Sent
-from shared.types import Ack, Bye, Cancel, Group, Hello, Request, Stop, Ticket, Tickets, Welcome
+from shared.types import Ack, Bye, Cancel, Group, Hello, Receipt, Request, Stop, Ticket, Tickets, Welcome
 
 KEPT_REJECTS = 20
 KEPT_BYTES = 16 * 2**20
 TICKETS_PER_MESSAGE = 16
+IDS_PER_MESSAGE = 1024
 
 
 @dataclass(slots=True)
@@ -148,15 +149,15 @@ class Reception:
         slots = self.actors[peer].slots if peer in self.actors else 0
         self.actors[peer] = Actor(key, hello.engine_urls, hello.idle_frac, self._clock(), slots)
         void = self._book.held(key, hello.held)
-        self._send(peer, Welcome(self._run_id, self._book.version))
+        self._send(peer, Welcome(self._run_id, self._book.version, self._book.nonce))
         if void:
             self._send(peer, Cancel(void, "the learner has no use for these tickets"))
 
     def _take(self, peer: bytes, key: str, group: Group) -> None:
         others = [other for other in self._book.holders(group.ticket_id) if other != key]
-        verdict = self._book.accept(group)
+        verdict = self._book.accept(group, key)
         reason = self._book.last_drop if verdict is Verdict.DROPPED else str(verdict)
-        self._send(peer, Ack(group.ticket_id, verdict is Verdict.ACCEPTED, reason))
+        self._send(peer, Receipt(group.ticket_id, verdict in (Verdict.ACCEPTED, Verdict.AGAIN), reason))
         if verdict is Verdict.ACCEPTED and others:
             for other, actor in list(self.actors.items()):
                 if actor.key in others:
@@ -169,7 +170,7 @@ class Reception:
         if error.ticket_id:
             if key in self._book.holders(error.ticket_id):
                 self._book.reject(error.ticket_id, f"malformed_{error.reason}", error.detail)
-            self._send(peer, Ack(error.ticket_id, False, str(error)))
+            self._send(peer, Receipt(error.ticket_id, False, str(error)))
 
     # -------------------------------------------------------------- between messages
 
@@ -182,6 +183,7 @@ class Reception:
         over = self._book.expire()
         if over:
             self._log.warning("lease over, to be issued again: %s", ", ".join(over))
+        self._acknowledge()
         if self.issuing:
             self._hand_out()
 
@@ -191,11 +193,18 @@ class Reception:
             self._log.info("actor %s is gone (%s)", actor.key, why)
             self._book.actor_gone(actor.key)
 
+    def _acknowledge(self) -> None:
+        """An acknowledgment that is lost comes as a Cancel, once the actor names the ticket again."""
+        due = self._book.acknowledgments()
+        for peer, actor in list(self.actors.items()) if due else ():
+            ticket_ids = due.get(actor.key, [])
+            for start in range(0, len(ticket_ids), IDS_PER_MESSAGE):
+                self._send(peer, Ack(tuple(ticket_ids[start : start + IDS_PER_MESSAGE])))
+
     def _hand_out(self) -> None:
         """One ticket to each actor with a free place in turn, as long as there are any."""
         given: dict[bytes, list[Ticket]] = {}
-        held = self._book.holdings()
-        free = {peer: actor.slots - held.get(actor.key, (0, 0.0))[0] for peer, actor in self.actors.items()}
+        free = {peer: actor.slots - self._book.holding(actor.key) for peer, actor in self.actors.items()}
         wanting = [peer for peer, places in free.items() if places > 0]
         while wanting:
             for peer in list(wanting):

@@ -11,11 +11,13 @@ from shared.types import TRAINABLE_ENDINGS, Group, PolicyVersion, Sampling, Tick
 
 
 class Verdict(StrEnum):
-    """What the book said to a group. All but the first refuse it."""
+    """What the book said to a group. All but the first two refuse it."""
 
     ACCEPTED = "accepted"
-    DUPLICATE = "duplicate"  # the ticket has its group already, or is closed
-    UNKNOWN = "unknown"  # no ticket of this learner process
+    AGAIN = "again"  # this actor's group is here already and waits for its step
+    DUPLICATE = "duplicate"  # another actor was faster, or the ticket is closed
+    OUTDATED = "outdated"  # from a version, or of a ticket, that a restart has undone; the ticket is played again
+    UNKNOWN = "unknown"  # no ticket of this run
     DROPPED = "dropped"  # refused for its content; the ticket is closed (training) or played again (evaluation)
 
 
@@ -51,6 +53,17 @@ class Entry:
     deadline: float = 0.0  # of the lease
     attempts: int = 0
     group: Group | None = None
+    bringer: str = ""  # the actor that brought the group
+    oldest: PolicyVersion = 0  # of the group's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """An earlier process of this run, as of the checkpoint that ended it: what came later has been undone."""
+
+    nonce: str
+    version: PolicyVersion
+    issued: int
 
 
 @dataclass(slots=True)
@@ -65,7 +78,20 @@ def oldest_version(group: Group) -> PolicyVersion:
     return min(int(t.policy_versions[t.loss_mask == 1].min()) for t in group.trajectories if t.trainable)
 
 
-def fault(group: Group, ticket: Ticket, version: PolicyVersion) -> tuple[str, str] | None:
+def newest_version(group: Group) -> PolicyVersion:
+    """The newest version that sampled a token of the group; -1 without such a token."""
+    return max((int(t.policy_versions.max(initial=-1)) for t in group.trajectories), default=-1)
+
+
+def number_of(ticket_id: str) -> tuple[int, str]:
+    """The position and the nonce of a training ticket's id; -1 for any other text."""
+    number, _, nonce = ticket_id.rpartition("-")
+    return (int(number) if number.isdecimal() and len(number) < 19 else -1), nonce
+
+
+def fault(
+    group: Group, ticket: Ticket, version: PolicyVersion, refuse: Callable[[Group], str] | None = None
+) -> tuple[str, str] | None:
     """Why a group of `ticket` is of no use to a learner at `version`: reason and detail; None = it is of use.
 
     Engines may be one version ahead: they resume before the learner hears of it.
@@ -73,11 +99,14 @@ def fault(group: Group, ticket: Ticket, version: PolicyVersion) -> tuple[str, st
     size = len(group.trajectories)
     if size != ticket.group_size:
         return "wrong_group_size", f"{size} trajectories for a group of {ticket.group_size}"
-    newest = max(int(t.policy_versions.max(initial=-1)) for t in group.trajectories)
+    newest = newest_version(group)
     if newest > version + 1:
         return "future_version", f"tokens of version {newest}, the learner is at {version}"
-    if ticket.evaluation or any(t.trainable for t in group.trajectories):
+    if ticket.evaluation:
         return None
+    if any(t.trainable for t in group.trajectories):
+        reason = refuse(group) if refuse is not None else ""
+        return (reason, "") if reason else None
     first = group.trajectories[0]
     ending = "no_turns" if first.ending in TRAINABLE_ENDINGS else first.ending.value
     return ending, first.error or f"ended as {first.ending}"

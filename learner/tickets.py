@@ -2,31 +2,46 @@
 
 A training ticket is the n-th sample of the run; n never repeats, so n is the dataset cursor too. Its life:
 
-    issued -> leased by an actor -> ready (its group is here) -> trained
+    issued -> leased by an actor -> ready (its group is here) -> trained -> acknowledged
        ^           | lease over, actor gone, lost on the way
        '-----------'              anything wrong with the group -> dropped, with the reason
 
-and always: issued = trained + dropped + open. At most one group is taken for a ticket, whoever brings it first.
-Groups are consumed oldest first, and a step waits for tickets that could not be trained in time afterwards, so that
-long episodes are neither thrown away nor late. Evaluation tickets live beside this: first in the queue, never trained.
+and always: issued = trained + dropped + open. At most one group is taken for a ticket, whoever brings it first, and
+its actor keeps it until the step that trains on it is done. The checkpoint of that step decides what a restart finds:
+tickets trained later are open again, as their weights are gone, and a group kept by its actor counts if all its
+tokens are of versions that still exist. Groups are consumed oldest first, and a step waits for tickets that could not
+be trained in time afterwards, so that long episodes are neither thrown away nor late. Evaluation tickets live beside
+this: first in the queue, never trained.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from learner.evaluations import Evaluations
+from learner.leases import Leases
 from learner.samples import SampleSource
-from learner.ticket_records import BookSettings, Entry, Evaluation, EvaluationResult, Verdict, fault, oldest_version
-from shared.staleness import age, may_issue
-from shared.types import Group, PolicyVersion, Sample, Sampling, Ticket
+from learner.ticket_records import (
+    BookSettings,
+    Entry,
+    EvaluationResult,
+    Past,
+    Verdict,
+    fault,
+    newest_version,
+    number_of,
+    oldest_version,
+)
+from shared.staleness import age, leaves_room, may_issue
+from shared.types import Group, PolicyVersion, Ticket
 
 __all__ = ["BookSettings", "EvaluationResult", "TicketBook", "Verdict"]
 
-EVALUATION_ATTEMPTS = 3
+KNOWN_PASTS = 16
 
 
 class TicketBook:
@@ -38,48 +53,54 @@ class TicketBook:
         self.source = source
         self.settings = settings
         self.version: PolicyVersion = 0
-        self.issued = self.trained = self.reissued = self.ready = 0
+        self.nonce = nonce
+        self.issued = self.trained = 0
         self.dropped: Counter[str] = Counter()  # training tickets, by reason
-        self.refused: Counter[str] = Counter()  # groups that came twice or from elsewhere
+        self.refused: Counter[str] = Counter()  # groups that came twice, too late or from elsewhere
         self.last_drop = ""  # the newest drop in words
-        self._nonce = nonce
         self._clock = clock
-        self._open: dict[str, Entry] = {}  # training tickets in order of issue
-        self._queued: dict[str, Entry] = {}  # waiting to be handed out (again)
-        self._evaluations: dict[str, Evaluation] = {}
+        self._leases = Leases(settings.lease_s, clock)
+        self._open: dict[int, Entry] = {}  # training tickets by number
+        self._open_by_version: Counter[PolicyVersion] = Counter()  # how many of them each version has issued
+        self._ready: dict[int, Entry] = {}  # those with their group
+        self._in_training: dict[int, Entry] = {}
+        self._acknowledgments: dict[str, list[str]] = {}  # by actor
+        self.evaluations = Evaluations(nonce, settings.lease_s, self._leases)
+        self._pasts: dict[str, Past] = {}  # by nonce
 
     @property
     def open(self) -> int:
         return len(self._open)
 
     @property
-    def open_evaluation(self) -> int:
-        return sum(len(e.open) for e in self._evaluations.values())
+    def ready(self) -> int:
+        """Groups that wait for their step."""
+        return len(self._ready)
 
-    def _entries(self) -> Iterable[Entry]:
-        return list(chain(*(e.open.values() for e in self._evaluations.values()), self._open.values()))
+    @property
+    def reissued(self) -> int:
+        return self._leases.reissued
 
-    def _unfulfilled(self, ticket_id: str) -> Entry | None:
-        """The entry of an open ticket whose group is not here."""
-        books = chain((self._open,), (e.open for e in self._evaluations.values()))
-        entry = next((book[ticket_id] for book in books if ticket_id in book), None)
-        return entry if entry is not None and entry.group is None else None
+    def _find(self, ticket_id: str) -> Entry | None:
+        """The entry of a ticket that is open or in training, also by the id that an earlier process gave it."""
+        number, nonce = number_of(ticket_id)
+        past = self._pasts.get(nonce)
+        if number >= 0 and (nonce == self.nonce or (past is not None and number < past.issued)):
+            return self._open.get(number) or self._in_training.get(number)
+        return self.evaluations.find(ticket_id)
 
     # -------------------------------------------------------------- handing out
 
     def issue(self, actor: str) -> Ticket | None:
         """A ticket for `actor`: evaluation first, then one to be played again, then a new one; None = not now."""
-        queued = [entry for entry in self._queued.values() if actor not in entry.holders]
-        entry = next((e for e in queued if e.ticket.evaluation), queued[0] if queued else None)
+        entry = self._leases.next_for(actor)
         if entry is None:
             if not self._may_issue():
                 return None
-            entry = self._add(self.issued)
+            entry = self._add(self.issued, self.version)
             self.issued += 1
-        self._queued.pop(entry.ticket.id, None)
         entry.attempts += 1
-        entry.holders[actor] = self._clock()
-        entry.deadline = entry.holders[actor] + entry.ticket.lease_s
+        self._leases.hold(entry, actor, anew=True)
         return entry.ticket
 
     def _may_issue(self) -> bool:
@@ -88,18 +109,19 @@ class TicketBook:
             return False
         return may_issue(self.issued, dropped, self.version, s.max_staleness, s.groups_per_version)
 
-    def _add(self, number: int) -> Entry:
+    def _add(self, number: int, version: PolicyVersion) -> Entry:
         s = self.settings
         ticket = Ticket(
-            id=f"{number}-{self._nonce}",
+            id=f"{number}-{self.nonce}",
             sample=self.source.sample(number),
             group_size=s.group_size,
-            version=self.version,
+            version=version,
             sampling=s.sampling,
             lease_s=s.lease_s,
             seed=(s.seed * 1_000_003 + number) % 2**31,
         )
-        entry = self._open[ticket.id] = Entry(ticket, number)
+        entry = self._open[number] = Entry(ticket, number)
+        self._open_by_version[version] += 1
         return entry
 
     # -------------------------------------------------------------- what actors say and do not say
@@ -107,193 +129,172 @@ class TicketBook:
     def held(self, actor: str, ticket_ids: Sequence[str]) -> tuple[str, ...]:
         """An actor names all tickets it holds. Returns the void ones; what it should hold but does not name is lost.
 
-        An actor that was thought gone, and returns with a ticket nobody else has got, keeps it.
+        An actor that was thought gone, and returns with a ticket nobody else has got, keeps it; so does one that
+        comes to a restarted learner with a ticket of the earlier process that is open again.
         """
-        now, named = self._clock(), set(ticket_ids)
-        for entry in self._entries():
-            got = entry.holders.get(actor)
-            if entry.ticket.id in named:
-                if got is None:
-                    entry.holders[actor] = now
-                    if self._queued.pop(entry.ticket.id, None):
-                        entry.deadline = now + entry.ticket.lease_s
-            elif got is not None and now - got > self.settings.lost_after_s:
-                self._release(entry, actor)
-        return tuple(ticket_id for ticket_id in ticket_ids if self._unfulfilled(ticket_id) is None)
+        void, named = [], set[str]()
+        for ticket_id in ticket_ids:
+            entry = self._find(ticket_id)
+            if entry is None or (entry.group is not None and entry.bringer != actor):
+                void.append(ticket_id)
+            elif entry.group is None:
+                named.add(entry.ticket.id)
+                if actor not in entry.holders:
+                    self._leases.hold(entry, actor, anew=False)
+        lost_since = self._clock() - self.settings.lost_after_s
+        for ticket_id, entry in list(self._leases.of(actor).items()):
+            if ticket_id not in named and entry.holders[actor] < lost_since:
+                self._leases.release(entry, actor)
+        return tuple(void)
 
     def actor_gone(self, actor: str) -> None:
         """What only this actor held is issued again."""
-        for entry in self._entries():
-            self._release(entry, actor)
+        self._leases.gone(actor)
+        self._acknowledgments.pop(actor, None)
 
     def expire(self) -> tuple[str, ...]:
         """Queues the tickets whose lease is over for other actors, and returns their ids. The first group counts."""
-        now = self._clock()
-        leased = (e for e in self._entries() if e.group is None and e.holders and e.ticket.id not in self._queued)
-        over = [entry for entry in leased if entry.deadline <= now]
-        for entry in over:
-            self._requeue(entry)
-        return tuple(entry.ticket.id for entry in over)
+        return tuple(entry.ticket.id for entry in self._leases.expire())
 
     def holders(self, ticket_id: str) -> tuple[str, ...]:
         """The actors that have this ticket, as long as it is open and nobody has brought its group."""
-        entry = self._unfulfilled(ticket_id)
+        entry = self._find(ticket_id)
         return () if entry is None else tuple(entry.holders)
 
-    def holdings(self) -> dict[str, tuple[int, float]]:
-        """For each actor: how many unfulfilled tickets it holds, and the age in seconds of the oldest."""
-        now, found = self._clock(), dict[str, tuple[int, float]]()
-        for entry in self._entries():
-            for actor, got in entry.holders.items() if entry.group is None else ():
-                count, oldest = found.get(actor, (0, 0.0))
-                found[actor] = (count + 1, max(oldest, now - got))
-        return found
+    def holding(self, actor: str) -> int:
+        """How many tickets an actor has yet to bring the group of."""
+        return len(self._leases.of(actor))
 
-    def _release(self, entry: Entry, actor: str) -> None:
-        held = entry.holders.pop(actor, None) is not None
-        if held and not entry.holders and entry.group is None and entry.ticket.id not in self._queued:
-            self._requeue(entry)
-
-    def _requeue(self, entry: Entry) -> None:
-        self._queued[entry.ticket.id] = entry
-        self.reissued += 1
+    def oldest_held_s(self, actor: str) -> float:
+        """The age in seconds of the oldest of them."""
+        return max((self._clock() - e.holders[actor] for e in self._leases.of(actor).values()), default=0.0)
 
     # -------------------------------------------------------------- what comes back
 
-    def accept(self, group: Group) -> Verdict:
-        """Takes a well-formed group, at most one for each ticket."""
-        entry = self._unfulfilled(group.ticket_id)
-        if entry is None:
+    def accept(self, group: Group, actor: str) -> Verdict:
+        """Takes a well-formed group that `actor` brings, at most one for each ticket."""
+        entry = self._find(group.ticket_id)
+        if entry is None or (entry.group is not None and entry.bringer != actor):
             return self._refuse(group.ticket_id)
-        wrong = fault(group, entry.ticket, self.version)
+        if entry.group is not None:
+            return Verdict.AGAIN
+        past = self._pasts.get(number_of(group.ticket_id)[1])
+        if past is not None and newest_version(group) > past.version:
+            self._leases.release(entry, actor)
+            self.refused[Verdict.OUTDATED] += 1
+            return Verdict.OUTDATED
+        wrong = fault(group, entry.ticket, self.version, self.settings.refuse)
         if wrong:
             return self.reject(group.ticket_id, *wrong)
-        if self.settings.refuse and not entry.ticket.evaluation and (reason := self.settings.refuse(group)):
-            return self.reject(group.ticket_id, reason)
-        entry.group = group
-        self._queued.pop(group.ticket_id, None)
+        self._leases.close(entry)
+        entry.group, entry.bringer = group, actor
         if entry.ticket.evaluation:
-            evaluation = self._evaluations[entry.ticket.evaluation]
-            evaluation.done.append(evaluation.open.pop(group.ticket_id))
+            self.evaluations.accept(entry)
+            self._acknowledgments.setdefault(actor, []).append(group.ticket_id)
         else:
-            self.ready += 1
+            entry.oldest = oldest_version(group)
+            self._ready[entry.number] = entry
         return Verdict.ACCEPTED
 
     def reject(self, ticket_id: str, reason: str, detail: str = "") -> Verdict:
         """A group of this ticket came and is of no use. Training goes on with another sample."""
-        entry = self._unfulfilled(ticket_id)
-        if entry is None:
+        entry = self._find(ticket_id)
+        if entry is None or entry.group is not None:
             return self._refuse(ticket_id)
         self.last_drop = f"{reason}: {detail}"[:300]
-        if not entry.ticket.evaluation:
-            self._drop(entry, reason)
-        elif entry.attempts < EVALUATION_ATTEMPTS:
-            entry.holders.clear()
-            if ticket_id not in self._queued:
-                self._requeue(entry)
+        self._leases.close(entry)
+        if entry.ticket.evaluation:
+            self.evaluations.reject(entry, reason)
         else:
-            self._queued.pop(ticket_id, None)
-            evaluation = self._evaluations[entry.ticket.evaluation]
-            del evaluation.open[ticket_id]
-            evaluation.lost[reason] += 1
+            self._drop(entry, reason)
         return Verdict.DROPPED
 
     def _refuse(self, ticket_id: str) -> Verdict:
-        verdict = Verdict.DUPLICATE if ticket_id.endswith(f"-{self._nonce}") else Verdict.UNKNOWN
+        number, nonce = number_of(ticket_id)
+        past = self._pasts.get(nonce)
+        if past is not None:
+            verdict = Verdict.DUPLICATE if 0 <= number < past.issued else Verdict.OUTDATED
+        else:
+            verdict = Verdict.DUPLICATE if nonce == self.nonce else Verdict.UNKNOWN
         self.refused[verdict.value] += 1
         return verdict
 
     # -------------------------------------------------------------- training
 
     def take_groups(self, count: int) -> list[tuple[Ticket, Group]] | None:
-        """The `count` oldest groups, if there are as many and nothing becomes too old by taking them; else None."""
-        if self.ready < count:
+        """The `count` oldest groups, if there are as many and nothing becomes too old by taking them; else None.
+
+        They count as trained. `commit` must follow when the step is done.
+        """
+        while self.ready >= count:
+            batch = [self._ready[number] for number in heapq.nsmallest(count, self._ready)]
+            stale = [e for e in batch if age(self.version, e.oldest) > self.settings.max_staleness]
+            if not stale:
+                break
+            for entry in stale:
+                self.last_drop = f"stale: tokens of version {entry.oldest} at version {self.version}"
+                self._drop(entry, "stale")
+        else:
             return None
-        self._drop_stale()
-        ready = [e for e in self._open.values() if e.group is not None]
-        batch = ready[:count]
-        if len(batch) < count or not self._leaves_room(batch):
+        others = self._open_by_version.copy()
+        others.subtract(entry.ticket.version for entry in batch)
+        s = self.settings
+        if not leaves_room(others, self.trained + count, self.version, s.max_staleness, s.groups_per_version):
             return None
         for entry in batch:
-            del self._open[entry.ticket.id]
+            self._close(entry)
         self.trained += count
-        self.ready -= count
+        self._in_training |= {entry.number: entry for entry in batch}
         return [(e.ticket, e.group) for e in batch if e.group is not None]
 
-    def _leaves_room(self, batch: list[Entry]) -> bool:
-        """Whether all other open tickets can still be trained in time.
+    def commit(self) -> None:
+        """The step on all groups taken so far is done: their actors may forget them."""
+        for entry in self._in_training.values():
+            assert entry.group is not None
+            self._acknowledgments.setdefault(entry.bringer, []).append(entry.group.ticket_id)
+        self._in_training.clear()
 
-        A ticket issued at version v is trained at version v + max_staleness at the latest. So up to the end of each
-        version there must be room for all that is due by then; whoever takes newer groups first takes it away.
-        """
-        s = self.settings
-        taken = {entry.number for entry in batch}
-        due = Counter(e.ticket.version + s.max_staleness for e in self._open.values() if e.number not in taken)
-        trained, due_by_then = self.trained + len(batch), 0
-        for version in sorted(due):
-            due_by_then += due[version]
-            if due_by_then > max(0, (max(version, self.version) + 1) * s.groups_per_version - trained):
-                return False
-        return True
-
-    def _drop_stale(self) -> None:
-        for entry in list(self._open.values()):
-            if entry.group is not None:
-                oldest = oldest_version(entry.group)
-                if age(self.version, oldest) > self.settings.max_staleness:
-                    self.last_drop = f"stale: tokens of version {oldest} at version {self.version}"
-                    self._drop(entry, "stale")
+    def acknowledgments(self) -> dict[str, list[str]]:
+        """Tickets to be acknowledged since the last call, by actor."""
+        due, self._acknowledgments = self._acknowledgments, {}
+        return due
 
     def _drop(self, entry: Entry, reason: str) -> None:
-        self.ready -= entry.group is not None
-        del self._open[entry.ticket.id]
-        self._queued.pop(entry.ticket.id, None)
+        self._close(entry)
         self.dropped[reason] += 1
 
-    # -------------------------------------------------------------- evaluation
-
-    def start_evaluation(self, name: str, samples: Sequence[Sample], sampling: Sampling, group_size: int = 1) -> None:
-        """Queues one ticket for each sample before all others; the i-th has seed i. ValueError: name in use."""
-        if not name or name in self._evaluations:
-            raise ValueError(f"evaluation {name!r} is running already (or has no name); give each one its own name")
-        opened: dict[str, Entry] = {}
-        for i, sample in enumerate(samples):
-            ticket_id = f"{name}/{i}-{self._nonce}"
-            lease_s = self.settings.lease_s
-            ticket = Ticket(ticket_id, sample, group_size, self.version, sampling, lease_s, evaluation=name, seed=i)
-            opened[ticket_id] = Entry(ticket, i)
-        self._evaluations[name] = Evaluation(opened)
-        self._queued.update(opened)
-
-    def evaluation_result(self, name: str) -> EvaluationResult | None:
-        """The result, in the samples' order, once; None = some tickets are open. KeyError: no such evaluation."""
-        if self._evaluations[name].open:
-            return None
-        evaluation = self._evaluations.pop(name)
-        done = sorted(evaluation.done, key=lambda e: e.number)
-        return EvaluationResult(name, tuple((e.ticket, e.group) for e in done if e.group), dict(evaluation.lost))
+    def _close(self, entry: Entry) -> None:
+        del self._open[entry.number]
+        self._ready.pop(entry.number, None)
+        self._open_by_version[entry.ticket.version] -= 1
+        if not self._open_by_version[entry.ticket.version]:
+            del self._open_by_version[entry.ticket.version]
 
     # -------------------------------------------------------------- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the cursor, the counters, and the positions of all open tickets (to be issued again)."""
+        """Plain JSON values: cursor, counters, and [position, version] of each open ticket (to be issued again)."""
         return {
+            "nonce": self.nonce,
             "version": self.version,
             "issued": self.issued,
             "trained": self.trained,
             "reissued": self.reissued,
             "dropped": dict(self.dropped),
-            "open": [entry.number for entry in self._open.values()],
+            "open": [[entry.number, entry.ticket.version] for entry in self._open.values()],
+            "pasts": [[past.nonce, past.version, past.issued] for past in self._pasts.values()],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continues a run. Open tickets are issued again under new ids: what actors hold of the old ones is void."""
+        """Continues a run, in a new book: open tickets are issued again, with the version of their first issue.
+
+        They have new ids; groups of the earlier process count under their old ones if their versions still exist.
+        """
         self.version, self.issued, self.trained = state["version"], state["issued"], state["trained"]
         self.dropped = Counter(state["dropped"])
-        self.reissued = state["reissued"]
-        self._open.clear()
-        self._queued.clear()
-        self.ready = 0
-        for number in state["open"]:
-            self._requeue(self._add(number))
+        self._leases.reissued = state["reissued"]
+        for number, version in state["open"]:
+            self._leases.queue(self._add(number, version))
+        pasts = [*(Past(*past) for past in state["pasts"]), Past(state["nonce"], self.version, self.issued)]
+        self._pasts = {past.nonce: past for past in pasts[-KNOWN_PASTS:]}
         assert self.issued == self.trained + self.dropped.total() + self.open, f"ticket counters do not add up: {state}"

@@ -178,10 +178,11 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The learner knows the actor. `run_id` is new with each run, not with each restart of a run."""
+    """The learner knows the actor. `run_id` is new with each run, `process_id` also with each restart of a run."""
 
     run_id: str
     version: PolicyVersion
+    process_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +191,19 @@ class Tickets:
 
 
 @dataclass(frozen=True, slots=True)
-class Ack:
-    """The learner has taken (or refused, with the reason) the group of `ticket_id`; the actor may forget it."""
+class Receipt:
+    """The group of `ticket_id` came: `taken`, to be kept until its Ack, or refused with the reason, to be forgotten."""
 
     ticket_id: str
-    accepted: bool
+    taken: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The groups of these tickets are trained and in the ledger (or their evaluation has them): to be forgotten."""
+
+    ticket_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

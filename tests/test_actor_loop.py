@@ -24,6 +24,7 @@ from shared.types import (
     Ending,
     Group,
     Hello,
+    Receipt,
     Request,
     Sampling,
     Stop,
@@ -70,6 +71,7 @@ class Learner:
         port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
         self.peer = b""
+        self.process_id = "first"
 
     async def expect(self, kind: type, where: Callable[[Any], bool] = lambda _: True) -> Any:
         """The next message of this kind for which `where` holds; each Hello is welcomed."""
@@ -81,7 +83,7 @@ class Learner:
             self.peer, *frames = self.socket.recv_multipart()
             message = decode(frames)
             if isinstance(message, Hello):
-                self.send(Welcome("run-1", 0))
+                self.send(Welcome("run-1", 0, self.process_id))
             if isinstance(message, kind) and where(message):
                 return message
         raise AssertionError(f"no {kind.__name__} came")
@@ -180,7 +182,7 @@ def test_no_more_groups_are_played_at_once_than_the_settings_say() -> None:
     with_learner(test)
 
 
-def test_a_group_is_kept_and_sent_again_until_it_is_acknowledged() -> None:
+def test_a_group_is_sent_again_until_it_is_received_and_kept_until_it_is_acknowledged() -> None:
     async def test(learner: Learner) -> None:
         actor = asyncio.create_task(run_actor(actor_settings(learner.address), Stage().play))
         await learner.expect(Request)
@@ -188,8 +190,29 @@ def test_a_group_is_kept_and_sent_again_until_it_is_acknowledged() -> None:
         for _ in range(3):
             assert (await learner.expect(Group)).ticket_id == "kept"
         await learner.expect(Hello, lambda m: m.held == ("kept",))
-        learner.send(Ack("kept", True))
+        learner.send(Receipt("kept", True))
+        await learner.expect(Hello, lambda m: m.held == ("kept",))
+        learner.send(Ack(("kept",)))
         await learner.expect(Hello, lambda m: m.held == ())
+        learner.send(Stop("over"))
+        assert await actor == 0
+
+    with_learner(test)
+
+
+def test_a_group_that_one_learner_process_took_is_sent_to_the_next_one() -> None:
+    async def test(learner: Learner) -> None:
+        actor = asyncio.create_task(run_actor(actor_settings(learner.address), Stage().play))
+        await learner.expect(Request)
+        learner.send(Tickets((ticket("kept"),)))
+        await learner.expect(Group)
+        learner.send(Receipt("kept", True))
+        await learner.expect(Hello, lambda m: m.held == ("kept",))
+        await asyncio.sleep(0.5)
+        while learner.socket.poll(0):
+            assert not isinstance(decode(learner.socket.recv_multipart()[1:]), Group)
+        learner.process_id = "second"
+        assert (await learner.expect(Group)).ticket_id == "kept"
         learner.send(Stop("over"))
         assert await actor == 0
 
@@ -309,7 +332,7 @@ def test_an_episode_that_breaks_the_contract_or_does_not_fit_is_sent_as_a_failur
             group = await learner.expect(Group, lambda g, name=name: g.ticket_id == name)
             assert group.trajectories[0].ending is Ending.WIRE_ERROR
             assert word in group.trajectories[0].error
-            learner.send(Ack(name, True))
+            learner.send(Receipt(name, False, "wire_error"))
         learner.send(Stop("over"))
         assert await actor == 0
 
@@ -320,7 +343,7 @@ def test_an_actor_ends_with_an_error_when_the_learner_failed() -> None:
     async def test(learner: Learner) -> None:
         actor = asyncio.create_task(run_actor(actor_settings(learner.address), Stage().play))
         await learner.expect(Request)
-        learner.send(Welcome("run", 0))
+        learner.send(Welcome("run", 0, "p"))
         learner.send(Stop("the learner failed", failed=True))
         assert await actor == 1
 

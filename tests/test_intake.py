@@ -13,7 +13,21 @@ import zmq
 from learner.intake import Intake
 from learner.samples import SeedSource
 from shared.codec import decode, encode
-from shared.types import Ack, Bye, Cancel, Ending, Group, Hello, Request, Sampling, Stop, Ticket, Tickets, Welcome
+from shared.types import (
+    Ack,
+    Bye,
+    Cancel,
+    Ending,
+    Group,
+    Hello,
+    Receipt,
+    Request,
+    Sampling,
+    Stop,
+    Ticket,
+    Tickets,
+    Welcome,
+)
 from tests.wires import VOCAB, episode, failed_episode, group_of, start_intake
 
 
@@ -93,14 +107,21 @@ def until(condition: object, timeout_s: float = 5.0) -> None:
 
 def test_tickets_groups_and_acknowledgments_make_a_batch(intake: Intake, peer: Peer) -> None:
     peer.hello()
-    assert peer.expect(Welcome) == Welcome("run-1", 0)
+    welcome = peer.expect(Welcome)
+    assert isinstance(welcome, Welcome)
+    assert (welcome.run_id, welcome.version) == ("run-1", 0)
     assert peer.receive(0.3) is None  # no engine has weights yet
     intake.open()
     tickets = peer.tickets(4)
     for ticket in tickets:
         peer.send(group_of(ticket))
-        assert peer.expect(Ack) == Ack(ticket.id, True, "accepted")
+        assert peer.expect(Receipt) == Receipt(ticket.id, True, "accepted")
     batch = intake.next_batch(4, 5.0)
+    peer.hello(*(t.id for t in tickets))
+    peer.expect(Welcome)
+    assert not isinstance(peer.receive(0.3), Ack | Cancel)
+    intake.commit()
+    assert peer.expect(Ack) == Ack(tuple(t.id for t in tickets))
     assert [t for t, _ in batch] == tickets
     assert all(g.ticket_id == t.id for t, g in batch)
     metrics = intake.metrics()
@@ -151,9 +172,13 @@ def test_a_group_sent_twice_is_trained_once(intake: Intake, peer: Peer) -> None:
     tickets = peer.tickets(4)
     for ticket in (*tickets, *tickets):
         peer.send(group_of(ticket))
-    acks = [peer.expect(Ack) for _ in range(8)]
-    assert [a.accepted for a in acks] == [True] * 4 + [False] * 4  # type: ignore[attr-defined]
+    receipts = [peer.expect(Receipt) for _ in range(8)]
+    assert [r.reason for r in receipts] == ["accepted"] * 4 + ["again"] * 4  # type: ignore[attr-defined]
     assert len(intake.next_batch(4, 5.0)) == 4
+    intake.commit()
+    for ticket in tickets:
+        peer.send(group_of(ticket))
+        assert peer.expect(Receipt) == Receipt(ticket.id, False, "duplicate")
     with pytest.raises(TimeoutError):
         intake.next_batch(1, 0.1)
     assert intake.metrics()["tickets/refused/duplicate"] == 4
@@ -197,7 +222,7 @@ def test_an_actor_that_returns_to_a_restarted_learner_is_told_what_is_void(intak
     peer.hello("5-before", "6-before")
     assert peer.expect(Cancel) == Cancel(("5-before", "6-before"), "the learner has no use for these tickets")
     peer.send(Group("5-before", "p", (episode(),)))
-    assert peer.expect(Ack) == Ack("5-before", False, "unknown")
+    assert peer.expect(Receipt) == Receipt("5-before", False, "unknown")
 
 
 def test_a_restarted_intake_goes_on_where_the_checkpoint_was(tmp_path: Path, opened: list) -> None:
@@ -217,7 +242,7 @@ def test_a_restarted_intake_goes_on_where_the_checkpoint_was(tmp_path: Path, ope
         states.append(intake.state_dict())
         peer.send(Bye("so that the learner need not wait"))
         intake.stop("restart")
-    assert states[0]["open"] == [4, 5, 6, 7]
+    assert states[0]["open"] == [[n, 0] for n in (4, 5, 6, 7)]
     assert states[1]["trained"] == 8
     assert [t.sample.metadata["seed"] for t in tickets] == list(range(4, 12))
 
@@ -230,20 +255,20 @@ def test_a_malformed_group_is_refused_counted_kept_and_its_sample_dropped(
     ticket, other, third, fourth = peer.tickets(4)
     bad = episode(images=())  # a placeholder without its picture
     peer.send(Group(ticket.id, "p", (bad,)))
-    ack = peer.expect(Ack)
-    assert isinstance(ack, Ack)
-    assert (ack.ticket_id, ack.accepted) == (ticket.id, False)
+    receipt = peer.expect(Receipt)
+    assert isinstance(receipt, Receipt)
+    assert (receipt.ticket_id, receipt.taken) == (ticket.id, False)
     frames = [bytes(frame) for frame in encode(group_of(other))]
     peer.socket.send_multipart([*frames[:-1], frames[-1] + b"!"])  # a picture that was damaged on its way
-    peer.expect(Ack)
+    peer.expect(Receipt)
     peer.socket.send_multipart([b"noise", b"noise"])
     peer.send(Stop("an actor has no say in this"))
     peer.send(Group(third.id, "p", (failed_episode(Ending.ENV_TIMEOUT, "reset took 30 s"),)))
-    ack = peer.expect(Ack)
-    assert isinstance(ack, Ack)
-    assert "reset took 30 s" in ack.reason
+    receipt = peer.expect(Receipt)
+    assert isinstance(receipt, Receipt)
+    assert "reset took 30 s" in receipt.reason
     peer.send(group_of(fourth))
-    peer.expect(Ack)
+    peer.expect(Receipt)
     metrics = intake.metrics()
     assert metrics["tickets/dropped/malformed_placeholders"] == 1
     assert metrics["tickets/dropped/malformed_image_hash"] == 1
@@ -271,7 +296,7 @@ def test_a_stranger_cannot_close_the_ticket_of_another_actor(intake: Intake, pee
     stranger = Peer(intake.address, "stranger")
     opened.append(stranger)
     stranger.send(Group(ticket.id, "p", (episode(images=()),)))
-    assert not stranger.expect(Ack).accepted  # type: ignore[attr-defined]
+    assert not stranger.expect(Receipt).taken  # type: ignore[attr-defined]
     assert intake.metrics()["tickets/dropped"] == 0
 
 
@@ -312,7 +337,7 @@ def test_a_wait_without_end_names_whom_it_waited_for(intake: Intake, peer: Peer)
     intake.open()
     ticket = peer.tickets(4)[0]
     peer.send(Group(ticket.id, "p", (failed_episode(error="the moon is down"),)))
-    peer.expect(Ack)
+    peer.expect(Receipt)
     with pytest.raises(TimeoutError, match=r"1 groups.*p#1 holds 4 tickets.*the moon is down") as caught:
         intake.next_batch(1, 0.2)
     assert "\n" not in str(caught.value)

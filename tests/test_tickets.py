@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from learner.samples import ListSource, SeedSource
 from learner.tickets import TicketBook, Verdict
@@ -55,17 +51,20 @@ def test_nothing_is_issued_beyond_what_the_run_trains_on() -> None:
 def test_a_ticket_gets_one_group_whoever_brings_it() -> None:
     book = make_book()
     ticket = issue_all(book)[0]
-    assert book.accept(group_of(ticket)) is Verdict.ACCEPTED
-    assert book.accept(group_of(ticket)) is Verdict.DUPLICATE
-    book.accept(group_of(issue_all(make_book(nonce="n"))[1]))
+    assert book.accept(group_of(ticket), "a") is Verdict.ACCEPTED
+    assert book.accept(group_of(ticket), "a") is Verdict.AGAIN
+    assert book.accept(group_of(ticket), "b") is Verdict.DUPLICATE
+    book.accept(group_of(issue_all(make_book(nonce="n"))[1]), "a")
     assert book.take_groups(2) is not None
-    assert book.accept(group_of(ticket)) is Verdict.DUPLICATE
-    assert book.refused == {"duplicate": 2}
+    assert book.accept(group_of(ticket), "b") is Verdict.DUPLICATE
+    book.commit()
+    assert book.accept(group_of(ticket), "a") is Verdict.DUPLICATE
+    assert book.refused == {"duplicate": 3}
     assert adds_up(book)
 
 
 def test_a_group_of_another_process_is_unknown() -> None:
-    assert make_book(nonce="n").accept(group_of(issue_all(make_book(nonce="m"))[0])) is Verdict.UNKNOWN
+    assert make_book(nonce="n").accept(group_of(issue_all(make_book(nonce="m"))[0]), "a") is Verdict.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_a_group_of_another_process_is_unknown() -> None:
 def test_a_group_of_no_use_closes_its_ticket_with_the_reason_and_makes_room(trajectories: tuple, reason: str) -> None:
     book = make_book()
     ticket = issue_all(book)[0]
-    assert book.accept(Group(ticket.id, "a", trajectories)) is Verdict.DROPPED
+    assert book.accept(Group(ticket.id, "a", trajectories), "a") is Verdict.DROPPED
     assert book.dropped == {reason: 1}
     assert book.last_drop.startswith(reason)
     assert len(issue_all(book)) == 1
@@ -92,18 +91,18 @@ def test_a_group_of_no_use_closes_its_ticket_with_the_reason_and_makes_room(traj
 def test_a_group_that_teaches_nothing_makes_room_for_a_fresh_ticket_but_not_in_an_evaluation() -> None:
     book = make_book(groups_per_version=1, max_staleness=0, refuse=lambda group: "uninformative")
     (ticket,) = issue_all(book)
-    assert book.accept(group_of(ticket)) is Verdict.DROPPED
+    assert book.accept(group_of(ticket), "a") is Verdict.DROPPED
     assert book.dropped == {"uninformative": 1} and adds_up(book)
     (fresh,) = issue_all(book)
     assert fresh.sample != ticket.sample
-    book.start_evaluation("e", [Sample("s")], Sampling())
-    assert book.accept(group_of(issue_all(book)[0])) is Verdict.ACCEPTED
+    book.evaluations.start("e", [Sample("s")], Sampling(), 1, 0)
+    assert book.accept(group_of(issue_all(book)[0]), "a") is Verdict.ACCEPTED
 
 
 def test_one_trainable_episode_is_enough_for_a_group() -> None:
     book = make_book(group_size=2)
     ticket = issue_all(book)[0]
-    assert book.accept(Group(ticket.id, "a", (failed_episode(), episode()))) is Verdict.ACCEPTED
+    assert book.accept(Group(ticket.id, "a", (failed_episode(), episode())), "a") is Verdict.ACCEPTED
 
 
 def test_a_ticket_whose_lease_is_over_goes_to_another_actor_and_the_first_group_counts() -> None:
@@ -117,8 +116,8 @@ def test_a_ticket_whose_lease_is_over_goes_to_another_actor_and_the_first_group_
     assert issue_all(book, "fast") == tickets
     assert book.reissued == len(tickets)
     assert book.holders(tickets[0].id) == ("slow", "fast")
-    assert book.accept(group_of(tickets[0])) is Verdict.ACCEPTED
-    assert book.accept(group_of(tickets[0])) is Verdict.DUPLICATE
+    assert book.accept(group_of(tickets[0]), "fast") is Verdict.ACCEPTED
+    assert book.accept(group_of(tickets[0]), "slow") is Verdict.DUPLICATE
     assert book.holders(tickets[0].id) == ()
 
 
@@ -126,7 +125,7 @@ def test_the_tickets_of_an_actor_that_is_gone_are_issued_again_and_stay_with_it_
     book = make_book()
     tickets = issue_all(book, "a")
     book.actor_gone("a")
-    assert book.holdings() == {}
+    assert book.holding("a") == 0
     assert book.held("a", (tickets[0].id,)) == ()
     assert book.issue("b") == tickets[1]
     assert book.holders(tickets[0].id) == ("a",)
@@ -148,15 +147,29 @@ def test_a_ticket_that_its_actor_does_not_name_was_lost_on_the_way() -> None:
 def test_an_actor_learns_which_of_its_tickets_are_void() -> None:
     book = make_book()
     first, second = issue_all(book)[:2]
-    book.accept(group_of(first))
+    book.accept(group_of(first), "b")
     assert book.held("a", (first.id, second.id, "9-other")) == (first.id, "9-other")
+
+
+def test_an_actor_keeps_its_group_until_the_step_on_it_is_done() -> None:
+    book = make_book()
+    first, second = issue_all(book)[:2]
+    for ticket in (first, second):
+        book.accept(group_of(ticket), "a")
+    assert book.take_groups(1) is not None
+    assert book.acknowledgments() == {}
+    assert book.held("a", (first.id, second.id)) == ()
+    book.commit()
+    assert book.acknowledgments() == {"a": [first.id]}
+    assert book.acknowledgments() == {}
+    assert book.held("a", (first.id, second.id)) == (first.id,)
 
 
 def test_groups_are_taken_oldest_first() -> None:
     book = make_book()
     tickets = issue_all(book)
     for ticket in reversed(tickets[:4]):
-        book.accept(group_of(ticket))
+        book.accept(group_of(ticket), "a")
     batch = book.take_groups(2)
     assert batch is not None
     assert [t.id for t, _ in batch] == [t.id for t in tickets[:2]]
@@ -166,15 +179,15 @@ def test_a_step_waits_for_a_slow_group_rather_than_make_it_too_old() -> None:
     book = make_book(groups_per_version=4, max_staleness=1)
     slow, *others = issue_all(book)
     for ticket in others:
-        book.accept(group_of(ticket))
+        book.accept(group_of(ticket), "a")
     assert book.take_groups(4) is not None  # version 0: the slow one has another version to go
     book.version = 1
     more = issue_all(book)
     for ticket in more:
-        book.accept(group_of(ticket))
+        book.accept(group_of(ticket), "a")
     assert book.take_groups(2) is not None  # room for the slow one stays
     assert book.take_groups(2) is None
-    book.accept(group_of(slow))
+    book.accept(group_of(slow), "a")
     batch = book.take_groups(2)
     assert batch is not None
     assert slow.id in [t.id for t, _ in batch]
@@ -185,10 +198,10 @@ def test_a_group_with_tokens_beyond_the_bound_is_dropped_at_consumption() -> Non
     book = make_book(groups_per_version=1, max_staleness=1)
     book.version = 3
     ticket, *others = issue_all(book)[:3]
-    book.accept(group_of(ticket, version=1))
+    book.accept(group_of(ticket, version=1), "a")
     assert book.take_groups(1) is None
     assert book.dropped == {"stale": 1}
-    book.accept(group_of(others[0], version=2))
+    book.accept(group_of(others[0], version=2), "a")
     assert book.take_groups(1) is not None
     assert adds_up(book)
 
@@ -196,52 +209,75 @@ def test_a_group_with_tokens_beyond_the_bound_is_dropped_at_consumption() -> Non
 def test_evaluation_tickets_come_first_are_never_trained_and_return_in_order() -> None:
     book = make_book()
     samples = SeedSource(900)
-    book.start_evaluation("before", [samples.sample(i) for i in range(3)], Sampling(temperature=0))
+    book.evaluations.start("before", [samples.sample(i) for i in range(3)], Sampling(temperature=0), 1, 0)
     tickets = [book.issue("a") for _ in range(3)]
     assert [t.evaluation for t in tickets if t] == ["before"] * 3
     assert [t.seed for t in tickets if t] == [0, 1, 2]
-    assert book.evaluation_result("before") is None
+    assert book.evaluations.result("before") is None
     for ticket in reversed(tickets):
         assert ticket is not None
-        assert book.accept(Group(ticket.id, "a", (failed_episode(),))) is Verdict.ACCEPTED
+        assert book.accept(Group(ticket.id, "a", (failed_episode(),)), "a") is Verdict.ACCEPTED
     assert book.take_groups(1) is None
-    result = book.evaluation_result("before")
+    result = book.evaluations.result("before")
     assert result is not None
     assert [t.sample.metadata["seed"] for t, _ in result.groups] == [900, 901, 902]
-    assert book.issued == book.open_evaluation == 0
+    assert book.issued == book.evaluations.open == 0
     with pytest.raises(KeyError):
-        book.evaluation_result("before")
+        book.evaluations.result("before")
 
 
 def test_a_malformed_evaluation_group_is_played_again_and_counted_as_lost_after_three_times() -> None:
     book = make_book()
-    book.start_evaluation("e", [SeedSource().sample(0)], Sampling())
+    book.evaluations.start("e", [SeedSource().sample(0)], Sampling(), 1, 0)
     with pytest.raises(ValueError, match="own name"):
-        book.start_evaluation("e", [], Sampling())
+        book.evaluations.start("e", [], Sampling(), 1, 0)
     for _ in range(3):
         ticket = book.issue("a")
         assert ticket is not None
         assert ticket.evaluation == "e"
         assert book.reject(ticket.id, "malformed") is Verdict.DROPPED
-    result = book.evaluation_result("e")
+    result = book.evaluations.result("e")
     assert result is not None
     assert result.lost == {"malformed": 1}
 
 
-def test_a_restarted_book_issues_what_was_open_and_refuses_the_old_tickets() -> None:
+def restarted(book: TicketBook, nonce: str) -> TicketBook:
+    again = make_book(nonce=nonce)
+    again.load_state(json.loads(json.dumps(book.state_dict())))
+    return again
+
+
+def test_a_restarted_book_issues_what_was_open_and_takes_groups_that_their_actors_kept() -> None:
     book = make_book(nonce="first")
     tickets = issue_all(book)
     for ticket in tickets[:5]:
-        book.accept(group_of(ticket))
+        book.accept(group_of(ticket), "a")
     book.take_groups(4)
-    state = json.loads(json.dumps(book.state_dict()))
-    again = make_book(nonce="second")
-    again.load_state(state)
+    again = restarted(book, "second")
     assert adds_up(again)
-    assert again.held("a", tuple(t.id for t in tickets)) == tuple(t.id for t in tickets)
-    assert again.accept(group_of(tickets[5])) is Verdict.UNKNOWN
-    assert [t.sample for t in issue_all(again)] == [t.sample for t in tickets[4:]]
+    assert again.held("a", tuple(t.id for t in tickets[3:5])) == (tickets[3].id,)
+    assert again.accept(group_of(tickets[0]), "a") is Verdict.DUPLICATE
+    assert again.accept(group_of(tickets[4]), "a") is Verdict.ACCEPTED
+    assert [t.sample for t in issue_all(again)] == [t.sample for t in tickets[5:]]
     assert again.trained == 4
+
+
+def test_what_came_after_the_checkpoint_is_refused_by_a_restarted_book() -> None:
+    book = make_book(nonce="first", groups_per_version=2, max_staleness=1)
+    early = issue_all(book)
+    again = restarted(book, "second")
+    for ticket in early[:2]:
+        book.accept(group_of(ticket), "a")
+    book.take_groups(2)
+    book.version = 1
+    late = issue_all(book)
+    again.held("a", tuple(t.id for t in early))
+    assert again.accept(group_of(early[2], version=1), "a") is Verdict.OUTDATED
+    assert again.accept(group_of(late[0]), "a") is Verdict.OUTDATED
+    assert again.issue("b").sample == early[2].sample  # type: ignore[union-attr]
+    assert again.refused == {"outdated": 2}
+    third = restarted(again, "third")
+    assert third.accept(group_of(early[3]), "a") is Verdict.ACCEPTED
 
 
 def test_a_dataset_comes_in_a_new_order_each_epoch_that_depends_on_the_seed_alone() -> None:
@@ -256,130 +292,6 @@ def test_a_dataset_comes_in_a_new_order_each_epoch_that_depends_on_the_seed_alon
         ListSource([])
 
 
-# ------------------------------------------------------------------ any schedule
-
-
-@dataclass
-class World:
-    """A learner, actors and a network between them that loses, repeats, delays and reorders."""
-
-    rng: random.Random
-    staleness: int
-    per_version: int
-    per_step: int
-    clock: Clock = field(default_factory=Clock)
-    actors: dict[str, dict[str, Ticket]] = field(default_factory=dict)
-    flying: list[Group] = field(default_factory=list)
-    trained: list[int] = field(default_factory=list)
-    restarts: int = 0
-
-    def __post_init__(self) -> None:
-        self.book = self.new_book()
-        self.saved = (self.book.state_dict(), 0)
-        self.actors = {name: {} for name in "abc"}
-
-    def new_book(self) -> TicketBook:
-        shape = {"groups_per_version": self.per_version, "max_staleness": self.staleness}
-        return make_book(self.clock, f"r{self.restarts}", lease_s=20.0, lost_after_s=3.0, **shape)
-
-    def act(self, lossy: bool) -> None:
-        names = ["issue"] * 4 + ["finish"] * 4 + ["deliver"] * 4 + ["train"] * 3 + ["beat", "time"]
-        rare = ["lose", "repeat", "crash", "restart", "save", "fail"] if lossy else []
-        getattr(self, self.rng.choice(names + rare))(lossy)
-        self.check()
-
-    def issue(self, lossy: bool) -> None:
-        name = self.rng.choice(sorted(self.actors))
-        ticket = self.book.issue(name) if len(self.actors[name]) < 6 else None
-        if ticket is not None and not (lossy and self.rng.random() < 0.1):
-            self.actors[name][ticket.id] = ticket
-
-    def finish(self, lossy: bool, *, good: bool = True) -> None:
-        name = self.rng.choice(sorted(self.actors))
-        for ticket in list(self.actors[name].values())[: self.rng.randrange(4)]:
-            version = self.rng.randint(ticket.version, max(ticket.version, self.book.version))
-            made = episode(version) if good else failed_episode()
-            self.flying.append(Group(ticket.id, name, (made,)))
-
-    def fail(self, lossy: bool) -> None:
-        self.finish(lossy, good=False)
-
-    def deliver(self, lossy: bool) -> None:
-        self.rng.shuffle(self.flying)
-        for group in self.flying[:3]:
-            self.book.accept(group)
-            for tickets in self.actors.values():  # the acknowledgment; if it is lost, the actor sends again
-                if not (lossy and self.rng.random() < 0.2):
-                    tickets.pop(group.ticket_id, None)
-        del self.flying[:3]
-
-    def lose(self, lossy: bool) -> None:
-        self.flying = self.flying[1:]
-
-    def repeat(self, lossy: bool) -> None:
-        self.flying += self.flying[:2]
-
-    def crash(self, lossy: bool) -> None:
-        name = self.rng.choice(sorted(self.actors))
-        self.actors[name].clear()
-        if self.rng.random() < 0.5:
-            self.book.actor_gone(name)
-
-    def beat(self, lossy: bool) -> None:
-        for name, tickets in self.actors.items():
-            for void in self.book.held(name, tuple(tickets)):
-                del tickets[void]
-
-    def time(self, lossy: bool) -> None:
-        self.clock.now += self.rng.choice([0.5, 2.0, 10.0])
-        self.book.expire()
-
-    def train(self, lossy: bool) -> None:
-        batch = self.book.take_groups(self.per_step)
-        for ticket, group in batch or ():
-            self.trained.append(ticket.sample.metadata["seed"])
-            assert self.book.version - int(group.trajectories[0].policy_versions[2]) <= self.staleness
-        if batch and len(self.trained) % self.per_version == 0:
-            self.book.version += 1
-
-    def save(self, lossy: bool) -> None:
-        self.saved = (json.loads(json.dumps(self.book.state_dict())), len(self.trained))
-
-    def restart(self, lossy: bool) -> None:
-        self.restarts += 1
-        self.book = self.new_book()
-        self.book.load_state(self.saved[0])
-        del self.trained[self.saved[1] :]
-
-    def check(self) -> None:
-        assert adds_up(self.book)
-        assert len(set(self.trained)) == len(self.trained) == self.book.trained
-        assert self.book.open <= (self.staleness + 1) * self.per_version
-        assert not self.book.dropped["stale"]
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    steps=st.integers(0, 300),
-    staleness=st.integers(0, 2),
-    shape=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2)]),
-)
-def test_any_schedule_trains_each_ticket_at_most_once_and_in_the_end_once(
-    seed: int, steps: int, staleness: int, shape: tuple[int, int]
-) -> None:
-    world = World(random.Random(seed), staleness, *shape)
-    for _ in range(steps):
-        world.act(lossy=True)
-    open_now = set(world.book.state_dict()["open"])
-    for _ in range(4000):
-        if open_now <= set(world.trained):
-            break
-        world.act(lossy=False)
-        open_now -= open_now - set(world.trained) - set(world.book.state_dict()["open"])  # dropped: a group had failed
-    assert open_now <= set(world.trained)
-
-
 def test_long_episodes_are_trained_in_the_proportion_in_which_they_are_issued() -> None:
     rng = np.random.default_rng(0)
     book = make_book(groups_per_version=8, max_staleness=2)
@@ -392,7 +304,7 @@ def test_long_episodes_are_trained_in_the_proportion_in_which_they_are_issued() 
             finish_at.append((now + seconds, ticket))
         for entry in [e for e in finish_at if e[0] <= now]:
             finish_at.remove(entry)
-            book.accept(group_of(entry[1]))
+            book.accept(group_of(entry[1]), "a")
         batch = book.take_groups(8)
         if batch:
             trained += [t.sample.metadata["seed"] for t, _ in batch]

@@ -39,8 +39,8 @@ def test_messages_go_both_ways() -> None:
         peer, frames = wait_for(router)
         assert peer.startswith(b"a#")
         assert router.decode(frames) == Hello("a", (), 5)
-        assert router.send(peer, Welcome("r", 1)) is Sent.YES
-        assert await dealer.receive(5.0) == Welcome("r", 1)
+        assert router.send(peer, Welcome("r", 1, "p")) is Sent.YES
+        assert await dealer.receive(5.0) == Welcome("r", 1, "p")
         assert await dealer.receive(0.01) is None
         dealer.close()
         router.close()

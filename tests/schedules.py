@@ -1,0 +1,66 @@
+"""Actors and a socket for tests that decide what arrives: nothing here runs by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.transport import Sent
+from shared.types import Ack, Cancel, Group, Receipt, Ticket, Tickets, Welcome
+
+Stamp = tuple[int, int]  # learner process, version: what an engine's weights are
+
+
+@dataclass
+class Actor:
+    """Keeps groups as `actor.loop` does."""
+
+    key: str
+    process_id: str = ""
+    playing: dict[str, tuple[Ticket, Stamp]] = field(default_factory=dict)  # and the weights at its start
+    finished: dict[str, Group] = field(default_factory=dict)
+    kept: dict[str, Group] = field(default_factory=dict)
+
+    def held(self) -> tuple[str, ...]:
+        return (*self.playing, *self.finished, *self.kept)
+
+    def hear(self, message: Any, weights: Stamp) -> None:
+        match message:
+            case Tickets(tickets):
+                self.playing |= {t.id: (t, weights) for t in tickets if t.id not in self.held()}
+            case Receipt(ticket_id, True):
+                if ticket_id in self.finished:
+                    self.kept[ticket_id] = self.finished.pop(ticket_id)
+            case Receipt(ticket_id, False):
+                self.forget((ticket_id,))
+            case Ack(ticket_ids):
+                self.forget(ticket_ids)
+            case Cancel(ticket_ids):
+                self.forget(ticket_ids)
+                for ticket_id in ticket_ids:
+                    self.playing.pop(ticket_id, None)
+            case Welcome(_, _, process_id):
+                if process_id != self.process_id:
+                    self.process_id = process_id
+                    self.finished |= self.kept
+                    self.kept.clear()
+
+    def forget(self, ticket_ids: tuple[str, ...]) -> None:
+        for ticket_id in ticket_ids:
+            self.finished.pop(ticket_id, None)
+            self.kept.pop(ticket_id, None)
+
+
+class Wire:
+    """Stands in for the learner's socket: what is sent lies here until the schedule delivers, repeats or loses it."""
+
+    def __init__(self) -> None:
+        self.present: set[str] = set()
+        self.to_actors: list[tuple[str, Any]] = []
+        self.to_learner: list[tuple[str, Any]] = []
+
+    def send(self, peer: bytes, message: Any) -> Sent:
+        if peer.decode() not in self.present:
+            return Sent.GONE
+        self.to_actors.append((peer.decode(), message))
+        return Sent.YES

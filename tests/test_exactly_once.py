@@ -1,0 +1,256 @@
+"""Any schedule of loss, repetition, delay, crashes and restarts: the real book and reception, actors, a bad network."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from learner.reception import Reception, Rejects
+from learner.samples import SeedSource
+from learner.tickets import TicketBook
+from shared.types import Group, Hello, Request
+from tests.schedules import Actor, Stamp, Wire
+from tests.wires import RULES, VOCAB, book_settings, episode, failed_episode
+
+SLOTS, LEASE_S, LOST_S, TIMEOUT_S = 3, 20.0, 3.0, 10.0
+LOG = logging.getLogger("test")
+
+
+class Schedule(RuleBasedStateMachine):
+    @initialize(
+        staleness=st.integers(0, 2),
+        shape=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2)]),
+        actors=st.integers(1, 3),
+    )
+    def begin(self, staleness: int, shape: tuple[int, int], actors: int) -> None:
+        self.per_version, self.per_step = shape
+        self.staleness, self.now, self.born, self.process = staleness, 0.0, 0, 0
+        self.wire = Wire()
+        self.actors: list[Actor] = []
+        for _ in range(actors):
+            self.arrive()
+        self.trained: list[int] = []  # in the history that the weights have
+        self.forks = {0: (0, 10**9)}  # process -> the one it goes on from, the last version of that which it has
+        self.stamps: dict[int, list[Stamp]] = {}  # of a group's tokens, by id(group)
+        self.groups: list[Group] = []  # so that no id is used twice
+        self.weights: Stamp = (0, 0)
+        self.committed = True
+        self.start()
+        self.save()
+
+    def start(self) -> None:
+        shape = {"groups_per_version": self.per_version, "max_staleness": self.staleness}
+        leases = {"lease_s": LEASE_S, "lost_after_s": LOST_S}
+        clock = lambda: self.now  # noqa: E731
+        self.book = TicketBook(SeedSource(), book_settings(**shape, **leases), nonce=f"p{self.process}", clock=clock)
+        self.reception = Reception(
+            self.wire,  # type: ignore[arg-type]
+            self.book,
+            RULES,
+            Rejects(Path("/nonexistent"), LOG),
+            LOG,
+            run_id="run",
+            actor_timeout_s=TIMEOUT_S,
+            clock=clock,
+        )
+        self.reception.issuing = True
+
+    # ------------------------------------------------------------------ actors
+
+    def arrive(self) -> None:
+        self.born += 1
+        self.actors.append(Actor(f"a#{self.born}"))
+        self.wire.present.add(self.actors[-1].key)
+
+    @rule(data=st.data())
+    def an_actor_crashes_and_another_one_starts(self, data: st.DataObject) -> None:
+        dead = self.actors.pop(data.draw(st.integers(0, len(self.actors) - 1)))
+        self.wire.present.discard(dead.key)
+        self.arrive()
+
+    @rule(data=st.data())
+    def an_actor_beats(self, data: st.DataObject) -> None:
+        self.beat(data.draw(st.sampled_from(self.actors)))
+
+    def beat(self, actor: Actor) -> None:
+        self.wire.to_learner.append((actor.key, Hello("a", ("http://e",), VOCAB, actor.held())))
+        self.wire.to_learner.append((actor.key, Request(SLOTS)))
+        self.wire.to_learner += [(actor.key, group) for group in actor.finished.values()]
+
+    @rule(data=st.data(), good=st.integers(0, 5))
+    def an_actor_finishes_a_group(self, data: st.DataObject, good: int) -> None:
+        busy = [actor for actor in self.actors if actor.playing]
+        if busy:
+            actor = data.draw(st.sampled_from(busy))
+            self.finish(actor, data.draw(st.sampled_from(sorted(actor.playing))), good > 0)
+
+    def finish(self, actor: Actor, ticket_id: str, good: bool) -> None:
+        """Its tokens are of the weights at its start and of those at its end."""
+        _, began = actor.playing.pop(ticket_id)
+        made = episode(self.weights[1]) if good else failed_episode()
+        if good:
+            made.policy_versions[2] = began[1]
+        group = Group(ticket_id, "a", (made,))
+        self.groups.append(group)
+        self.stamps[id(group)] = [began, self.weights] if good else []
+        actor.finished[ticket_id] = group
+        self.wire.to_learner.append((actor.key, group))
+
+    # ------------------------------------------------------------------ the network
+
+    @precondition(lambda self: self.wire.to_learner)
+    @rule(data=st.data(), fate=st.sampled_from(["deliver"] * 6 + ["lose", "repeat"]))
+    def a_message_to_the_learner(self, data: st.DataObject, fate: str) -> None:
+        self.pass_on(self.wire.to_learner, data.draw(st.integers(0, len(self.wire.to_learner) - 1)), fate)
+
+    @precondition(lambda self: self.wire.to_actors)
+    @rule(data=st.data(), fate=st.sampled_from(["deliver"] * 6 + ["lose", "repeat"]))
+    def a_message_to_an_actor(self, data: st.DataObject, fate: str) -> None:
+        self.pass_on(self.wire.to_actors, data.draw(st.integers(0, len(self.wire.to_actors) - 1)), fate)
+
+    @rule()
+    def all_messages_arrive(self) -> None:
+        while self.wire.to_learner or self.wire.to_actors:
+            self.pass_on(self.wire.to_learner or self.wire.to_actors, 0, "deliver")
+
+    def pass_on(self, queue: list[tuple[str, Any]], index: int, fate: str) -> None:
+        key, message = queue[index]
+        if fate != "repeat":
+            del queue[index]
+        if fate == "lose":
+            return
+        if queue is self.wire.to_learner and (key in self.wire.present or isinstance(message, Group)):
+            self.reception.answer(key.encode(), message, ())
+        for actor in self.actors:
+            if queue is self.wire.to_actors and actor.key == key:
+                actor.hear(message, self.weights)
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 4.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.reception.tick(drained=not self.wire.to_learner)
+
+    # ------------------------------------------------------------------ the learner
+
+    @precondition(lambda self: self.committed)
+    @rule()
+    def a_step_begins(self) -> None:
+        for ticket, group in self.book.take_groups(self.per_step) or ():
+            self.committed = False
+            self.trained.append(ticket.sample.metadata["seed"])
+            assert all(self.exists(stamp) for stamp in self.stamps[id(group)])
+            assert all(self.book.version - version <= self.staleness for _, version in self.stamps[id(group)])
+
+    @precondition(lambda self: not self.committed)
+    @rule()
+    def a_step_ends(self) -> None:
+        self.committed = True
+        self.book.commit()
+        if len(self.trained) % self.per_version == 0:
+            self.book.version += 1
+            self.weights = (self.process, self.book.version)
+
+    @precondition(lambda self: self.committed)
+    @rule()
+    def save(self) -> None:
+        self.saved = (json.loads(json.dumps(self.book.state_dict())), len(self.trained), self.process, self.weights)
+
+    @rule()
+    def the_learner_is_killed_and_resumes(self) -> None:
+        state, trained, of_process, self.weights = self.saved
+        self.process += 1
+        self.start()
+        self.book.load_state(state)
+        self.forks[self.process] = (of_process, state["version"])
+        del self.trained[trained:]
+        self.committed = True
+
+    def exists(self, stamp: Stamp) -> bool:
+        """Whether these weights are part of the history that the learner goes on from."""
+        process, last = self.process, self.book.version
+        while stamp[0] != process:
+            if process == 0:
+                return False
+            process, fork = self.forks[process]
+            last = min(last, fork)
+        return stamp[1] <= last
+
+    # ------------------------------------------------------------------ all at once
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 4.0]), done=st.integers(0, 2**12 - 1), arrives=st.booleans())
+    def a_quiet_round(self, seconds: float, done: int, arrives: bool) -> None:
+        """Everything is delivered; of what is being played, the groups named by the bits of `done` are finished."""
+        self.time_passes(seconds)
+        for actor in self.actors:
+            self.beat(actor)
+        self.all_messages_arrive()
+        self.time_passes(0.0)
+        self.all_messages_arrive()
+        playing = [(actor, ticket_id) for actor in self.actors for ticket_id in actor.playing]
+        for index, (actor, ticket_id) in enumerate(playing):
+            if done >> index & 1:
+                self.finish(actor, ticket_id, True)
+        if arrives:
+            self.all_messages_arrive()
+
+    @rule(done=st.lists(st.integers(0, 2**8 - 1), min_size=1, max_size=6), arrives=st.booleans())
+    def a_quiet_time(self, done: list[int], arrives: bool) -> None:
+        for bits in done:
+            self.a_quiet_round(0.5, bits, arrives)
+            if not self.committed:
+                self.a_step_ends()
+            self.a_step_begins()
+            if not self.committed:
+                self.a_step_ends()
+
+    @rule(before=st.lists(st.integers(0, 2**8 - 1), min_size=1, max_size=3), after=st.integers(0, 2**8 - 1))
+    def a_checkpoint_and_a_kill_later(self, before: list[int], after: int) -> None:
+        self.a_quiet_time(before[:1], True)
+        self.save()
+        self.a_quiet_time(before, True)
+        self.a_quiet_round(0.5, after, False)
+        self.the_learner_is_killed_and_resumes()
+
+    # ------------------------------------------------------------------ what always holds
+
+    @invariant()
+    def the_ledger_adds_up(self) -> None:
+        book, reach = self.book, (self.staleness + 1) * self.per_version
+        assert book.issued == book.trained + book.dropped.total() + book.open
+        assert len(set(self.trained)) == len(self.trained) == book.trained
+        assert not book.dropped["stale"]
+        assert book.open <= reach
+        assert all(book.holding(actor.key) <= reach for actor in self.actors)
+        assert len(self.reception.actors) <= self.born
+
+    def teardown(self) -> None:
+        """Once the faults end, all that is open now is trained, or dropped because its group failed."""
+        if not hasattr(self, "saved"):
+            return
+        due = {number for number, _ in self.book.state_dict()["open"]}
+        dropped = self.book.dropped.total()
+        for _ in range(200):
+            self.a_quiet_round(2.0, -1, True)
+            if self.committed:
+                self.a_step_begins()
+            if not self.committed:
+                self.a_step_ends()
+            self.the_ledger_adds_up()
+            left = due - set(self.trained)
+            if len(left) <= self.book.dropped.total() - dropped:
+                break
+        assert len(left) <= self.book.dropped.total() - dropped, f"never trained: {sorted(left)}"
+        most = 2 * (self.staleness + 1) * self.per_version
+        assert all(len(actor.held()) <= most for actor in self.actors)
+
+
+Schedule.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=60, deadline=None, report_multiple_bugs=False
+)
+TestAnySchedule = Schedule.TestCase
