@@ -45,6 +45,7 @@ class EnvThreads:
         call = _Call(function)
         self._inbox.put(call)
         waiting = asyncio.wrap_future(call.future)
+        waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # when nobody waits any more
         queued_s = time.monotonic()
         wait_s = timeout_s
         while wait_s > 0:

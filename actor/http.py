@@ -30,10 +30,12 @@ class HttpClient:
 
     def __init__(self, url: str, *, connections: int = 512) -> None:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"engine url {url!r}: write it as http://host:port")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url {url!r}: write it as http://host:port")
         self.url = url.rstrip("/")
-        self._host, self._port, self._prefix = parts.hostname, parts.port or 80, parts.path.rstrip("/")
+        self._host, self._prefix = parts.hostname, parts.path.rstrip("/")
+        self._secure = parts.scheme == "https"
+        self._port = parts.port or (443 if self._secure else 80)
         self._idle: deque[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = deque()
         self._limit = asyncio.Semaphore(connections)
 
@@ -41,7 +43,7 @@ class HttpClient:
         """The decoded JSON of a 2xx answer (None when empty). HttpFailure otherwise, and after `timeout_s`."""
         content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         head = (
-            f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
+            f"{method} {self._prefix + path or '/'} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         )
         try:
@@ -86,7 +88,7 @@ class HttpClient:
             writer.close()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                return await asyncio.open_connection(self._host, self._port, limit=2**20)
+                return await asyncio.open_connection(self._host, self._port, limit=2**20, ssl=self._secure or None)
         except (OSError, TimeoutError) as error:
             raise HttpFailure(f"{self.url}: cannot connect: {error or 'timeout'}", sent=False) from error
 

@@ -9,20 +9,23 @@ What goes wrong in an episode is its ending and its `error`, never an exception.
 
 from __future__ import annotations
 
-import math
+import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actor.client import EngineClient, EngineError, EnginePool
+from actor.custom import Rollout, RolloutContext, play_custom
 from actor.env_threads import EnvThreads, EnvTimeout
+from actor.judges import BadReward, Judge, finite
 from actor.render import Fragment, Renderer
 from actor.stream import Stream
-from shared.types import TRAINABLE_ENDINGS, Completion, Ending, Sample, Ticket, Trajectory, Turn
+from envs.base import Info, Played
+from shared.types import Completion, Ending, Sample, Ticket, Trajectory, Turn
 
+log = logging.getLogger("actor")
 BuildEnv = Callable[[Sample], Any]
-EpisodeReward = Callable[[Any], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,12 @@ class EpisodeLimits:
     turn_tokens: int = 256
     max_context: int = 2048
     env_timeout_s: float = 30.0
+    rollout_timeout_s: float = 600.0  # of a rollout function of the user's own
 
 
 class Player:
-    """Plays episodes of tickets. `build_env(sample)` makes an environment; `episode_reward(env)` judges it at the end
-    (None: the sum of the turns' rewards)."""
+    """Plays episodes of tickets. `build_env(sample)` makes an environment; `judge` says at the end what the episode was
+    worth (None: the sum of the turns' rewards). A `rollout` function plays it all by itself, and knows `env_args`."""
 
     def __init__(
         self,
@@ -47,18 +51,35 @@ class Player:
         engines: EnginePool,
         limits: EpisodeLimits,
         threads: EnvThreads,
-        episode_reward: EpisodeReward | None = None,
+        judge: Judge | None = None,
+        rollout: Rollout | None = None,
+        env_args: dict[str, Any] | None = None,
     ) -> None:
         self.build_env, self.renderer, self.engines = build_env, renderer, engines
-        self.limits, self.threads, self.episode_reward = limits, threads, episode_reward
+        self.limits, self.threads, self.judge = limits, threads, judge
+        self.rollout, self.env_args = rollout, env_args or {}
 
     async def play(self, ticket: Ticket, index: int = 0) -> Trajectory:
         """Episode `index` of the ticket's group, on one engine from start to end."""
         try:
             async with self.engines.lease() as client:
+                if self.rollout is not None:
+                    return await play_custom(self.rollout, self._context(client, ticket, index))
                 return await _Episode(self, client, ticket, index).play()
         except EngineError as error:  # no engine to begin with
             return Stream().trajectory((), Ending.ENGINE_ERROR, error=str(error))
+
+    def _context(self, client: EngineClient, ticket: Ticket, index: int) -> RolloutContext:
+        return RolloutContext(
+            sample=ticket.sample,
+            sampling=ticket.sampling,
+            seed=episode_seed(ticket, index, 0) or 0,
+            engine=client,
+            renderer=self.renderer,
+            limits=self.limits,
+            env_args=self.env_args,
+            threads=self.threads,
+        )
 
 
 class _Stop(Exception):
@@ -78,6 +99,8 @@ class _Episode:
         self._stream = Stream()
         self._env: Any = None
         self._turns: list[Turn] = []
+        self._answers: list[str] = []
+        self._infos: list[Info] = []
         self._turn_metrics: dict[str, list[float]] = {}
         self._last_metrics: dict[str, float] = {}
         self._generate_s = self._env_s = 0.0
@@ -89,14 +112,15 @@ class _Episode:
                 await self._turn()
         except _Stop as stop:
             ending, error = stop.ending, stop.error
-        reward = sum(turn.reward for turn in self._turns)
-        if ending in TRAINABLE_ENDINGS and self._player.episode_reward is not None:
+        trajectory = self._trajectory(ending, error)
+        if trajectory.trainable and self._player.judge is not None:
             try:
-                reward = await self._judge(self._player.episode_reward)
+                trajectory = await self._judged(trajectory, self._player.judge)
             except _Stop as stop:
-                ending, error = stop.ending, stop.error
-        await self._close()
-        return self._trajectory(ending, error, reward)
+                trajectory = replace(trajectory, ending=stop.ending, error=stop.error)
+        if not await self._close():
+            trajectory = replace(trajectory, metrics=trajectory.metrics | {"close_failed": 1.0})
+        return trajectory
 
     async def _turn(self) -> None:
         """The policy writes, the environment answers. Raises _Stop at the episode's end."""
@@ -105,12 +129,13 @@ class _Episode:
         self._stream.sample(completion)
         if completion.token_ids:
             self._turns.append(Turn(start, len(self._stream.token_ids), 0.0))
+        self._answers.append(self._renderer.decode(completion.token_ids))
         if completion.finish_reason == "abort":
             raise _Stop(Ending.ABORTED, f"{self._client.url} aborted the request")
         if completion.finish_reason == "length":
             full = self._stream.num_expanded >= self._limits.max_context
             raise _Stop(Ending.CONTEXT_FULL if full else Ending.OUT_OF_TOKENS)
-        text = self._renderer.decode(completion.token_ids)
+        text = self._answers[-1]
         fragment, reward = await self._in_env(lambda: self._step(text))
         self._turns[-1] = Turn(start, len(self._stream.token_ids), reward)
         if fragment is None:
@@ -140,7 +165,7 @@ class _Episode:
                 banned_ids=self._renderer.banned_ids,
                 stop_ids=(self._renderer.end_id,),
                 max_new_tokens=min(room, budget, limits.turn_tokens, sampling.max_new_tokens),
-                seed=self._seed(),
+                seed=episode_seed(self._ticket, self._index, len(self._turns)),
             )
         except EngineError as error:
             raise _Stop(Ending.ENGINE_ERROR, str(error)) from error
@@ -148,12 +173,6 @@ class _Episode:
         if not set(completion.token_ids).isdisjoint(self._renderer.banned_ids):
             raise _Stop(Ending.ENGINE_ERROR, f"{self._client.url} sampled a banned vision token")
         return completion
-
-    def _seed(self) -> int | None:
-        """Own to each turn; None leaves it to the engine when the ticket has none."""
-        if not self._ticket.seed:
-            return None
-        return (self._ticket.seed * 1_000_003 + self._index * 1009 + len(self._turns)) % 2**31
 
     # ------------------------------------------------------------------ in an environment's thread
 
@@ -169,7 +188,8 @@ class _Episode:
     def _step(self, text: str) -> tuple[Fragment | None, float]:
         """What the model sees next (None = done) and the turn's reward."""
         observation, done, info = self._env.step(text)
-        reward = _finite(info.get("reward", 0.0))
+        reward = finite(info.get("reward", 0.0))
+        self._infos.append(info)
         self._note(info.get("metrics") or {})
         if done:
             return None, reward
@@ -194,33 +214,44 @@ class _Episode:
             return await self._player.threads.run(function, self._limits.env_timeout_s)
         except EnvTimeout as error:
             raise _Stop(Ending.ENV_TIMEOUT, str(error)) from error
-        except _BadReward as error:
+        except BadReward as error:
             raise _Stop(Ending.REWARD_ERROR, str(error)) from error
         except Exception as error:
             raise _Stop(Ending.ENV_ERROR, f"{type(error).__name__}: {error}") from error
         finally:
             self._env_s += time.monotonic() - began
 
-    async def _judge(self, episode_reward: EpisodeReward) -> float:
+    async def _judged(self, trajectory: Trajectory, judge: Judge) -> Trajectory:
+        """The trajectory with the judge's reward."""
+        infos, answers = tuple(self._infos), tuple(self._answers)
+        began = time.monotonic()
         try:
-            return await self._player.threads.run(
-                lambda: _finite(episode_reward(self._env)), self._limits.env_timeout_s
-            )
+            reward = await judge(Played(self._ticket.sample, trajectory, answers, infos, self._env))
         except (EnvTimeout, TimeoutError) as error:
-            raise _Stop(Ending.REWARD_TIMEOUT, str(error)) from error
+            raise _Stop(Ending.REWARD_TIMEOUT, str(error) or "the reward took too long") from error
         except Exception as error:
             raise _Stop(Ending.REWARD_ERROR, f"{type(error).__name__}: {error}") from error
+        metrics = trajectory.metrics | {"reward_s": time.monotonic() - began}
+        turns = trajectory.turns
+        if judge.replaces_turns:
+            turns = (*(replace(turn, reward=0.0) for turn in turns[:-1]), replace(turns[-1], reward=reward))
+        return replace(trajectory, reward=reward, metrics=metrics, turns=turns)
 
-    async def _close(self) -> None:
+    async def _close(self) -> bool:
+        """Closes the environment; false if that failed."""
         close = getattr(self._env, "close", None)
-        if close is not None:
-            try:
-                await self._in_env(close)
-            except _Stop as stop:
-                self._last_metrics["close_failed"] = 1.0 if stop.error else 0.0
+        if close is None:
+            return True
+        try:
+            await self._in_env(close)
+        except _Stop as stop:
+            log.warning("an environment's close failed: %s", stop.error)
+            return False
+        return True
 
-    def _trajectory(self, ending: Ending, error: str, reward: float) -> Trajectory:
+    def _trajectory(self, ending: Ending, error: str) -> Trajectory:
         stream = self._stream
+        reward = sum(turn.reward for turn in self._turns)
         metrics = {name: sum(values) / len(values) for name, values in self._turn_metrics.items()}
         metrics |= self._last_metrics
         metrics |= {
@@ -234,15 +265,6 @@ class _Episode:
         return stream.trajectory(self._turns, ending, reward=reward, metrics=metrics, text=text, error=error)
 
 
-class _BadReward(ValueError):
-    """A reward that is no finite number."""
-
-
-def _finite(value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise _BadReward(f"the reward is {value!r}, not a finite number")
-    return number
+def episode_seed(ticket: Ticket, index: int, turn: int) -> int | None:
+    """Own to each turn of each episode; None leaves it to the engine when the ticket has none."""
+    return (ticket.seed * 1_000_003 + index * 1009 + turn) % 2**31 if ticket.seed else None

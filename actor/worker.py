@@ -8,13 +8,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
+from actor.judges import EnvJudge, FunctionJudge, HttpJudge, Judge
 from actor.loop import ActorSettings, run_actor
 from actor.render import Renderer
 from actor.rollout import EpisodeLimits, Player
@@ -72,15 +72,32 @@ def make_player(recipe: Recipe, renderer: Renderer, engines: EnginePool) -> Play
     """What plays episodes of the recipe's environment. ValueError for a missing or broken module."""
     env, build_env = recipe.env, load_env(recipe.env.module)
     args = {**env.args, "max_turns": env.max_turns}
-    judge: Callable[[Any], float] | None = getattr(load_module(env.module), "episode_reward", None)
-    if env.reward:
-        judge = load_function(env.reward)
 
     def build(sample: Sample) -> Any:
         return build_env(sample=sample, args=args)
 
-    limits = EpisodeLimits(env.max_turns, env.max_tokens, env.turn_tokens, recipe.model.max_context, env.timeout_s)
-    return Player(build, renderer, engines, limits, EnvThreads(ENV_THREADS), judge)
+    limits = EpisodeLimits(
+        env.max_turns,
+        env.max_tokens,
+        env.turn_tokens,
+        recipe.model.max_context,
+        env.timeout_s,
+        recipe.rollout.timeout_s,
+    )
+    threads = EnvThreads(ENV_THREADS)
+    rollout = load_function(recipe.rollout.path) if recipe.rollout.path else None
+    return Player(build, renderer, engines, limits, threads, make_judge(recipe, threads), rollout, args)
+
+
+def make_judge(recipe: Recipe, threads: EnvThreads) -> Judge | None:
+    """Who rewards episodes: the recipe's function or server, the environment's module, or nobody but the turns."""
+    env, reward = recipe.env, recipe.reward
+    if reward.url:
+        return HttpJudge(reward.url, reward.timeout_s, reward.tries)
+    if env.reward:
+        return FunctionJudge(load_function(env.reward), threads, reward.timeout_s)
+    own = getattr(load_module(env.module), "episode_reward", None)
+    return EnvJudge(own, threads, env.timeout_s) if own else None
 
 
 def vocab_size(model_path: str) -> int:

@@ -13,7 +13,10 @@ The info dict of a step may hold "reward" (float, of this turn) and "metrics" (n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
+
+from shared.types import Sample, Trajectory
 
 Observation = dict[str, Any]
 Info = dict[str, Any]
@@ -39,6 +42,21 @@ class Env(ABC):
 
     def close(self) -> None:  # noqa: B027  most environments hold nothing
         """Release what the episode holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A finished episode, as a reward function of the recipe's sees it.
+
+    `answers` is what the model wrote, turn by turn; `infos` what the environment's `step` said of each of them (an
+    answer cut off by its length was not shown to it, so there may be one less). `trajectory.ending` says how it ended.
+    """
+
+    sample: Sample
+    trajectory: Trajectory
+    answers: tuple[str, ...]
+    infos: tuple[Info, ...]
+    env: Any
 
 
 def setting(args: Any, name: str, default: Any = None) -> Any:

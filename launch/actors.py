@@ -19,10 +19,9 @@ import socket
 from actor.client import EngineClient, EngineError
 from launch.cli import fail, parse
 from launch.processes import Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
-from launch.samples import check_env
+from launch.samples import ready
 from shared.config import ConfigError, Recipe
 from shared.log import get_logger
-from shared.vision import VisionSpec
 
 LOG = get_logger("actors")
 
@@ -30,7 +29,8 @@ LOG = get_logger("actors")
 def main(argv: list[str] | None = None) -> int:
     recipe = parse(__doc__, sys.argv[1:] if argv is None else argv)
     try:
-        check(recipe)
+        recipe = ready(recipe)
+        check_ports(recipe)
     except ValueError as error:
         return fail(error)
     raise_on_signals()
@@ -50,10 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         stop_all(children)
 
 
-def check(recipe: Recipe) -> None:
-    """ValueError, in one line, for what can be known to be wrong before anything heavy starts."""
-    check_env(recipe)
-    VisionSpec.load(recipe.model.path)
+def check_ports(recipe: Recipe) -> None:
+    """ValueError, in one line, for an engine's port that is occupied."""
     if recipe.engine.urls:
         return
     for port in range(recipe.engine.port, recipe.engine.port + recipe.engine.count):

@@ -17,10 +17,9 @@ import signal
 
 from launch.cli import fail, parse
 from launch.processes import Stopped, die_with_parent, raise_on_signals
-from launch.samples import check_env, held_out_samples, training_samples
+from launch.samples import held_out_samples, ready, training_samples
 from shared.config import Recipe
 from shared.log import get_logger
-from shared.vision import VisionSpec
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,8 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)  # a rank never outlives its torchrun
     try:
-        check_env(recipe)
-        VisionSpec.load(recipe.model.path)
+        recipe = ready(recipe)
         if rank == 0:
             prepare_run_folder(recipe)
         raise_on_signals()

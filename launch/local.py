@@ -22,10 +22,9 @@ from typing import TextIO
 from envs.loader import load_env, load_module
 from launch.cli import fail, load, split
 from launch.processes import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
-from launch.samples import check_env, held_out_samples
+from launch.samples import held_out_samples, ready
 from shared.config import Recipe
 from shared.log import get_logger
-from shared.vision import VisionSpec
 
 LOG = get_logger("local")
 
@@ -35,8 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     ranks, overrides = take_option(overrides, "--ranks", "1")
     recipe = load(path, overrides)
     try:
-        check_env(recipe)
-        VisionSpec.load(recipe.model.path)
+        recipe = ready(recipe)
     except ValueError as error:
         return fail(error)
     show_random_policy(recipe)

@@ -5,16 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from envs.datasets import load_dataset
-from envs.loader import load_env, load_module, system_prompt
+from envs.loader import load_env, load_function, load_module, system_prompt
+from launch.hub import with_local_model
 from learner.samples import ListSource, SampleSource, SeedSource
 from shared.config import ConfigError, Recipe
 from shared.log import get_logger
 from shared.types import Sample
+from shared.vision import VisionSpec
+
+
+def ready(recipe: Recipe) -> Recipe:
+    """The recipe with its model on this machine. ValueError, in one line, for an environment, a function or a model
+    that cannot be used: all that can be known to be wrong before anything heavy starts."""
+    check_env(recipe)
+    recipe = with_local_model(recipe)
+    VisionSpec.load(recipe.model.path)
+    return recipe
 
 
 def check_env(recipe: Recipe) -> None:
-    """Loads the environment's module and builds one. ValueError, in one line, if either fails."""
+    """Loads the environment's module and builds one, and loads the recipe's functions. ValueError if that fails."""
     build_env = load_env(recipe.env.module)
+    for function in (recipe.env.reward, recipe.rollout.path):
+        if function:
+            load_function(function)
+    if recipe.reward.url and not recipe.reward.url.startswith(("http://", "https://")):
+        raise ConfigError(f"reward.url = {recipe.reward.url!r}: write it as http://host:port/path")
     try:
         build_env(sample=Sample("check", metadata={"seed": 0}), args=recipe.env.args).close()
     except Exception as error:

@@ -58,7 +58,14 @@ class Desk:
         limits = SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages)
         self.run_id = str(state.get("run_id") or uuid.uuid4().hex)
         settings = IntakeSettings(
-            learner.bind, self.run_dir, self.run_id, rules, learner.actor_timeout_s, sockets=limits, check=check
+            learner.bind,
+            self.run_dir,
+            self.run_id,
+            rules,
+            learner.actor_timeout_s,
+            sockets=limits,
+            check=check,
+            max_failure_share=env.max_failure_share,
         )
         self.intake = Intake(source, book, settings)
         if state:
@@ -151,6 +158,7 @@ class Desk:
             self.metrics.scalars(step, {f"{kind}/{key}": value for key, value in values.items()})
             numbers = "  ".join(f"{key} {values[key]:.3f}" for key in ("success", "reward", "turns") if key in values)
             lost = f", {values['lost']:.0f} lost" if values["lost"] else ""
+            lost += f", {100 * values['failed']:.0f} % failed" if values.get("failed") else ""
             self.log.info("evaluation %s: %s (%d samples%s)", name, numbers, len(self.held_out), lost)
 
     def result(self, steps: int, version: PolicyVersion) -> RunResult:

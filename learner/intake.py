@@ -48,6 +48,7 @@ class IntakeSettings:
     sockets: SocketSettings = field(default_factory=SocketSettings)
     secure: Secure | None = None
     check: Callable[[Group], None] | None = None  # raises ValueError for a group that no step could train on
+    max_failure_share: float = 1.0  # of the last episodes; beyond it the learner's waits raise TooManyFailures
 
 
 class Intake:
@@ -72,6 +73,7 @@ class Intake:
             run_id=settings.run_id,
             actor_timeout_s=settings.actor_timeout_s,
             check=settings.check,
+            max_failure_share=settings.max_failure_share,
         )
         self._token_staleness = Distribution()
         self._group_staleness = Distribution()
@@ -190,6 +192,7 @@ class Intake:
                     raise RuntimeError(f"the intake stopped: {self._failure}") from self._failure
                 if self._stop is not None:
                     raise RuntimeError(f"the intake is stopped: {self._stop.reason}")
+                self._reception.failures.check()
                 answer = ask()
                 if answer is not None:
                     return answer

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgpack
 
+from learner.failures import Failures
 from learner.tickets import TicketBook, Verdict
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
 from shared.transport import Router, Sent
@@ -79,11 +80,13 @@ class Reception:
         run_id: str,
         actor_timeout_s: float,
         check: Callable[[Group], None] | None = None,
+        max_failure_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.actors: dict[bytes, Actor] = {}
         self.issuing = False
         self.rejects = rejects
+        self.failures = Failures(max_failure_share)
         self._router = router
         self._book = book
         self._rules = asdict(rules)
@@ -156,6 +159,8 @@ class Reception:
     def _take(self, peer: bytes, key: str, group: Group) -> None:
         others = [other for other in self._book.holders(group.ticket_id) if other != key]
         verdict = self._book.accept(group, key)
+        if verdict in (Verdict.ACCEPTED, Verdict.DROPPED):
+            self.failures.add(group)
         reason = self._book.last_drop if verdict is Verdict.DROPPED else str(verdict)
         self._send(peer, Receipt(group.ticket_id, verdict in (Verdict.ACCEPTED, Verdict.AGAIN), reason))
         if verdict is Verdict.ACCEPTED and others:

@@ -10,7 +10,7 @@ import numpy as np
 
 from learner.tickets import EvaluationResult
 from shared.metrics import means
-from shared.types import Group, Trajectory
+from shared.types import TRAINABLE_ENDINGS, Group, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -26,18 +26,21 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
 
 
 def episode_means(episodes: Iterable[Trajectory]) -> dict[str, float]:
-    """`success` is the environment's metric of that name, or 1 for a positive reward where it has none."""
+    """Means over the episodes that did not fail, the share `failed` of those that did, and the share of each ending.
+    `success` is the environment's metric of that name, or 1 for a positive reward where it has none."""
     episodes = list(episodes)
     if not episodes:
         return {}
     rows = []
     for t in episodes:
+        if t.ending not in TRAINABLE_ENDINGS:
+            continue
         success = t.metrics.get("success", float(t.reward > 0))
         rows.append({**t.metrics, "success": success, "reward": t.reward, "turns": len(t.turns)})
         rows[-1]["model_tokens"] = float(np.count_nonzero(t.loss_mask))
     endings = Counter(t.ending.value for t in episodes)
     shares = {f"ending/{ending}": count / len(episodes) for ending, count in endings.items()}
-    return means(rows) | shares
+    return means(rows) | shares | {"failed": 1 - len(rows) / len(episodes)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,23 @@ class EnvConfig(Section):
     turn_tokens: int = Field(256, gt=0, description="model tokens of one turn")
     timeout_s: float = Field(30.0, gt=0, description="time limit of one reset or step")
     reward: str = Field("", description="episode reward: dotted path or .py file:function; empty = the env's own")
+    max_failure_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="the run stops when env or reward fails in more of the last 256 episodes; 1 = never",
+    )
+
+
+class RewardConfig(Section):
+    url: str = Field("", description="server that is posted each episode as JSON and answers its reward; empty = none")
+    timeout_s: float = Field(30.0, gt=0, description="time limit of env.reward, or of one request to the server")
+    tries: int = Field(3, gt=0, description="requests to the server before the episode counts as failed")
+
+
+class RolloutConfig(Section):
+    path: str = Field("", description="async function that plays episodes: dotted path or .py file:function")
+    timeout_s: float = Field(600.0, gt=0, description="time limit of one episode that it plays")
 
 
 class DataConfig(Section):
@@ -93,6 +110,8 @@ class Recipe(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
     env: EnvConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     actor: ActorConfig = ActorConfig()

@@ -13,6 +13,7 @@ import pytest
 
 from actor.client import EngineClient, EngineError, EnginePool
 from actor.env_threads import EnvThreads, EnvTimeout
+from actor.judges import EnvJudge
 from actor.render import Renderer
 from actor.rollout import EpisodeLimits, Player
 from shared.codec import check_trajectory
@@ -96,7 +97,9 @@ def ticket(**changes):
 
 def play(renderer, threads, answers, env=Counting, limits=None, episode_reward=None, **changes):
     engine = Scripted(answers)
-    player = Player(env, renderer, EnginePool([engine]), limits or EpisodeLimits(), threads, episode_reward)
+    limits = limits or EpisodeLimits()
+    judge = EnvJudge(episode_reward, threads, limits.env_timeout_s) if episode_reward else None
+    player = Player(env, renderer, EnginePool([engine]), limits, threads, judge)
     trajectory = asyncio.run(player.play(ticket(**changes)))
     check(renderer, trajectory)
     return trajectory, engine

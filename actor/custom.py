@@ -1,0 +1,58 @@
+"""Episodes by a rollout function of the user's own (`rollout.path`), for what an environment cannot say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from actor.client import EngineClient, EngineError
+from actor.env_threads import EnvThreads
+from actor.render import Renderer
+from actor.stream import Stream
+from shared.types import Ending, Sample, Sampling, Trajectory
+
+if TYPE_CHECKING:
+    from actor.rollout import EpisodeLimits
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutContext:
+    """What a rollout function is given. `engine.generate` continues a `Stream`, `renderer` makes tokens of messages,
+    `env_args` are the recipe's; what blocks belongs into `in_thread`."""
+
+    sample: Sample
+    sampling: Sampling
+    seed: int
+    engine: EngineClient
+    renderer: Renderer
+    limits: EpisodeLimits
+    env_args: dict[str, Any]
+    threads: EnvThreads
+
+    async def in_thread(self, function: Callable[[], Any]) -> Any:
+        """The result of a function that blocks. EnvTimeout after `limits.env_timeout_s`."""
+        return await self.threads.run(function, self.limits.env_timeout_s)
+
+
+Rollout = Callable[[RolloutContext], Awaitable[Trajectory]]
+
+
+async def play_custom(rollout: Rollout, context: RolloutContext) -> Trajectory:
+    """The function's trajectory; what goes wrong in it is the episode's ending."""
+    timeout_s = context.limits.rollout_timeout_s
+    ending = Ending.ENV_ERROR
+    try:
+        async with asyncio.timeout(timeout_s):
+            trajectory = await rollout(context)
+        if isinstance(trajectory, Trajectory):
+            return trajectory
+        error = f"rollout returned {type(trajectory).__name__}, not a Trajectory (see Stream.trajectory)"
+    except TimeoutError as late:
+        ending, error = Ending.ENV_TIMEOUT, str(late) or f"rollout did not return within {timeout_s:g} s"
+    except EngineError as failure:
+        ending, error = Ending.ENGINE_ERROR, str(failure)
+    except Exception as failure:  # noqa: BLE001 - whatever the user's function raises ends this episode alone
+        error = f"rollout: {type(failure).__name__}: {failure}"
+    return Stream().trajectory((), ending, error=error)

@@ -1,0 +1,37 @@
+"""How many of the latest episodes failed in the environment or the reward, and whether that is too many."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shared.types import Ending, Group
+
+BLAMED = frozenset({Ending.ENV_ERROR, Ending.ENV_TIMEOUT, Ending.REWARD_ERROR, Ending.REWARD_TIMEOUT})
+WINDOW = 256  # episodes looked back on
+LEAST = 32  # nothing is concluded from fewer
+
+
+class TooManyFailures(ValueError):
+    """The environment or the reward fails too often for the run to go on; one line with the first reason."""
+
+
+class Failures:
+    """The endings of the last `WINDOW` episodes; `max_share` of them may be failures (1.0: all of them)."""
+
+    def __init__(self, max_share: float) -> None:
+        self._max_share = max_share
+        self._recent: deque[str] = deque(maxlen=WINDOW)  # the reason of a failure, "" for any other episode
+
+    def add(self, group: Group) -> None:
+        for t in group.trajectories:
+            self._recent.append(f"{t.ending}: {t.error}" if t.ending in BLAMED else "")
+
+    def check(self) -> None:
+        """TooManyFailures, with the first reason that is remembered, if the share is passed."""
+        reasons = [reason for reason in self._recent if reason]
+        if len(self._recent) >= LEAST and len(reasons) > self._max_share * len(self._recent):
+            first = " ".join(reasons[0].split())[:500]
+            raise TooManyFailures(
+                f"{len(reasons)} of the last {len(self._recent)} episodes failed, more than "
+                f"env.max_failure_share = {self._max_share:g}; the first: {first}"
+            )
