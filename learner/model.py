@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from kernels.linear_logprob import linear_logprob
 from learner.attention import packing_of, use_packed_attention
@@ -109,5 +110,6 @@ def load_policy(path: str, spec: VisionSpec) -> Policy:
         raise ValueError(
             f"model.path = {path!r} is a {config.model_type!r} model; the learner trains {', '.join(SUPPORTED_TYPES)}"
         )
+    transformers_logging.disable_progress_bar()
     vlm = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     return Policy(vlm, spec)

@@ -53,6 +53,9 @@ def _prepare(socket: zmq.Socket, settings: SocketSettings, secure: Secure | None
 
 
 def _opened(action: Callable[[str], object], address: str, field: str, cure: str) -> None:
+    port = address.rpartition(":")[2]
+    if port.isdigit() and int(port) > 65535:  # ZeroMQ itself takes the number modulo 65536
+        raise ValueError(f"{field} = {address!r}: there is no port {port}; {cure}")
     try:
         action(address)
     except zmq.ZMQError as error:

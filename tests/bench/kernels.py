@@ -39,28 +39,52 @@ def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor,
     return logprobs.gather(1, target.to(hidden.device)[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
-def peers() -> tuple[dict[str, Contestant], dict[str, str]]:
-    """(contestants that can run here, why the others cannot)."""
+def peers(entropy: bool = True) -> tuple[dict[str, Contestant], dict[str, str]]:
+    """(contestants that can run here, why the others cannot). Rows with target -100 count for nothing."""
     runs: dict[str, Contestant] = {}
     absent = {name: "not installed" for name, module in PEERS.items() if importlib.util.find_spec(module) is None}
-    if "cce" not in absent:
+    if "cce" not in absent and torch.cuda.is_available():
         from cut_cross_entropy import linear_cross_entropy
 
         runs["cce"] = lambda h, w, t: (-linear_cross_entropy(h, w, t.to(h.device), reduction="none"), None)
-    if "verl" not in absent:
+    if "verl" not in absent and torch.cuda.is_available():
         from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy as verl_cross_entropy
 
-        runs["verl"] = lambda h, w, t: verl_cross_entropy(h, w, t.to(h.device), 1.0)
+        runs["verl"] = lambda h, w, t: verl_cross_entropy(h, w, t.to(h.device).clamp(min=0), 1.0)
     if "liger" not in absent:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
+        from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 
-        runs["liger (scalar loss)"] = lambda h, w, t: (-Liger.apply(h, w, t.to(h.device))[0], None)
-    if "quack" not in absent:
+        def liger(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+            """Per token: its CuTe kernel on Hopper, its chunked torch path elsewhere."""
+            found = LigerFusedLinearScaledCrossEntropyFunction.apply(
+                hidden, weight, target.to(hidden.device), 1.0, -100, 1, entropy
+            )
+            return (-found[0], found[1]) if entropy else (-(found[0] if isinstance(found, tuple) else found), None)
+
+        runs["liger"] = liger
+    if "liger" not in absent and torch.cuda.is_available():
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Scalar
+
+        runs["liger (Triton, scalar loss)"] = lambda h, w, t: (-Scalar.apply(h, w, t.to(h.device))[0], None)
+    if "quack" not in absent and torch.cuda.is_available():
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
         runs["quack (scalar loss)"] = lambda h, w, t: (-chunked_linear_cross_entropy(h, w, t.to(h.device)), None)
     if "trl" not in absent:
-        absent["trl"] = "installed, but its chunked path is private to its trainer"
+        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+        def trl(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+            """As its trainer calls it: the valid rows alone, tiles of 32,768 columns."""
+            valid = (target >= 0).to(hidden.device)
+            rows, labels = (hidden, target) if bool(valid.all()) else (hidden[valid], target.to(hidden.device)[valid])
+            wanted = ("entropy",) if entropy else ()
+            found = ChunkedLogProbFunction.apply(
+                rows, weight, None, labels.to(hidden.device), 1.0, 32768, None, 1.0, wanted
+            )
+            empty = torch.zeros(len(target), device=hidden.device)
+            return tuple(None if x is None else empty.masked_scatter(valid, x) for x in found[:2])  # type: ignore
+
+        runs["trl"] = trl
     return runs, absent
 
 
@@ -85,7 +109,7 @@ def backward(path: Contestant, hidden: Tensor, weight: Tensor, target: Tensor, u
 def cpu_child(name: str, num_rows: int, vocab: int, entropy: bool, turns: int) -> dict[str, float]:
     """One contestant in this process: seconds (the best turn) and the growth of the peak resident memory."""
     data = inputs(num_rows, 1024, "cpu", torch.float32, vocab)
-    paths: dict[str, Contestant] = {"ours": linear_logprob, "torch": full_logits}
+    paths: dict[str, Contestant] = {"ours": linear_logprob, "torch": full_logits, **peers(entropy)[0]}
     path = paths[name] if entropy else (lambda *a: (paths[name](*a)[0], None))
     if name == "torch" and not entropy:
         path = lambda h, w, t: ((h @ w.t()).log_softmax(-1).gather(1, t[:, None])[:, 0], None)  # noqa: E731
@@ -105,14 +129,16 @@ def cpu_bench(num_rows: int, vocab: int, turns: int) -> dict[str, object]:
     report: dict[str, object] = {"rows": num_rows, "hidden": 1024, "vocab": vocab, "threads": torch.get_num_threads()}
     for what in ("logprob", "logprob+entropy"):
         result = {}
-        for name in ("ours", "torch"):
+        for name in ("ours", "torch", *(name for name in ("trl", "liger") if name not in peers()[1])):
             command = [sys.executable, __file__, "--child", name, "--rows", str(num_rows), "--vocab", str(vocab)]
             command += ["--turns", str(turns)]
             command += ["--entropy"] if "entropy" in what else []
             done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800, cwd=ROOT)
             result[name] = json.loads(done.stdout.splitlines()[-1])
-        ratios = {k: round(result["ours"][k] / result["torch"][k], 3) for k in result["ours"]}
-        report[what] = result | {"ours / torch": ratios}
+        for peer in list(result)[1:]:
+            ratios = {k: round(result["ours"][k] / result[peer][k], 3) for k in result["ours"]}
+            result[f"ours / {peer}"] = ratios
+        report[what] = result
     return report
 
 
@@ -190,11 +216,12 @@ def gpu_case(num_rows: int, hidden_size: int, contestants: dict[str, Contestant]
 
 
 def gpu_pack(num_rows: int, hidden_size: int, contestants: dict[str, Contestant], repeats: int) -> dict[str, float]:
-    """The realistic pack: 40 % of the rows are responses, 35 % of these have no gradient; peers compute every row."""
+    """The realistic pack: 40 % of the rows are responses, 35 % of these have no gradient. Peers get -100 elsewhere."""
     data = inputs(num_rows, hidden_size, "cuda", torch.bfloat16, VOCAB)
     mask = torch.rand(num_rows) < 0.4
     needs_grad = torch.rand(num_rows) >= 0.35
-    tasks = {name: (lambda path=path: backward(path, *data)) for name, path in contestants.items() if name != "ours"}
+    masked = (data[0], data[1], torch.where(mask, data[2], -100), data[3])
+    tasks = {name: (lambda path=path: backward(path, *masked)) for name, path in contestants.items() if name != "ours"}
     tasks["ours"] = lambda: backward(
         lambda h, w, t: linear_logprob(h, w, t, mask_N=mask, needs_grad_N=needs_grad), *data
     )
@@ -230,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a CPU check of seconds")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--child", choices=("ours", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=("ours", "torch", "trl", "liger"), help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, default=2, help="times that a CPU contestant runs")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=VOCAB)
