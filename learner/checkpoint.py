@@ -1,9 +1,9 @@
-"""Checkpoints of the learner: written beside, renamed when whole, the last few kept; and export for Hugging Face.
+"""Checkpoints of the learner: written beside, renamed when whole, the last few kept.
 
 RUN/checkpoints/step_00000050/
     dcp/        parameters and optimizer, sharded (torch.distributed.checkpoint)
     rng/        random state of each rank
-    meta.json   model fingerprint, trainer and intake state, step, version
+    meta.json   model fingerprint, recipe, trainer and intake state, step, version
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from learner.dist import Ranks, barrier
 from learner.model import Policy
 from learner.step import Trainer
+from shared.config import Recipe
+from shared.log import get_logger
 from shared.types import PolicyVersion
 
 _PREFIX = "step_"
-_SCHEMA = 1
+_SCHEMA = 2
+CLOSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,34 @@ class Restored:
     path: Path
     version: PolicyVersion
     intake: dict[str, Any]
+
+
+# What a run cannot change on its way: model, task and data, and what tickets and optimizer state are made of.
+_FIXED = ("run.seed", "model.min_pixels", "model.max_pixels", "env.module", "env.args", "env.reward", "data.")
+_FIXED_LEARNER = ("objective", "group_size", "groups_per_step", "publish_every", "freeze")
+
+
+def differences(recipe: Recipe, of_checkpoint: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted field -> (in the checkpoint, in the recipe), where they differ. A field that one lacks does not differ."""
+    found = {}
+    for section, fields in recipe.model_dump(mode="json").items():
+        old = of_checkpoint.get(section, {})
+        for name, value in fields.items():
+            if name in old and old[name] != value:
+                found[f"{section}.{name}"] = (old[name], value)
+    return found
+
+
+def check_recipe(path: Path, recipe: Recipe, of_checkpoint: dict[str, Any]) -> None:
+    """ValueError naming the fields in which a resumed run may not differ and does; other differences are logged."""
+    found = differences(recipe, of_checkpoint)
+    fixed = (*_FIXED, *(f"learner.{name}" for name in _FIXED_LEARNER))
+    wrong = {name: values for name, values in found.items() if name.startswith(fixed)}
+    if wrong:
+        told = ", ".join(f"{name} (it: {was!r}, now: {now!r})" for name, (was, now) in wrong.items())
+        raise ValueError(f"checkpoint {path} is of another recipe: {told}; set them back, or learner.resume = 'never'")
+    for name, (was, now) in found.items():
+        get_logger("learner").info("resuming with %s = %r instead of %r", name, now, was)
 
 
 def fingerprint(policy: Policy) -> str:
@@ -54,44 +85,91 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((p for p in found if (p / "meta.json").exists()), key=lambda p: p.name)
 
 
-def save(
-    folder: Path,
-    trainer: Trainer,
-    ranks: Ranks,
-    *,
-    version: PolicyVersion,
-    intake: dict[str, Any],
-    keep: int,
-    timeout_s: float = 600.0,
-) -> Path:
-    """Writes a checkpoint of the trainer's step; a collective. `intake` is rank 0's, plain JSON values."""
-    final = folder / f"{_PREFIX}{trainer.num_steps:08d}"
-    partial = folder / f".{final.name}.partial"
-    if ranks.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "rng").mkdir(parents=True)
-    barrier(ranks, timeout_s=timeout_s)
-    model, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(partial / "dcp"))
-    torch.save(_rng_state(ranks), partial / "rng" / f"rank_{ranks.rank}.pt")
-    barrier(ranks, timeout_s=timeout_s)
-    if ranks.is_main:
+class Saver:
+    """Writes a run's checkpoints; a collective, also to make one. In the background where the recipe says so.
+
+    Then `save` copies what it writes and returns; only one checkpoint is written at a time, so that it first waits for
+    the one before. Each appears under its name when it is whole.
+    """
+
+    def __init__(self, folder: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe, timeout_s: float = 600.0) -> None:
+        self._folder, self._trainer, self._ranks, self._recipe = folder, trainer, ranks, recipe
+        self._timeout_s = timeout_s
+        self._group = torch.distributed.new_group(backend="gloo")  # the thread's own: collectives must not mix
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if recipe.learner.checkpoint_in_background else None
+        self._writing: Future[Path] | None = None
+
+    def save(self, version: PolicyVersion, intake: dict[str, Any]) -> Path:
+        """Of the trainer's step, kept beside the last few. `intake` is rank 0's, plain JSON values."""
+        self.wait()
+        trainer, ranks = self._trainer, self._ranks
+        final = self._folder / f"{_PREFIX}{trainer.num_steps:08d}"
+        partial = self._folder / f".{final.name}.partial"
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "rng").mkdir(parents=True)
+        barrier(ranks, timeout_s=self._timeout_s)
+        torch.save(_rng_state(ranks), partial / "rng" / f"rank_{ranks.rank}.pt")
         meta = {
             "schema": _SCHEMA,
             "fingerprint": fingerprint(trainer.policy),
             "model_type": trainer.policy.vlm.config.model_type,
+            "recipe": self._recipe.model_dump(mode="json"),
             "trainer": trainer.state(),
             "version": version,
             "intake": intake,
         }
-        _write(partial / "meta.json", json.dumps(meta, indent=1))
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
-    barrier(ranks, timeout_s=timeout_s)
-    return final
+        barrier(ranks, timeout_s=self._timeout_s)
+        if self._thread is None:
+            return self._write(_state(trainer), partial, final, meta)
+        self._writing = self._thread.submit(self._write, _copied(_state(trainer)), partial, final, meta)
+        return final
+
+    def _write(self, state: dict[str, Any], partial: Path, final: Path, meta: dict[str, Any]) -> Path:
+        dcp.save(state, checkpoint_id=str(partial / "dcp"), process_group=self._group)  # rank 0 ends last
+        if self._ranks.is_main:
+            _write(partial / "meta.json", json.dumps(meta, indent=1))
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(partial, final)
+            for old in checkpoints(self._folder)[: -self._recipe.learner.keep_checkpoints]:
+                shutil.rmtree(old)
+        torch.distributed.barrier(self._group)
+        return final
+
+    def wait(self) -> None:
+        """Until what is being written is whole. TimeoutError; whatever went wrong with it is raised here."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.result(self._timeout_s)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"a checkpoint in {self._folder} is not written after {self._timeout_s:g} s"
+                ) from None
+
+    def close(self) -> None:
+        """After a failure too: gives what is being written a little time, and raises nothing."""
+        if self._writing is not None:
+            futures.wait([self._writing], CLOSE_S)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    on_gpu = trainer.ranks.device.type == "cuda"
+    options = StateDictOptions(cpu_offload=on_gpu and trainer.config.checkpoint_in_background)
+    model, optimizer = get_state_dict(trainer.policy, trainer.optimizer, options=options)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _copied(state: Any) -> Any:
+    """The nested dict, with tensors of its own."""
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_copied(value) for value in state]
+    return state.detach().clone() if isinstance(state, torch.Tensor) else state
 
 
 def choose(folder: Path, resume: str) -> Path | None:
@@ -109,14 +187,15 @@ def choose(folder: Path, resume: str) -> Path | None:
     return path
 
 
-def load(path: Path, trainer: Trainer, ranks: Ranks) -> Restored:
+def load(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) -> Restored:
     """Restores parameters, optimizer, counters and random state in place; a collective, on any number of ranks.
 
-    ValueError if the checkpoint is of another model or written by another schema.
+    ValueError if the checkpoint is of another model or recipe, or written by another schema.
     """
     meta = json.loads((path / "meta.json").read_text())
     if meta["schema"] != _SCHEMA:
         raise ValueError(f"checkpoint {path} has schema {meta['schema']}, this learner reads {_SCHEMA}; start anew")
+    check_recipe(path, recipe, meta["recipe"])
     mine = fingerprint(trainer.policy)
     if meta["fingerprint"] != mine:
         raise ValueError(
@@ -124,8 +203,9 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> Restored:
             f"model.path has {trainer.policy.vlm.config.model_type}, {mine}); use its model or learner.resume = 'never'"
         )
     settings = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
-    model, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
-    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=str(path / "dcp"))  # in place
+    state = _state(trainer)
+    dcp.load(state, checkpoint_id=str(path / "dcp"))  # in place
+    model, optimizer = state["model"], state["optimizer"]
     set_state_dict(trainer.policy, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer)
     for group, own in zip(trainer.optimizer.param_groups, settings, strict=True):
         group.update(own)  # rates and decay are the recipe's, also when it has changed
@@ -134,34 +214,6 @@ def load(path: Path, trainer: Trainer, ranks: Ranks) -> Restored:
     if rng.exists():
         _restore_rng(torch.load(rng, weights_only=True), ranks)
     return Restored(path, meta["version"], meta["intake"])
-
-
-def export(
-    folder: Path,
-    trainer: Trainer,
-    ranks: Ranks,
-    *,
-    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]],
-    model_path: str,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Writes a folder that transformers and SGLang load: weights, config, tokenizer, image processor; a collective.
-
-    `weights` yields every whole parameter under its Hugging Face name (see `learner.publisher.gathered`).
-    """
-    tensors = {}
-    for name, tensor in weights():
-        if ranks.is_main:
-            tensors[name] = tensor.to("cpu", dtype or tensor.dtype, copy=True).contiguous()
-    if not ranks.is_main:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for source in Path(model_path).iterdir():
-        if source.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in source.name:
-            shutil.copyfile(source, folder / source.name)
-    partial = folder / ".model.safetensors.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, folder / "model.safetensors")
 
 
 def _rng_state(ranks: Ranks) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ intake ──groups──▶ batch()          evaluate_*() ──tickets──�
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,8 +24,11 @@ from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.log import get_logger
 from shared.metrics import MetricLogger
+from shared.recording import record
 from shared.transport import SocketSettings
 from shared.types import Group, PolicyVersion, Sample, Sampling
+
+KEPT_BAD_BATCHES = 10
 
 
 class Desk:
@@ -128,6 +132,14 @@ class Desk:
         self.metrics.scalars(step, rows)
         if step % 10 == 0 and groups[0].trajectories:
             self._show(step, groups[0])
+
+    def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None:
+        """Writes the groups of a step that could not be made; those of the last few steps are kept."""
+        folder = self.run_dir / "bad_steps"
+        record(folder / f"step_{step:08d}", groups)
+        for old in sorted(folder.iterdir())[:-KEPT_BAD_BATCHES]:
+            shutil.rmtree(old)
+        self.log.warning("step %d has no finite loss and gradient and is skipped; its batch is in %s", step, folder)
 
     def _show(self, step: int, group: Group) -> None:
         """An episode to look at: its pictures and its transcript."""

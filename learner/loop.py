@@ -16,6 +16,7 @@ import torch
 
 from learner import checkpoint, dist
 from learner.batch import check_group
+from learner.checkpoint import Saver
 from learner.desk import Desk
 from learner.dist import Ranks
 from learner.model import Policy, load_policy
@@ -46,7 +47,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
         trainer = build_trainer(recipe, ranks)
         folder = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
         chosen = checkpoint.choose(folder, config.resume)
-        restored = checkpoint.load(chosen, trainer, ranks) if chosen else None
+        restored = checkpoint.load(chosen, trainer, ranks, recipe) if chosen else None
         if restored and trainer.num_steps >= config.total_steps:
             raise ValueError(
                 f"run {recipe.run.name!r} has its {config.total_steps} steps; choose another --run.name, "
@@ -56,10 +57,14 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
             check = partial(check_group, pictures=trainer.pictures)
             desk = Desk(recipe, source, held_out, token_rules(trainer), check, restored.intake if restored else {})
         publisher = Publisher(trainer.policy, ranks, publish_settings(config))
-        result = loop(recipe, ranks, trainer, publisher, folder, desk, restored.version if restored else 0)
+        saver = Saver(folder, trainer, ranks, recipe)
+        result = loop(recipe, ranks, trainer, publisher, saver, desk, restored.version if restored else 0)
+        saver.wait()
         complete = True
         return result
     finally:
+        if saver is not None:
+            saver.close()
         if publisher is not None:
             publisher.close()  # the engines leave while the actors still keep them
         if desk is not None:
@@ -72,7 +77,7 @@ def loop(
     ranks: Ranks,
     trainer: Trainer,
     publisher: Publisher,
-    checkpoints: Path,
+    saver: Saver,
     desk: Desk | None,
     version: int,
 ) -> RunResult | None:
@@ -90,6 +95,7 @@ def loop(
         groups = share(desk.batch() if desk else None, ranks)
         values = trainer.step(groups, version)
         step = trainer.num_steps
+        check_step(trainer, desk, groups)
         last = step == config.total_steps or dist.agree(bool(desk and desk.out_of_time()), ranks)
         if step % config.publish_every == 0 or last:
             if desk:
@@ -103,8 +109,7 @@ def loop(
             if evaluation.every_steps and step % evaluation.every_steps == 0 and not last:
                 desk.evaluate(f"step_{step}")
         if last or (config.checkpoint_every and step % config.checkpoint_every == 0):
-            state = desk.state() if desk else {}
-            checkpoint.save(checkpoints, trainer, ranks, version=version, intake=state, keep=config.keep_checkpoints)
+            saver.save(version, desk.state() if desk else {})
     if not desk:
         return None
     desk.evaluate("after")
@@ -113,6 +118,19 @@ def loop(
     desk.finish_evaluations(trainer.num_steps)
     log.info("%d steps, %d versions", trainer.num_steps, version)
     return desk.result(trainer.num_steps, version)
+
+
+def check_step(trainer: Trainer, desk: Desk | None, groups: Sequence[Group]) -> None:
+    """Keeps the batch of a step without a finite loss and gradient; ValueError after too many in a row."""
+    bad, limit = trainer.num_bad_in_a_row, trainer.config.max_bad_steps
+    if bad and desk:
+        desk.keep_bad_batch(trainer.num_steps, groups)
+    if bad >= limit:
+        raise ValueError(
+            f"{bad} steps in a row (learner.max_bad_steps = {limit}), the last of them {trainer.num_steps}, had a "
+            "loss or gradient that is not finite; their batches are in the run's folder bad_steps/; "
+            "lower learner.lr or resume from an earlier checkpoint"
+        )
 
 
 def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:

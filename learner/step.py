@@ -51,6 +51,7 @@ class Trainer:
         self.pictures = Pictures(policy.spec)
         self.num_steps = 0
         self.num_skipped = 0
+        self.num_bad_in_a_row = 0  # steps without a finite loss and gradient
         self.scale = RunningScale(config)
         self._per_episode = config.aggregation == "sequence_mean"
 
@@ -76,14 +77,15 @@ class Trainer:
             clock.lap("forward")
             loss.backward()
             clock.lap("backward")
-        norm, lr = self._update(num_tokens)
         all_sum(stats.sums, self.ranks)
         metrics = stats.metrics()
+        norm, lr = self._update(num_tokens, sound=bool(np.isfinite(metrics.get("loss/policy", 0.0))))
         self.scale.follow(metrics.get("policy/advantage_rms", 0.0))
         clock.lap("optimizer")
         lengths = [e.num_tokens for e in episodes]
         metrics |= clock.metrics()
         metrics |= {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(self.num_skipped)}
+        metrics["optim/bad_steps_in_a_row"] = float(self.num_bad_in_a_row)
         metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_tokens)}
         metrics |= {"batch/tokens": float(sum(lengths)), "batch/microbatches": float(len(microbatches))}
         metrics["speed/tokens_per_s"] = sum(lengths) / max(clock.total, 1e-9)
@@ -146,13 +148,15 @@ class Trainer:
         stats.add(version - batch.versions, loss_columns(tokens, loss))
         return loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
 
-    def _update(self, num_tokens: int) -> tuple[float, float]:
-        """Clips and applies the gradient, unless it is not finite or there is none. Returns (gradient norm, rate)."""
+    def _update(self, num_tokens: int, *, sound: bool) -> tuple[float, float]:
+        """Clips and applies the gradient, unless it or the loss is not finite or there is none: (norm, rate)."""
         factor = lr_factor(self.num_steps, self.config)
         gradients = local_gradients(self.optimizer)
         norm = float(global_norm(gradients, self.ranks))
         self.num_steps += 1
-        if num_tokens == 0 or not np.isfinite(norm):
+        sound = sound and bool(np.isfinite(norm))
+        self.num_bad_in_a_row = 0 if sound else self.num_bad_in_a_row + 1
+        if num_tokens == 0 or not sound:
             self.num_skipped += 1
         else:
             clip_(gradients, norm, self.config.max_grad_norm)

@@ -49,6 +49,9 @@ class LearnerConfig(Section):
     weight_decay: float = Field(0.1, ge=0, description="of AdamW, on matrices")
     betas: tuple[float, float] = Field((0.9, 0.98), description="of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")
+    max_bad_steps: int = Field(
+        5, gt=0, description="steps in a row without a finite loss and gradient before the run stops; each is skipped"
+    )
     gamma: float = Field(1.0, ge=0, le=1, description="discount between turns (1 inside a turn)")
     lam: float = Field(1.0, ge=0, le=1, description="lambda between turns: how far V-trace looks ahead")
     rho_bar: float | None = Field(1.0, description="truncation of rho in the targets; null = none")
@@ -85,6 +88,9 @@ class LearnerConfig(Section):
         True, description="vtrace: train on the rewards of turns; false = the episode's at the end"
     )
     checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
+    checkpoint_in_background: bool = Field(
+        True, description="train on while one is written; costs a copy in CPU memory"
+    )
     keep_checkpoints: int = Field(2, gt=0, description="older ones are removed")
     wait_timeout_s: float = Field(
         600.0, gt=0, description="longest time without groups, or without any engine that takes weights"

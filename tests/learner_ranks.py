@@ -20,7 +20,7 @@ from learner.publisher import Publisher, PublishSettings  # noqa: E402
 from learner.sharding import prepare  # noqa: E402
 from learner.step import Trainer  # noqa: E402
 from shared.codec import decode, encode  # noqa: E402
-from shared.config import LearnerConfig  # noqa: E402
+from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe  # noqa: E402
 from shared.types import Group  # noqa: E402
 from shared.vision import VisionSpec  # noqa: E402
 
@@ -49,6 +49,10 @@ def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     ranks = replace(ranks, mesh=mesh)
     prepare(policy, ranks, config, torch.float32)
     return Trainer(policy, config, ranks)
+
+
+def recipe_of(config: LearnerConfig) -> Recipe:
+    return Recipe(model=ModelConfig(path="none"), env=EnvConfig(module="none"), learner=config)
 
 
 def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
@@ -98,11 +102,13 @@ def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> 
 
 
 def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, folder: Path, engines: list[str]) -> dict[str, Any]:
-    path = checkpoint.save(folder, trainer, ranks, version=3, intake={"cursor": 5}, keep=1)
+    saver = checkpoint.Saver(folder, trainer, ranks, recipe_of(trainer.config))
+    path = saver.save(3, {"cursor": 5})
     publisher = Publisher(trainer.policy, ranks, PublishSettings(bucket_bytes=100_000, timeout_s=30))
     published = publisher.publish(3, engines if ranks.is_main else ())
     publisher.close()
     train(trainer, ranks, range(3, 5), CASES["vtrace"][1])
+    saver.wait()
     uninterrupted = {n: t.clone() for n, t in gathered(trainer.policy)}
     return {"published": published, "uninterrupted": uninterrupted, "checkpoint": str(path)}
 

@@ -9,10 +9,11 @@ import torch
 from episodes import random_groups
 
 from learner import checkpoint, dist
+from learner.export import export, export_checkpoint
 from learner.model import load_policy
 from learner.publisher import gathered
 from learner.step import Trainer
-from shared.config import LearnerConfig
+from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe
 from shared.vision import VisionSpec
 from tiny import load_model, tiny_model_dir
 
@@ -40,22 +41,33 @@ def new_trainer(folder, spec, ranks):
     return lambda: Trainer(load_policy(str(folder), spec), CONFIG, ranks)
 
 
-def save(trainer, ranks, path, *, version=7, keep=2):
-    intake = {"cursor": version, "open": ["a"]}
-    return checkpoint.save(path, trainer, ranks, version=version, intake=intake, keep=keep)
+def recipe(**changes):
+    return Recipe(
+        model=ModelConfig(path="m"), env=EnvConfig(module="envs.colour"), learner=CONFIG.model_copy(update=changes)
+    )
 
 
-def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path):
+def save(trainer, ranks, path, *, version=7, keep=2, background=False):
+    settings = recipe(keep_checkpoints=keep, checkpoint_in_background=background)
+    saver = checkpoint.Saver(path, trainer, ranks, settings)
+    where = saver.save(version, {"cursor": version, "open": ["a"]})
+    saver.wait()
+    saver.close()
+    return where
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path, background):
     trainer = new_trainer()
     for step in range(2):
         trainer.step(random_groups(spec, 2, seed=step), version=0)
-    path = save(trainer, ranks, tmp_path)
+    path = save(trainer, ranks, tmp_path, background=background)
     torch.manual_seed(123)
     for step in range(2, 4):
         trainer.step(random_groups(spec, 2, seed=step), version=0)
 
     resumed = new_trainer()
-    restored = checkpoint.load(path, resumed, ranks)
+    restored = checkpoint.load(path, resumed, ranks, recipe())
     assert restored == checkpoint.Restored(path, 7, {"cursor": 7, "open": ["a"]})
     assert resumed.num_steps == 2
     for step in range(2, 4):
@@ -68,7 +80,7 @@ def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path):
 def test_a_resumed_run_follows_the_recipes_learning_rate(new_trainer, ranks, tmp_path, folder, spec):
     path = save(new_trainer(), ranks, tmp_path)
     changed = Trainer(load_policy(str(folder), spec), CONFIG.model_copy(update={"lr": 5e-4}), ranks)
-    checkpoint.load(path, changed, ranks)
+    checkpoint.load(path, changed, ranks, recipe(lr=5e-4))
     assert [group["base_lr"] for group in changed.optimizer.param_groups] == [5e-4, 5e-4, 1e-2]
 
 
@@ -76,7 +88,7 @@ def test_the_random_state_is_restored(new_trainer, ranks, tmp_path):
     trainer = new_trainer()
     path = save(trainer, ranks, tmp_path)
     expected = torch.rand(3)
-    checkpoint.load(path, trainer, ranks)
+    checkpoint.load(path, trainer, ranks, recipe())
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -103,7 +115,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_name(new_trainer, ran
     other = tiny_model_dir(tmp_path, layers=1)
     trainer = Trainer(load_policy(str(other), spec), CONFIG, ranks)
     with pytest.raises(ValueError, match="is of another model") as error:
-        checkpoint.load(path, trainer, ranks)
+        checkpoint.load(path, trainer, ranks, recipe())
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
@@ -114,15 +126,66 @@ def test_saving_the_same_step_again_replaces_it(new_trainer, ranks, tmp_path):
     assert json.loads((path / "meta.json").read_text())["version"] == 2
 
 
-def test_the_exported_folder_is_loaded_by_transformers(new_trainer, folder, ranks, tmp_path):
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(new_trainer, spec, ranks, tmp_path):
     trainer = new_trainer()
+    trainer.step(random_groups(spec, 2, seed=0), version=0)
+    before = [p.detach().clone() for p in trainer.policy.parameters()]
+    saver = checkpoint.Saver(tmp_path, trainer, ranks, recipe())
+    path = saver.save(1, {})
+    for step in range(1, 4):
+        trainer.step(random_groups(spec, 2, seed=step), version=0)
+    saver.wait()
+    resumed = new_trainer()
+    checkpoint.load(path, resumed, ranks, recipe())
+    assert resumed.num_steps == 1
+    assert all(torch.equal(p, q) for p, q in zip(resumed.policy.parameters(), before, strict=True))
+
+
+def test_what_goes_wrong_in_the_background_is_raised_by_the_next_wait(new_trainer, ranks, tmp_path, monkeypatch):
+    saver = checkpoint.Saver(tmp_path, new_trainer(), ranks, recipe())
+    path = saver.save(1, {})
+    saver.wait()
+    monkeypatch.setattr(checkpoint, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    saver.save(2, {})
+    with pytest.raises(OSError, match="no space left"):
+        saver.wait()
+    assert checkpoint.checkpoints(tmp_path) == [path]
+
+
+def test_a_checkpoint_of_another_recipe_names_the_fields_that_differ(new_trainer, ranks, tmp_path):
+    path = save(new_trainer(), ranks, tmp_path)
+    other = recipe(objective="grpo", group_size=4, lr=5e-4)
+    with pytest.raises(ValueError, match="is of another recipe") as error:
+        checkpoint.load(path, new_trainer(), ranks, other)
+    assert "learner.objective (it: 'vtrace', now: 'grpo'), learner.group_size (it: 1, now: 4)" in str(error.value)
+    assert "learner.lr" not in str(error.value) and "\n" not in str(error.value)
+
+
+def moved(trainer):
     with torch.no_grad():
         for p in trainer.policy.parameters():
             p.add_(0.125)
-    out = tmp_path / "export"
-    weights = lambda: gathered(trainer.policy)  # noqa: E731
-    checkpoint.export(out, trainer, ranks, weights=weights, model_path=str(folder))
+    return trainer
+
+
+@pytest.mark.parametrize("file_bytes", [1 << 30, 100_000])
+def test_the_exported_folder_is_loaded_by_transformers(new_trainer, folder, tmp_path, file_bytes):
+    trainer, out = moved(new_trainer()), tmp_path / "export"
+    export(out, gathered(trainer.policy), model_path=str(folder), file_bytes=file_bytes)
     loaded = dict(load_model(out).named_parameters())
     for name, p in trainer.policy.vlm.named_parameters():
         assert torch.equal(loaded[name], p), name
-    assert {p.name for p in folder.iterdir()} == {p.name for p in out.iterdir()}
+    weights = [p for p in out.iterdir() if p.suffix == ".safetensors"]
+    assert (len(weights) > 1) == (file_bytes < 1 << 30)
+    others = {p.name for p in folder.iterdir()} - {"model.safetensors"}
+    assert others == {p.name for p in out.iterdir()} - {p.name for p in weights} - {"model.safetensors.index.json"}
+
+
+def test_a_checkpoint_is_exported_without_a_trainer(new_trainer, folder, ranks, tmp_path):
+    trainer = moved(new_trainer())
+    path = save(trainer, ranks, tmp_path / "run")
+    export_checkpoint(path, tmp_path / "export", model_path=str(folder), dtype=None)
+    loaded = dict(load_model(tmp_path / "export").named_parameters())
+    assert all(torch.equal(loaded[name], p) for name, p in trainer.policy.vlm.named_parameters())
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        export_checkpoint(tmp_path, tmp_path / "export", model_path=str(folder), dtype=None)

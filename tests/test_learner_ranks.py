@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_ranks import CASES, MODES, train, trainer_of
+from learner_ranks import CASES, MODES, recipe_of, train, trainer_of
 
 from learner import checkpoint, dist
 from learner.buckets import gathered
@@ -97,7 +97,7 @@ def test_a_run_on_two_ranks_resumes_on_one(results, folder):
     ranks = dist.init("cpu")
     try:
         trainer = trainer_of(str(folder), ranks)
-        restored = checkpoint.load(Path(results[2]["checkpoint"]), trainer, ranks)
+        restored = checkpoint.load(Path(results[2]["checkpoint"]), trainer, ranks, recipe_of(trainer.config))
         assert (restored.version, restored.intake, trainer.num_steps) == (3, {"cursor": 5}, 3)
         train(trainer, ranks, range(3, 5), CASES["vtrace"][1])
         assert distance(dict(gathered(trainer.policy)), results[2]["uninterrupted"]) < 1e-5

@@ -11,6 +11,7 @@ from episodes import on_policy, random_groups
 
 from learner import dist
 from learner.batch import EpisodeSettings, is_uninformative, make_episodes, pack
+from learner.loop import check_step
 from learner.model import load_policy
 from learner.pictures import Pictures
 from learner.step import Trainer, episode_settings
@@ -138,10 +139,20 @@ def test_a_non_finite_loss_skips_the_step_and_is_counted(policy, spec, ranks):
     bad = dataclasses.replace(first, turns=(dataclasses.replace(first.turns[0], reward=float("nan")),))
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     metrics = trainer.step([Group("g", "a", (bad,))], version=0)
-    assert metrics["optim/skipped_steps"] == 1.0
+    assert metrics["optim/skipped_steps"] == metrics["optim/bad_steps_in_a_row"] == 1.0
     assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
     metrics = trainer.step([group], version=0)
     assert metrics["optim/skipped_steps"] == 1.0 and np.isfinite(metrics["optim/grad_norm"])
+    assert metrics["optim/bad_steps_in_a_row"] == 0.0
+
+
+def test_the_run_stops_after_too_many_bad_steps_in_a_row(policy, ranks):
+    trainer = Trainer(policy, LearnerConfig(max_bad_steps=2), ranks)
+    trainer.num_bad_in_a_row = 1
+    check_step(trainer, None, [])
+    trainer.num_bad_in_a_row = 2
+    with pytest.raises(ValueError, match=r"2 steps in a row \(learner.max_bad_steps = 2\)"):
+        check_step(trainer, None, [])
 
 
 def test_a_step_without_any_trainable_episode_is_skipped(policy, ranks):

@@ -1,0 +1,62 @@
+"""Groups on disk, as the wire's own frames: what actors record, and what a learner trains on without actors.
+
+FOLDER/00000000.group, 00000001.group, ...: each is msgpack of a list of frames (see `shared.codec`), one group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgpack
+
+from shared.codec import WireError, decode, encode
+from shared.types import Group
+
+SUFFIX = ".group"
+
+
+class Recorder:
+    """Writes groups into `folder`, after those that are there. A file appears when it is whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.num_groups = max((int(path.stem) + 1 for path in files(folder)), default=0)
+
+    def add(self, group: Group) -> None:
+        partial = self.folder / f".{self.num_groups:08d}.partial"
+        partial.write_bytes(msgpack.packb([bytes(frame) for frame in encode(group)]))
+        os.replace(partial, self.folder / f"{self.num_groups:08d}{SUFFIX}")
+        self.num_groups += 1
+
+
+def record(folder: Path, groups: Iterable[Group]) -> None:
+    recorder = Recorder(folder)
+    for group in groups:
+        recorder.add(group)
+
+
+def files(folder: Path) -> list[Path]:
+    """The recorded groups in their order."""
+    found = folder.glob(f"*{SUFFIX}") if folder.is_dir() else ()
+    return sorted(path for path in found if path.stem.isdigit())
+
+
+def recorded(folder: Path) -> Iterator[Group]:
+    """The groups of `folder`. ValueError, naming the file, if one is no group of this schema."""
+    for path in files(folder):
+        yield read(path)
+
+
+def read(path: Path) -> Group:
+    """One recorded group; ValueError if it is none."""
+    try:
+        frames = msgpack.unpackb(path.read_bytes())
+        group = decode(frames)
+    except (WireError, ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ValueError(f"{path} is no recorded group: {error}") from error
+    if not isinstance(group, Group):
+        raise ValueError(f"{path} holds a {type(group).__name__}, not a group; record with launch/actors.py --record")
+    return group
