@@ -42,6 +42,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
     ranks = dist.init(config.device, timeout_s=config.wait_timeout_s + 600, shard_size=config.shard_size)
     desk: Desk | None = None
     publisher: Publisher | None = None
+    saver: Saver | None = None
     complete = False
     try:
         trainer = build_trainer(recipe, ranks)
