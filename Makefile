@@ -1,11 +1,13 @@
-# make train: fresh machine -> environment -> trains the small Sokoban model here. make test: ... -> every CPU test.
+# make train: fresh machine -> environment -> trains the small Sokoban model here. make test: ... -> every CPU test. make test-sglang: SGLang's server too.
 PYTHON ?= python3
 RECIPE ?= launch/recipes/sokoban_tiny.toml
 ARGS ?=
+ENGINE ?=
+SGLANG_VENV ?= .venv-sglang
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env train test lint clean tiny-models
+.PHONY: env sglang-env train test test-sglang lint clean tiny-models
 
 env: $(VENV)/.done
 
@@ -16,8 +18,25 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group dev
 	touch $@
 
-train: env
-	$(PY) launch/local.py --config $(RECIPE) $(ARGS)
+# The environment of SGLang's server, never the learner's: make sglang-env
+SGLANG := sglang==0.5.23
+SGLANG_FILES := launch/sglang_env/requirements-cpu.txt launch/sglang_env/constraints-cpu.txt
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+
+sglang-env: $(SGLANG_VENV)/.done
+
+$(SGLANG_VENV)/.done: $(SGLANG_FILES)
+	$(PYTHON) -m venv --clear $(SGLANG_VENV)
+	$(SGLANG_PIP) --upgrade 'pip>=25.1'
+	if nvidia-smi -L >/dev/null 2>&1; then $(SGLANG_PIP) $(SGLANG); else \
+	  $(SGLANG_PIP) --constraint launch/sglang_env/constraints-cpu.txt torch && \
+	  $(SGLANG_PIP) --constraint launch/sglang_env/constraints-cpu.txt --requirement launch/sglang_env/requirements-cpu.txt && \
+	  $(SGLANG_PIP) --constraint launch/sglang_env/constraints-cpu.txt --no-deps $(SGLANG) torchvision; fi
+	touch $@
+
+# make train ENGINE=sglang trains against SGLang's server instead of the embedded engine.
+train: env $(if $(filter sglang,$(ENGINE)),sglang-env)
+	$(PY) launch/local.py --config $(RECIPE) $(if $(ENGINE),--engine.kind $(ENGINE) --engine.sglang_env $(SGLANG_VENV)) $(ARGS)
 
 # Makes the shipped models again, from nothing: about an hour on two cores.
 tiny-models: env
@@ -36,5 +55,8 @@ lint: env
 test: lint
 	$(PY) -m pytest $(ARGS)
 
+test-sglang: env sglang-env
+	PRONK_ENGINE__SGLANG_ENV=$(SGLANG_VENV) $(PY) -m pytest tests/sglang $(ARGS)
+
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(SGLANG_VENV) build

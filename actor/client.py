@@ -6,7 +6,7 @@ import asyncio
 import base64
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -43,26 +43,8 @@ class EngineClient:
         seed: int | None = None,
     ) -> Completion:
         """Continues the compact stream (one placeholder per image). An abort is a Completion, not an error."""
-        settings: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_new_tokens": sampling.max_new_tokens if max_new_tokens is None else max_new_tokens,
-            "stop_token_ids": list(stop_ids),
-            "logit_bias": {str(token): BAN for token in banned_ids},
-            "skip_special_tokens": False,
-            "no_stop_trim": True,
-        }
-        if seed is not None:
-            settings["sampling_seed"] = seed
-        body = {
-            "input_ids": list(token_ids),
-            "image_data": [_data_uri(image.data) for image in images],
-            "sampling_params": settings,
-            "return_logprob": True,
-        }
-        if not images:
-            del body["image_data"]
+        new_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        body = _request(token_ids, images, sampling, banned_ids, stop_ids, new_tokens, seed)
         try:
             completion = parse_completion(await self._post("/generate", body), self.url)
         except EngineError:
@@ -70,6 +52,14 @@ class EngineClient:
             raise
         self.suspect = False
         return completion
+
+    async def warm_up(self, token_ids: Sequence[int], images: Sequence[Image], timeout_s: float) -> None:
+        """Returns when the engine has answered this request with logprobs, whatever its weights are."""
+        body = _request(token_ids, images, Sampling(), (), (), 2, None)
+        answer = await self._call("POST", "/generate", body, timeout_s)
+        meta = answer.get("meta_info") if isinstance(answer, dict) else None
+        if not isinstance(meta, dict) or not meta.get("output_token_logprobs"):
+            raise EngineError(f"{self.url}: the answer has no output_token_logprobs; does an engine serve there?")
 
     async def healthy(self, timeout_s: float = 10.0) -> bool:
         try:
@@ -88,11 +78,33 @@ class EngineClient:
         except TimeoutError:
             raise EngineError(f"{self.url}: not healthy within {timeout_s:g} s: is an engine running there?") from None
 
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Returns when the engine answers and holds weights of a run; EngineError after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._is_ready():
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            raise EngineError(f"{self.url}: not healthy, or without this run's weights, for {timeout_s:g} s") from None
+        self.suspect = False
+
+    async def _is_ready(self) -> bool:
+        try:
+            info = await self.model_info(timeout_s=10.0)
+            parse_version(info.get("weight_version"), self.url)
+        except (EngineError, AttributeError):
+            return False
+        return True
+
     async def model_info(self, timeout_s: float = 30.0) -> dict[str, Any]:
         return await self._call("GET", "/model_info", None, timeout_s)
 
     async def server_info(self, timeout_s: float = 30.0) -> dict[str, Any]:
         return await self._call("GET", "/server_info", None, timeout_s)
+
+    async def call(self, path: str, body: Any, timeout_s: float = 30.0) -> Any:
+        """Posts once; the decoded answer."""
+        return await self._call("POST", path, body, timeout_s)
 
     async def abort_all(self, timeout_s: float = 30.0) -> None:
         await self._call("POST", "/abort_request", {"abort_all": True}, timeout_s)
@@ -122,33 +134,71 @@ class EngineClient:
 class EnginePool:
     """Several engines: a new episode goes to the one with the fewest, and stays there for its prefix cache.
 
-    An engine whose last request failed gets no new episode while others are well; if none is, a new episode waits up
-    to `patience_s` for it, so that a dead engine costs time and not a flood of failed episodes.
+    An engine whose last request failed gets no new episode until it answers again with weights of this run; if no other
+    is well, a new episode waits up to `patience_s` for it, so that a dead engine costs time and not a flood of failed
+    episodes.
     """
 
     def __init__(self, clients: Sequence[EngineClient], *, patience_s: float = 30.0) -> None:
         if not clients:
             raise ValueError("no engine: give engine.urls or engine.count")
         self.clients, self._patience_s = tuple(clients), patience_s
+        self._revivals: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[EngineClient]:
         """The engine for one episode. EngineError if it stays away."""
+        for suspect in (client for client in self.clients if client.suspect):
+            if suspect.url not in self._revivals:
+                self._revivals[suspect.url] = asyncio.create_task(self._revive(suspect))
         client = min(self.clients, key=lambda c: (c.suspect, c.num_open))
         client.num_open += 1
         try:
             if client.suspect:
-                await client.wait_healthy(self._patience_s)
+                await client.wait_ready(self._patience_s)
             yield client
         finally:
             client.num_open -= 1
 
-    async def wait_healthy(self, timeout_s: float) -> None:
-        await asyncio.gather(*(client.wait_healthy(timeout_s) for client in self.clients))
+    async def _revive(self, client: EngineClient) -> None:
+        """Asks a suspect engine until it is ready again or `patience_s` is over; the next episode asks anew."""
+        with suppress(EngineError):
+            await client.wait_ready(self._patience_s)
+        del self._revivals[client.url]
 
     def close(self) -> None:
+        for task in self._revivals.values():
+            task.cancel()
         for client in self.clients:
             client.close()
+
+
+def _request(
+    token_ids: Sequence[int],
+    images: Sequence[Image],
+    sampling: Sampling,
+    banned_ids: Sequence[int],
+    stop_ids: Sequence[int],
+    max_new_tokens: int,
+    seed: int | None,
+) -> dict[str, Any]:
+    """The body of /generate."""
+    settings: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": list(stop_ids),
+        "logit_bias": {str(token): BAN for token in banned_ids},
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if seed is not None:
+        settings["sampling_seed"] = seed
+    body: dict[str, Any] = {"input_ids": list(token_ids), "sampling_params": settings, "return_logprob": True}
+    if images:
+        body["image_data"] = [_data_uri(image.data) for image in images]
+    return body
 
 
 def parse_completion(answer: Any, url: str) -> Completion:
@@ -201,7 +251,7 @@ def parse_version(version: Any, url: str) -> int:
     except (TypeError, ValueError):
         number = -1
     if number < 0:
-        raise EngineError(f"{url}: the weight version is {version!r}, not a number")
+        raise EngineError(f"{url}: the weight version is {version!r}, not a number: no weights of this run yet")
     return number
 
 

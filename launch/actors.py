@@ -1,4 +1,4 @@
-"""Starts engines and actor processes and watches over them: one failure stops all, with its reason.
+"""Starts engines and actor processes and watches over them: an actor's failure stops all, an engine is started again.
 
 python launch/actors.py --config launch/recipes/R.toml --actor.learner tcp://HOST:PORT
 """
@@ -10,94 +10,64 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import asyncio
 import json
 import logging
 import os
-import socket
+import time
 
-from actor.client import EngineClient, EngineError
+from actor.client import EngineError
 from launch.cli import fail, parse
-from launch.processes import Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
+from launch.engine_check import ModelFacts
+from launch.engines import EngineSpec, check_ports, engine_specs
+from launch.gpus import claim
+from launch.keeper import Engine, wait_until_serving
+from launch.processes import Child, Stopped, raise_on_signals, start, stop_all
 from launch.samples import ready
-from shared.config import ConfigError, Recipe
+from shared.config import Recipe
 from shared.log import get_logger
+from shared.vision import VisionSpec
 
 LOG = get_logger("actors")
 
 
 def main(argv: list[str] | None = None) -> int:
     recipe = parse(__doc__, sys.argv[1:] if argv is None else argv)
+    children: list[Child] = []
+    engines: list[Engine] = []
     try:
         recipe = ready(recipe)
-        check_ports(recipe)
-    except ValueError as error:
-        return fail(error)
-    raise_on_signals()
-    children: list[Child] = []
-    try:
-        urls = start_engines(recipe, children)
-        wait_for_engines(recipe, urls, children)
+        model, specs = check(recipe)
+        raise_on_signals()
+        locks = [claim(spec.gpus, spec.name) for spec in specs]
+        LOG.debug("%d GPUs are taken", sum(len(own) for own in locks))
+        engines = [Engine(spec) for spec in specs]
+        for engine in engines:
+            engine.start()
+        urls = recipe.engine.urls or tuple(spec.url for spec in specs)
+        wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s)
         for index in range(recipe.actor.processes):
             children.append(start_actor(recipe, index, urls))
-        return supervise(children)
-    except (EngineError, ConfigError) as error:
+        return supervise(children, engines, recipe.engine.max_restarts)
+    except (EngineError, ValueError) as error:
         return fail(error)
     except Stopped as signal:
         LOG.info("%s: stopping", signal)
         return 130
     finally:
-        stop_all(children)
+        stop_all([*children, *(engine.child for engine in engines if engine.child)])
 
 
-def check_ports(recipe: Recipe) -> None:
-    """ValueError, in one line, for an engine's port that is occupied."""
+def check(recipe: Recipe) -> tuple[ModelFacts, tuple[EngineSpec, ...]]:
+    """The model, and the engines to start. ValueError, in one line, for what can be known to be wrong before anything
+    heavy starts."""
+    model = recipe.model
+    vision = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
+    facts = ModelFacts.load(model.path, vision)
     if recipe.engine.urls:
-        return
-    for port in range(recipe.engine.port, recipe.engine.port + recipe.engine.count):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                raise ConfigError(
-                    f"engine.port = {recipe.engine.port}: port {port} is occupied; choose another one (--engine.port)"
-                ) from None
-
-
-def start_engines(recipe: Recipe, children: list[Child]) -> tuple[str, ...]:
-    """Starts what the recipe asks for; returns the engines' addresses."""
-    engine, model = recipe.engine, recipe.model
-    if engine.urls:
-        return engine.urls
-    urls = []
-    for port in range(engine.port, engine.port + engine.count):
-        command = [sys.executable, "-m", "actor.engine.server", "--model-path", model.path, "--port", str(port)]
-        command += ["--device", engine.device, "--dtype", model.dtype, "--threads", str(engine.threads)]
-        command += ["--max-batch", str(engine.max_batch), "--max-context", str(model.max_context)]
-        command += ["--min-pixels", str(model.min_pixels), "--max-pixels", str(model.max_pixels)]
-        children.append(start(f"engine on port {port}", command, env=cpu_env(engine.threads)))
-        urls.append(f"http://127.0.0.1:{port}")
-    return tuple(urls)
-
-
-def wait_for_engines(recipe: Recipe, urls: tuple[str, ...], children: list[Child]) -> None:
-    """Returns when all answer. EngineError when one does not in time, or has ended."""
-
-    async def wait() -> None:
-        clients = [EngineClient(url) for url in urls]
-        tasks = [asyncio.create_task(client.wait_healthy(recipe.engine.start_timeout_s)) for client in clients]
-        while not all(task.done() for task in tasks):
-            for child in children:
-                if (code := child.process.poll()) is not None:
-                    raise EngineError(
-                        f"{child.name} ended with exit code {code} while starting; its last lines are above"
-                    )
-            await asyncio.sleep(0.1)
-        for task in tasks:
-            await task
-
-    asyncio.run(wait())
+        return facts, ()
+    specs = engine_specs(recipe)
+    check_ports(recipe)
+    return facts, specs
 
 
 def start_actor(recipe: Recipe, index: int, urls: tuple[str, ...]) -> Child:
@@ -108,18 +78,20 @@ def start_actor(recipe: Recipe, index: int, urls: tuple[str, ...]) -> Child:
     return start(name, command, env={"PRONK_ACTOR": json.dumps(settings), "OMP_NUM_THREADS": "1"})
 
 
-def supervise(children: list[Child]) -> int:
-    """Waits until an actor or engine ends. All actors ending well is the end of the run; anything else is a failure."""
-    actors = [child for child in children if child.name.startswith("actor")]
+def supervise(actors: list[Child], engines: list[Engine], max_restarts: int) -> int:
+    """Waits until the actors end: all of them well is the end of the run, one with an error stops the others. An engine
+    that ends meanwhile is started again; EngineError when that does not help."""
     while True:
-        ended = wait_for_any(children)
-        code = ended.process.returncode
-        if code or ended not in actors:
-            LOG.error("%s ended with exit code %d; stopping the others", ended.name, code)
-            return code or 1
-        ended.required = False
-        if not any(actor.required for actor in actors):
+        for actor in actors:
+            code = actor.process.poll()
+            if code:
+                LOG.error("%s ended with exit code %d; stopping the others", actor.name, code)
+                return code
+        if all(actor.process.returncode == 0 for actor in actors):
             return 0
+        for engine in engines:
+            engine.keep_alive(max_restarts)
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

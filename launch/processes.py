@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -36,6 +38,16 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     required: bool = True
+    family: bool = False  # it leads a process group of its own, which ends with it
+
+    def kill(self) -> None:
+        """SIGKILL, to the whole family where there is one; and collects the child."""
+        if self.family:
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(self.process.pid, signal.SIGKILL)
+        else:
+            self.process.kill()
+        self.process.wait()
 
 
 def start(name: str, command: Sequence[str], *, env: dict[str, str] | None = None, mute: bool = False) -> Child:
@@ -47,6 +59,24 @@ def start(name: str, command: Sequence[str], *, env: dict[str, str] | None = Non
         preexec_fn=die_with_parent,
     )
     return Child(name, process)
+
+
+def start_family(name: str, command: Sequence[str], log: Path, *, env: dict[str, str], fresh: bool = True) -> Child:
+    """Starts a server that starts processes of its own: in a process group that `Child.kill` ends as a whole, outside
+    the repository's folder, its output going to `log` (appended unless `fresh`)."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb" if fresh else "ab") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            cwd=log.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, signal.SIGKILL),
+        )
+    return Child(name, process, family=True)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
@@ -89,13 +119,15 @@ def stop_all(children: Sequence[Child], *, within_s: float = TERMINATE_S) -> Non
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    running = [child.process for child in children if child.process.poll() is None]
-    for process in running:
-        process.send_signal(signal.SIGTERM)
+    running = [child for child in children if child.process.poll() is None]
+    for child in running:
+        child.process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + within_s
-    for process in running:
+    for child in running:
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
+            child.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            child.kill()
+    for child in children:
+        if child.family:
+            child.kill()  # what its leader has left behind

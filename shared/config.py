@@ -88,11 +88,19 @@ class EngineConfig(Section):
     urls: tuple[str, ...] = Field((), description="engines that run already; empty = start them")
     count: int = Field(1, gt=0, description="engines to start")
     port: int = Field(31000, gt=0, lt=65536, description="port of the first engine; the next ones follow")
-    device: str = Field("cpu", description="cpu or cuda")
-    max_batch: int = Field(64, gt=0, description="requests that the embedded engine computes at once")
-    threads: int = Field(1, gt=0, description="CPU threads of the embedded engine")
-    start_timeout_s: float = Field(300.0, gt=0, description="how long an engine may take to answer at first")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the engines compute")
+    gpus: tuple[int, ...] = Field((), description="cuda: GPUs that the engines share out; empty = the first ones")
+    max_batch: int = Field(64, gt=0, description="requests that an engine computes at once")
+    threads: int = Field(1, gt=0, description="CPU threads of an engine")
+    tensor_parallel: int = Field(1, gt=0, description="sglang: GPUs of one engine")
+    mem_fraction: float = Field(0.0, ge=0, lt=1, description="sglang: share of GPU memory it takes; 0 = its own choice")
+    attention_backend: str = Field("", description="sglang: empty = its own choice")
+    mm_attention_backend: str = Field("", description="sglang: of the vision tower; sdpa on B200")
+    flags: dict[str, Any] = Field(default_factory=dict, description="sglang: any other flags of its server")
+    sglang_env: str = Field(".venv-sglang", description="sglang: the environment that make sglang-env builds")
+    start_timeout_s: float = Field(300.0, gt=0, description="how long an engine may take until its first answer")
     request_timeout_s: float = Field(300.0, gt=0, description="longest wait for one turn")
+    max_restarts: int = Field(3, ge=0, description="an engine that ended is started again so often within an hour")
 
 
 class EvalConfig(Section):

@@ -125,7 +125,7 @@ def test_a_dead_engine_costs_patience_and_not_a_flood_of_failures():
             async with pool.lease() as client:
                 await client.generate([1], [], Sampling())
         began = time.monotonic()
-        with pytest.raises(EngineError, match=r"not healthy within 0\.5 s"):
+        with pytest.raises(EngineError, match=r"not healthy, or without"):
             async with pool.lease():
                 pass
         assert time.monotonic() - began >= 0.5 and dead.num_open == 0

@@ -1,0 +1,74 @@
+"""GPUs of engines and learner ranks: who takes which, and a lock so that none is given to two processes by accident."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from shared.config import ConfigError, EngineConfig
+
+
+def engine_gpus(engine: EngineConfig, num_visible: int) -> list[tuple[int, ...]]:
+    """The GPUs of each engine, as this process counts them; none on the CPU. The learner's ranks take the first GPUs of
+    a host, so engines take the last ones unless `engine.gpus` says otherwise. ConfigError if they do not suffice."""
+    if engine.device == "cpu":
+        if engine.gpus:
+            raise ConfigError(f"engine.gpus = {list(engine.gpus)}, but engine.device = 'cpu'; set it to cuda")
+        return [()] * engine.count
+    each = engine.tensor_parallel if engine.kind == "sglang" else 1
+    needed = engine.count * each
+    gpus = engine.gpus or tuple(range(max(0, num_visible - needed), num_visible))
+    words = f"engine.count = {engine.count} engines of {each} GPU{'s' * (each > 1)} need {needed}"
+    if len(gpus) != needed:
+        raise ConfigError(f"{words}, but there are {len(gpus)} ({list(gpus)}); lower the count or set engine.gpus")
+    if len(set(gpus)) != needed:
+        raise ConfigError(f"engine.gpus = {list(gpus)} gives a GPU to two engines; name each once")
+    if any(not 0 <= gpu < num_visible for gpu in gpus):
+        raise ConfigError(f"engine.gpus = {list(gpus)}: this machine shows the GPUs 0 to {num_visible - 1}")
+    return [gpus[i * each : (i + 1) * each] for i in range(engine.count)]
+
+
+def check_apart(gpus: Sequence[tuple[int, ...]], num_ranks: int) -> None:
+    """ConfigError if an engine has a GPU of the learner's ranks, which take 0 to `num_ranks` - 1 of the same host."""
+    shared = sorted(gpu for own in gpus for gpu in own if gpu < num_ranks)
+    if shared:
+        raise ConfigError(
+            f"GPU {shared[0]} would be an engine's and a learner rank's (the ranks take 0 to {num_ranks - 1}); "
+            "set engine.gpus to others, or start fewer ranks"
+        )
+
+
+def names(gpus: Sequence[int], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The machine's own names of the GPUs that a process with this environment counts as `gpus`."""
+    visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    return tuple(visible[gpu] if visible else str(gpu) for gpu in gpus)
+
+
+def claim(gpus: Sequence[str], owner: str) -> list[TextIO]:
+    """Takes GPUs, by the machine's names, for as long as the files stay open or the process lives. ConfigError names
+    who has one already; only Pronk's processes know of the lock."""
+    held: list[TextIO] = []
+    for gpu in gpus:
+        path = Path(tempfile.gettempdir()) / f"pronk-gpu-{gpu}.lock"
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = file.read().strip() or "another process"
+            raise ConfigError(f"GPU {gpu} for {owner} is taken by {other}; set engine.gpus to others") from None
+        file.truncate()
+        file.write(f"{owner} (process {os.getpid()})")
+        file.flush()
+        held.append(file)
+    return held
+
+
+def num_visible() -> int:
+    """GPUs that this process may use."""
+    import torch
+
+    return torch.cuda.device_count()
