@@ -53,13 +53,15 @@ class EngineClient:
         self.suspect = False
         return completion
 
-    async def warm_up(self, token_ids: Sequence[int], images: Sequence[Image], timeout_s: float) -> None:
-        """Returns when the engine has answered this request with logprobs, whatever its weights are."""
+    async def warm_up(self, token_ids: Sequence[int], images: Sequence[Image], timeout_s: float) -> int:
+        """Waits for an answer with logprobs, whatever the weights are; returns the prompt's tokens as the engine
+        counts them."""
         body = _request(token_ids, images, Sampling(), (), (), 2, None)
         answer = await self._call("POST", "/generate", body, timeout_s)
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         if not isinstance(meta, dict) or not meta.get("output_token_logprobs"):
             raise EngineError(f"{self.url}: the answer has no output_token_logprobs; does an engine serve there?")
+        return int(meta.get("prompt_tokens", 0))
 
     async def healthy(self, timeout_s: float = 10.0) -> bool:
         try:

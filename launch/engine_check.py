@@ -1,4 +1,4 @@
-"""Whether an engine serves the recipe's model: its kind, its vocabulary, its width; and one answer to a picture."""
+"""Whether an engine serves the recipe's model: its kind and its vocabulary, and an answer to a picture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image as PILImage
 from tokenizers import Tokenizer
@@ -16,31 +15,32 @@ from shared.types import Image
 from shared.vision import VisionSpec
 
 PROBE = "Picture 12: <answer>up, left</answer> \u00e9\u6f22<|im_end|>"
-NORM = "model.language_model.norm.weight"
 CALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What an engine can be asked about its model. `probe_ids`: the tokens of PROBE."""
+    """What an engine can be asked about its model. `probe_ids`: the tokens of PROBE; `picture_ids`: those of a picture
+    in the compact stream."""
 
     path: str
     model_type: str
     vocab_size: int
-    hidden_size: int
     probe_ids: tuple[int, ...]
+    picture_ids: tuple[int, int, int]
     vision: VisionSpec
 
     @staticmethod
     def load(path: str, vision: VisionSpec) -> ModelFacts:
         """From a model's folder. ValueError for a missing tokenizer."""
         config = json.loads((Path(path) / "config.json").read_text())
-        text = config.get("text_config", config)
         file = Path(path) / "tokenizer.json"
         if not file.exists():
             raise ValueError(f"model.path = {path!r} has no tokenizer.json")
         ids = tuple(Tokenizer.from_file(str(file)).encode(PROBE).ids)
-        return ModelFacts(path, config["model_type"], text["vocab_size"], text["hidden_size"], ids, vision)
+        vocab_size = config["text_config"]["vocab_size"]
+        picture = (config["vision_start_token_id"], vision.image_token_id, config["vision_end_token_id"])
+        return ModelFacts(path, config["model_type"], vocab_size, ids, picture, vision)
 
 
 async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
@@ -54,28 +54,29 @@ async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float
         raise EngineError(f"{other}: a {info['model_type']}, not a {model.model_type}")
     if info.get("vocab_size", model.vocab_size) != model.vocab_size:
         raise EngineError(f"{other}: a vocabulary of {info['vocab_size']} tokens, not {model.vocab_size}")
-    ids = await _ask(client, "/tokenize", {"prompt": PROBE, "add_special_tokens": False}, "tokens")
-    if ids is not None and tuple(ids) != model.probe_ids:
+    ids = await _probe_tokens(client)
+    if ids is not None and ids != model.probe_ids:
         raise EngineError(f"{other}: its vocabulary makes other tokens of the same text")
-    width = await _ask(client, "/get_weights_by_name", {"name": NORM, "truncate_size": 2 * model.hidden_size}, None)
-    if isinstance(width, list) and len(width) != model.hidden_size:
-        raise EngineError(f"{other}: its hidden size is {len(width)}, not {model.hidden_size}")
-    ids, image = picture_prompt(model.vision)
-    await client.warm_up(ids, [image], timeout_s)
+    width, height = 2 * model.vision.patch_size * model.vision.merge_size, model.vision.patch_size
+    num_tokens = await client.warm_up(model.picture_ids, [_picture(width, height)], timeout_s)
+    expected = model.vision.num_tokens(model.vision.grid(width, height)) + 2
+    if num_tokens != expected:
+        raise EngineError(
+            f"{client.url} makes {num_tokens} tokens of a prompt with a picture, the learner {expected}; give it "
+            "the bounds model.min_pixels and model.max_pixels, as launch/engines.py does"
+        )
 
 
-def picture_prompt(vision: VisionSpec) -> tuple[list[int], Image]:
-    """A compact stream with one small picture, and that picture."""
-    side = vision.patch_size * vision.merge_size * 2
+def _picture(width: int, height: int) -> Image:
     buffer = io.BytesIO()
-    PILImage.new("RGB", (side, side), (200, 120, 40)).save(buffer, "PNG")
-    return [vision.image_token_id], Image.of(buffer.getvalue())
+    PILImage.new("RGB", (width, height), (200, 120, 40)).save(buffer, "PNG")
+    return Image.of(buffer.getvalue())
 
 
-async def _ask(client: EngineClient, path: str, body: dict[str, Any], key: str | None) -> Any:
-    """An answer, or one part of it; None from a server that has no such route."""
+async def _probe_tokens(client: EngineClient) -> tuple[int, ...] | None:
+    """The engine's tokens of PROBE; None from a server that has no such route."""
     try:
-        answer = await client.call(path, body, CALL_S)
+        answer = await client.call("/tokenize", {"prompt": PROBE, "add_special_tokens": False}, CALL_S)
     except EngineError:
         return None
-    return answer if key is None else answer.get(key) if isinstance(answer, dict) else None
+    return tuple(answer["tokens"]) if isinstance(answer, dict) and "tokens" in answer else None

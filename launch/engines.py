@@ -80,7 +80,8 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], enviro
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }
     if recipe.engine.device == "cpu":
-        env |= {"PYTHONPATH": str(STAND_INS), "SGLANG_USE_CPU_ENGINE": "1"}
+        # compiling costs minutes at the first pictures and gains nothing on a CPU
+        env |= {"PYTHONPATH": str(STAND_INS), "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     log = Path(recipe.run.dir).resolve() / "engines" / f"{recipe.run.name}-{port}.log"
     return EngineSpec(f"engine on port {port}", f"http://127.0.0.1:{port}", tuple(command), env, gpus, log)
 
