@@ -32,6 +32,7 @@ def test_the_table_of_fields_is_the_recipes() -> None:
 def test_every_file_is_listed_in_one_line() -> None:
     packages = ("shared", "envs", "actor", "learner", "kernels", "launch")
     files = [path for package in packages for path in Path(package).rglob("*.py") if path.name != "__init__.py"]
+    files = [path for path in files if "stand_ins" not in path.parts]  # of SGLang's environment, no modules of ours
     assert files
     assert [str(path) for path in files if f"- `{path}`: " not in README] == []
 
