@@ -22,16 +22,14 @@ class Bucket:
     shapes: tuple[tuple[int, ...], ...]
     flat: Tensor
 
-    def first_values(self, name: str, limit: int) -> tuple[str, list[float]] | None:
-        """`name` and its first values, as they are sent; None if it is in another bucket."""
-        if name not in self.names:
-            return None
-        at = self.names.index(name)
-        dtype = getattr(torch, self.dtypes[at])
-        begin = sum(math.prod(shape) for shape in self.shapes[:at]) * dtype.itemsize
-        count = min(limit, math.prod(self.shapes[at]))
-        part = self.flat[begin : begin + count * dtype.itemsize].clone()
-        return name, part.view(dtype).float().tolist()
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, its values as they are sent, one after the other), as views where their place allows it."""
+        begin = 0
+        for name, dtype_name, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            dtype = getattr(torch, dtype_name)
+            part = self.flat[begin : begin + math.prod(shape) * dtype.itemsize]
+            yield name, (part if begin % dtype.itemsize == 0 else part.clone()).view(dtype)
+            begin += len(part)
 
 
 def gathered(policy: Policy) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ class Seconds:
     """Seconds of a publication by name."""
 
     def __init__(self) -> None:
-        self.values = dict.fromkeys(("gather", "broadcast", "load", "pause"), 0.0)
+        self.values = dict.fromkeys(("gather", "broadcast", "load", "pause", "proof"), 0.0)
 
     def add(self, name: str, seconds: float) -> None:
         self.values[name] += seconds

@@ -20,6 +20,7 @@ from learner.checkpoint import Saver
 from learner.desk import Desk
 from learner.dist import Ranks
 from learner.model import Policy, load_policy
+from learner.proof import Proof, ProofSettings
 from learner.publisher import Publisher, PublishSettings
 from learner.results import RunResult
 from learner.samples import SampleSource
@@ -35,7 +36,8 @@ from shared.vision import VisionSpec
 def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> RunResult | None:
     """Trains as the recipe says. Returns the run's summary on rank 0.
 
-    ValueError for what the user can mend (model, port, checkpoint); TimeoutError when actors or engines stay away.
+    ValueError for what the user can mend (model, port, checkpoint) and for an engine that holds wrong weights;
+    TimeoutError when actors or engines stay away.
     """
     config = recipe.learner
     torch.set_num_threads(config.threads)
@@ -57,7 +59,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
         if ranks.is_main:
             check = partial(check_group, pictures=trainer.pictures)
             desk = Desk(recipe, source, held_out, token_rules(trainer), check, restored.intake if restored else {})
-        publisher = Publisher(trainer.policy, ranks, publish_settings(config))
+        publisher = Publisher(trainer.policy, ranks, publish_settings(config), build_proof(recipe, trainer, ranks))
         saver = Saver(folder, trainer, ranks, recipe)
         result = loop(recipe, ranks, trainer, publisher, saver, desk, restored.version if restored else 0)
         saver.wait()
@@ -162,6 +164,15 @@ def publish_settings(config: LearnerConfig) -> PublishSettings:
         pause_mode=config.pause_mode,
         give_up_s=config.wait_timeout_s,
     )
+
+
+def build_proof(recipe: Recipe, trainer: Trainer, ranks: Ranks) -> Proof | None:
+    """What checks the engines' weights at a publication, unless the recipe wants none."""
+    config = recipe.learner
+    if not config.proof_every:
+        return None
+    settings = ProofSettings(config.proof_every, config.canary_tolerance)
+    return Proof(trainer.policy, recipe.model.path, ranks, settings)
 
 
 def token_rules(trainer: Trainer) -> TokenRules:

@@ -23,6 +23,7 @@ from learner.delivery import Delivery, DeliverySettings, Seconds
 from learner.dist import Ranks, agree
 from learner.engine_link import EngineTraits, each, failures, traits_of
 from learner.model import Policy
+from learner.proof import Proof
 from learner.weight_group import Membership
 from shared.log import get_logger
 from shared.types import PolicyVersion
@@ -50,8 +51,14 @@ class _Pass:
 class Publisher:
     """`publish` is a collective of the learner's ranks."""
 
-    def __init__(self, policy: Policy, ranks: Ranks, settings: PublishSettings = PublishSettings()) -> None:
-        self.policy, self.ranks, self.settings = policy, ranks, settings
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        settings: PublishSettings = PublishSettings(),
+        proof: Proof | None = None,
+    ) -> None:
+        self.policy, self.ranks, self.settings, self.proof = policy, ranks, settings, proof
         self._log = get_logger("publisher")
         self._membership = Membership(settings.backend, settings.timeout_s)
         self._served_at: float | None = None  # when an engine last took weights
@@ -60,14 +67,16 @@ class Publisher:
         """Gives the policy's weights, as `version`, to all `engines` (rank 0's; ignored elsewhere) that work.
 
         Returns metrics. An engine's fault is no error and costs no more time than the settings say; TimeoutError, on
-        all ranks, when there were engines but none has taken weights for `give_up_s`.
+        all ranks, when there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when
+        one holds other weights than it was given.
         """
         started = time.monotonic()
         dropped: dict[str, str] = {}
         members = self._healthy(engines, dropped) if self.ranks.is_main else {}
         num_bytes, seconds = 0, Seconds()
+        proof = self.proof if self.proof and self.proof.due() else None
         while True:
-            done = self._one_pass(version, members, seconds)
+            done = self._one_pass(version, members, seconds, proof)
             dropped |= done.failed
             num_bytes += done.num_bytes
             members = {url: traits for url, traits in members.items() if url not in done.failed}
@@ -76,7 +85,11 @@ class Publisher:
         for url, reason in dropped.items():
             self._log.warning("engine %s did not take version %d: %s", url, version, reason)
         self._check_somebody_is_served(bool(members), dropped)
-        return {
+        proven: dict[str, float] = {}
+        if proof and agree(bool(members), self.ranks):
+            with seconds.of("proof"):
+                proven = proof.check(version, members)
+        return proven | {
             "publish/seconds": time.monotonic() - started,
             **{f"publish/{name}_s": value for name, value in seconds.values.items()},
             "publish/bytes": float(num_bytes),
@@ -88,7 +101,9 @@ class Publisher:
         """Leaves the group; engines that are gone are no error."""
         self._membership.leave()
 
-    def _one_pass(self, version: PolicyVersion, members: dict[str, EngineTraits], seconds: Seconds) -> _Pass:
+    def _one_pass(
+        self, version: PolicyVersion, members: dict[str, EngineTraits], seconds: Seconds, proof: Proof | None
+    ) -> _Pass:
         """Every rank walks all buckets, whatever happens to the engines."""
         delivery: Delivery | None = None
         if members:
@@ -104,6 +119,8 @@ class Publisher:
                 break
             if delivery and delivery.working:
                 delivery.send(bucket)
+                if proof:
+                    proof.keep(bucket)
                 num_bytes += bucket.flat.numel()
         if delivery is None:
             return _Pass()

@@ -16,6 +16,7 @@ from learner import checkpoint, dist  # noqa: E402
 from learner.buckets import gathered  # noqa: E402
 from learner.dist import Ranks  # noqa: E402
 from learner.model import load_policy  # noqa: E402
+from learner.proof import Proof  # noqa: E402
 from learner.publisher import Publisher, PublishSettings  # noqa: E402
 from learner.sharding import prepare  # noqa: E402
 from learner.step import Trainer  # noqa: E402
@@ -104,7 +105,8 @@ def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> 
 def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, folder: Path, engines: list[str]) -> dict[str, Any]:
     saver = checkpoint.Saver(folder, trainer, ranks, recipe_of(trainer.config))
     path = saver.save(3, {"cursor": 5})
-    publisher = Publisher(trainer.policy, ranks, PublishSettings(bucket_bytes=100_000, timeout_s=30))
+    settings, proof = PublishSettings(bucket_bytes=100_000, timeout_s=30), Proof(trainer.policy, sys.argv[1], ranks)
+    publisher = Publisher(trainer.policy, ranks, settings, proof)
     published = publisher.publish(3, engines if ranks.is_main else ())
     publisher.close()
     train(trainer, ranks, range(3, 5), CASES["vtrace"][1])

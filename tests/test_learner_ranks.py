@@ -88,6 +88,8 @@ def test_a_use_of_memory_changes_nothing_beyond_rounding(results, mode):
 
 def test_two_ranks_publish_their_shards_as_whole_parameters(results, engine):
     assert results[2]["published"]["publish/engines"] == 1
+    assert results[2]["published"]["publish/canary_gap"] < 1e-4
+    assert results[2]["published"]["publish/checksum_skipped"] == 0
     weights = {n: t for n, t in results[2]["vtrace"]["weights"].items() if not n.startswith("value_head")}
     parameters = engine[1].updates.loader._parameters
     assert all(torch.equal(parameters[name], tensor) for name, tensor in weights.items())

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 
 import pytest
 import torch
-from engines import dribbles, engine_process, false_engine, hangs_up, is_silent, refuses, says, talks_nonsense
+from engines import JoiningEngine, dribbles, engine_process, false_engine, hangs_up, is_silent, refuses, talks_nonsense
 from test_publisher import assert_same, held, move
 
-from actor.engine.weights import broadcast, join_group, parse_entries, raw_bytes
+from actor.engine.weights import raw_bytes
 from learner import dist
 from learner.buckets import gathered
 from learner.delivery import Delivery
@@ -157,56 +156,6 @@ def test_an_engine_without_a_whole_health_answer_is_not_asked_to_join(policy, pu
         assert publisher.publish(7, [url])["publish/dropped"] == 1
         assert time.monotonic() - started < LIMIT_S
         assert {path for path, _ in seen} == {"/health"}
-
-
-class JoiningEngine:
-    """A false engine that really joins the weight group, with as many ranks as it announces."""
-
-    def __init__(self, answers, num_ranks=1):
-        self.received, self.num_ranks, self._groups = [], num_ranks, []
-        own = {
-            "/init_weights_update_group": self._join,
-            "/update_weights_from_distributed": self._receive,
-            "/server_info": says({"tp_size": num_ranks}),
-        }
-        self._server = false_engine(own | answers)
-
-    def __enter__(self):
-        self.url, self.seen = self._server.__enter__()
-        return self.url if self.num_ranks == 1 else self
-
-    def __exit__(self, *exception):
-        self._server.__exit__(*exception)
-
-    def _join(self, request, body):
-        names = {"address": "master_address", "port": "master_port", "world_size": "world_size"}
-        common = {key: body[name] for key, name in names.items()}
-        common |= {"name": body["group_name"], "backend": body["backend"], "timeout_s": 10}
-
-        def join(place):
-            self._groups[place] = join_group(rank=body["rank_offset"] + place, **common)
-
-        self._groups = [None] * self.num_ranks
-        self._on_all_ranks(join)
-        says({"success": True})(request, body)
-
-    def _receive(self, request, body):
-        entries = parse_entries(body["names"], body["dtypes"], body["shapes"])
-
-        def receive(place):
-            flat = torch.empty(sum(entry.nbytes for entry in entries), dtype=torch.uint8)
-            broadcast(self._groups[place], flat, 10)
-            self.received.append((place, flat))
-
-        self._on_all_ranks(receive)
-        says({"success": True})(request, body)
-
-    def _on_all_ranks(self, function):
-        threads = [threading.Thread(target=function, args=(place,), daemon=True) for place in range(self.num_ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
 
 
 def test_every_tensor_parallel_rank_of_an_engine_has_its_place_in_the_group(folder, policy, publisher):

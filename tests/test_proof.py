@@ -1,0 +1,152 @@
+"""Each publication is proven: an engine that holds or serves other weights than it was given stops the run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engines import JoiningEngine, engine_process, says
+from test_publisher import FAST, move
+from vision_cache import check_no_stale_picture
+
+from learner import dist
+from learner.model import load_policy
+from learner.proof import Proof, ProofSettings, WrongWeights
+from learner.publisher import Publisher
+from shared.vision import VisionSpec
+from shared.weight_names import all_but, engine_name, part_of
+from tiny import running_engine, tiny_model_dir
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield dist.init("cpu")
+    dist.close()
+
+
+@pytest.fixture
+def policy(folder):
+    return load_policy(str(folder), VisionSpec.load(folder))
+
+
+@pytest.fixture
+def publisher(policy, folder, ranks):
+    publisher = Publisher(policy, ranks, FAST, Proof(policy, str(folder), ranks))
+    yield publisher
+    publisher.close()
+
+
+def test_every_parameter_of_an_honest_engine_is_covered_in_time(folder, policy, publisher):
+    names = {name for name, _ in policy.named_weights()}
+    seen = []
+    real, publisher.proof._compare = publisher.proof._compare, lambda theirs: seen.extend(theirs) or real(theirs)
+    with running_engine(folder) as (url, _):
+        for version in range(len({part_of(name) for name in names})):
+            move(policy, 0.01)
+            metrics = publisher.publish(version, [url])
+            assert metrics["publish/canary_gap"] < 1e-4
+            assert (metrics["publish/checksum_skipped"], metrics["publish/unproven"]) == (0, 0)
+    assert sorted(seen) == sorted({engine_name(name) for name in names})
+
+
+def test_a_server_is_asked_for_one_part_of_the_model_alone():
+    names = [f"model.language_model.layers.{i}.self_attn.q_proj.weight" for i in (1, 2, 11)]
+    names += ["model.language_model.norm.weight", "model.language_model.layers.1.input_layernorm.weight"]
+    names += ["model.visual.blocks.1.norm1.weight", "model.visual.merger.norm.weight"]
+    for part in {part_of(name) for name in names}:
+        skip = all_but(part, names)
+        left = [name for name in names if not any(fragment in engine_name(name) for fragment in skip)]
+        assert left == [name for name in names if part_of(name) == part]
+
+
+def test_a_parameter_that_did_not_arrive_is_named_and_stops_the_run(folder, policy, publisher):
+    lost = "model.language_model.layers.1.self_attn.k_norm.weight"
+    with running_engine(folder) as (url, app):
+        real = app.updates.loader.load
+
+        def load(flat, entries):
+            kept = app.updates.loader._parameters[lost].detach().clone()
+            real(flat, entries)
+            app.updates.loader._parameters[lost].data.copy_(kept)
+
+        app.updates.loader.load = load
+        with pytest.raises(WrongWeights, match=f"{url}, version .*{engine_name(lost)}"):
+            for version in range(20):
+                move(policy, 1e-6)
+                publisher.publish(version, [url])
+
+
+def test_an_engine_whose_checksums_lie_is_betrayed_by_the_canary(folder, policy, publisher):
+    with running_engine(folder) as (url, app):
+        app.updates.loader.load = lambda flat, entries: None
+        app.updates.loader.checksums = lambda skip: publisher.proof._own_checksums(torch.float32)
+        move(policy, 0.05)
+        with pytest.raises(WrongWeights, match=f"{url}, version 8: the canary prompt's logprobs are"):
+            publisher.publish(8, [url])
+
+
+def test_an_engine_that_says_another_version_stops_the_run(folder, publisher):
+    with running_engine(folder) as (url, app):
+        real = app.scheduler.weights_changed
+        app.scheduler.weights_changed = lambda version, flush: real(None, flush)
+        with pytest.raises(WrongWeights, match="says that its weights are version 0"):
+            publisher.publish(8, [url])
+
+
+def test_the_canary_follows_a_changed_vision_tower(folder, policy, ranks):
+    with engine_process(folder) as engine:
+        check_no_stale_picture(engine.url, policy, str(folder), ranks, FAST)
+
+
+def test_a_stale_picture_stops_the_run(folder, policy, ranks):
+    with running_engine(folder) as (url, app):
+        real, cache = app.scheduler.runner.encode, {}
+
+        def encode(patches, grids):
+            keys = [part.tobytes() for part in patches]
+            new = [i for i, key in enumerate(keys) if key not in cache]
+            for i, features in zip(new, real([patches[i] for i in new], [grids[i] for i in new]), strict=True):
+                cache[keys[i]] = features
+            return [cache[key] for key in keys]
+
+        app.scheduler.runner.encode = encode
+        app.updates.loader.checksums = lambda skip: {}
+        with pytest.raises(WrongWeights, match="the canary prompt's logprobs are"):
+            check_no_stale_picture(url, policy, str(folder), ranks, FAST)
+
+
+@pytest.mark.parametrize("answer", [says({"success": True}), says({}, 500)])
+def test_an_engine_that_gives_no_proof_is_counted_and_not_stopped(publisher, answer, caplog):
+    with JoiningEngine({"/generate": answer}) as url:
+        assert publisher.publish(1, [url])["publish/unproven"] == 1
+    assert any(url in record.getMessage() and "no proof" in record.getMessage() for record in caplog.records)
+
+
+def test_a_server_without_checksums_is_proven_by_the_canary_alone(folder, policy, publisher):
+    with running_engine(folder) as (url, app):
+        app.updates.loader.checksums = None  # an error 500
+        metrics = publisher.publish(1, [url])
+        assert metrics["publish/canary_gap"] < 1e-4
+        assert metrics["publish/checksum_skipped"] > 0
+
+
+def test_an_engine_of_another_dtype_holds_what_it_was_sent_rounded(folder, policy, ranks):
+    proof = Proof(policy, str(folder), ranks, ProofSettings(tolerance=0.3))
+    publisher = Publisher(policy, ranks, FAST, proof)
+    with running_engine(folder, dtype="bfloat16") as (url, _):
+        metrics = publisher.publish(1, [url])
+        assert 1e-4 < metrics["publish/canary_gap"] < 0.3
+        assert metrics["publish/checksum_skipped"] == 0
+        publisher.close()
+
+
+def test_only_every_so_many_publications_are_proven(folder, policy, ranks):
+    publisher = Publisher(policy, ranks, FAST, Proof(policy, str(folder), ranks, ProofSettings(every=3)))
+    with running_engine(folder) as (url, _):
+        proven = ["publish/canary_gap" in publisher.publish(version, [url]) for version in range(5)]
+        assert proven == [True, False, False, True, False]
+        publisher.close()
