@@ -19,6 +19,7 @@ from shared.vision import VisionSpec
 
 IMAGE_PAD = "<|image_pad|>"
 END_OF_TURN = "<|im_end|>"
+ANSWER = "(the model's answer)"  # stands for it where only what comes after is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Renderer:
             raise ValueError(
                 f"token {self.image_id} of the tokenizer is not {IMAGE_PAD}: is it this model's tokenizer?"
             )
-        self._owed = self._after_the_model("")
+        self._observation_text(json.dumps({"role": "user", "content": "?"}))  # the template can be continued
         self._encode = lru_cache(maxsize=4096)(self._encode_text)
         self._shape = lru_cache(maxsize=4096)(self._observation_text)
 
@@ -90,18 +91,14 @@ class Renderer:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _observation_text(self, message: str) -> str:
-        return self._owed + self._after_the_model(message)
-
-    def _after_the_model(self, message: str) -> str:
-        """Template text after a model's turn: what is owed for an empty `message`, else what the message adds."""
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        base = self._render(before, generate=False)
-        if not message:
-            return base[base.rindex(END_OF_TURN) + len(END_OF_TURN) :]
-        whole = self._render([*before, json.loads(message)], generate=True)
-        if not whole.startswith(base):
-            raise ValueError("the chat template rewrites earlier turns when a message follows; it cannot be continued")
-        return whole[len(base) :]
+        """What the template writes after a model's turn that `message` answers: the newline owed, the message, and the
+        generation prompt. Templates of thinking models leave out the thoughts of earlier turns; that is before it."""
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+        text = self._render([*turn, json.loads(message)], generate=True)
+        _, found, after = text.partition(ANSWER + END_OF_TURN)
+        if not found:
+            raise ValueError("the chat template does not end the model's turns with <|im_end|>; it cannot be continued")
+        return after
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)

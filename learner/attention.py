@@ -5,6 +5,7 @@ Shape suffixes: T = packed tokens, H = heads, D = head size; documents lie one a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from shared.vision import Grid
+
 # A name with `flash` in it makes transformers' vision towers hand over all pictures at once, not one after another.
 TEXT_ATTENTION = "pronk_packed"
 VISION_ATTENTION = "pronk_packed_flash"
@@ -21,18 +24,38 @@ VISION_ATTENTION = "pronk_packed_flash"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Where documents begin and end. `runs`: neighbours of equal length as (how many, length)."""
+    """Where documents begin and end. `runs`: neighbours of equal length as (how many, length).
+
+    `windows` is the finer packing of vision blocks that only look inside a window, for towers that have such blocks.
+    """
 
     runs: tuple[tuple[int, int], ...]
     cu_seqlens: Tensor  # int32 [documents+1]
     max_length: int
     causal: bool
+    windows: Packing | None = None
 
 
 def packing_of(lengths: tuple[int, ...], *, causal: bool, device: torch.device) -> Packing:
     runs = tuple((len(list(group)), length) for length, group in groupby(lengths))
     cu_seqlens = torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
     return Packing(runs, cu_seqlens, max(lengths), causal)
+
+
+def window_lengths(grids: Iterable[Grid], *, merge_size: int, window_tokens: int) -> tuple[int, ...]:
+    """Patches of each window of pictures with these grids, in Qwen2.5-VL's order: picture by picture, row by row.
+
+    A window is a square of `window_tokens` x `window_tokens` visual tokens, smaller at the right and lower edges.
+    """
+    lengths = []
+    for frames, height, width in grids:
+        rows, columns = (_pieces(side // merge_size, window_tokens) for side in (height, width))
+        lengths += [row * column * merge_size**2 for row in rows for column in columns] * frames
+    return tuple(lengths)
+
+
+def _pieces(side: int, most: int) -> list[int]:
+    return [min(most, side - start) for start in range(0, side, most)]
 
 
 def packed_attention(
@@ -47,6 +70,8 @@ def packed_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D]. Documents do not see each other."""
+    if packing.windows is not None and getattr(module, "looks_through_windows", False):
+        packing = packing.windows
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, scaling, packing)[None], None
     sizes = [count * length for count, length in packing.runs]
@@ -80,6 +105,9 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     ALL_ATTENTION_FUNCTIONS.register(VISION_ATTENTION, packed_attention)
     model.config.text_config._attn_implementation = TEXT_ATTENTION
     model.config.vision_config._attn_implementation = VISION_ATTENTION
+    visual = model.model.visual
+    for index, block in enumerate(visual.blocks if hasattr(visual, "fullatt_block_indexes") else ()):
+        block.attn.looks_through_windows = index not in visual.fullatt_block_indexes
 
 
 def keep_attention_out_of_graphs() -> None:

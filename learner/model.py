@@ -6,6 +6,7 @@ Shape suffixes: T = packed tokens, N = sampled tokens, H = hidden size, V = voca
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from transformers.utils import logging as transformers_logging
 
 from kernels.linear_logprob import linear_logprob
-from learner.attention import packing_of, use_packed_attention
+from learner.attention import packing_of, use_packed_attention, window_lengths
 from learner.batch import Microbatch
 from learner.linear import use_fast_linear
 from learner.patches import StillPatchEmbed
 from shared.vision import VisionSpec, banned_ids
 
-SUPPORTED_TYPES = ("qwen3_vl", "qwen3_vl_moe")
+SUPPORTED_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 
 
 class PolicyOutput(NamedTuple):
@@ -44,6 +45,8 @@ class Policy(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
         self.banned_ids = banned_ids(vlm.config)
+        window = getattr(vlm.config.vision_config, "window_size", 0)  # pixels; 0 = no block looks through windows
+        self.window_tokens = window // (spec.patch_size * spec.merge_size)
         use_packed_attention(vlm)
         use_fast_linear(vlm)
 
@@ -65,14 +68,16 @@ class Policy(nn.Module):
             embeds_TH = embeds_TH.index_copy(0, batch.visual_positions, features.to(embeds_TH.dtype))
         else:  # the tower's parameters take part in every step, with gradient 0
             embeds_TH = embeds_TH + 0.0 * sum(x.sum() for x in (features, *deepstack))
-        visual_mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-        visual_mask[0, batch.visual_positions] = True
+        extra: dict[str, object] = {}
+        if deepstack and len(batch.visual_rows):
+            visual_mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+            visual_mask[0, batch.visual_positions] = True
+            extra = {"visual_pos_masks": visual_mask, "deepstack_visual_embeds": deepstack}
         output = text(
             inputs_embeds=embeds_TH[None],
             position_ids=batch.position_ids,
-            visual_pos_masks=visual_mask if len(batch.visual_rows) else None,
-            deepstack_visual_embeds=deepstack if len(batch.visual_rows) else None,
             use_cache=False,
+            **extra,
             packing=packing_of(batch.lengths, causal=True, device=embeds_TH.device),
         )
         return output.last_hidden_state[0]
@@ -84,15 +89,17 @@ class Policy(nn.Module):
             lengths = (spec.merge_size**2,)
             patches = patches.new_zeros(lengths[0], *patches.shape[1:])
             grids = grids.new_tensor([[1, spec.merge_size, spec.merge_size]])
-        vision = self.vlm.model.visual(
-            patches,
-            grid_thw=grids,
-            packing=packing_of(lengths, causal=False, device=patches.device),
-        )
+        packing = packing_of(lengths, causal=False, device=patches.device)
+        if self.window_tokens:
+            sizes = [(t, h, w) for t, h, w in grids.tolist()]
+            windows = window_lengths(sizes, merge_size=spec.merge_size, window_tokens=self.window_tokens)
+            packing = replace(packing, windows=packing_of(windows, causal=False, device=patches.device))
+        vision = self.vlm.model.visual(patches, grid_thw=grids, packing=packing)
+        deepstack = list(getattr(vision, "deepstack_features", None) or ())
         if not batch.picture_lengths:
-            return vision.pooler_output, list(vision.deepstack_features)
+            return vision.pooler_output, deepstack
         rows = batch.visual_rows
-        return vision.pooler_output[rows], [layer[rows] for layer in vision.deepstack_features]
+        return vision.pooler_output[rows], [layer[rows] for layer in deepstack]
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The language-vision model's parameters under their Hugging Face names; a tied output head is left out."""
@@ -100,7 +107,7 @@ class Policy(nn.Module):
 
 
 def load_policy(path: str, spec: VisionSpec) -> Policy:
-    """Loads a Qwen3-VL model (dense or mixture of experts) from a folder or hub name, as float32 on the CPU."""
+    """Loads a Qwen3-VL (dense or mixture of experts) or Qwen2.5-VL model from a folder, as float32 on the CPU."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +28,8 @@ class StillPatchEmbed(nn.Module):
     def forward(self, patches: Tensor) -> Tensor:
         """uint8 [P,3,patch,patch] -> [P, hidden] in `compute_dtype`, computed in float32."""
         weight = self.proj.weight.float().sum(2)  # [hidden, 3, patch, patch]
-        bias = cast(Tensor, self.proj.bias).float() - (weight.sum((2, 3)) * self.shift).sum(1)
+        bias = -(weight.sum((2, 3)) * self.shift).sum(1)
+        if self.proj.bias is not None:
+            bias = bias + self.proj.bias.float()
         weight = weight * self.scale[:, None, None]
         return linear(patches.flatten(1).float(), weight.flatten(1), bias).to(self.compute_dtype)

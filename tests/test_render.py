@@ -109,3 +109,63 @@ def test_the_end_of_a_turn_is_not_part_of_its_text(renderer):
 def test_a_tokenizer_of_another_model_is_refused():
     with pytest.raises(ValueError, match="is it this model's tokenizer"):
         Renderer(tiny_tokenizer(), VisionSpec(image_token_id=3))
+
+
+# The layouts of the families' chat templates, without what tools and videos add.
+PARTS = (
+    "{%- if message.content is string -%}{{- message.content -}}{%- else -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>"
+    "{%- else -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endif -%}"
+)
+OPENING = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+QWEN25 = (
+    "{%- for message in messages -%}"
+    "{%- if loop.first and message.role != 'system' -%}"
+    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}{%- endif -%}"
+    "{{- '<|im_start|>' + message.role + '\\n' -}}" + PARTS + "{{- '<|im_end|>\\n' -}}{%- endfor -%}" + OPENING
+)
+THINKING = (  # only the answer to the last question keeps its thoughts, and the generation prompt opens them
+    "{%- set last = namespace(user=0) -%}"
+    "{%- for message in messages -%}{%- if message.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}"
+    "{%- endfor -%}{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' -}}"
+    "{%- if message.role == 'assistant' -%}{%- set thought, _, said = message.content.rpartition('</think>') -%}"
+    "{%- if loop.index0 > last.user -%}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' -}}{%- endif -%}{{- said -}}"
+    "{%- else -%}" + PARTS + "{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"
+)
+
+
+def renderer_of(template, renderer):
+    import copy
+
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = template
+    return Renderer(tokenizer, renderer.spec)
+
+
+def test_a_default_system_message_comes_once_at_the_start(renderer):
+    own = renderer_of(QWEN25, renderer)
+    messages = [user("look", picture())]
+    stream = [*own.start(messages).token_ids, *sampled("up"), *own.observation(user("again", picture())).token_ids]
+    text = own.transcript(stream)
+    assert text.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n")
+    messages += [{"role": "assistant", "content": "up"}, user("again", picture())]
+    assert text == own.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_thinking_models_turns_begin_inside_its_thoughts_and_keep_them(renderer):
+    own = renderer_of(THINKING, renderer)
+    messages = [{"role": "system", "content": "Play."}, user("look", picture())]
+    first = own.start(messages)
+    expected = own.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert own.transcript(first.token_ids) == expected
+    assert expected.endswith("<|im_start|>assistant\n<think>\n")
+    written = "left is free\n</think>\n\n<answer>left</answer>"
+    stream = [*first.token_ids, *sampled(written), *own.observation(user("and now?", picture())).token_ids]
+    after = "\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>and now?<|im_end|>\n"
+    assert own.transcript(stream) == f"{expected}{written}<|im_end|>{after}<|im_start|>assistant\n<think>\n"
+
+
+def test_a_template_that_does_not_end_turns_is_refused(renderer):
+    with pytest.raises(ValueError, match="cannot be continued"):
+        renderer_of("{%- for message in messages -%}{{- message.role -}}: ?{%- endfor -%}", renderer)

@@ -1,0 +1,181 @@
+"""Each family of models that the tasks name, small and random, but of the real classes: the packed policy against
+transformers' own forward, and one step of training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from episodes import on_policy, random_trajectory
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+
+from actor.engine.app import load_model
+from actor.engine.server import EngineSettings
+from learner import dist
+from learner.attention import window_lengths
+from learner.batch import EpisodeSettings, make_episode, pack
+from learner.model import load_policy
+from learner.pictures import Pictures
+from learner.step import Trainer
+from shared.config import LearnerConfig
+from shared.types import Group
+from shared.vision import VisionSpec
+from tiny import picture, reference_logits, tiny_model_dir, tiny_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def qwen25(folder: Path) -> Path:
+    """A tiny Qwen2.5-VL: patches of 14, windows of 2 x 2 visual tokens in all blocks but the last, no deepstack."""
+    token = tiny_tokenizer().convert_tokens_to_ids
+    text = {
+        "vocab_size": 640,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+        "initializer_range": 0.12,
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 14,
+        "window_size": 56,
+        "fullatt_block_indexes": [2],
+        "out_hidden_size": 64,
+        "initializer_range": 0.18,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+    )
+    torch.manual_seed(1)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    clip = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+    Qwen2VLImageProcessorPil(patch_size=14, min_pixels=3136, max_pixels=1 << 20, **clip).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def qwen3_moe(folder: Path) -> Path:
+    """A tiny Qwen3-VL with four experts in each layer."""
+    dense = tiny_model_dir(folder)
+    config = json.loads((dense / "config.json").read_text())
+    text = config["text_config"] | {"model_type": "qwen3_vl_moe_text", "num_experts": 4, "num_experts_per_tok": 2}
+    text |= {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    vision = config["vision_config"] | {"model_type": "qwen3_vl_moe_vision"}
+    ids = {name: config[name] for name in config if name.endswith("token_id")}
+    torch.manual_seed(1)
+    moe = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=vision, **ids))
+    moe.save_pretrained(dense)
+    return dense
+
+
+FAMILIES = {
+    "Qwen2.5-VL": (qwen25, Qwen2_5_VLForConditionalGeneration, (56, 84, 140)),
+    "Qwen3-VL-MoE": (qwen3_moe, Qwen3VLMoeForConditionalGeneration, (64, 96)),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tmp_path_factory):
+    make, kind, sides = FAMILIES[request.param]
+    folder = make(tmp_path_factory.mktemp("model"))
+    return folder, kind, sides
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield dist.init("cpu")
+    dist.close()
+
+
+def test_packed_logprobs_equal_transformers_own_forward(family):
+    folder, kind, sides = family
+    spec = VisionSpec.load(folder)
+    policy, model = load_policy(str(folder), spec), kind.from_pretrained(folder, dtype=torch.float32).eval()
+    trajectories = [random_trajectory(spec, seed, turns=2, sides=sides) for seed in range(3)]
+    pictures = Pictures(spec)
+    episodes = [make_episode(t, 0.0, pictures, EpisodeSettings()) for t in trajectories]
+    got = policy(pack(episodes, pictures, CPU), 1.0).logprobs
+    expected = []
+    for seed in np.argsort([episode.num_tokens for episode in episodes], kind="stable"):
+        t = trajectories[seed]
+        images = [picture(*_size(image), int(seed) * 100 + turn) for turn, image in enumerate(t.images)]
+        logits = reference_logits(model, t.token_ids.tolist(), images, spec)
+        logits[:, list(spec.banned_ids)] = float("-inf")
+        places = np.flatnonzero(t.loss_mask)
+        chosen = torch.from_numpy(t.token_ids[places]).long()[:, None]
+        expected.append(logits.log_softmax(-1)[places - 1].gather(1, chosen)[:, 0])
+    torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=5e-5)
+
+
+def test_the_positions_of_text_and_pictures_are_those_of_transformers(family):
+    folder, kind, sides = family
+    spec = VisionSpec.load(folder)
+    model = kind.from_pretrained(folder, dtype=torch.float32)
+    episode = make_episode(random_trajectory(spec, 5, sides=sides), 0.0, Pictures(spec), EpisodeSettings())
+    ids = torch.from_numpy(episode.input_ids)[None]
+    grids = torch.tensor([Pictures(spec).grid(image) for image in episode.images])
+    kinds = (ids == spec.image_token_id).int()
+    positions, _ = model.model.get_rope_index(ids, image_grid_thw=grids, mm_token_type_ids=kinds)
+    np.testing.assert_array_equal(episode.position_ids[1:], positions[:, 0].numpy())
+
+
+def test_every_parameter_is_trained_and_the_step_is_on_policy(family, ranks):
+    folder, _, sides = family
+    spec = VisionSpec.load(folder)
+    policy = load_policy(str(folder), spec)
+    before = on_policy(policy, random_trajectory(spec, 1, turns=2, sides=sides))
+    old = {name: p.detach().clone() for name, p in policy.named_weights()}
+    metrics = Trainer(policy, LearnerConfig(lr=1e-3, weight_decay=0.0), ranks).step([Group("g", "a", (before,))], 0)
+    assert metrics["behaviour/logprob_gap"] < 1e-4
+    still = [name for name, p in policy.named_weights() if torch.equal(p, old[name])]
+    assert [name for name in still if "deepstack_merger_list.1" not in name] == []  # added after the last of 2 layers
+
+
+def test_a_blank_picture_stands_in_where_an_episode_has_none(family):
+    folder, _, _ = family
+    spec = VisionSpec.load(folder)
+    policy = load_policy(str(folder), spec)
+    pictures = Pictures(spec)
+    trajectory = random_trajectory(spec, 2, pictures=False)
+    batch = pack([make_episode(trajectory, 0.0, pictures, EpisodeSettings())], pictures, CPU)
+    policy(batch, 1.0).logprobs.sum().backward()
+    assert all(p.grad is not None for p in policy.vlm.model.visual.parameters())
+
+
+def test_windows_are_cut_row_by_row_and_are_smaller_at_the_edges():
+    lengths = window_lengths([(1, 6, 10), (1, 4, 4)], merge_size=2, window_tokens=2)
+    assert lengths == (16, 16, 8, 8, 8, 4, 16)
+    assert sum(lengths) == 6 * 10 + 4 * 4
+
+
+def test_the_embedded_engine_says_which_models_it_cannot_serve(tmp_path):
+    with pytest.raises(ValueError, match="qwen2_5_vl model: the embedded engine runs"):
+        load_model(EngineSettings(model_path=str(qwen25(tmp_path)), port=0))
+
+
+def _size(image):
+    import io
+
+    from PIL import Image
+
+    return Image.open(io.BytesIO(image.data)).size
