@@ -49,7 +49,8 @@ class ActorSettings:
     engine_urls: tuple[str, ...]
     rules: TokenRules
     groups: int = 16  # played at once
-    connect_timeout_s: float = 60.0  # the actor gives up when the learner is silent for so long
+    connect_timeout_s: float = 60.0  # the actor gives up when no learner has answered for so long
+    reconnect_timeout_s: float = 600.0  # the same for a learner that has answered before
     heartbeat_s: float = 2.0
     sockets: SocketSettings = field(default_factory=SocketSettings)
     secure: Secure | None = None
@@ -58,8 +59,9 @@ class ActorSettings:
 async def run_actor(settings: ActorSettings, play: Play) -> int:
     """Plays what the learner asks for until it says Stop. Returns the process's exit code: 0, or 1 with one log line.
 
-    Waits for the learner's messages and for the next heartbeat; never longer than `connect_timeout_s` for a learner
-    that is silent. An exception of `play` ends the actor and is raised. ValueError: the address cannot be used.
+    Waits for the learner's messages and for the next heartbeat; never longer than `connect_timeout_s` for a first
+    answer, and `reconnect_timeout_s` for a learner that has gone silent. An exception of `play` ends the actor and is
+    raised. ValueError: the address cannot be used.
     """
     log = get_logger(settings.name)
     dealer = Dealer(settings.learner, settings.name, settings.sockets, settings.secure)
@@ -97,7 +99,7 @@ async def _converse(settings: ActorSettings, dealer: Dealer, desk: _Desk) -> tup
             continue
         now = time.monotonic()
         if message is None:
-            if now - heard > settings.connect_timeout_s:
+            if now - heard > (settings.reconnect_timeout_s if known else settings.connect_timeout_s):
                 cure = "start it, or check --actor.learner" if not known else "it seems to have died"
                 return 1, f"learner {settings.learner} is silent for {now - heard:.0f} s; {cure}"
             continue

@@ -59,6 +59,7 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
         rules=rules,
         groups=actor.groups,
         connect_timeout_s=actor.connect_timeout_s,
+        reconnect_timeout_s=actor.reconnect_timeout_s,
         heartbeat_s=actor.heartbeat_s,
         sockets=SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages),
     )

@@ -18,6 +18,7 @@ import signal
 from launch.cli import fail, parse
 from launch.processes import Stopped, die_with_parent, raise_on_signals
 from launch.samples import held_out_samples, ready, training_samples
+from learner.leave import Left
 from shared.config import Recipe
 from shared.log import get_logger
 
@@ -29,12 +30,17 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent(signal.SIGKILL)  # a rank never outlives its torchrun
     try:
         recipe = ready(recipe)
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun's restarts go on with the run
+            recipe = recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"resume": "auto"})})
         if rank == 0:
             prepare_run_folder(recipe)
         raise_on_signals()
         from learner.loop import run  # torch and transformers, after the cheap checks
 
         result = run(recipe, training_samples(recipe), held_out_samples(recipe))
+    except Left as left:
+        get_logger(f"learner[{rank}]").info("%s", left)
+        return 130
     except (ValueError, TimeoutError) as error:
         logging.getLogger("pronk").debug("", exc_info=True)
         return fail(error)

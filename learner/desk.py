@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from learner.batch import EpisodeSettings, is_uninformative
-from learner.intake import Intake, IntakeSettings
+from learner.intake import Intake, IntakeSettings, Interrupted
+from learner.leave import Leave
 from learner.results import RunResult, evaluation_metrics, rollout_metrics
 from learner.samples import SampleSource
 from learner.step import episode_settings
@@ -26,7 +27,7 @@ from shared.log import get_logger
 from shared.metrics import MetricLogger
 from shared.recording import record
 from shared.transport import SocketSettings
-from shared.types import Group, PolicyVersion, Sample, Sampling
+from shared.types import Group, PolicyVersion, Sample, Sampling, Stop
 
 KEPT_BAD_BATCHES = 10
 
@@ -103,10 +104,13 @@ class Desk:
         """What a checkpoint holds of rank 0, as JSON values."""
         return {"run_id": self.run_id, "tickets": self.intake.state_dict()}
 
-    def batch(self) -> list[Group]:
-        """The groups of the next step. TimeoutError names whom it waited for."""
-        started = time.monotonic()
-        batch = self.intake.next_batch(self.recipe.learner.groups_per_step, self.recipe.learner.wait_timeout_s)
+    def batch(self, leave: Leave) -> list[Group]:
+        """The groups of the next step; none when asked to leave. TimeoutError names whom it waited for."""
+        started, learner = time.monotonic(), self.recipe.learner
+        try:
+            batch = self.intake.next_batch(learner.groups_per_step, learner.wait_timeout_s, leave)
+        except Interrupted:
+            return []
         self._idle_s += time.monotonic() - started
         return [group for _, group in batch]
 
@@ -160,11 +164,15 @@ class Desk:
         self.intake.start_evaluation(name, self.held_out, sampling)
         self._running.append(name)
 
-    def finish_evaluations(self, step: int) -> None:
-        """Waits for all open evaluations, so that each result belongs to one version."""
+    def finish_evaluations(self, step: int, leave: Leave) -> None:
+        """Waits for all open evaluations, so that each result belongs to one version; not when asked to leave."""
         while self._running:
             name = self._running.pop(0)
-            values = evaluation_metrics(self.intake.evaluation_result(name, self.recipe.learner.wait_timeout_s))
+            try:
+                result = self.intake.evaluation_result(name, self.recipe.learner.wait_timeout_s, leave)
+            except Interrupted:
+                return
+            values = evaluation_metrics(result)
             self.results[name] = values
             kind = "eval_greedy" if name.startswith("greedy") else "eval"
             self.metrics.scalars(step, {f"{kind}/{key}": value for key, value in values.items()})
@@ -197,8 +205,12 @@ class Desk:
         (self.run_dir / "result.json").write_text(json.dumps(result.as_dict()) + "\n")
         return result
 
-    def close(self, reason: str, *, failed: bool) -> None:
-        self.intake.stop(reason, failed=failed)
+    def close(self, farewell: Stop | None) -> None:
+        """Tells the actors that the run is over; None = they are to wait for the learner's return."""
+        if farewell is None:
+            self.intake.go_silently()
+        else:
+            self.intake.stop(farewell.reason, failed=farewell.failed)
         self.metrics.close()
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from learner.leave import Leave
 from learner.reception import Reception, Rejects
 from learner.samples import SampleSource
 from learner.tickets import BookSettings, EvaluationResult, TicketBook
@@ -36,6 +37,12 @@ TICK_S = 0.2
 FAREWELL_S = 2.0
 MESSAGES_PER_TICK = 256
 NAMED_ACTORS = 8
+POLL_S = 0.5
+SAY_EVERY_S = 30.0
+
+
+class Interrupted(Exception):
+    """The learner was asked to leave while it waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class Intake:
         self._group_staleness = Distribution()
         self._played_s = Distribution()
         self._stop: Stop | None = None
+        self._silent = False
         self._failure: BaseException | None = None
         self._wake_receive, self._wake_send = socket.socketpair()
         self._wake_receive.setblocking(False)
@@ -103,12 +111,13 @@ class Intake:
             self._book.version = version
         self._wake()
 
-    def next_batch(self, num_groups: int, timeout_s: float) -> Batch:
+    def next_batch(self, num_groups: int, timeout_s: float, leave: Leave | None = None) -> Batch:
         """The oldest `num_groups` groups; they count as trained now, and `commit` follows when they are.
 
-        TimeoutError: it names whom it waited for.
+        TimeoutError: it names whom it waited for. Interrupted: `leave` has become true.
         """
-        batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, f"no batch of {num_groups} groups")
+        what = f"no batch of {num_groups} groups"
+        batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, what, leave)
         with self._changed:
             self._measure(batch, self._book.version)
         self._wake()  # a group that was too old makes room for a new ticket
@@ -126,9 +135,10 @@ class Intake:
             self._book.evaluations.start(name, samples, sampling, group_size, self._book.version)
         self._wake()
 
-    def evaluation_result(self, name: str, timeout_s: float) -> EvaluationResult:
-        """Waits for all its tickets; can be asked for once. TimeoutError: it names whom it waited for."""
-        return self._wait(lambda: self._book.evaluations.result(name), timeout_s, f"no result of evaluation {name!r}")
+    def evaluation_result(self, name: str, timeout_s: float, leave: Leave | None = None) -> EvaluationResult:
+        """Waits for all its tickets; can be asked for once. Raises what `next_batch` raises."""
+        what = f"no result of evaluation {name!r}"
+        return self._wait(lambda: self._book.evaluations.result(name), timeout_s, what, leave)
 
     def engines(self) -> frozenset[str]:
         """The engines that the actors now here use."""
@@ -168,6 +178,12 @@ class Intake:
             values |= self._token_staleness.drain("staleness/token") | self._group_staleness.drain("staleness/group")
             return values | self._played_s.drain("actors/group_s")
 
+    def go_silently(self) -> None:
+        """Closes the socket; actors keep their groups and wait for another learner process."""
+        with self._changed:
+            self._silent = True
+        self.stop("the learner leaves")
+
     def stop(self, reason: str, *, failed: bool = False) -> None:
         """Tells all actors that the run is over, well or not, and closes the socket. May be called again."""
         with self._changed:
@@ -184,10 +200,12 @@ class Intake:
             self._played_s.add(group.played_s)
             self.max_staleness_seen = max(self.max_staleness_seen, int(ages.max()))
 
-    def _wait(self, ask: Callable[[], Answer | None], timeout_s: float, what: str) -> Answer:
-        deadline = time.monotonic() + timeout_s
+    def _wait(self, ask: Callable[[], Answer | None], timeout_s: float, what: str, leave: Leave | None) -> Answer:
+        started = said = time.monotonic()
         with self._changed:
             while True:
+                if leave:
+                    raise Interrupted
                 if self._failure is not None:
                     raise RuntimeError(f"the intake stopped: {self._failure}") from self._failure
                 if self._stop is not None:
@@ -196,10 +214,13 @@ class Intake:
                 answer = ask()
                 if answer is not None:
                     return answer
-                left = deadline - time.monotonic()
-                if left <= 0:
+                now = time.monotonic()
+                if now - started >= timeout_s:
                     raise TimeoutError(f"{what} within {timeout_s:g} s: {self._whom()}")
-                self._changed.wait(left)
+                if now - said >= SAY_EVERY_S:
+                    said = now
+                    self._log.info("%s since %.0f s: %s", what, now - started, self._whom())
+                self._changed.wait(min(POLL_S, started + timeout_s - now))
 
     def _whom(self) -> str:
         """One line: what is here, what is missing, and who has it."""
@@ -217,6 +238,8 @@ class Intake:
             parts.append(f"and {len(actors) - NAMED_ACTORS} more actors")
         if book.dropped:
             parts.append(f"dropped {dict(book.dropped)}, last {book.last_drop!r}")
+        if book.refused:
+            parts.append(f"refused {dict(book.refused)}")
         if self._reception.rejects.counts:
             parts.append(f"rejected messages {dict(self._reception.rejects.counts)}")
         return "; ".join(parts)
@@ -233,7 +256,8 @@ class Intake:
         finally:
             with self._changed:
                 self._changed.notify_all()
-            self._part(self._stop or Stop(f"the learner failed: {self._failure}", failed=True))
+            if not self._silent:
+                self._part(self._stop or Stop(f"the learner failed: {self._failure}", failed=True))
             self._router.close()
             self._wake_receive.close()
             self._wake_send.close()

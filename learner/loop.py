@@ -19,6 +19,7 @@ from learner.batch import check_group
 from learner.checkpoint import Saver
 from learner.desk import Desk
 from learner.dist import Ranks
+from learner.leave import Leave, Left
 from learner.model import Policy, load_policy
 from learner.proof import Proof, ProofSettings
 from learner.publisher import Publisher, PublishSettings
@@ -36,8 +37,8 @@ from shared.vision import VisionSpec
 def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> RunResult | None:
     """Trains as the recipe says. Returns the run's summary on rank 0.
 
-    ValueError for what the user can mend (model, port, checkpoint) and for an engine that holds wrong weights;
-    TimeoutError when actors or engines stay away.
+    Left after SIGTERM or SIGINT; ValueError for what the user can mend (model, port, checkpoint) and for an engine
+    that holds wrong weights; TimeoutError when actors or engines stay away.
     """
     config = recipe.learner
     torch.set_num_threads(config.threads)
@@ -45,7 +46,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
     desk: Desk | None = None
     publisher: Publisher | None = None
     saver: Saver | None = None
-    complete = False
+    leave, complete = Leave(config.leave_timeout_s), False
     try:
         trainer = build_trainer(recipe, ranks)
         folder = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
@@ -61,8 +62,9 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
             desk = Desk(recipe, source, held_out, token_rules(trainer), check, restored.intake if restored else {})
         publisher = Publisher(trainer.policy, ranks, publish_settings(config), build_proof(recipe, trainer, ranks))
         saver = Saver(folder, trainer, ranks, recipe)
-        result = loop(recipe, ranks, trainer, publisher, saver, desk, restored.version if restored else 0)
-        saver.wait()
+        with leave:
+            result = loop(recipe, ranks, trainer, publisher, saver, desk, restored.version if restored else 0, leave)
+            saver.wait()
         complete = True
         return result
     finally:
@@ -71,7 +73,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
         if publisher is not None:
             publisher.close()  # the engines leave while the actors still keep them
         if desk is not None:
-            desk.close("the run is complete" if complete else "the learner failed", failed=not complete)
+            desk.close(leave.farewell(complete=complete))
         dist.close()
 
 
@@ -83,6 +85,7 @@ def loop(
     saver: Saver,
     desk: Desk | None,
     version: int,
+    leave: Leave,
 ) -> RunResult | None:
     config, evaluation = recipe.learner, recipe.eval
     log = get_logger(f"learner[{ranks.rank}]")
@@ -95,14 +98,18 @@ def loop(
                 desk.evaluate("greedy_before", greedy=True)
     last = False
     while not last:
-        groups = share(desk.batch() if desk else None, ranks)
+        groups = share(desk.batch(leave) if desk else None, ranks)
+        if not groups:  # rank 0 was asked to leave
+            saver.save(version, desk.state() if desk else {})
+            saver.wait()
+            raise Left(f"asked to leave; checkpoint of step {trainer.num_steps} written")
         values = trainer.step(groups, version)
         step = trainer.num_steps
         check_step(trainer, desk, groups)
         last = step == config.total_steps or dist.agree(bool(desk and desk.out_of_time()), ranks)
         if step % config.publish_every == 0 or last:
             if desk:
-                desk.finish_evaluations(step)
+                desk.finish_evaluations(step, leave)
             version += 1
             values |= publisher.publish(version, desk.intake.engines() if desk else ())
             if desk:
@@ -118,7 +125,7 @@ def loop(
     desk.evaluate("after")
     if evaluation.greedy:
         desk.evaluate("greedy_after", greedy=True)
-    desk.finish_evaluations(trainer.num_steps)
+    desk.finish_evaluations(trainer.num_steps, leave)
     log.info("%d steps, %d versions", trainer.num_steps, version)
     return desk.result(trainer.num_steps, version)
 
@@ -181,7 +188,7 @@ def token_rules(trainer: Trainer) -> TokenRules:
 
 
 def share(groups: Sequence[Group] | None, ranks: Ranks) -> Sequence[Group]:
-    """Rank 0's groups on every rank, as the wire's frames."""
+    """Rank 0's groups on every rank, as the wire's frames; none = it was asked to leave."""
     if ranks.size == 1:
         assert groups is not None
         return groups
@@ -193,6 +200,8 @@ def share(groups: Sequence[Group] | None, ranks: Ranks) -> Sequence[Group]:
     received = dist.broadcast_frames(frames, ranks)
     if groups is not None:
         return groups
+    if not received[0]:
+        return ()
     rest = iter(received[1:])
     sizes = torch.frombuffer(bytearray(received[0]), dtype=torch.int64).tolist()
     decoded = [decode([next(rest) for _ in range(size)]) for size in sizes]

@@ -16,7 +16,7 @@ class Verdict(StrEnum):
     ACCEPTED = "accepted"
     AGAIN = "again"  # this actor's group is here already and waits for its step
     DUPLICATE = "duplicate"  # another actor was faster, or the ticket is closed
-    OUTDATED = "outdated"  # from a version, or of a ticket, that a restart has undone; the ticket is played again
+    OUTDATED = "outdated"  # of weights, or of a ticket, that a restart has undone; the ticket is played again
     UNKNOWN = "unknown"  # no ticket of this run
     DROPPED = "dropped"  # refused for its content; the ticket is closed (training) or played again (evaluation)
 
@@ -89,19 +89,11 @@ def number_of(ticket_id: str) -> tuple[int, str]:
     return (int(number) if number.isdecimal() and len(number) < 19 else -1), nonce
 
 
-def fault(
-    group: Group, ticket: Ticket, version: PolicyVersion, refuse: Callable[[Group], str] | None = None
-) -> tuple[str, str] | None:
-    """Why a group of `ticket` is of no use to a learner at `version`: reason and detail; None = it is of use.
-
-    Engines may be one version ahead: they resume before the learner hears of it.
-    """
+def fault(group: Group, ticket: Ticket, refuse: Callable[[Group], str] | None = None) -> tuple[str, str] | None:
+    """Why a group of `ticket` is of no use to the learner: reason and detail; None = it is of use."""
     size = len(group.trajectories)
     if size != ticket.group_size:
         return "wrong_group_size", f"{size} trajectories for a group of {ticket.group_size}"
-    newest = newest_version(group)
-    if newest > version + 1:
-        return "future_version", f"tokens of version {newest}, the learner is at {version}"
     if ticket.evaluation:
         return None
     if any(t.trainable for t in group.trajectories):

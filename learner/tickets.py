@@ -179,11 +179,12 @@ class TicketBook:
         if entry.group is not None:
             return Verdict.AGAIN
         past = self._pasts.get(number_of(group.ticket_id)[1])
-        if past is not None and newest_version(group) > past.version:
+        last = past.version if past is not None else self.version + 1  # engines resume before the learner hears of it
+        if newest_version(group) > last:
             self._leases.release(entry, actor)
             self.refused[Verdict.OUTDATED] += 1
             return Verdict.OUTDATED
-        wrong = fault(group, entry.ticket, self.version, self.settings.refuse)
+        wrong = fault(group, entry.ticket, self.settings.refuse)
         if wrong:
             return self.reject(group.ticket_id, *wrong)
         self._leases.close(entry)
@@ -211,11 +212,9 @@ class TicketBook:
 
     def _refuse(self, ticket_id: str) -> Verdict:
         number, nonce = number_of(ticket_id)
-        past = self._pasts.get(nonce)
-        if past is not None:
+        verdict = Verdict.DUPLICATE if nonce == self.nonce else Verdict.UNKNOWN
+        if past := self._pasts.get(nonce):
             verdict = Verdict.DUPLICATE if 0 <= number < past.issued else Verdict.OUTDATED
-        else:
-            verdict = Verdict.DUPLICATE if nonce == self.nonce else Verdict.UNKNOWN
         self.refused[verdict.value] += 1
         return verdict
 

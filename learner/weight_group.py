@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -31,6 +32,7 @@ class Membership:
         self._members: tuple[str, ...] = ()
         self._group: WeightGroup | None = None
         self._generation = 0
+        self._nonce = os.urandom(4).hex()  # an engine may still hold the groups of a learner that was killed
 
     def group_of(self, members: Mapping[str, EngineTraits]) -> WeightGroup:
         """The group with exactly these engines. Failures names who did not join."""
@@ -39,7 +41,7 @@ class Membership:
         self.leave()
         self._generation += 1
         size = 1 + sum(traits.num_ranks for traits in members.values())
-        group = WeightGroup(f"pronk_weights_{self._generation}", size, self.backend, self.timeout_s)
+        group = WeightGroup(f"pronk_weights_{self._nonce}_{self._generation}", size, self.backend, self.timeout_s)
         self._members, self._group = tuple(members), group
         joins: dict[str, Callable[[], Any]] = {}
         rank = 1

@@ -79,7 +79,9 @@ class ActorConfig(Section):
     learner: str = Field("tcp://127.0.0.1:5555", description="address of the learner's ticket socket")
     processes: int = Field(1, gt=0, description="actor processes that launch/actors.py starts")
     groups: int = Field(16, gt=0, description="groups that one process plays at once")
-    connect_timeout_s: float = Field(60.0, gt=0, description="how long an actor waits for the learner")
+    connect_timeout_s: float = Field(60.0, gt=0, description="how long an actor waits for the learner at first")
+    reconnect_timeout_s: float = Field(600.0, gt=0, description="how long it waits for a learner that has gone silent")
+    max_restarts: int = Field(10, ge=0, description="times within an hour that one actor process is started again")
     heartbeat_s: float = Field(2.0, gt=0, description="seconds between an actor's signs of life")
 
 

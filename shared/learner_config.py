@@ -99,4 +99,5 @@ class LearnerConfig(Section):
     wait_timeout_s: float = Field(
         600.0, gt=0, description="longest time without groups, or without any engine that takes weights"
     )
+    leave_timeout_s: float = Field(25.0, gt=0, description="after SIGTERM: longest time to a checkpoint and the end")
     resume: str = Field("auto", description="auto, never, or a checkpoint folder")

@@ -56,4 +56,5 @@ def start_intake(tmp: Path, *, address: str = "tcp://127.0.0.1:*", timeout_s: fl
 
 def actor_settings(learner: str, name: str = "a", **changes: object) -> ActorSettings:
     fields = {"name": name, "learner": learner, "engine_urls": (f"http://engine-of-{name}",), "rules": RULES}
-    return ActorSettings(**(fields | {"groups": 3, "heartbeat_s": 0.1, "connect_timeout_s": 5.0} | changes))  # type: ignore[arg-type]
+    waits = {"heartbeat_s": 0.1, "connect_timeout_s": 5.0, "reconnect_timeout_s": 5.0}
+    return ActorSettings(**(fields | waits | {"groups": 3} | changes))  # type: ignore[arg-type]

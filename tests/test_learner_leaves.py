@@ -1,0 +1,100 @@
+"""A learner that is asked to leave or killed, and returns: its actors wait for it and keep their groups."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from learner.leave import Leave
+from shared.types import Stop
+from tests.test_end_to_end import RECIPE, metrics, places
+
+FIELDS = {"learner.total_steps": 24, "learner.checkpoint_every": 4, "learner.resume": "auto", "eval.samples": 0}
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen]]:
+    processes: list[subprocess.Popen] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(20)
+
+
+def launch(script: str, arguments: list[str], started: list[subprocess.Popen]) -> subprocess.Popen:
+    command = [sys.executable, f"launch/{script}.py", "--config", RECIPE, *arguments]
+    started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+    return started[-1]
+
+
+def steps(tmp_path: Path) -> list[int]:
+    if not (tmp_path / "colour_tiny" / "metrics.jsonl").exists():
+        return []
+    return [row["step"] for row in metrics(tmp_path) if "rollout/reward" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_learner_that_went_resumes_with_the_actors_that_waited(
+    tmp_path: Path, started: list[subprocess.Popen], number: signal.Signals
+) -> None:
+    arguments = places(tmp_path, **FIELDS)
+    actors = launch("actors", arguments, started)
+    learner = launch("learner", arguments, started)
+    deadline = time.monotonic() + 120
+    while len(steps(tmp_path)) < 6:
+        assert learner.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    learner.send_signal(number)
+    assert learner.wait(30) == (130 if number is signal.SIGTERM else -9)
+    done = steps(tmp_path)[-1]
+    kept = sorted((tmp_path / "colour_tiny" / "checkpoints").glob("step_*"))[-1]
+    if number is signal.SIGTERM:
+        assert kept.name == f"step_{done:08d}"
+    assert actors.poll() is None
+    again = launch("learner", arguments, started)
+    assert again.wait(150) == 0
+    assert actors.wait(60) == 0
+    first = int(kept.name.removeprefix("step_"))
+    assert steps(tmp_path)[-(24 - first) :] == list(range(first + 1, 25))
+    last = metrics(tmp_path)[-1]
+    assert json.loads((tmp_path / "colour_tiny" / "result.json").read_text())["optimizer_steps"] == 24
+    assert last["tickets/trained"] == 24 * 16
+    assert last["tickets/issued"] == last["tickets/trained"] + last["tickets/dropped"] + last["tickets/open"]
+
+
+def test_what_actors_are_told_depends_on_how_the_learner_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = Leave(60.0)
+    assert leave.farewell(complete=True) == Stop("the run is complete")
+    assert leave.farewell(complete=False) == Stop("the learner failed", True)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert leave.farewell(complete=False) is None
+    with leave:
+        signal.raise_signal(signal.SIGTERM)
+        assert leave
+    assert leave.farewell(complete=False) is None
+    with Leave(60.0) as other:
+        signal.raise_signal(signal.SIGINT)
+    assert other.farewell(complete=False) == Stop("the learner was stopped by SIGINT", True)
+
+
+def test_a_learner_that_does_not_leave_in_time_is_ended() -> None:
+    code = """
+import signal, time
+from learner.leave import Leave
+with Leave(0.2):
+    signal.raise_signal(signal.SIGTERM)
+    time.sleep(30)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert run.returncode == 1
+    assert "leave_timeout_s = 0.2" in run.stderr + run.stdout
