@@ -18,15 +18,11 @@ from learner.batch import Episode, Microbatch, pack
 from learner.model import Policy
 from learner.pictures import Pictures
 from shared.types import Image
-from shared.vision import expand, mrope_positions
+from shared.vision import VisionSpec, expand, mrope_positions
 
 NUM_WATCHED = 16
-SIDE = 256  # pixels: within the bounds of every model's image processor
 BAN = -100.0
-MESSAGES = [
-    {"role": "system", "content": "Describe what you see."},
-    {"role": "user", "content": [{"type": "text", "text": "Which colour is next?"}, {"type": "image"}]},
-]
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Which colour?"}, {"type": "image"}]}]
 
 
 class Canary:
@@ -37,7 +33,7 @@ class Canary:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
         self.token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        self.image = picture()
+        self.image = picture(policy.spec)
         allowed = np.setdiff1d(np.arange(policy.vlm.config.text_config.vocab_size), policy.banned_ids)
         self.watched = [int(allowed[i]) for i in np.linspace(0, len(allowed) - 1, NUM_WATCHED).round().astype(int)]
         self._batch = self._pack(Pictures(policy.spec), device)
@@ -97,9 +93,11 @@ class Canary:
         return dataclasses.replace(batch, predictors=batch.predictors.expand(len(watched)), target_ids=watched)
 
 
-def picture() -> Image:
-    """Smooth bands of colour: no two patches are alike."""
-    rows, columns = np.mgrid[:SIDE, :SIDE]
+def picture(spec: VisionSpec) -> Image:
+    """Smooth bands of colour, no two patches alike, in the smallest square that is not resized."""
+    unit = spec.patch_size * spec.merge_size
+    side = unit * max(2, math.ceil(math.sqrt(spec.min_pixels) / unit))
+    rows, columns = np.mgrid[:side, :side]
     waves = (np.sin(rows / 9), np.cos(columns / 13), np.sin((rows + columns) / 23))
     pixels = np.stack([127.5 + 127.5 * wave for wave in waves], axis=-1).astype(np.uint8)
     buffer = io.BytesIO()

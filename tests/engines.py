@@ -178,3 +178,27 @@ class JoiningEngine:
             thread.start()
         for thread in threads:
             thread.join(20)
+
+
+@contextmanager
+def sglang_process(folder: Path) -> Iterator[EngineProcess]:
+    """SGLang's server as a process of its own, on a free port, from the environment that `make sglang-env` builds."""
+    from launch.engines import engine_specs
+    from shared.config import load_recipe
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    fields = {"model.path": folder, "engine.kind": "sglang", "engine.port": port, "engine.start_timeout_s": 300}
+    arguments = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
+    spec = engine_specs(load_recipe(str(ROOT / "launch/recipes/colour_tiny.toml"), arguments))[0]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | spec.env
+    process = subprocess.Popen(
+        spec.command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_healthy(spec.url, 300.0)
+        yield EngineProcess(spec.url, process)
+    finally:
+        process.terminate()
+        process.wait(60)

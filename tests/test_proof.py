@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from engines import JoiningEngine, engine_process, says
 from test_publisher import FAST, move
 from vision_cache import check_no_stale_picture
@@ -83,7 +82,7 @@ def test_a_parameter_that_did_not_arrive_is_named_and_stops_the_run(folder, poli
 def test_an_engine_whose_checksums_lie_is_betrayed_by_the_canary(folder, policy, publisher):
     with running_engine(folder) as (url, app):
         app.updates.loader.load = lambda flat, entries: None
-        app.updates.loader.checksums = lambda skip: publisher.proof._own_checksums(torch.float32)
+        app.updates.loader.snapshot = lambda skip: list(publisher.proof._kept.items())
         move(policy, 0.05)
         with pytest.raises(WrongWeights, match=f"{url}, version 8: the canary prompt's logprobs are"):
             publisher.publish(8, [url])
@@ -114,7 +113,7 @@ def test_a_stale_picture_stops_the_run(folder, policy, ranks):
             return [cache[key] for key in keys]
 
         app.scheduler.runner.encode = encode
-        app.updates.loader.checksums = lambda skip: {}
+        app.updates.loader.snapshot = lambda skip: []
         with pytest.raises(WrongWeights, match="the canary prompt's logprobs are"):
             check_no_stale_picture(url, policy, str(folder), ranks, FAST)
 
@@ -128,7 +127,7 @@ def test_an_engine_that_gives_no_proof_is_counted_and_not_stopped(publisher, ans
 
 def test_a_server_without_checksums_is_proven_by_the_canary_alone(folder, policy, publisher):
     with running_engine(folder) as (url, app):
-        app.updates.loader.checksums = None  # an error 500
+        app.updates.loader.snapshot = None  # an error 500
         metrics = publisher.publish(1, [url])
         assert metrics["publish/canary_gap"] < 1e-4
         assert metrics["publish/checksum_skipped"] > 0

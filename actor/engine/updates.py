@@ -16,7 +16,8 @@ from torch import Tensor
 
 from actor.engine.http import Handler, HttpError
 from actor.engine.scheduler import Scheduler
-from actor.engine.weights import Entry, WeightLoader, broadcast, join_group, parse_entries
+from actor.engine.weights import Entry, WeightLoader, broadcast, join_group, parse_entries, raw_bytes
+from shared.weight_names import checksums
 
 log = logging.getLogger("engine")
 
@@ -139,5 +140,6 @@ class WeightUpdates:
         action, skip = body.get("action", "checksum"), body.get("skip_tensor_list") or []
         if action != "checksum":
             raise ValueError(f"action is {action!r}: use checksum")
-        found = await self._on_model(lambda: self.loader.checksums([str(part) for part in skip]))
+        taken = await self._on_model(lambda: self.loader.snapshot([str(part) for part in skip]))
+        found = await asyncio.to_thread(checksums, ((name, raw_bytes(values)) for name, values in taken))
         return {"success": True, "message": "Success.", "ranks": [{"checksums": found}]}

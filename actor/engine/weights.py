@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.weight_names import checksums, engine_name
+from shared.weight_names import engine_name
 
 MAX_BUCKET_BYTES = 8 * 2**30
 
@@ -113,10 +113,10 @@ class WeightLoader:
             raise ValueError(f"the model has no parameter {name!r}")
         return own.detach()[:limit].float().cpu().tolist()
 
-    def checksums(self, skip: Sequence[str]) -> dict[str, str]:
-        """Checksums by server name, of parameters whose server name holds none of the fragments."""
+    def snapshot(self, skip: Sequence[str]) -> list[tuple[str, Tensor]]:
+        """Copies of the parameters whose server name holds none of the fragments, in the model's order."""
         names = [name for name in self._own_names if not any(part in engine_name(name) for part in skip)]
-        return checksums((name, raw_bytes(self._parameters[name])) for name in names)
+        return [(name, self._parameters[name].detach().clone()) for name in names]
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
