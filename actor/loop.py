@@ -40,6 +40,8 @@ Play = Callable[[Ticket, int], Awaitable[Trajectory]]
 """Plays one episode of a ticket, given its index in the group. What goes wrong in it is an ending, not an exception."""
 
 RECONNECT_S = 0.1
+EXIT_USER_ERROR = 2  # of the process
+EXIT_NO_LEARNER = 3  # the learner is silent, has failed, or wants no such actor
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
 from actor.judges import EnvJudge, FunctionJudge, HttpJudge, Judge
-from actor.loop import ActorSettings, run_actor
+from actor.loop import EXIT_NO_LEARNER, EXIT_USER_ERROR, ActorSettings, run_actor
 from actor.render import Renderer
 from actor.rollout import EpisodeLimits, Player
 from envs.loader import load_env, load_function, load_module
@@ -35,7 +35,7 @@ def main() -> int:
         return asyncio.run(work(recipe, settings["index"], tuple(settings["engine_urls"])))
     except ValueError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
     except asyncio.CancelledError:
         return 0
 
@@ -64,7 +64,7 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
         sockets=SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages),
     )
     try:
-        return await run_actor(settings, player.play)
+        return EXIT_NO_LEARNER if await run_actor(settings, player.play) else 0
     finally:
         engines.close()
 

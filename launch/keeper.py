@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from actor.client import EngineClient, EngineError
 from launch.engine_check import ModelFacts, check_engine
 from launch.engines import EngineSpec, last_lines
 from launch.processes import Child, start, start_family
+from launch.restarts import Restarts, TooManyRestarts, how_it_ended
 from shared.log import get_logger
 
 LOG = get_logger("engines")
-HOUR_S = 3600.0
-FIRST_PAUSE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -25,45 +22,38 @@ class Engine:
     """One engine through all its restarts. `child` is None while it waits for the next one."""
 
     spec: EngineSpec
+    restarts: Restarts
     child: Child | None = None
     restart_at: float = 0.0
-    restarts: deque[float] = field(default_factory=deque)  # when, within the last hour
 
     def start(self) -> None:
         spec = self.spec
         if spec.log is None:
             self.child = start(spec.name, spec.command, env=spec.env)
         else:
-            self.child = start_family(spec.name, spec.command, spec.log, env=spec.env, fresh=not self.restarts)
+            fresh = len(self.restarts) == 0
+            self.child = start_family(spec.name, spec.command, spec.log, env=spec.env, fresh=fresh)
+        self.restarts.started()
 
     def how_it_ended(self) -> str:
         """Empty while it runs."""
-        code = None if self.child is None else self.child.process.poll()
-        if code is None:
-            return ""
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return how_it_ended(self.child)
 
-    def keep_alive(self, max_restarts: int) -> None:
-        """Starts an engine again that has ended, after a pause that doubles each time. EngineError when it has ended
-        more than `max_restarts` times within an hour."""
-        now = time.monotonic()
+    def keep_alive(self) -> None:
+        """Starts an engine again that has ended, as `Restarts` says. EngineError when it has ended too often."""
         if self.child is None:
-            if now >= self.restart_at:
+            if time.monotonic() >= self.restart_at:
                 self.start()
             return
         if not (how := self.how_it_ended()):
             return
         self.child.kill()  # what it left behind
-        while self.restarts and self.restarts[0] < now - HOUR_S:
-            self.restarts.popleft()
-        if len(self.restarts) >= max_restarts:
+        try:
+            pause_s = self.restarts.pause_s()
+        except TooManyRestarts as error:
             print(last_lines(self.spec.log), file=sys.stderr, flush=True)
-            raise EngineError(
-                f"{self.spec.name} {how}, after {len(self.restarts)} restarts within an hour (engine.max_restarts)"
-            )
-        pause_s = FIRST_PAUSE_S * 2 ** len(self.restarts)
-        self.restarts.append(now)
-        self.child, self.restart_at = None, now + pause_s
+            raise EngineError(f"{self.spec.name} {how}, {error} (engine.max_restarts)") from None
+        self.child, self.restart_at = None, time.monotonic() + pause_s
         LOG.warning("%s %s; starting it again in %g s; %s", self.spec.name, how, pause_s, last_lines(self.spec.log, 3))
 
 

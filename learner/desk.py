@@ -20,6 +20,7 @@ from learner.leave import Leave
 from learner.results import RunResult, evaluation_metrics, rollout_metrics
 from learner.samples import SampleSource
 from learner.step import episode_settings
+from learner.ticket_records import number_of
 from learner.tickets import BookSettings
 from shared.codec import TokenRules
 from shared.config import Recipe
@@ -119,10 +120,16 @@ class Desk:
         return limit > 0 and time.monotonic() - self._started > 60 * limit
 
     def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None:
-        """Writes one step's metrics; `values` are those of the trainer and the publisher."""
+        """Closes a step: acknowledgments, the ledger, metrics; `values` are those of the trainer and the publisher.
+
+        ledger.jsonl names the tickets that each step trained on; a step that stands there again has undone its
+        earlier lines and all that followed them.
+        """
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
         self.intake.commit()
+        with (self.run_dir / "ledger.jsonl").open("a") as ledger:
+            ledger.write(json.dumps({"step": step, "tickets": [number_of(g.ticket_id)[0] for g in groups]}) + "\n")
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)
         self._turns += turns
