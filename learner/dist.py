@@ -65,6 +65,13 @@ def make_mesh(device_type: str, size: int, shard_size: int) -> DeviceMesh:
     return init_device_mesh(device_type, (size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
+def gpu_bytes(ranks: Ranks) -> float | None:
+    """Memory of this rank's GPU; None on a CPU."""
+    if ranks.device.type != "cuda":
+        return None
+    return float(torch.cuda.get_device_properties(ranks.device).total_memory)
+
+
 def close() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

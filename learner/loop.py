@@ -21,6 +21,7 @@ from learner.desk import Desk
 from learner.dist import Ranks
 from learner.leave import Leave, Left
 from learner.model import Policy, load_policy
+from learner.plan import check_recipe
 from learner.proof import Proof, ProofSettings
 from learner.publisher import Publisher, PublishSettings
 from learner.results import RunResult
@@ -48,6 +49,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
     saver: Saver | None = None
     leave, complete = Leave(config.leave_timeout_s), False
     try:
+        check_recipe(recipe, ranks.size, dist.gpu_bytes(ranks))
         trainer = build_trainer(recipe, ranks)
         folder = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
         chosen = checkpoint.choose(folder, config.resume)

@@ -83,15 +83,26 @@ class TokenStats:
             "policy/advantage_rms": (total["advantage_sq"] / tokens) ** 0.5,
             "value/target_mean": total["vs"] / tokens,
         }
-        variance = total["vs_sq"] / tokens - (total["vs"] / tokens) ** 2
-        if variance > 1e-12:
-            unexplained = total["error_sq"] / tokens - (total["error"] / tokens) ** 2
-            result["value/explained_variance"] = 1.0 - unexplained / variance
+        if (explained := _explained_variance(total)) is not None:
+            result["value/explained_variance"] = explained
         for lag, row in zip(LAGS, table.tolist(), strict=True):
             part = dict(zip(COLUMNS, row, strict=True))
-            if part["tokens"]:
-                result[f"behaviour/logprob_gap/lag_{lag}"] = part["abs_gap"] / part["tokens"]
-                result[f"behaviour/ess/lag_{lag}"] = part["ratio"] ** 2 / (part["tokens"] * part["ratio_sq"])
-                result[f"policy/clip_fraction/lag_{lag}"] = part["clipped"] / part["tokens"]
-                result[f"tokens/lag_{lag}"] = part["tokens"]
+            if count := part["tokens"]:
+                result[f"tokens/lag_{lag}"] = count
+                result[f"behaviour/logprob_gap/lag_{lag}"] = part["abs_gap"] / count
+                result[f"behaviour/kl/lag_{lag}"] = part["kl"] / count
+                result[f"behaviour/ratio_mean/lag_{lag}"] = part["ratio"] / count
+                result[f"behaviour/ess/lag_{lag}"] = part["ratio"] ** 2 / (count * part["ratio_sq"])
+                result[f"policy/clip_fraction/lag_{lag}"] = part["clipped"] / count
+                if (explained := _explained_variance(part)) is not None:
+                    result[f"value/explained_variance/lag_{lag}"] = explained
         return result
+
+
+def _explained_variance(sums: dict[str, float]) -> float | None:
+    """1 - Var(vs - V) / Var(vs); None where all targets are equal."""
+    tokens = sums["tokens"]
+    variance = sums["vs_sq"] / tokens - (sums["vs"] / tokens) ** 2
+    if variance <= 1e-12:
+        return None
+    return 1.0 - (sums["error_sq"] / tokens - (sums["error"] / tokens) ** 2) / variance

@@ -5,7 +5,6 @@ Shape suffixes: N = sampled tokens of one microbatch.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,8 @@ from learner.model import Policy, PolicyOutput
 from learner.objectives import OBJECTIVES, Tokens
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
 from learner.pictures import Pictures
+from learner.shapes import shape_of
+from learner.speed import Clock, speed
 from learner.stats import TokenStats, loss_columns
 from shared.config import LearnerConfig
 from shared.types import Group, PolicyVersion
@@ -53,6 +54,7 @@ class Trainer:
         self.num_skipped = 0
         self.num_bad_in_a_row = 0  # steps without a finite loss and gradient
         self.scale = RunningScale(config)
+        self._shape = shape_of(policy.vlm.config.to_dict())
         self._per_episode = config.aggregation == "sequence_mean"
 
     def step(self, groups: Sequence[Group], version: PolicyVersion) -> dict[str, float]:
@@ -60,7 +62,7 @@ class Trainer:
 
         A step without a trainable token, or with a non-finite loss or gradient, changes no weight and is counted.
         """
-        clock = Clock()
+        clock = Clock(self.ranks.device)
         episodes = make_episodes(groups, self.pictures, episode_settings(self.config))
         num_tokens = sum(len(e.targets) for e in episodes)
         microbatches = self._plan(episodes)
@@ -68,9 +70,11 @@ class Trainer:
         divisor = max(len(episodes) if self._per_episode else num_tokens, 1)
         clock.lap("prepare")
         stats = TokenStats(self.ranks.device)
+        flops = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         self.optimizer.zero_grad()
         for chosen in microbatches:
             batch = self._pack([episodes[i] for i in chosen])
+            flops += self._flops(batch)
             clock.lap("prepare")
             output = self.policy(batch, self.temperature)
             loss = self._loss(batch, output, version, divisor, scale, stats)
@@ -78,18 +82,25 @@ class Trainer:
             loss.backward()
             clock.lap("backward")
         all_sum(stats.sums, self.ranks)
+        all_sum(flops, self.ranks)
         metrics = stats.metrics()
         norm, lr = self._update(num_tokens, sound=bool(np.isfinite(metrics.get("loss/policy", 0.0))))
         self.scale.follow(metrics.get("policy/advantage_rms", 0.0))
         clock.lap("optimizer")
         lengths = [e.num_tokens for e in episodes]
-        metrics |= clock.metrics()
+        metrics |= clock.metrics() | speed(float(flops), clock.total, self.ranks)
         metrics |= {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(self.num_skipped)}
         metrics["optim/bad_steps_in_a_row"] = float(self.num_bad_in_a_row)
         metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_tokens)}
         metrics |= {"batch/tokens": float(sum(lengths)), "batch/microbatches": float(len(microbatches))}
         metrics["speed/tokens_per_s"] = sum(lengths) / max(clock.total, 1e-9)
         return metrics
+
+    def _flops(self, batch: Microbatch) -> float:
+        """Of forward and backward; 0 for a model whose sizes are not known."""
+        if self._shape is None or batch.empty:
+            return 0.0
+        return 3 * self._shape.forward_flops(batch.lengths, batch.picture_lengths, batch.num_tokens)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides parameters and optimizer."""
@@ -175,23 +186,3 @@ def episode_settings(config: LearnerConfig) -> EpisodeSettings:
         mask_overlong=config.overlong == "mask",
         overlong_penalty=config.overlong_penalty if config.overlong == "penalise" else 0.0,
     )
-
-
-class Clock:
-    """Seconds by name, and their sum."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
-        self._last = now
-
-    @property
-    def total(self) -> float:
-        return sum(self._seconds.values())
-
-    def metrics(self) -> dict[str, float]:
-        return {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}

@@ -166,8 +166,25 @@ def test_metrics_are_split_by_version_lag(policy, spec, ranks):
     metrics = Trainer(policy, LearnerConfig(), ranks).step(groups, version=5)
     tokens = metrics["tokens/lag_0"] + metrics["tokens/lag_1"]
     assert tokens == metrics["batch/sampled_tokens"] and "tokens/lag_2" not in metrics
+    names = (
+        "behaviour/kl",
+        "behaviour/ratio_mean",
+        "behaviour/ess",
+        "policy/clip_fraction",
+        "value/explained_variance",
+    )
+    assert all(f"{name}/lag_{lag}" in metrics for name in names for lag in (0, 1))
     assert metrics["behaviour/logprob_gap"] < 1e-4
     assert metrics["behaviour/ess"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_the_time_of_a_step_is_split_and_its_operations_are_counted(policy, spec, ranks):
+    metrics = Trainer(policy, LearnerConfig(), ranks).step(random_groups(spec, 2), version=0)
+    parts = [metrics[f"time/{name}_s"] for name in ("prepare", "forward", "backward", "optimizer")]
+    assert min(parts) > 0
+    flops = metrics["speed/tflops_per_rank"] * 1e12 * sum(parts)
+    assert flops > 6 * 1e5 * metrics["batch/tokens"]  # the model has more than 100,000 parameters in its layers
+    assert "speed/mfu" not in metrics  # a CPU has no known peak
 
 
 def test_temperature_zero_cannot_be_trained_on(policy, ranks):

@@ -1,0 +1,244 @@
+"""Will it fit? Bytes per rank by kind, from a model's sizes alone: no weights, no GPU.
+
+python -m learner.plan --model Qwen3-VL-8B --gpus 8 --gpu-memory 141
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from learner.shapes import PUBLISHED, Shape, find, shape_of
+from shared.config import Recipe
+
+FP32 = 4
+ADAMW_STATES = 2  # float32 each
+RESERVED_FRACTION = 0.06  # of a GPU: context, communication buffers, what the allocator cannot use
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the sizes of a run depend on, besides the model; the names are those of a recipe."""
+
+    gpus: int = 1
+    shard_size: int = 0  # ranks that share one copy; 0 = all
+    dtype_bytes: int = 2  # of forward and backward
+    microbatch_tokens: int = 16384
+    visual_share: float = 0.5  # of the tokens, those of pictures
+    sampled_share: float = 0.5  # of the tokens, those that are trained on
+    logits_bytes: float = 14e9  # what the fused log-probability may hold of logits
+    activation_checkpointing: bool = False
+    offload: bool = False
+    reference: bool = False
+    freeze: tuple[str, ...] = ()
+
+    @property
+    def shards(self) -> int:
+        return self.shard_size or self.gpus
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP holds float32 shards and gathers copies of `dtype_bytes`."""
+        return self.gpus > 1 or self.dtype_bytes != FP32 or self.offload
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank at the peak, by kind."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+    gathered: float  # whole blocks and the output head while they are computed
+    activations: float  # what the forward of one microbatch keeps for its backward
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+def memory(shape: Shape, setting: Setting) -> Memory:
+    """Of one rank on its device."""
+    trained = shape.parameters
+    trained -= shape.vision_parameters if "vision" in setting.freeze else 0
+    trained -= shape.projector_parameters if "projector" in setting.freeze else 0
+    here = 0.0 if setting.offload else FP32 / setting.shards
+    weights, gradients = here * shape.parameters, here * trained
+    rows = setting.microbatch_tokens * setting.sampled_share
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=ADAMW_STATES * gradients,
+        reference=weights if setting.reference else 0.0,
+        gathered=_gathered(shape, setting) if setting.sharded else 0.0,
+        activations=activations(shape, setting),
+        logits=min(setting.logits_bytes, FP32 * rows * shape.vocab_size),
+    )
+
+
+def _gathered(shape: Shape, setting: Setting) -> float:
+    """Copies of two neighbouring blocks and of all that is in no block; the gradients of one block and of the rest."""
+    layer = shape.layer_parameters(sparse=shape.num_dense_layers < shape.num_layers)
+    rest = shape.head_parameters * (1 if shape.tied else 2) + shape.projector_parameters
+    return setting.dtype_bytes * (3 * layer + 2 * rest)
+
+
+def activations(shape: Shape, setting: Setting) -> float:
+    """Bytes that one microbatch's forward keeps for its backward."""
+    kept: float
+    text, patches = setting.microbatch_tokens, setting.microbatch_tokens * setting.visual_share * shape.merge
+    per_token = _layer_bytes(shape, setting.dtype_bytes)
+    per_patch = _block_bytes(shape, setting.dtype_bytes)
+    if setting.activation_checkpointing:  # the inputs of all, and one at a time in full
+        kept = shape.num_layers * shape.hidden_size * setting.dtype_bytes * text
+        kept += shape.vision_depth * shape.vision_hidden * setting.dtype_bytes * patches
+        kept += max(per_token * text, per_patch * patches)
+    else:
+        kept = shape.num_layers * per_token * text + shape.vision_depth * per_patch * patches
+    ends = _norm_bytes(shape.hidden_size, setting.dtype_bytes) * text  # the last norm
+    ends += shape.hidden_size * setting.dtype_bytes * (setting.sampled_share + 1) * text  # its rows; the embeddings
+    merged = setting.dtype_bytes * 4 * (1 + shape.num_deepstack) * shape.vision_hidden
+    return kept + ends + (merged + FP32 * shape.patch_values / 2) * patches
+
+
+def _norm_bytes(size: int, dtype_bytes: int) -> float:
+    """Of one RMSNorm a token: its input widened to float32, the normalised input, and its result."""
+    return size * (FP32 + 2 * dtype_bytes)
+
+
+def _layer_bytes(shape: Shape, dtype_bytes: int) -> float:
+    """Of one decoder layer a token (the mean over its layers, where some have experts)."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = 2 * _norm_bytes(shape.hidden_size, dtype_bytes) + _norm_bytes(q + kv, dtype_bytes)
+    attention += dtype_bytes * (kv + 2 * q) + FP32 * shape.num_heads
+    dense = dtype_bytes * 4 * shape.intermediate_size
+    routed = shape.experts_per_token * dtype_bytes * (2 * shape.hidden_size + 4 * shape.expert_size)
+    sparse_share = 1 - shape.num_dense_layers / shape.num_layers
+    return attention + (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * shape.num_experts)
+
+
+def _block_bytes(shape: Shape, dtype_bytes: int) -> float:
+    """Of one vision block a patch."""
+    return dtype_bytes * (11 * shape.vision_hidden + 2 * shape.vision_intermediate)
+
+
+def check(shape: Shape, setting: Setting, gpu_bytes: float, name: str) -> Memory:
+    """ValueError, with the numbers and what would help, if it does not fit."""
+    need = memory(shape, setting)
+    room = gpu_bytes * (1 - RESERVED_FRACTION)
+    if need.total > room:
+        parts = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in asdict(need).items() if size >= 5e7)
+        raise ValueError(
+            f"{name} does not fit: a rank needs {need.total / 1e9:.1f} GB ({parts}), a GPU of {gpu_bytes / 1e9:.0f} GB "
+            f"has room for {room / 1e9:.1f}; {_cure(shape, setting, room)}"
+        )
+    return need
+
+
+def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> None:
+    """Before anything is loaded. ValueError: a context longer than the model's or, with `gpu_bytes`, what cannot fit.
+
+    A model whose sizes are not known here passes.
+    """
+    path, learner = recipe.model.path, recipe.learner
+    file = Path(path) / "config.json"
+    shape = shape_of(json.loads(file.read_text())) if file.exists() else None
+    if shape is None:
+        return
+    if recipe.model.max_context > shape.max_context:
+        raise ValueError(
+            f"model.max_context = {recipe.model.max_context} is longer than the context of {path}, which is "
+            f"{shape.max_context} tokens; lower it"
+        )
+    if gpu_bytes is not None:
+        setting = Setting(
+            gpus=num_ranks,
+            shard_size=learner.shard_size,
+            dtype_bytes=2 if recipe.model.dtype == "bfloat16" else FP32,
+            microbatch_tokens=max(learner.microbatch_tokens, recipe.model.max_context),
+            logits_bytes=0.1 * gpu_bytes,
+            activation_checkpointing=learner.activation_checkpointing,
+            offload=learner.offload,
+            reference=learner.kl_coef != 0,
+            freeze=learner.freeze,
+        )
+        check(shape, setting, gpu_bytes, path)
+
+
+def _cure(shape: Shape, setting: Setting, room: float) -> str:
+    """The first change that would make it fit."""
+    if not setting.activation_checkpointing:
+        if memory(shape, replace(setting, activation_checkpointing=True)).total <= room:
+            return "set learner.activation_checkpointing = true"
+        setting = replace(setting, activation_checkpointing=True)
+    tokens = setting.microbatch_tokens
+    while tokens > 2048:
+        tokens //= 2
+        if memory(shape, replace(setting, microbatch_tokens=tokens)).total <= room:
+            return f"set learner.activation_checkpointing = true and learner.microbatch_tokens = {tokens}"
+    gpus = setting.gpus
+    while gpus < 1 << 14:
+        gpus *= 2
+        if memory(shape, replace(setting, gpus=gpus, shard_size=0)).total <= room:
+            return f"set learner.activation_checkpointing = true and use {gpus} GPUs"
+    return "set learner.offload = true, or use larger GPUs"
+
+
+def report(name: str, shape: Shape, setting: Setting, gpu_bytes: float) -> tuple[str, bool]:
+    """A table for people, and whether it fits."""
+    need, room = memory(shape, setting), gpu_bytes * (1 - RESERVED_FRACTION)
+    parts = {"text": shape.text_parameters, "vision": shape.vision_parameters, "projector": shape.projector_parameters}
+    lines = [f"{name}: {shape.parameters / 1e9:.3f} B parameters"]
+    lines[0] += f" ({', '.join(f'{part} {count / 1e9:.3f}' for part, count in parts.items())})"
+    lines.append(
+        f"{setting.gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, {setting.shards} a copy; "
+        f"{setting.microbatch_tokens} tokens a microbatch, {setting.visual_share:.0%} of them pictures"
+    )
+    lines += [f"  {kind:<12}{size / 1e9:>10.2f} GB" for kind, size in asdict(need).items()]
+    lines.append(f"  {'total':<12}{need.total / 1e9:>10.2f} GB a rank, of {room / 1e9:.1f} that it may use")
+    fits = need.total <= room
+    lines.append("  fits" if fits else f"  does not fit: {_cure(shape, setting, room)}")
+    return "\n".join(lines), fits
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help=f"a folder, or {', '.join(PUBLISHED)}; left out: all of these")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpu-memory", type=float, default=141, help="of one GPU, in GB")
+    parser.add_argument("--shard-size", type=int, default=0, help="GPUs that share one copy; 0 = all")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of forward and backward")
+    parser.add_argument("--microbatch-tokens", type=int, default=16384)
+    parser.add_argument("--activation-checkpointing", action="store_true")
+    parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--freeze", nargs="*", choices=("vision", "projector"), default=())
+    options = parser.parse_args(argv)
+    setting = Setting(
+        gpus=options.gpus,
+        shard_size=options.shard_size,
+        dtype_bytes=2 if options.dtype == "bfloat16" else FP32,
+        microbatch_tokens=options.microbatch_tokens,
+        logits_bytes=options.gpu_memory * 1e8,
+        activation_checkpointing=options.activation_checkpointing,
+        offload=options.offload,
+        freeze=tuple(options.freeze),
+    )
+    try:
+        if options.gpus < 1 or options.gpus % setting.shards:
+            raise ValueError(f"--shard-size {setting.shards} does not divide --gpus {options.gpus}")
+        names = [options.model] if options.model else list(PUBLISHED)
+        reports = [report(name, find(name), setting, options.gpu_memory * 1e9) for name in names]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n\n".join(text for text, _ in reports))
+    return 0 if all(fits for _, fits in reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""The plan's sizes against models of transformers, and against what a forward really keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from episodes import random_trajectory
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+
+import learner.linear
+from learner import plan
+from learner.batch import EpisodeSettings, make_episode, pack
+from learner.model import Policy, load_policy
+from learner.pictures import Pictures
+from learner.plan import Setting, activations, check, memory, report
+from learner.shapes import PUBLISHED, find, shape_of
+from learner.sharding import prepare
+from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe
+from shared.vision import VisionSpec
+from tiny import tiny_model_dir
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), hidden=128, layers=4)
+
+
+@pytest.fixture(scope="module")
+def spec(folder):
+    return VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20)
+
+
+def published_config(name):
+    """A config of transformers' with the table's sizes."""
+    shape = PUBLISHED[name]
+    text = {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size,
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_size,
+        "max_position_embeddings": shape.max_context,
+    }
+    vision = {
+        "depth": shape.vision_depth,
+        "hidden_size": shape.vision_hidden,
+        "intermediate_size": shape.vision_intermediate,
+        "out_hidden_size": shape.hidden_size,
+        "num_position_embeddings": shape.vision_positions,
+        "deepstack_visual_indexes": [5, 11, 17],
+    }
+    kind = Qwen3VLMoeConfig if shape.num_experts else Qwen3VLConfig
+    return kind(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameters_of_a_published_model_are_those_that_transformers_builds(name):
+    config = published_config(name)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    model.tie_weights()
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name].parameters
+    assert shape_of(config.to_dict()) == dataclasses.replace(
+        PUBLISHED[name], num_experts=shape_of(config.to_dict()).num_experts
+    )
+
+
+def test_the_published_totals_are_the_known_ones():
+    totals = {name: round(shape.parameters / 1e9, 2) for name, shape in PUBLISHED.items()}
+    assert list(totals.values()) == [2.13, 4.44, 8.77, 31.07, 235.67]
+
+
+def moe_policy(folder, spec):
+    config = Qwen3VLMoeConfig.from_dict(load_policy(str(folder), spec).vlm.config.to_dict())
+    text = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    for name, value in text.items():
+        setattr(config.text_config, name, value)
+    config.model_type = "qwen3_vl_moe"
+    return Policy(Qwen3VLMoeForConditionalGeneration(config), spec), shape_of(config.to_dict())
+
+
+def packed(spec):
+    pictures = Pictures(spec)
+    trajectories = [random_trajectory(spec, seed, turn_tokens=(20, 40)) for seed in range(6)]
+    return pack(
+        [make_episode(t, 0.0, pictures, EpisodeSettings()) for t in trajectories], pictures, torch.device("cpu")
+    )
+
+
+def setting_of(batch, **changes):
+    tokens, patches = batch.input_ids.shape[1], len(batch.patches)
+    shares = {"visual_share": patches / 4 / tokens, "sampled_share": batch.num_tokens / tokens}
+    return Setting(dtype_bytes=4, microbatch_tokens=tokens, **shares, **changes)
+
+
+def kept_bytes(policy, batch) -> int:
+    """Distinct memory that the forward keeps for the backward, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that its place is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = policy.train()(batch, 1.0)
+    del output
+    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, spec, experts):
+    policy, shape = load_policy(str(folder), spec), find(str(folder))
+    if experts:
+        policy, shape = moe_policy(folder, spec)
+    assert sum(p.numel() for p in policy.vlm.parameters()) == shape.parameters
+    batch = packed(spec)
+    assert activations(shape, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
+
+
+def test_planned_weights_gradients_and_optimizer_state_are_what_a_trainer_holds(folder, spec):
+    policy, need = load_policy(str(folder), spec), memory(find(str(folder)), Setting(dtype_bytes=4))
+    optimizer = torch.optim.AdamW(policy.vlm.parameters(), fused=True)
+    for p in policy.vlm.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    parameters = list(policy.vlm.parameters())
+    assert need.weights == sum(p.nbytes for p in parameters)
+    assert need.gradients == sum(p.grad.nbytes for p in parameters)
+    states = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    assert need.optimizer == pytest.approx(states, rel=0.01)
+
+
+def test_counted_operations_are_those_of_the_forward(folder, spec, monkeypatch):
+    monkeypatch.setattr(learner.linear, "_HAS_ONEDNN", False)  # its products are not counted by torch
+    policy, batch, shape = load_policy(str(folder), spec), packed(spec), find(str(folder))
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+        policy(batch, 1.0)
+    names = ("mm", "addmm", "bmm", "baddbmm")
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).split(".")[-1] in names)
+    planned = shape.forward_flops(batch.lengths, batch.picture_lengths, batch.num_tokens)
+    width = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+    attention = width / 2 * sum(n * (n + 1) for n in batch.lengths)
+    attention += 4 * shape.vision_depth * shape.vision_hidden * sum(n * n for n in batch.picture_lengths)
+    assert planned - attention == pytest.approx(counted, rel=0.03)
+
+
+def test_each_way_to_save_memory_saves_what_it_says():
+    shape, plain = PUBLISHED["Qwen3-VL-8B"], Setting(gpus=8)
+    need = memory(shape, plain)
+    assert memory(shape, dataclasses.replace(plain, activation_checkpointing=True)).activations < need.activations / 10
+    assert memory(shape, dataclasses.replace(plain, gpus=16)).optimizer == need.optimizer / 2
+    assert memory(shape, dataclasses.replace(plain, shard_size=4)).optimizer == need.optimizer * 2
+    offloaded = memory(shape, dataclasses.replace(plain, offload=True))
+    assert offloaded.weights == offloaded.optimizer == 0
+    frozen = memory(shape, dataclasses.replace(plain, freeze=("vision", "projector")))
+    assert frozen.optimizer == 8 * shape.text_parameters / 8 and frozen.weights == need.weights
+
+
+def test_a_model_that_cannot_fit_is_refused_with_the_numbers_and_the_cure():
+    with pytest.raises(ValueError, match=r"does not fit: a rank needs [\d.]+ GB \(weights 8.5.*set learner") as error:
+        check(PUBLISHED["Qwen3-VL-2B"], Setting(), 24e9, "it")
+    assert "\n" not in str(error.value)
+    check(PUBLISHED["Qwen3-VL-2B"], Setting(), 141e9, "it")
+    text, fits = report("it", PUBLISHED["Qwen3-VL-235B-A22B"], Setting(gpus=8), 141e9)
+    assert not fits and "does not fit: set learner.activation_checkpointing = true and use" in text
+
+
+def test_a_context_longer_than_the_models_is_one_line(folder):
+    recipe = Recipe(model=ModelConfig(path=str(folder), max_context=10**7), env=EnvConfig(module="none"))
+    with pytest.raises(ValueError, match=r"model.max_context = 10000000 is longer than the context of"):
+        plan.check_recipe(recipe, 1, None)
+    with pytest.raises(ValueError, match="does not fit"):
+        plan.check_recipe(recipe.model_copy(update={"model": ModelConfig(path=str(folder))}), 1, 1e6)
+
+
+def test_the_command_prints_every_published_model_and_names_an_unknown_one(capsys):
+    assert plan.main(["--gpus", "64", "--activation-checkpointing"]) == 0
+    assert capsys.readouterr().out.count("B parameters") == len(PUBLISHED)
+    assert plan.main(["--model", "Qwen3-VL-9B"]) == 2
+    assert "no sizes of 'Qwen3-VL-9B'" in capsys.readouterr().err
+    assert plan.main(["--model", "Qwen/Qwen3-VL-2B-Thinking"]) == 0
+
+
+def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, single_rank):
+    policy, shape = load_policy(str(folder), spec), find(str(folder))
+    prepare(policy, single_rank, LearnerConfig(freeze=("vision",)), torch.float32)
+    trained = sum(p.numel() for p in policy.vlm.parameters() if p.requires_grad)
+    assert trained == shape.parameters - shape.vision_parameters
+
+
+@pytest.fixture
+def single_rank():
+    from learner import dist
+
+    yield dist.init("cpu")
+    dist.close()
