@@ -45,7 +45,7 @@ def engine_process(folder: Path, *more: str) -> Iterator[EngineProcess]:
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     engine = EngineProcess(f"http://127.0.0.1:{port}", process)
     try:
-        wait_healthy(engine.url)
+        wait_healthy(engine.url, 180.0)
         yield engine
     finally:
         process.kill()
