@@ -92,7 +92,7 @@ class EngineTraits:
 
     num_ranks: int = 1  # of its tensor-parallel group: each is a rank of the weight group
     beside_generation: bool = False  # receives weights while it generates, and installs them at once
-    tells_checksums: bool = False  # of raw bytes; a server on a GPU computes another kind
+    tells_checksums: bool = False  # of raw bytes; on a GPU it computes another kind, in bfloat16 a CPU packs weights
 
 
 def traits_of(url: str, timeout_s: float) -> EngineTraits:
@@ -108,7 +108,8 @@ def traits_of(url: str, timeout_s: float) -> EngineTraits:
     return EngineTraits(
         num_ranks=ranks if isinstance(ranks, int) and ranks > 0 else 1,
         beside_generation=info.get("updates_beside_generation") is True,
-        tells_checksums=info.get("device") == "cpu" or info.get("engine") == "embedded",
+        tells_checksums=info.get("engine") == "embedded"
+        or (info.get("device"), info.get("dtype")) == ("cpu", "float32"),
     )
 
 

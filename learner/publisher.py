@@ -35,7 +35,7 @@ class PublishSettings:
     bucket_bytes: int = 256 << 20
     timeout_s: float = 120.0  # of one bucket, and of joining
     call_timeout_s: float = 30.0  # of the other calls
-    health_timeout_s: float = 5.0
+    health_timeout_s: float = 10.0
     pause_mode: str = "in_place"
     give_up_s: float = 600.0  # without any engine that takes weights
 

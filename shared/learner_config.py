@@ -44,7 +44,7 @@ class LearnerConfig(Section):
     )
     proof_every: int = Field(1, ge=0, description="publications between proofs that engines hold the weights; 0 = none")
     canary_tolerance: float = Field(
-        0.0, ge=0, description="largest mean gap of the canary's logprobs; 0 = 0.001 in float32, 0.1 in bfloat16"
+        0.0, ge=0, description="largest mean gap of the canary's logprobs; 0 = 0.001 in float32, 0.5 in bfloat16"
     )
     lr: float = Field(1e-6, gt=0, description="learning rate of the model")
     value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
