@@ -1,7 +1,8 @@
 """Sokoban datasets: make boards, read them from level files or from the raw public dataset, split them, write them.
 
 A written row has the columns of the public processed dataset: `prompt`, `images` (one PNG data URI) and
-`extra_info.env_config`; `extra_info.solution_length` says how difficult the board is.
+`extra_info.env_config`; `extra_info.solution_length` says how difficult the board is. How it is shown and for how many
+moves it may be played is left to the recipe.
 """
 
 from __future__ import annotations
@@ -147,11 +148,10 @@ def row_of(board: Board, pixels_per_cell: int = 64, max_nodes: int = 50_000) -> 
     if not moves:
         return None
     picture = png(render(board.codes(), board.height, board.width, pixels_per_cell))
-    config = {**board.env_config(), "render_mode": "vision", "max_steps": 100}
     return {
         "prompt": f"{SYSTEM_PROMPT}\n<image>",
         "images": [data_uri(picture)],
-        "extra_info": {"env_config": config, "solution_length": len(moves)},
+        "extra_info": {"env_config": board.env_config(), "solution_length": len(moves)},
     }
 
 

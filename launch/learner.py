@@ -19,6 +19,7 @@ from launch.cli import fail, parse
 from launch.processes import Stopped, die_with_parent, raise_on_signals
 from launch.samples import held_out_samples, ready, training_samples
 from learner.leave import Left
+from learner.samples import SeedSource
 from shared.config import Recipe
 from shared.log import get_logger
 
@@ -37,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         raise_on_signals()
         from learner.loop import run  # torch and transformers, after the cheap checks
 
-        result = run(recipe, training_samples(recipe), held_out_samples(recipe))
+        samples = (training_samples(recipe), held_out_samples(recipe)) if rank == 0 else (SeedSource(), [])
+        result = run(recipe, *samples)
     except Left as left:
         get_logger(f"learner[{rank}]").info("%s", left)
         return 130
