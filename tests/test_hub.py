@@ -1,0 +1,127 @@
+"""Datasets and models by hub name, with the real client and a small hub on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from envs.datasets import load_dataset, write_rows
+from envs.triangles import rows
+from tiny import tiny_model_dir
+
+COMMIT = "1" * 40
+
+
+class Hub:
+    """Serves the files of folders as repositories: {"datasets/ORG/NAME": folder}. `asked` are the files downloaded."""
+
+    def __init__(self, repositories: dict[str, Path]) -> None:
+        self.asked: list[str] = []
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self) -> None:
+                self.answer(head=True)
+
+            def do_GET(self) -> None:
+                self.answer(head=False)
+
+            def answer(self, head: bool) -> None:
+                for name, folder in repositories.items():
+                    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+                    if self.path.startswith(f"/api/{name}/revision/"):
+                        found = {"id": name.partition("/")[2], "sha": COMMIT}
+                        return self.reply(json.dumps({**found, "siblings": [{"rfilename": n} for n in names]}).encode())
+                    if self.path.startswith(f"/api/{name}/tree/"):
+                        tree = [
+                            {"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": COMMIT}
+                            for n in names
+                        ]
+                        return self.reply(json.dumps(tree).encode())
+                    prefix = f"/{name.removeprefix('models/')}/resolve/{COMMIT}/"
+                    if self.path.startswith(prefix):
+                        data = (folder / self.path.removeprefix(prefix)).read_bytes()
+                        if not head:
+                            hub.asked.append(self.path.removeprefix(prefix))
+                        return self.reply(data, head)
+                return self.reply(b"{}", head, 404)
+
+            def reply(self, data: bytes, head: bool = False, status: int = 200) -> None:
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.send_header("etag", f'"{hashlib.sha256(data).hexdigest()}"')
+                self.send_header("x-repo-commit", COMMIT)
+                self.end_headers()
+                if not head:
+                    self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    data = tmp_path / "served" / "data"
+    write_rows(data / "train-00000-of-00001.parquet", rows(12, None, "train"))
+    write_rows(data / "test-00000-of-00001.parquet", rows(3, None, "heldout"))
+    (data / "picture.bin").write_bytes(b"not needed")
+    server = Hub(
+        {"datasets/VeraIsHere/geo3k_imgurl_processed": data.parent, "models/us/tiny": tiny_model_dir(tmp_path)}
+    )
+    yield server
+    server.close()
+
+
+def run(tmp_path: Path, hub: Hub, code: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "no_proxy": "*"}
+    return subprocess.run([sys.executable, *code], capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_a_dataset_of_the_hub_is_downloaded_with_its_own_split(tmp_path: Path, hub: Hub) -> None:
+    out = tmp_path / "out"
+    ended = run(tmp_path, hub, ["launch/prepare.py", "geo3k_multi_turn", "--out", str(out)])
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "12 to train on, 3 held out" in ended.stdout
+    assert len(load_dataset(out / "heldout.parquet").samples) == 3
+    assert sorted(hub.asked) == ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"]
+
+
+def test_a_dataset_that_the_hub_does_not_have_is_one_line(tmp_path: Path, hub: Hub) -> None:
+    ended = run(tmp_path, hub, ["launch/prepare.py", "sokoban", "--out", str(tmp_path / "out")])
+    assert ended.returncode == 2
+    (line,) = [line for line in ended.stderr.splitlines() if "error" in line.lower()]
+    assert line.startswith(
+        "error: dataset 'VeraIsHere/sokoban_processed' cannot be downloaded; give a file with --from"
+    )
+
+
+def test_a_model_of_the_hub_is_downloaded_once(tmp_path: Path, hub: Hub) -> None:
+    imports = "from launch.hub import local_model; from shared.vision import VisionSpec"
+    code = f"{imports}; print(VisionSpec.load(local_model('us/tiny')))"
+    for _ in range(2):
+        ended = run(tmp_path, hub, ["-c", code])
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        assert "patch_size=16" in ended.stdout
+    assert sorted(hub.asked) == sorted(set(hub.asked))
+    assert {"config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"} <= set(hub.asked)
