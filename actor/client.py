@@ -44,7 +44,7 @@ class EngineClient:
     ) -> Completion:
         """Continues the compact stream (one placeholder per image). An abort is a Completion, not an error."""
         new_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        body = _request(token_ids, images, sampling, banned_ids, stop_ids, new_tokens, seed)
+        body = request_body(token_ids, images, sampling, banned_ids, stop_ids, new_tokens, seed)
         try:
             completion = parse_completion(await self._post("/generate", body), self.url)
         except EngineError:
@@ -56,7 +56,7 @@ class EngineClient:
     async def warm_up(self, token_ids: Sequence[int], images: Sequence[Image], timeout_s: float) -> int:
         """Waits for an answer with logprobs, whatever the weights are; returns the prompt's tokens as the engine
         counts them."""
-        body = _request(token_ids, images, Sampling(), (), (), 2, None)
+        body = request_body(token_ids, images, Sampling(), (), (), 2, None)
         answer = await self._call("POST", "/generate", body, timeout_s)
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         if not isinstance(meta, dict) or not meta.get("output_token_logprobs"):
@@ -175,7 +175,7 @@ class EnginePool:
             client.close()
 
 
-def _request(
+def request_body(
     token_ids: Sequence[int],
     images: Sequence[Image],
     sampling: Sampling,

@@ -50,7 +50,8 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
     model, actor = recipe.model, recipe.actor
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
     renderer = Renderer(AutoTokenizer.from_pretrained(model.path), spec)
-    engines = EnginePool([EngineClient(url, timeout_s=recipe.engine.request_timeout_s) for url in urls])
+    ways = (recipe.engine.router,) if recipe.engine.router else urls
+    engines = EnginePool([EngineClient(url, timeout_s=recipe.engine.request_timeout_s) for url in ways])
     player = make_player(recipe, renderer, engines)
     rules = TokenRules(spec.image_token_id, spec.banned_ids, vocab_size(model.path))
     settings = ActorSettings(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.gpus import engine_gpus, names, num_visible
+from launch.gpus import check_apart, engine_gpus, names, num_visible
 from launch.processes import ROOT, cpu_env
 from shared.config import ConfigError, Recipe
 
@@ -40,6 +40,16 @@ def engine_specs(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> tup
     return tuple(
         make(recipe, index, engine.port + index, names(own, environ), environ) for index, own in enumerate(gpus)
     )
+
+
+def check_host(recipe: Recipe, num_ranks: int) -> None:
+    """ConfigError for engines that cannot be started beside `num_ranks` ranks of the learner on this machine."""
+    if recipe.engine.urls:
+        return
+    engine_specs(recipe)
+    check_ports(recipe)
+    if recipe.engine.device == recipe.learner.device == "cuda":
+        check_apart(engine_gpus(recipe.engine, num_visible()), num_ranks)
 
 
 def check_ports(recipe: Recipe) -> None:

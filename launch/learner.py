@@ -14,8 +14,10 @@ import json
 import logging
 import os
 import signal
+from typing import TextIO
 
 from launch.cli import fail, parse
+from launch.gpus import claim, names
 from launch.processes import Stopped, die_with_parent, raise_on_signals
 from launch.samples import held_out_samples, ready, training_samples
 from learner.leave import Left
@@ -36,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         if rank == 0:
             prepare_run_folder(recipe)
         raise_on_signals()
+        held = claim_gpu(recipe, rank)
+        logging.getLogger("pronk").debug("rank %d holds %d GPUs", rank, len(held))
         from learner.loop import run  # torch and transformers, after the cheap checks
 
         samples = (training_samples(recipe), held_out_samples(recipe)) if rank == 0 else (SeedSource(), [])
@@ -52,6 +56,13 @@ def main(argv: list[str] | None = None) -> int:
     if result is not None:
         print(json.dumps(result.as_dict()), flush=True)
     return 0
+
+
+def claim_gpu(recipe: Recipe, rank: int) -> list[TextIO]:
+    """Keeps this rank's GPU for as long as the process lives. ConfigError if another process of Pronk has it."""
+    if recipe.learner.device != "cuda":
+        return []
+    return claim(names([int(os.environ.get("LOCAL_RANK", "0"))], os.environ), f"learner rank {rank}")
 
 
 def prepare_run_folder(recipe: Recipe) -> None:

@@ -21,6 +21,7 @@ from typing import TextIO
 
 from envs.loader import load_env, load_module
 from launch.cli import fail, load, split
+from launch.engines import check_host
 from launch.processes import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
 from launch.samples import held_out_samples, ready
 from shared.config import Recipe
@@ -35,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     recipe = load(path, overrides)
     try:
         recipe = ready(recipe)
+        check_host(recipe, int(ranks))
     except ValueError as error:
         return fail(error)
     show_random_policy(recipe)

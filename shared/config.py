@@ -88,6 +88,7 @@ class ActorConfig(Section):
 class EngineConfig(Section):
     kind: Literal["embedded", "sglang"] = Field("embedded", description="which server launch/actors.py starts")
     urls: tuple[str, ...] = Field((), description="engines that run already; empty = start them")
+    router: str = Field("", description="router before engine.urls: episodes go through it, weights to each of urls")
     count: int = Field(1, gt=0, description="engines to start")
     port: int = Field(31000, gt=0, lt=65536, description="port of the first engine; the next ones follow")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the engines compute")
@@ -204,6 +205,8 @@ def check_consistency(recipe: Recipe) -> None:
             f"actor.processes x actor.groups = {actor.processes * actor.groups} places, but the staleness bound admits "
             f"{reach} groups at once; lower actor.groups or raise learner.max_staleness"
         )
+    if recipe.engine.router and not recipe.engine.urls:
+        raise ConfigError(f"engine.router = {recipe.engine.router!r}: name the engines behind it in engine.urls")
     if recipe.data.source == "seeds":
         first, last = recipe.data.first_seed, recipe.data.first_seed + recipe.data.num_samples
         held_first, held_last = recipe.data.eval_first_seed, recipe.data.eval_first_seed + recipe.eval.samples

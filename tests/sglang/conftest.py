@@ -1,0 +1,51 @@
+"""Two servers for all tests of this folder: `make test-sglang`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from learner import dist
+from learner.model import load_policy
+from learner.publisher import Publisher, PublishSettings
+from sglang_rig import Servers, free_ports, recipe_of, vision_of
+
+START_S = 600  # two servers at once, on a machine that has more to do
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.timeout(START_S + 300))
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory):
+    fields = {"engine.count": 2, "engine.port": free_ports(2), "engine.start_timeout_s": START_S}
+    running = Servers.start(recipe_of(tmp_path_factory.mktemp("run"), **fields))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="session")
+def recipe(servers):
+    return servers.recipe
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    yield dist.init("cpu")
+    dist.close()
+
+
+@pytest.fixture
+def policy(recipe):
+    return load_policy(recipe.model.path, vision_of(recipe))
+
+
+@pytest.fixture
+def publisher(policy, ranks):
+    settings = PublishSettings(timeout_s=8.0, call_timeout_s=30.0, health_timeout_s=3.0)
+    publisher = Publisher(policy, ranks, settings)
+    yield publisher
+    publisher.close()

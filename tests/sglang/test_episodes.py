@@ -1,0 +1,96 @@
+"""Episodes through SGLang's server: what comes back is what the learner computes from the same tokens and pictures."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actor.client import EngineClient
+from launch.engine_check import ModelFacts
+from sglang_rig import ENDS, gap, player_of, tickets, vision_of
+from shared.types import Image, Sampling
+from tiny import picture, png
+
+TOLERANCE = 1e-4
+
+
+def play(recipe, urls, count, temperature=1.0):
+    async def main():
+        player = player_of(recipe, urls)
+        try:
+            return await asyncio.gather(*(player.play(ticket) for ticket in tickets(recipe, count, temperature)))
+        finally:
+            player.engines.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_episodes_with_pictures_agree_with_the_learners_forward(servers, recipe, policy, publisher, temperature):
+    url = servers.urls[0]
+    assert publisher.publish(1, [url])["publish/engines"] == 1
+    episodes = play(recipe, [url], 8, temperature)
+    vision = vision_of(recipe)
+    assert all(episode.trainable for episode in episodes), [episode.error for episode in episodes]
+    assert max(len(episode.turns) for episode in episodes) >= 4
+    for episode in episodes:
+        ids = episode.token_ids.tolist()
+        assert ids.count(vision.image_token_id) == len(episode.images) >= 1
+        sampled = episode.token_ids[episode.loss_mask == 1]
+        assert not set(sampled.tolist()) & set(vision.banned_ids)
+        assert set(episode.policy_versions[episode.loss_mask == 1].tolist()) == {1}
+        assert gap(policy, episode, temperature) < TOLERANCE
+
+
+def test_two_engines_share_the_episodes_and_each_stays_with_one(servers, recipe, policy, publisher):
+    assert publisher.publish(2, servers.urls[:1])["publish/engines"] == 1
+    assert publisher.publish(3, servers.urls[1:])["publish/engines"] == 1
+    episodes = play(recipe, servers.urls, 8)
+    played_by = [set(episode.policy_versions[episode.loss_mask == 1].tolist()) for episode in episodes]
+    assert sorted(played_by, key=min) == [{2}] * 4 + [{3}] * 4
+    assert all(gap(policy, episode) < TOLERANCE for episode in episodes)
+
+
+def ask(recipe, url, use):
+    facts = ModelFacts.load(recipe.model.path, vision_of(recipe))
+
+    async def main():
+        client = EngineClient(url, timeout_s=120)
+        try:
+            return await use(client, [*facts.picture_ids, 30, 31])
+        finally:
+            client.close()
+
+    return asyncio.run(main())
+
+
+def test_stop_length_and_abort_are_told_apart(servers, recipe, publisher):
+    publisher.publish(4, servers.urls[:1])
+    image = Image.of(png(picture(64, 64)))
+
+    async def use(client, ids):
+        short = await client.generate(ids, [image], Sampling(max_new_tokens=3), banned_ids=ENDS)
+        stopped = await client.generate(ids, [image], Sampling(max_new_tokens=200), stop_ids=range(640))
+        long = asyncio.create_task(client.generate(ids, [image], Sampling(max_new_tokens=4000), banned_ids=ENDS))
+        await asyncio.sleep(2.0)
+        await client.abort_all()
+        return short, stopped, await long
+
+    short, stopped, aborted = ask(recipe, servers.urls[0], use)
+    assert short.finish_reason == "length" and len(short.token_ids) == 3
+    assert stopped.finish_reason == "stop" and len(stopped.token_ids) == 1
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.logprobs) == len(aborted.token_ids) < 4000
+
+
+def test_a_picture_is_bounded_as_the_recipe_says(servers, recipe):
+    """The engine's grid of a picture is the learner's: the prompt has as many tokens."""
+    vision = vision_of(recipe)
+    sizes = [(20, 20), (64, 96), (333, 190)]
+
+    async def use(client, ids):
+        return [await client.warm_up(ids, [Image.of(png(picture(*size)))], 60) for size in sizes]
+
+    counted = ask(recipe, servers.urls[0], use)
+    assert counted == [4 + vision.num_tokens(vision.grid(*size)) for size in sizes]

@@ -1,0 +1,116 @@
+"""SGLang servers that die or fall silent: named, left behind, taken back with the right weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from actor.client import EngineClient
+from learner import publisher as publisher_module
+from sglang_rig import gap, move, player_of, tickets
+from shared.types import Ending
+
+TOLERANCE = 1e-4
+
+
+def answers(url):
+    async def main():
+        client = EngineClient(url)
+        try:
+            return await client.healthy(5.0)
+        finally:
+            client.close()
+
+    return asyncio.run(main())
+
+
+def play_one(recipe, url):
+    async def main():
+        player = player_of(recipe, [url])
+        try:
+            return await player.play(tickets(recipe, 1)[0])
+        finally:
+            player.engines.close()
+
+    return asyncio.run(main())
+
+
+def publish_to_both(publisher, urls, version):
+    """An engine that comes back may miss a publication: the group it was in is gone, or its last update still open."""
+    for later in range(version, version + 4):
+        if publisher.publish(later, urls)["publish/engines"] == 2:
+            return later
+    pytest.fail("the engine was not taken back")
+
+
+def versions(episode):
+    return set(episode.policy_versions[episode.loss_mask == 1].tolist())
+
+
+def test_a_server_killed_in_mid_episode_is_named_and_comes_back(servers, recipe, policy, publisher, caplog):
+    first, second = servers.urls
+    publisher.publish(30, servers.urls)
+    pid = servers.pid(1)
+
+    async def main():
+        player = player_of(recipe, servers.urls)
+        try:
+            games = [asyncio.create_task(player.play(ticket)) for ticket in tickets(recipe, 16)]
+            await asyncio.sleep(1.0)
+            os.kill(pid, signal.SIGKILL)
+            return await asyncio.gather(*games), await player.play(tickets(recipe, 1)[0])
+        finally:
+            player.engines.close()
+
+    episodes, later = asyncio.run(main())
+    lost = [episode for episode in episodes if episode.ending is Ending.ENGINE_ERROR]
+    assert 0 < len(lost) <= 8
+    assert all(second in episode.error for episode in lost)
+    assert all(gap(policy, episode) < TOLERANCE for episode in episodes if episode.trainable)
+    assert later.trainable  # new episodes go to the engine that is well
+    servers.keep_until(lambda: answers(second))
+    assert f"{servers.engines[1].spec.name} was ended by SIGKILL" in caplog.text
+    assert servers.pid(1) != pid
+    assert play_one(recipe, first).trainable
+    move(policy, 2)
+    version = publish_to_both(publisher, servers.urls, 31)
+    episode = play_one(recipe, second)
+    assert versions(episode) == {version}
+    assert gap(policy, episode) < TOLERANCE
+
+
+def test_a_server_that_stops_answering_in_mid_update_is_left_behind_and_taken_back(
+    servers, recipe, policy, publisher, monkeypatch, caplog
+):
+    first, second = servers.urls
+    publisher.publish(40, servers.urls)
+    group = os.getpgid(servers.pid(1))
+    gathered = publisher_module.gathered
+
+    def freezing(*args):
+        for number, item in enumerate(gathered(*args)):
+            if number == 40:
+                os.killpg(group, signal.SIGSTOP)
+            yield item
+
+    move(policy, 3)
+    publisher.settings = replace(publisher.settings, bucket_bytes=200_000)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(publisher_module, "gathered", freezing)
+            values = publisher.publish(41, servers.urls)
+        assert (values["publish/engines"], values["publish/dropped"]) == (1, 1)
+        assert any(second in record.getMessage() for record in caplog.records)
+        episode = play_one(recipe, first)
+        assert versions(episode) == {41} and gap(policy, episode) < TOLERANCE
+    finally:
+        os.killpg(group, signal.SIGCONT)
+    move(policy, 4)
+    version = publish_to_both(publisher, servers.urls, 42)
+    episode = play_one(recipe, second)
+    assert versions(episode) == {version}
+    assert gap(policy, episode) < TOLERANCE

@@ -1,0 +1,136 @@
+"""Weights that change while SGLang's server generates: each token belongs to the weights that it names."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from actor.client import EngineClient
+from launch.engine_check import ModelFacts
+from learner.model import load_policy
+from learner.publisher import Publisher, PublishSettings
+from sglang_rig import ENDS, move, vision_of
+from shared.types import Image, Sampling
+from shared.vision import expand, mrope_positions, patchify, pixel_values
+from tiny import load_model, picture, png, reference_logits
+
+TOLERANCE = 1e-4
+SIZE = (64, 96)
+
+
+@pytest.fixture
+def prompt(recipe):
+    facts = ModelFacts.load(recipe.model.path, vision_of(recipe))
+    return [40, 41, *facts.picture_ids, 30, 31]
+
+
+async def generate(url, prompt, num_tokens, meanwhile=None):
+    """One completion; `meanwhile` runs in a thread once the engine has begun with it."""
+    client = EngineClient(url, timeout_s=200)
+    try:
+        request = client.generate(
+            prompt, [Image.of(png(picture(*SIZE)))], Sampling(max_new_tokens=num_tokens), banned_ids=ENDS
+        )
+        task = asyncio.create_task(request)
+        if meanwhile is not None:
+            while not await running(client):
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(meanwhile)
+        return await task
+    finally:
+        client.close()
+
+
+async def running(client):
+    loads = await client._call("GET", "/v1/loads", None, 10.0)
+    return any(load["num_running_reqs"] for load in loads["loads"])
+
+
+def chosen(logits, tokens):
+    """Logprobs of `tokens`, each by its row of `logits`, as the engine samples: without the banned ids."""
+    logits = logits.clone()
+    logits[:, list(ENDS)] = -torch.inf
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def plain(model, spec, prompt, tokens):
+    """The logprobs of all `tokens` by one forward of `model`."""
+    logits = reference_logits(model, [*prompt, *tokens], [picture(*SIZE)], spec)
+    return chosen(logits[len(prompt) - 1 : -1], tokens)
+
+
+@torch.no_grad()
+def continued(old, new, spec, prompt, tokens, split):
+    """Logprobs of tokens[split:] by `new`, on the keys and values that `old` made of what came before."""
+    image = picture(*SIZE)
+    grid = spec.grid(*image.size)
+    ids, _ = expand([*prompt, *tokens], [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+    positions = torch.from_numpy(
+        mrope_positions(ids, [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+    )[:, None]
+    ids = torch.from_numpy(ids)[None]
+    border = ids.shape[1] - len(tokens) + split - 1  # the first token that `new` reads is the last that `old` wrote
+    patches = patchify(np.asarray(image),
+                       patch_size=spec.patch_size, merge_size=spec.merge_size)  # fmt: skip
+    cache = DynamicCache(config=old.config.text_config)
+    old(
+        input_ids=ids[:, :border], position_ids=positions[:, :, :border], past_key_values=cache, use_cache=True,
+        pixel_values=torch.from_numpy(pixel_values(patches, spec)), image_grid_thw=torch.tensor([grid]),
+    )  # fmt: skip
+    rest = new(input_ids=ids[:, border:], position_ids=positions[:, :, border:], past_key_values=cache, use_cache=True)
+    return chosen(rest.logits[0, :-1].float(), tokens[split:])
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_an_update_in_the_middle_of_a_request_yields_two_spans_of_two_weights(servers, recipe, ranks, prompt, mode):
+    url, spec = servers.urls[0], vision_of(recipe)
+    policy = load_policy(recipe.model.path, spec)
+    settings = PublishSettings(pause_mode=mode, timeout_s=20.0)
+    publisher = Publisher(policy, ranks, settings)
+    try:
+        assert publisher.publish(10, [url])["publish/engines"] == 1
+        old = load_model(recipe.model.path)
+        move(policy, 1)
+        out = asyncio.run(generate(url, prompt, 1500, lambda: publisher.publish(11, [url])))
+    finally:
+        publisher.close()
+    first, second = out.spans
+    assert (first.version, second.version) == (10, 11)
+    assert 0 < first.end == second.start < second.end == 1500
+    new = load_model(recipe.model.path)
+    with torch.no_grad():
+        for parameter, moved in zip(new.parameters(), policy.vlm.parameters(), strict=True):
+            parameter.copy_(moved)
+    found, tokens = torch.tensor(out.logprobs), list(out.token_ids)
+    by_old = plain(old, spec, prompt, tokens)
+    by_new = plain(new, spec, prompt, tokens)
+    if mode == "in_place":
+        by_new[first.end :] = continued(old, new, spec, prompt, tokens, first.end)
+    assert (found - by_old)[: first.end].abs().max() < TOLERANCE
+    assert (found - by_new)[first.end :].abs().max() < TOLERANCE
+    assert (found - by_old)[first.end :].abs().max() > 100 * TOLERANCE
+
+
+def test_a_picture_seen_before_an_update_is_not_served_from_old_embeddings(servers, recipe, policy, publisher, prompt):
+    """Another prefix, so that nothing of the prompt is cached but what is kept of the picture alone."""
+    url, spec = servers.urls[0], vision_of(recipe)
+    publisher.publish(20, [url])
+    asyncio.run(generate(url, [50, *prompt], 4))
+    with torch.no_grad():
+        for parameter in policy.vlm.model.visual.parameters():
+            parameter.mul_(1.5)
+    publisher.publish(21, [url])
+    out = asyncio.run(generate(url, [51, *prompt], 8))
+    model = load_model(recipe.model.path)
+    stale = plain(model, spec, [51, *prompt], list(out.token_ids))
+    with torch.no_grad():
+        for parameter in model.model.visual.parameters():
+            parameter.mul_(1.5)
+    right = plain(model, spec, [51, *prompt], list(out.token_ids))
+    assert (torch.tensor(out.logprobs) - right).abs().max() < TOLERANCE
+    assert (stale - right).abs().max() > 10 * TOLERANCE

@@ -1,0 +1,192 @@
+"""Engines of a recipe: their commands, their GPUs, and what keeps them alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from actor.client import EngineError
+from launch.engines import NO_WEIGHTS, EngineSpec, engine_specs, last_lines
+from launch.gpus import check_apart, claim, engine_gpus, names
+from launch.keeper import Engine
+from launch.processes import start_family, stop_all
+from shared.config import ConfigError, EngineConfig, load_recipe
+
+RECIPE = "launch/recipes/sokoban_tiny.toml"
+
+
+@pytest.fixture
+def sglang_env(tmp_path):
+    """A folder that looks like SGLang's environment for the CPU."""
+    for name in ("bin/python", "lib/python3.11/site-packages/sglang/launch_server.py"):
+        (tmp_path / "env" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "env" / name).touch()
+    return tmp_path / "env"
+
+
+def specs(*overrides):
+    return engine_specs(load_recipe(RECIPE, [str(part) for part in overrides]), {"PATH": "/bin"})
+
+
+def options(spec):
+    """The flags of a command with their first value; True for a bare flag."""
+    parts = [*spec.command, "--"]
+    flags = [i for i, part in enumerate(parts[:-1]) if part.startswith("--")]
+    return {parts[i]: True if parts[i + 1].startswith("--") else parts[i + 1] for i in flags}
+
+
+def test_each_embedded_engine_has_its_port_and_no_weights_of_a_run():
+    first, second = specs("--engine.count", 2, "--engine.port", 40000)
+    assert (first.url, second.url) == ("http://127.0.0.1:40000", "http://127.0.0.1:40001")
+    assert options(second)["--port"] == "40001" and options(second)["--weight-version"] == NO_WEIGHTS
+    assert first.log is None and first.gpus == ()
+
+
+def test_sglang_is_started_for_the_recipes_model_on_a_cpu(sglang_env):
+    (spec,) = specs("--engine.kind", "sglang", "--engine.sglang_env", sglang_env, "--engine.port", 40000)
+    flags = options(spec)
+    assert spec.command[:4] == (str(sglang_env / "bin/python"), "-P", "-m", "sglang.launch_server")
+    assert Path(flags["--model-path"]).is_absolute()
+    assert flags["--attention-backend"] == "torch_native" and flags["--disable-overlap-schedule"] is True
+    assert json.loads(flags["--mm-process-config"])["image"]["size"]["shortest_edge"] == 1024
+    assert spec.env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    assert spec.env["PYTHONPATH"].endswith("stand_ins") and spec.env["PATH"] == f"{sglang_env / 'bin'}:/bin"
+    assert spec.log is not None and "40000" in spec.log.name
+
+
+def test_engines_sample_with_seeds_of_their_own(sglang_env):
+    both = specs("--engine.kind", "sglang", "--engine.sglang_env", sglang_env, "--engine.count", 2, "--run.seed", 5)
+    assert [options(spec)["--random-seed"] for spec in both] == ["5", "6"]
+
+
+def test_any_flag_is_passed_on_and_wins(sglang_env):
+    flags = {
+        "max_running_requests": 7,
+        "--enable-metrics": True,
+        "disable-overlap-schedule": False,
+        "lora-paths": [1, 2],
+    }
+    (spec,) = specs(
+        "--engine.kind", "sglang", "--engine.sglang_env", sglang_env, "--engine.flags", json.dumps(flags),
+        "--engine.mm_attention_backend", "sdpa", "--engine.mem_fraction", 0.5,
+    )  # fmt: skip
+    found = options(spec)
+    assert found["--max-running-requests"] == "7" and found["--enable-metrics"] is True
+    assert "--disable-overlap-schedule" not in found
+    assert spec.command[spec.command.index("--lora-paths") + 1 :][:2] == ("1", "2")
+    assert found["--mm-attention-backend"] == "sdpa" and found["--mem-fraction-static"] == "0.5"
+
+
+def test_a_missing_environment_is_named_with_its_cure(tmp_path):
+    with pytest.raises(ConfigError, match="make sglang-env"):
+        specs("--engine.kind", "sglang", "--engine.sglang_env", tmp_path)
+
+
+def test_an_environment_for_the_other_device_is_refused(sglang_env):
+    (sglang_env / "lib/python3.11/site-packages/sgl_kernel").mkdir()
+    with pytest.raises(ConfigError, match=r"set engine\.device = 'cuda'"):
+        specs("--engine.kind", "sglang", "--engine.sglang_env", sglang_env)
+
+
+def config(**fields):
+    return EngineConfig(kind="sglang", device="cuda", **fields)
+
+
+def test_engines_take_the_last_gpus_and_share_none():
+    assert engine_gpus(config(count=2), 4) == [(2,), (3,)]
+    assert engine_gpus(config(count=2, tensor_parallel=2), 8) == [(4, 5), (6, 7)]
+    assert engine_gpus(config(count=2, gpus=(5, 1)), 8) == [(5,), (1,)]
+    assert engine_gpus(EngineConfig(count=2), 0) == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("fields", "visible", "words"),
+    [
+        ({"count": 2, "gpus": (1, 1)}, 4, "gives a GPU to two engines"),
+        ({"count": 2, "gpus": (1,)}, 4, "need 2, but there are 1"),
+        ({"count": 3, "tensor_parallel": 2}, 4, "need 6, but there are 4"),
+        ({"gpus": (4,)}, 4, "shows the GPUs 0 to 3"),
+    ],
+)
+def test_gpus_that_do_not_suffice_are_named(fields, visible, words):
+    with pytest.raises(ConfigError, match=words):
+        engine_gpus(config(**fields), visible)
+
+
+def test_gpus_for_engines_on_a_cpu_are_a_mistake():
+    with pytest.raises(ConfigError, match="set it to cuda"):
+        engine_gpus(EngineConfig(gpus=(1,)), 4)
+
+
+def test_a_gpu_of_the_learners_is_refused():
+    check_apart([(2,), (3,)], 2)
+    with pytest.raises(ConfigError, match="GPU 1 would be an engine's and a learner rank's"):
+        check_apart([(1,), (2,)], 2)
+
+
+def test_gpus_are_counted_among_the_visible_ones():
+    assert names((0, 2), {"CUDA_VISIBLE_DEVICES": "3,5,GPU-7a"}) == ("3", "GPU-7a")
+    assert names((0, 2), {}) == ("0", "2")
+
+
+def test_a_gpu_is_given_to_one_owner_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    held = claim(["0"], "engine on port 1")
+    with pytest.raises(ConfigError, match=r"taken by engine on port 1 \(process \d+\)"):
+        claim(["0"], "learner rank 0")
+    held[0].close()
+    assert claim(["0"], "learner rank 0")
+
+
+def python(code, tmp_path):
+    return EngineSpec("engine on port 1", "http://127.0.0.1:1", (sys.executable, "-c", code), {}, (), tmp_path / "log")
+
+
+def until(done, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_engine_that_ended_is_started_again_and_named(tmp_path, caplog):
+    engine = Engine(python("import time; print('here', flush=True); time.sleep(60)", tmp_path))
+    engine.start()
+    try:
+        until(lambda: "here" in (tmp_path / "log").read_text())
+        first = engine.child.process.pid
+        os.kill(first, signal.SIGKILL)
+        until(lambda: engine.keep_alive(2) or (engine.child is not None and engine.child.process.pid != first))
+        assert "engine on port 1 was ended by SIGKILL; starting it again in 1 s" in caplog.text
+        until(lambda: (tmp_path / "log").read_text().count("here") == 2)
+    finally:
+        stop_all([engine.child])
+
+
+def test_an_engine_that_cannot_stay_alive_is_given_up(tmp_path, capfd):
+    engine = Engine(python("print('no memory'); raise SystemExit(3)", tmp_path))
+    engine.start()
+    until(lambda: engine.how_it_ended() == "ended with exit code 3")
+    with pytest.raises(EngineError, match="ended with exit code 3, after 0 restarts"):
+        engine.keep_alive(0)
+    assert "no memory" in capfd.readouterr().err
+
+
+def test_what_an_engine_has_started_ends_with_it(tmp_path):
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    child = start_family("engine", [sys.executable, "-c", code], tmp_path / "log", env={})
+    until(lambda: (tmp_path / "log").read_text().endswith("\n"))
+    grandchild = int((tmp_path / "log").read_text())
+    stop_all([child])
+    until(lambda: not Path(f"/proc/{grandchild}").exists() or " Z " in Path(f"/proc/{grandchild}/stat").read_text())
+
+
+def test_the_end_of_a_log_is_shown(tmp_path):
+    (tmp_path / "log").write_text("\n".join(f"line {i}" for i in range(50)))
+    assert last_lines(tmp_path / "log", 2).splitlines()[1:] == ["    line 48", "    line 49"]
