@@ -18,6 +18,7 @@ from actor.worker import make_player
 from launch.actors import check
 from launch.keeper import Engine, wait_until_serving
 from launch.processes import stop_all
+from launch.restarts import Restarts
 from launch.samples import held_out_samples
 from learner.batch import EpisodeSettings, make_episode, pack
 from learner.model import Policy
@@ -61,7 +62,7 @@ class Servers:
     @staticmethod
     def start(recipe: Recipe) -> Servers:
         model, specs = check(recipe)
-        servers = Servers(recipe, [Engine(spec) for spec in specs])
+        servers = Servers(recipe, [Engine(spec, Restarts(recipe.engine.max_restarts)) for spec in specs])
         try:
             for engine in servers.engines:
                 engine.start()
@@ -89,7 +90,7 @@ class Servers:
         while not done():
             assert time.monotonic() < deadline, "the engine did not come back"
             for engine in self.engines:
-                engine.keep_alive(self.recipe.engine.max_restarts)
+                engine.keep_alive()
             time.sleep(0.2)
 
 

@@ -16,6 +16,7 @@ from launch.engines import NO_WEIGHTS, EngineSpec, engine_specs, last_lines
 from launch.gpus import check_apart, claim, engine_gpus, names
 from launch.keeper import Engine
 from launch.processes import start_family, stop_all
+from launch.restarts import Restarts
 from shared.config import ConfigError, EngineConfig, load_recipe
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"
@@ -156,13 +157,13 @@ def until(done, timeout_s=20.0):
 
 
 def test_an_engine_that_ended_is_started_again_and_named(tmp_path, caplog):
-    engine = Engine(python("import time; print('here', flush=True); time.sleep(60)", tmp_path))
+    engine = Engine(python("import time; print('here', flush=True); time.sleep(60)", tmp_path), Restarts(2))
     engine.start()
     try:
         until(lambda: "here" in (tmp_path / "log").read_text())
         first = engine.child.process.pid
         os.kill(first, signal.SIGKILL)
-        until(lambda: engine.keep_alive(2) or (engine.child is not None and engine.child.process.pid != first))
+        until(lambda: engine.keep_alive() or (engine.child is not None and engine.child.process.pid != first))
         assert "engine on port 1 was ended by SIGKILL; starting it again in 1 s" in caplog.text
         until(lambda: (tmp_path / "log").read_text().count("here") == 2)
     finally:
@@ -170,11 +171,11 @@ def test_an_engine_that_ended_is_started_again_and_named(tmp_path, caplog):
 
 
 def test_an_engine_that_cannot_stay_alive_is_given_up(tmp_path, capfd):
-    engine = Engine(python("print('no memory'); raise SystemExit(3)", tmp_path))
+    engine = Engine(python("print('no memory'); raise SystemExit(3)", tmp_path), Restarts(0))
     engine.start()
     until(lambda: engine.how_it_ended() == "ended with exit code 3")
     with pytest.raises(EngineError, match="ended with exit code 3, after 0 restarts"):
-        engine.keep_alive(0)
+        engine.keep_alive()
     assert "no memory" in capfd.readouterr().err
 
 

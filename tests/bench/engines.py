@@ -28,6 +28,7 @@ from launch.actors import check
 from launch.cli import fail, load
 from launch.keeper import Engine, wait_until_serving
 from launch.processes import stop_all
+from launch.restarts import Restarts
 from launch.samples import held_out_samples, ready
 from shared.config import Recipe
 from shared.types import Sampling
@@ -59,7 +60,7 @@ def measure_kind(recipe: Recipe, seconds: float) -> dict[str, Any]:
     """Starts the recipe's engine and measures it; {at once: figures}."""
     model, specs = check(recipe)
     bodies = cycle(prompts(recipe, model.vision))
-    engines = [Engine(spec) for spec in specs[:1]]
+    engines = [Engine(spec, Restarts(0)) for spec in specs[:1]]
     try:
         began = time.monotonic()
         engines[0].start()
