@@ -39,6 +39,7 @@ from learner.engine_link import WeightGroup, call
 from learner.model import Policy, load_policy
 from learner.proof import Proof
 from learner.publisher import Publisher, PublishSettings
+from shared.config import ConfigError
 from shared.vision import VisionSpec
 
 SIZES = {"tiny": {"hidden": 128, "layers": 4}, "large": {"hidden": 768, "layers": 7}}
@@ -150,7 +151,7 @@ def measure(url: str, folder: Path, policy: Policy, ranks: Ranks, count: int, bu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sglang", action="store_true", help="the real server, in place of the embedded engine")
+    parser.add_argument("--sglang", action="store_true", help="the real server (make sglang-env), not the embedded one")
     parser.add_argument("--publications", type=int, default=7)
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--model", nargs="+", choices=list(SIZES), default=list(SIZES))
@@ -177,4 +178,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
