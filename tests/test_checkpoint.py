@@ -8,32 +8,15 @@ import pytest
 import torch
 from episodes import random_groups
 
-from learner import checkpoint, dist
+from learner import checkpoint
 from learner.export import export, export_checkpoint
 from learner.model import load_policy
 from learner.publisher import gathered
 from learner.step import Trainer
 from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe
-from shared.vision import VisionSpec
 from tiny import load_model, tiny_model_dir
 
 CONFIG = LearnerConfig(lr=1e-3, value_lr=1e-2, lr_schedule="linear", warmup_steps=2, total_steps=10)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def spec(folder):
-    return VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield dist.init("cpu")
-    dist.close()
 
 
 @pytest.fixture

@@ -10,14 +10,9 @@ from actor.client import EngineClient, EngineError
 from actor.http import HttpClient, HttpFailure
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
-from tiny import load_model, picture, png, reference_logits, running_engine, tiny_model_dir, tiny_tokenizer
+from tiny import load_model, picture, png, reference_logits, running_engine, tiny_tokenizer
 
 SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,8 @@ import pytest
 from actor.client import EngineClient, EngineError, EnginePool
 from actor.engine.server import main
 from shared.types import Sampling
-from tiny import tiny_model_dir
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def free_port():

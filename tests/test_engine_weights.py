@@ -14,15 +14,10 @@ from actor.engine.weights import broadcast, join_group, parse_entries, unflatten
 from actor.http import HttpClient, HttpFailure
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
-from tiny import load_model, picture, png, reference_logits, running_engine, tiny_model_dir
+from tiny import load_model, picture, png, reference_logits, running_engine
 
 GROUP = "weights"
 LONG = Sampling(max_new_tokens=300)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -11,24 +11,6 @@ from learner.model import load_policy
 from learner.sharding import prepare
 from learner.step import Trainer
 from shared.config import LearnerConfig
-from shared.vision import VisionSpec
-from tiny import tiny_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def spec(folder):
-    return VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield dist.init("cpu")
-    dist.close()
 
 
 def trained(folder, spec, ranks, *, plain_adamw=False, dtype=torch.float32, **settings) -> Trainer:

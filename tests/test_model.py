@@ -12,7 +12,6 @@ import torch
 from episodes import on_policy, random_groups, random_trajectory
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from learner import dist
 from learner.batch import EpisodeSettings, make_episode, make_episodes, pack
 from learner.engine_link import call
 from learner.model import load_policy
@@ -21,26 +20,9 @@ from learner.sharding import shard
 from learner.step import Trainer
 from shared.config import LearnerConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
-from shared.vision import VisionSpec
-from tiny import load_model, picture, png, reference_logits, running_engine, tiny_model_dir
+from tiny import load_model, picture, png, reference_logits, running_engine
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def spec(folder):
-    return VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield dist.init("cpu")
-    dist.close()
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from transformers import (
 
 from actor.engine.app import load_model
 from actor.engine.server import EngineSettings
-from learner import dist
 from learner.attention import window_lengths
 from learner.batch import EpisodeSettings, make_episode, pack
 from learner.model import load_policy
@@ -99,12 +98,6 @@ def family(request, tmp_path_factory):
     make, kind, sides = FAMILIES[request.param]
     folder = make(tmp_path_factory.mktemp("model"))
     return folder, kind, sides
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield dist.init("cpu")
-    dist.close()
 
 
 def test_packed_logprobs_equal_transformers_own_forward(family):

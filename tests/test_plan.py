@@ -24,18 +24,12 @@ from learner.plan import Setting, activations, check, memory, report
 from learner.shapes import PUBLISHED, find, shape_of
 from learner.sharding import prepare
 from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe
-from shared.vision import VisionSpec
 from tiny import tiny_model_dir
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp("model"), hidden=128, layers=4)
-
-
-@pytest.fixture(scope="module")
-def spec(folder):
-    return VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20)
 
 
 def published_config(name):

@@ -7,24 +7,12 @@ from engines import JoiningEngine, engine_process, says
 from test_publisher import FAST, move
 from vision_cache import check_no_stale_picture
 
-from learner import dist
 from learner.model import load_policy
 from learner.proof import Proof, ProofSettings, WrongWeights
 from learner.publisher import Publisher
 from shared.vision import VisionSpec
 from shared.weight_names import all_but, engine_name, part_of
-from tiny import running_engine, tiny_model_dir
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield dist.init("cpu")
-    dist.close()
+from tiny import running_engine
 
 
 @pytest.fixture

@@ -8,26 +8,14 @@ import pytest
 import torch
 from engines import false_engine, is_silent, refuses
 
-from learner import dist
 from learner.buckets import buckets, gathered
 from learner.engine_link import call
 from learner.model import load_policy
 from learner.publisher import Publisher, PublishSettings
 from shared.vision import VisionSpec
-from tiny import load_model, running_engine, tiny_model_dir
+from tiny import load_model, running_engine
 
 FAST = PublishSettings(bucket_bytes=100_000, timeout_s=4.0, call_timeout_s=4.0, health_timeout_s=2.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield dist.init("cpu")
-    dist.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from engines import JoiningEngine, dribbles, engine_process, false_engine, hangs
 from test_publisher import assert_same, held, move
 
 from actor.engine.weights import raw_bytes
-from learner import dist
 from learner.buckets import gathered
 from learner.delivery import Delivery
 from learner.engine_link import EngineTraits, call
@@ -19,21 +18,10 @@ from learner.model import load_policy
 from learner.publisher import Publisher, PublishSettings
 from shared.vision import VisionSpec
 from shared.weight_names import checksums
-from tiny import running_engine, tiny_model_dir
+from tiny import running_engine
 
 FAST = PublishSettings(bucket_bytes=100_000, timeout_s=2.0, call_timeout_s=2.0, health_timeout_s=1.0)
 LIMIT_S = 30.0  # of a publication with these limits, on a busy machine
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield dist.init("cpu")
-    dist.close()
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,9 @@ from actor.rollout import EpisodeLimits, Player
 from shared.codec import check_trajectory
 from shared.types import Completion, Ending, Image, Sample, Sampling, Ticket, Turn, VersionSpan
 from shared.vision import VisionSpec
-from tiny import picture, running_engine, tiny_model_dir, tiny_tokenizer
+from tiny import picture, running_engine, tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Play."}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

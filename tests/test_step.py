@@ -9,7 +9,6 @@ import pytest
 import torch
 from episodes import on_policy, random_groups
 
-from learner import dist
 from learner.batch import EpisodeSettings, is_uninformative, make_episodes, pack
 from learner.loop import check_step
 from learner.model import load_policy
@@ -17,26 +16,8 @@ from learner.pictures import Pictures
 from learner.step import Trainer, episode_settings
 from shared.config import LearnerConfig
 from shared.types import Ending, Group
-from shared.vision import VisionSpec
-from tiny import tiny_model_dir
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def spec(folder):
-    return VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    yield dist.init("cpu")
-    dist.close()
 
 
 @pytest.fixture

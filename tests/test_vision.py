@@ -19,14 +19,9 @@ from shared.vision import (
     patchify,
     pixel_values,
 )
-from tiny import load_model, picture, tiny_model_dir
+from tiny import load_model, picture
 
 SPEC = VisionSpec(image_token_id=9, min_pixels=1024, max_pixels=1048576)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
 
 
 def test_a_placeholder_becomes_one_token_per_merged_patch():
