@@ -59,9 +59,7 @@ def claim(gpus: Sequence[str], owner: str) -> list[TextIO]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             other = file.read().strip() or "another process"
-            raise ConfigError(
-                f"GPU {gpu} for {owner} is taken by {other}; set others"
-            ) from None
+            raise ConfigError(f"GPU {gpu} for {owner} is taken by {other}; set others") from None
         file.truncate()
         file.write(f"{owner} (process {os.getpid()})")
         file.flush()

@@ -16,6 +16,8 @@ import os
 import signal
 from typing import TextIO
 
+import zmq
+
 from launch.cli import fail, parse
 from launch.gpus import claim, names
 from launch.processes import Stopped, die_with_parent, raise_on_signals
@@ -36,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun's restarts go on with the run
             recipe = recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"resume": "auto"})})
         if rank == 0:
+            check_address(recipe.learner.bind)
             prepare_run_folder(recipe)
         raise_on_signals()
         held = claim_gpu(recipe, rank)
@@ -63,6 +66,19 @@ def claim_gpu(recipe: Recipe, rank: int) -> list[TextIO]:
     if recipe.learner.device != "cuda":
         return []
     return claim(names([int(os.environ.get("LOCAL_RANK", "0"))], os.environ), f"learner rank {rank}")
+
+
+def check_address(address: str) -> None:
+    """ValueError when another learner, or anything else, listens there."""
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.ROUTER) as probe:
+            probe.bind(address)
+    except zmq.ZMQError as error:
+        cure = "free the port or choose another one (--learner.bind tcp://HOST:PORT)"
+        raise ValueError(f"learner.bind = {address!r}: {error}; {cure}") from None
+    finally:
+        context.term()
 
 
 def prepare_run_folder(recipe: Recipe) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from learner.dist import Ranks, barrier
@@ -97,7 +99,8 @@ class Saver:
         self._timeout_s = timeout_s
         self._group = torch.distributed.new_group(backend="gloo")  # the thread's own: collectives must not mix
         self._thread = ThreadPoolExecutor(1, "checkpoint") if recipe.learner.checkpoint_in_background else None
-        self._writing: Future[Path] | None = None
+        self._writing: Future[None] | None = None
+        self.num_failed = 0
 
     def save(self, version: PolicyVersion, intake: dict[str, Any]) -> Path:
         """Of the trainer's step, kept beside the last few. `intake` is rank 0's, plain JSON values."""
@@ -105,11 +108,6 @@ class Saver:
         trainer, ranks = self._trainer, self._ranks
         final = self._folder / f"{_PREFIX}{trainer.num_steps:08d}"
         partial = self._folder / f".{final.name}.partial"
-        if ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / "rng").mkdir(parents=True)
-        barrier(ranks, timeout_s=self._timeout_s)
-        torch.save(_rng_state(ranks), partial / "rng" / f"rank_{ranks.rank}.pt")
         meta = {
             "schema": _SCHEMA,
             "fingerprint": fingerprint(trainer.policy),
@@ -120,13 +118,47 @@ class Saver:
             "intake": intake,
         }
         barrier(ranks, timeout_s=self._timeout_s)
+        rng = _rng_state(ranks)
         if self._thread is None:
-            return self._write(_state(trainer), partial, final, meta)
-        self._writing = self._thread.submit(self._write, _copied(_state(trainer)), partial, final, meta)
+            self._write(_state(trainer), rng, partial, final, meta)
+        else:
+            self._writing = self._thread.submit(self._write, _copied(_state(trainer)), rng, partial, final, meta)
         return final
 
-    def _write(self, state: dict[str, Any], partial: Path, final: Path, meta: dict[str, Any]) -> Path:
-        dcp.save(state, checkpoint_id=str(partial / "dcp"), process_group=self._group)  # rank 0 ends last
+    def _write(
+        self, state: dict[str, Any], rng: dict[str, torch.Tensor], partial: Path, final: Path, meta: dict[str, Any]
+    ) -> None:
+        """A full or broken disk costs this checkpoint alone: it is reported, and the last good one stays."""
+        parts: tuple[Callable[[], object], ...] = (
+            lambda: self._begin(partial),
+            lambda: torch.save(rng, partial / "rng" / f"rank_{self._ranks.rank}.pt"),
+            lambda: dcp.save(state, checkpoint_id=str(partial / "dcp"), process_group=self._group),
+            lambda: self._finish(partial, final, meta),
+        )
+        for part in parts:
+            trouble: BaseException | None = None
+            try:
+                part()
+            except (OSError, RuntimeError, CheckpointException) as error:
+                trouble = error
+            failed = torch.tensor([trouble is not None], dtype=torch.int32)
+            torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, self._group)
+            if failed:
+                self.num_failed += 1
+                if trouble is not None:
+                    reason = " ".join(str(trouble).split())[-300:]
+                    log = get_logger("learner")
+                    log.error("checkpoint %s is not written, the last good one stays: %s", final.name, reason)
+                if self._ranks.is_main:
+                    shutil.rmtree(partial, ignore_errors=True)
+                return
+
+    def _begin(self, partial: Path) -> None:
+        if self._ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "rng").mkdir(parents=True)
+
+    def _finish(self, partial: Path, final: Path, meta: dict[str, Any]) -> None:
         if self._ranks.is_main:
             _write(partial / "meta.json", json.dumps(meta, indent=1))
             if final.exists():
@@ -134,8 +166,6 @@ class Saver:
             os.replace(partial, final)
             for old in checkpoints(self._folder)[: -self._recipe.learner.keep_checkpoints]:
                 shutil.rmtree(old)
-        torch.distributed.barrier(self._group)
-        return final
 
     def wait(self) -> None:
         """Until what is being written is whole. TimeoutError; whatever went wrong with it is raised here."""

@@ -128,8 +128,7 @@ class Desk:
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
         self.intake.commit()
-        with (self.run_dir / "ledger.jsonl").open("a") as ledger:
-            ledger.write(json.dumps({"step": step, "tickets": [number_of(g.ticket_id)[0] for g in groups]}) + "\n")
+        self._enter(step, groups)
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)
         self._turns += turns
@@ -151,6 +150,14 @@ class Desk:
         for old in sorted(folder.iterdir())[:-KEPT_BAD_BATCHES]:
             shutil.rmtree(old)
         self.log.warning("step %d has no finite loss and gradient and is skipped; its batch is in %s", step, folder)
+
+    def _enter(self, step: int, groups: Sequence[Group]) -> None:
+        line = json.dumps({"step": step, "tickets": [number_of(group.ticket_id)[0] for group in groups]})
+        try:
+            with (self.run_dir / "ledger.jsonl").open("a") as ledger:
+                ledger.write(line + "\n")
+        except OSError as error:
+            self.log.error("the ledger lacks step %d: %s", step, error)
 
     def _show(self, step: int, group: Group) -> None:
         """An episode to look at: its pictures and its transcript."""

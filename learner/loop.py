@@ -104,7 +104,7 @@ def loop(
         if not groups:  # rank 0 was asked to leave
             saver.save(version, desk.state() if desk else {})
             saver.wait()
-            raise Left(f"asked to leave; checkpoint of step {trainer.num_steps} written")
+            raise Left(f"asked to leave after step {trainer.num_steps}")
         values = trainer.step(groups, version)
         step = trainer.num_steps
         check_step(trainer, desk, groups)
@@ -117,7 +117,7 @@ def loop(
             if desk:
                 desk.intake.set_version(version)
         if desk:
-            desk.record(step, version, groups, values)
+            desk.record(step, version, groups, values | {"checkpoint/failed": float(saver.num_failed)})
             if evaluation.every_steps and step % evaluation.every_steps == 0 and not last:
                 desk.evaluate(f"step_{step}")
         if last or (config.checkpoint_every and step % config.checkpoint_every == 0):

@@ -5,6 +5,7 @@ TensorBoard is imported when the first logger is made, so that this module stays
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from shared.log import get_logger
 
 
 class Distribution:
@@ -65,6 +68,7 @@ class MetricLogger:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._tensorboard_failed = False
         self._events = EventFileWriter(str(folder / "tensorboard"), flush_secs=5)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -73,8 +77,11 @@ class MetricLogger:
 
         numbers = {name: float(value) for name, value in values.items()}
         row = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self._lines.write(json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n")
-        self._lines.flush()
+        try:
+            self._lines.write(json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n")
+            self._lines.flush()
+        except OSError as error:
+            get_logger("metrics").error("step %d is not in metrics.jsonl: %s", step, error)
         self._write(step, Summary(value=[Summary.Value(tag=n, simple_value=v) for n, v in numbers.items()]))
 
     def image(self, step: int, name: str, png_bytes: bytes) -> None:
@@ -98,11 +105,18 @@ class MetricLogger:
     def _write(self, step: int, summary: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        try:
+            self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        except OSError as error:  # of an earlier write, in the writer's thread
+            if not self._tensorboard_failed:
+                get_logger("metrics").error("TensorBoard lacks what follows step %d: %s", step, error)
+            self._tensorboard_failed = True
 
     def flush(self) -> None:
-        self._events.flush()
+        with contextlib.suppress(OSError):
+            self._events.flush()
 
     def close(self) -> None:
-        self._events.close()
-        self._lines.close()
+        for file in (self._events, self._lines):
+            with contextlib.suppress(OSError):
+                file.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 
 import pytest
 import torch
@@ -128,9 +129,9 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_wait(new_traine
     saver = checkpoint.Saver(tmp_path, new_trainer(), ranks, recipe())
     path = saver.save(1, {})
     saver.wait()
-    monkeypatch.setattr(checkpoint, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(checkpoint, "_write", lambda *_: (_ for _ in ()).throw(ValueError("a mistake")))
     saver.save(2, {})
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(ValueError, match="a mistake"):
         saver.wait()
     assert checkpoint.checkpoints(tmp_path) == [path]
 
@@ -172,3 +173,26 @@ def test_a_checkpoint_is_exported_without_a_trainer(new_trainer, folder, ranks, 
     assert all(torch.equal(loaded[name], p) for name, p in trainer.policy.vlm.named_parameters())
     with pytest.raises(ValueError, match="is no checkpoint"):
         export_checkpoint(tmp_path, tmp_path / "export", model_path=str(folder), dtype=None)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_costs_one_checkpoint_and_the_last_good_one_stays(new_trainer, ranks, tmp_path, background):
+    trainer = new_trainer()
+    good = save(trainer, ranks, tmp_path, background=background)
+    trainer.num_steps += 1
+    settings = recipe(keep_checkpoints=1, checkpoint_in_background=background)
+    saver = checkpoint.Saver(tmp_path, trainer, ranks, settings)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        saver.save(8, {})
+        saver.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert saver.num_failed == 1
+    assert checkpoint.checkpoints(tmp_path) == [good]
+    assert [p.name for p in tmp_path.iterdir()] == [good.name]
+    saver.save(8, {})
+    saver.wait()
+    saver.close()
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step_00000001"]
