@@ -180,6 +180,8 @@ def check_consistency(recipe: Recipe) -> None:
         raise ConfigError(
             f"env.turn_tokens = {env.turn_tokens} leaves no room in model.max_context = {model.max_context}; lower it"
         )
+    if env.reward and recipe.reward.url:
+        raise ConfigError(f"env.reward = {env.reward!r} and reward.url = {recipe.reward.url!r}: leave one of them out")
     relative = learner.objective != "vtrace"
     if relative and learner.group_size < 2:
         raise ConfigError(

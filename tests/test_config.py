@@ -54,6 +54,8 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--learner.objective", "grpo"], "learner.group_size = 1"),
         (MINIMAL, ["--env.turn_tokens", "9000", "--env.max_tokens", "9000"], "no room in model.max_context"),
         (MINIMAL, ["--eval.samples", "5", "--data.eval_first_seed", "3"], "held-out seeds overlap the training seeds"),
+        (MINIMAL, ["--env.reward", "a.b", "--reward.url", "http://c"], "leave one of them out"),
+        (MINIMAL, ["--env.max_failure_share", "1.5"], "env.max_failure_share = '1.5'"),
         (MINIMAL, ["--actor.groups", "100000"], "actor.processes x actor.groups = 100000"),
     ],
 )

@@ -3,6 +3,8 @@ transformers' own forward, and one step of training."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from episodes import on_policy, random_trajectory
+from PIL import Image as PILImage
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -22,13 +25,14 @@ from actor.engine.app import load_model
 from actor.engine.server import EngineSettings
 from learner.attention import window_lengths
 from learner.batch import EpisodeSettings, make_episode, pack
+from learner.engine_link import call
 from learner.model import load_policy
 from learner.pictures import Pictures
 from learner.step import Trainer
 from shared.config import LearnerConfig
-from shared.types import Group
-from shared.vision import VisionSpec
-from tiny import picture, reference_logits, tiny_model_dir, tiny_tokenizer
+from shared.types import Ending, Group, Image, Trajectory, Turn
+from shared.vision import VisionSpec, pixel_values
+from tiny import picture, png, reference_logits, running_engine, tiny_model_dir, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -155,6 +159,49 @@ def test_a_blank_picture_stands_in_where_an_episode_has_none(family):
     assert all(p.grad is not None for p in policy.vlm.model.visual.parameters())
 
 
+@pytest.mark.parametrize("size", [(50, 70), (300, 200), (37, 500), (28, 28), (1400, 900)])
+def test_pictures_become_the_patches_of_the_image_processor(family, size):
+    folder, _, _ = family
+    spec = VisionSpec.load(folder)
+    image = picture(*size, seed=3)
+    expected = Qwen2VLImageProcessorPil.from_pretrained(folder)(image, return_tensors="np")
+    prepared = Pictures(spec).get(Image.of(png(image)))
+    assert prepared.grid == tuple(expected["image_grid_thw"][0])
+    got, wanted = pixel_values(prepared.patches, spec), expected["pixel_values"]
+    if spec.resized(*size) == size[::-1]:
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+    else:  # resizing may round a channel differently by a step of 1/255
+        assert np.abs(got - wanted).max() < 3 / 255 / min(spec.std)
+
+
+def test_behaviour_logprobs_of_the_embedded_engine_equal_the_learners_for_experts(tmp_path):
+    folder = qwen3_moe(tmp_path)
+    spec = VisionSpec.load(folder)
+    image = Image.of(png(picture(64, 96, 1)))
+    ids = [5, 6, spec.image_token_id, 9]
+    with running_engine(folder) as (url, _):
+        sampling = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
+        sampling["logit_bias"] = {str(token): -100.0 for token in spec.banned_ids}
+        data = [f"data:image/png;base64,{base64.b64encode(image.data).decode()}"]
+        body = {"input_ids": ids, "image_data": data, "sampling_params": sampling, "return_logprob": True}
+        sampled = call(url, "/generate", body, 30)["meta_info"]["output_token_logprobs"]
+    mask = np.array([0] * len(ids) + [1] * len(sampled), dtype=np.uint8)
+    played = Trajectory(
+        token_ids=np.array([*ids, *(token for _, token, _ in sampled)], dtype=np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=np.array([0.0] * len(ids) + [logprob for logprob, _, _ in sampled], dtype=np.float32),
+        policy_versions=np.where(mask, 0, -1).astype(np.int32),
+        turns=(Turn(len(ids), len(mask), 0.0),),
+        reward=0.0,
+        images=(image,),
+        ending=Ending.COMPLETED,
+    )
+    pictures = Pictures(spec)
+    batch = pack([make_episode(played, 0.0, pictures, EpisodeSettings())], pictures, CPU)
+    got = load_policy(str(folder), spec)(batch, 1.0).logprobs.detach().numpy()
+    np.testing.assert_allclose(got, played.behaviour_logprobs[mask == 1], atol=1e-4)
+
+
 def test_windows_are_cut_row_by_row_and_are_smaller_at_the_edges():
     lengths = window_lengths([(1, 6, 10), (1, 4, 4)], merge_size=2, window_tokens=2)
     assert lengths == (16, 16, 8, 8, 8, 4, 16)
@@ -167,8 +214,4 @@ def test_the_embedded_engine_says_which_models_it_cannot_serve(tmp_path):
 
 
 def _size(image):
-    import io
-
-    from PIL import Image
-
-    return Image.open(io.BytesIO(image.data)).size
+    return PILImage.open(io.BytesIO(image.data)).size
