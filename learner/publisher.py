@@ -109,7 +109,6 @@ class Publisher:
         if members:
             settings = DeliverySettings(self.settings.call_timeout_s, self.settings.pause_mode)
             delivery = Delivery(self._membership, members, version, settings, seconds)
-            delivery.begin()
         num_bytes = 0
         walk = buckets(gathered(self.policy), self.policy.dtype, self.settings.bucket_bytes)
         while True:
@@ -117,6 +116,8 @@ class Publisher:
                 bucket = next(walk, None)
             if bucket is None:
                 break
+            if delivery and num_bytes == 0 and delivery.working:
+                delivery.begin()  # no earlier: the engines generate while the first bucket is gathered
             if delivery and delivery.working:
                 delivery.send(bucket)
                 if proof:
