@@ -103,6 +103,7 @@ async def _converse(settings: ActorSettings, dealer: Dealer, desk: _Desk) -> tup
         if message is None:
             if now - heard > (settings.reconnect_timeout_s if known else settings.connect_timeout_s):
                 cure = "start it, or check --actor.learner" if not known else "it seems to have died"
+                cure = dealer.trouble() or cure
                 return 1, f"learner {settings.learner} is silent for {now - heard:.0f} s; {cure}"
             continue
         heard = now

@@ -22,6 +22,7 @@ from actor.rollout import EpisodeLimits, Player
 from envs.loader import load_env, load_function, load_module
 from shared.codec import TokenRules
 from shared.config import Recipe
+from shared.keys import actor_security
 from shared.transport import SocketSettings
 from shared.types import Sample
 from shared.vision import VisionSpec
@@ -64,6 +65,7 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
         reconnect_timeout_s=actor.reconnect_timeout_s,
         heartbeat_s=actor.heartbeat_s,
         sockets=SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages),
+        secure=actor_security(recipe.transport, actor.learner),
     )
     keep_collections_short()
     try:

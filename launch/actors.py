@@ -25,6 +25,7 @@ from launch.processes import Stopped, raise_on_signals, stop_all
 from launch.restarts import Restarts
 from launch.samples import ready
 from shared.config import Recipe
+from shared.keys import actor_security
 from shared.log import get_logger
 from shared.vision import VisionSpec
 
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     engines: list[Engine] = []
     try:
         recipe = ready(recipe)
+        actor_security(recipe.transport, recipe.actor.learner)  # what is wrong with the keys is said now
         model, specs = check(recipe)
         raise_on_signals()
         locks = [claim(spec.gpus, spec.name) for spec in specs]

@@ -25,6 +25,7 @@ from launch.samples import held_out_samples, ready, training_samples
 from learner.leave import Left
 from learner.samples import SeedSource
 from shared.config import Recipe
+from shared.keys import learner_security
 from shared.log import get_logger
 
 
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun's restarts go on with the run
             recipe = recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"resume": "auto"})})
         if rank == 0:
+            learner_security(recipe.transport, recipe.learner.bind)  # what is wrong with the keys is said now
             check_address(recipe.learner.bind)
             prepare_run_folder(recipe)
         raise_on_signals()

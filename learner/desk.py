@@ -24,6 +24,7 @@ from learner.ticket_records import number_of
 from learner.tickets import BookSettings
 from shared.codec import TokenRules
 from shared.config import Recipe
+from shared.keys import learner_security
 from shared.log import get_logger
 from shared.metrics import MetricLogger
 from shared.recording import record
@@ -70,6 +71,7 @@ class Desk:
             rules,
             learner.actor_timeout_s,
             sockets=limits,
+            secure=learner_security(recipe.transport, learner.bind),
             check=check,
             max_failure_share=env.max_failure_share,
         )

@@ -1,7 +1,8 @@
 """The sockets: one ROUTER on the learner's rank 0, one DEALER in each actor. Bounded queues; nothing waits for ever.
 
 A DEALER's routing id is `NAME#RANDOM`: the name is for people, the random part tells two processes of one name apart.
-`secure` is called with each socket before it binds or connects; encryption and authentication are set there.
+`secure` is called with each socket before it binds or connects; encryption and authentication are set there (see
+`shared.gate`), and the door that it may return is attended whenever the socket waits.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import zmq
 import zmq.asyncio
 
 from shared.codec import Frame, Limits, Message, WireError, decode, encode
+from shared.gate import Door, Knock
 
-Secure = Callable[[zmq.Socket], None]
+Secure = Callable[[zmq.Socket], Door | None]
 
 
 class Sent(Enum):
@@ -42,14 +44,13 @@ class SocketSettings:
 DEFAULT_SETTINGS = SocketSettings()
 
 
-def _prepare(socket: zmq.Socket, settings: SocketSettings, secure: Secure | None) -> None:
+def _prepare(socket: zmq.Socket, settings: SocketSettings, secure: Secure | None) -> Door | None:
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = settings.queue_messages
     socket.maxmsgsize = settings.max_message_bytes
     socket.heartbeat_ivl = int(settings.keepalive_s * 1000)
     socket.heartbeat_timeout = int(settings.keepalive_s * 3000)
-    if secure is not None:
-        secure(socket)
+    return secure(socket) if secure is not None else None
 
 
 def _opened(action: Callable[[str], object], address: str, field: str, cure: str) -> None:
@@ -71,8 +72,9 @@ class Router:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
+        self._door: Door | None = None
         try:
-            _prepare(self._socket, settings, secure)
+            self._door = _prepare(self._socket, settings, secure)
             self._socket.router_mandatory = True  # an unreachable peer is an error, not silence
             self._socket.router_handover = True  # a peer that reconnects replaces its old connection
             cure = "free the port or choose another one (--learner.bind tcp://HOST:PORT)"
@@ -81,7 +83,8 @@ class Router:
             self.close()
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._poller.register(self._socket, zmq.POLLIN)
+        for source in (self._socket, *(self._door.sockets if self._door else ())):
+            self._poller.register(source, zmq.POLLIN)
 
     def watch(self, file_descriptor: int) -> None:
         """`wait` also returns when this becomes readable."""
@@ -89,7 +92,15 @@ class Router:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a message is there, after at most `timeout_s`."""
-        return any(source is self._socket for source, _ in self._poller.poll(max(0, int(timeout_s * 1000))))
+        ready = self._poller.poll(max(0, int(timeout_s * 1000)))
+        if self._door is not None:
+            self._door.answer()
+        return any(source is self._socket for source, _ in ready)
+
+    @property
+    def refused(self) -> int:
+        """Handshakes that the door has turned away."""
+        return self._door.refused.total() if self._door else 0
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """Peer id and frames of one waiting message, undecoded; None = none is waiting."""
@@ -116,6 +127,8 @@ class Router:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Gives messages on their way `linger_s` to leave."""
+        if self._door is not None:
+            self._door.close()
         self._socket.close(int(linger_s * 1000))
         self._context.term()
 
@@ -130,6 +143,7 @@ class Dealer:
         self._limits = settings.limits()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._knock = Knock(self._context, self._socket)
         try:
             _prepare(self._socket, settings, secure)
             self._socket.setsockopt(zmq.ROUTING_ID, f"{name[:64]}#{os.urandom(4).hex()}".encode())
@@ -146,6 +160,7 @@ class Dealer:
         A message that was there can be gone a moment later, with the connection that brought it.
         """
         if not await self._socket.poll(max(0, int(timeout_s * 1000))):
+            self._knock.trouble()  # events that nobody reads would pile up
             return None
         try:
             frames = await self._socket.recv_multipart(zmq.NOBLOCK)
@@ -162,8 +177,13 @@ class Dealer:
             return False
         return True
 
+    def trouble(self) -> str:
+        """Why the learner does not let this actor in, as far as the handshakes tell; "" = no handshake has failed."""
+        return self._knock.trouble()
+
     def close(self, linger_s: float = 0.0) -> None:
         """Gives messages on their way `linger_s` to leave."""
+        self._knock.close()
         self._socket.close(int(linger_s * 1000))
         self._context.term()
 

@@ -1,0 +1,164 @@
+"""Who may come in: CURVE keys of a socket, and the learner's door, which answers libzmq's questions (ZAP, RFC 27).
+
+An actor is served only if it knows the learner's public key and its own public key is on the allow-list. Everybody else
+is refused by libzmq before a message of theirs is read. The door is asked and polled by the socket's own thread.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from shared.log import get_logger
+
+ZAP_DOMAIN = b"pronk"
+ZAP_ADDRESS = "inproc://zeromq.zap.01"  # one for each context, as libzmq fixes it
+MAX_LOGGED = 1000
+UNKNOWN = "an unknown address"
+_FAILED = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+}
+_FAILURES = sum(_FAILED)
+_WORDS = {
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "its handshake is not encrypted for this learner's key, or is an old one",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """An actor's keys, Z85; called with a socket before it connects."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    server: bytes
+
+    def __call__(self, socket: zmq.Socket) -> None:
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = self.public, self.secret, self.server
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """The learner's keys, Z85, and the actors' public keys with their names; called with a socket before it binds."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    allowed: dict[bytes, str]
+
+    def __call__(self, socket: zmq.Socket) -> Door:
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
+        socket.zap_domain = ZAP_DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no door, no entry
+        return Door(socket, self.allowed)
+
+
+class Door:
+    """Answers for each client whether its key is on the list; logs each that is refused once, and counts them."""
+
+    def __init__(self, guarded: zmq.Socket, allowed: dict[bytes, str]) -> None:
+        self.refused: Counter[str] = Counter()
+        self._allowed = allowed
+        self._log = get_logger("door")
+        self._logged: set[object] = set()
+        self._hosts: dict[int, str] = {}  # of connections by file descriptor
+        self._failed: int | None = None  # the code of a handshake whose connection closes next
+        self._guarded = guarded
+        self._zap = guarded.context.socket(zmq.REP)
+        self._zap.linger = 0
+        self._zap.bind(ZAP_ADDRESS)
+        events = _FAILURES | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        self._events = guarded.get_monitor_socket(events)
+        self.sockets = (self._zap, self._events)
+
+    def answer(self) -> None:
+        """What is waiting at the door. Never waits."""
+        with suppress(zmq.Again):
+            while True:
+                self._zap.send_multipart(self._judge(self._zap.recv_multipart(zmq.NOBLOCK)))
+        with suppress(zmq.Again):
+            while True:
+                self._note(parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK)))
+
+    def close(self) -> None:
+        self._guarded.disable_monitor()
+        self._events.close(0)
+        self._zap.close(0)
+
+    def _judge(self, request: list[bytes]) -> list[bytes]:
+        version, number, domain, address, _, mechanism, *credentials = request
+        name = None
+        if domain == ZAP_DOMAIN and mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
+            key = z85.encode(credentials[0])
+            name = self._allowed.get(key)
+            if name is None:
+                self._refuse("key", address.decode("ascii", "replace"), key, f"its key {key.decode()} is not allowed")
+        if name is None:
+            return [version, number, b"400", b"not allowed", b"", b""]
+        return [version, number, b"200", b"OK", name.encode(), b""]
+
+    def _note(self, event: dict) -> None:
+        kind, value = event["event"], event["value"]
+        if kind == zmq.EVENT_ACCEPTED:
+            self._hosts[value] = _host_of(value)
+        elif kind == zmq.EVENT_DISCONNECTED:
+            host = self._hosts.pop(value, UNKNOWN)
+            if self._failed is not None:
+                words = _WORDS.get(self._failed, "its handshake broke off: it has no keys, or repeats an old one")
+                self._refuse("handshake", host, self._failed, words)
+                self._failed = None
+        elif kind != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # that one has been judged by its key
+            self._failed = value
+
+    def _refuse(self, reason: str, host: str, what: object, words: str) -> None:
+        self.refused[reason] += 1
+        mark = what if host == UNKNOWN else (host, what)
+        if mark not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged |= {what, (host, what)}
+            self._log.warning("refused a client at %s: %s (further tries are only counted)", host, words)
+
+
+def _host_of(file_descriptor: int) -> str:
+    """The other end's address; the connection may be gone by now."""
+    try:
+        with socket.socket(fileno=os.dup(file_descriptor)) as connection:
+            return str(connection.getpeername()[0])
+    except OSError:
+        return UNKNOWN
+
+
+class Knock:
+    """An actor's view of its own handshakes: `trouble` says why none succeeds, "" as long as none has failed."""
+
+    def __init__(self, context: zmq.Context, knocking: zmq.Socket) -> None:
+        address = f"inproc://knock-{os.urandom(8).hex()}"
+        self._knocking, self._trouble = knocking, ""
+        knocking.monitor(address, _FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._events = zmq.Socket(zmq.Context.shadow(context.underlying), zmq.PAIR)
+        self._events.linger = 0
+        self._events.connect(address)
+
+    def trouble(self) -> str:
+        with suppress(zmq.Again):
+            while True:
+                kind = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))["event"]
+                if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._trouble = ""
+                elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    self._trouble = "it refuses this actor's key; add the key to its allow-list"
+                else:
+                    self._trouble = (
+                        "the handshake fails: transport.keys must be of the learner's, or empty on both ends"
+                    )
+        return self._trouble
+
+    def close(self) -> None:
+        self._knocking.monitor(None, 0)
+        self._events.close(0)

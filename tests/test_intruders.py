@@ -1,0 +1,229 @@
+"""Intruders on real sockets: none is served, each is logged once, and the learner's intake goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import zmq
+
+from actor.loop import run_actor
+from learner.intake import Intake, IntakeSettings
+from learner.samples import SeedSource
+from shared.config import TransportConfig
+from shared.gate import ClientKeys
+from shared.keys import actor_security, learner_security, make_keys
+from shared.transport import Dealer, Secure
+from shared.types import Hello, Request, Ticket, Trajectory
+from tests.wires import RULES, VOCAB, actor_settings, book_settings, episode
+
+PUBLIC = "tcp://0.0.0.0:*"
+
+
+class House:
+    """A learner's intake behind its door, and what the two log."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.transport = TransportConfig(keys=str(tmp / "keys"))
+        make_keys(tmp / "keys", ["actor"])
+        secure = learner_security(self.transport, PUBLIC)
+        settings = IntakeSettings("tcp://127.0.0.1:*", tmp / "run", "run-1", RULES, secure=secure)
+        self.intake = Intake(SeedSource(), book_settings(groups_per_version=1000), settings)
+        self.intake.open(0)
+        self.lines: list[str] = []
+
+    @property
+    def key(self) -> ClientKeys:
+        key = actor_security(self.transport, PUBLIC)
+        assert isinstance(key, ClientKeys)
+        return key
+
+    def trains(self) -> None:
+        """A listed actor plays what is asked for."""
+
+        async def play(ticket: Ticket, index: int) -> Trajectory:
+            return episode(ticket.version)
+
+        async def work() -> None:
+            actor = asyncio.create_task(run_actor(actor_settings(self.intake.address, secure=self.key), play))
+            await asyncio.to_thread(self.intake.next_batch, 2, 20.0)
+            actor.cancel()
+            await asyncio.gather(actor, return_exceptions=True)
+
+        asyncio.run(work())
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path)
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            house.lines.append(record.getMessage())
+
+    keep, loggers = Keep(), [logging.getLogger(f"pronk.{name}") for name in ("door", "intake")]
+    for logger in loggers:
+        logger.addHandler(keep)
+    yield house
+    for logger in loggers:
+        logger.removeHandler(keep)
+    house.intake.stop("the test is over")
+
+
+async def knock(address: str, secure: Secure | None, tries: int = 40) -> tuple[bool, str]:
+    """Whether the learner took a message or answered, and what the client learns of its handshakes."""
+    dealer = Dealer(address, "intruder", secure=secure)
+    served = False
+    for _ in range(tries):
+        served |= await dealer.send(Hello("intruder", (), VOCAB))
+        served |= await dealer.receive(0.05) is not None
+    trouble = dealer.trouble()
+    dealer.close()
+    return served, trouble
+
+
+def test_a_client_without_a_key_is_not_served(house: House) -> None:
+    served, trouble = asyncio.run(knock(house.intake.address, None))
+    assert not served and "transport.keys" in trouble
+    house.trains()
+    assert len([line for line in house.lines if "refused a client" in line and "it has no keys" in line]) == 1
+
+
+def test_a_client_whose_key_is_not_on_the_list_is_not_served(house: House) -> None:
+    stranger = ClientKeys(*zmq.curve_keypair(), house.key.server)
+    for _ in range(2):
+        served, trouble = asyncio.run(knock(house.intake.address, stranger))
+        assert not served and "allow-list" in trouble
+    house.trains()
+    assert len([line for line in house.lines if "is not allowed" in line]) == 1
+
+
+def test_a_client_that_expects_another_learner_is_not_served(house: House) -> None:
+    mistaken = ClientKeys(house.key.public, house.key.secret, zmq.curve_keypair()[0])
+    served, trouble = asyncio.run(knock(house.intake.address, mistaken))
+    assert not served and trouble
+    house.trains()
+    assert len([line for line in house.lines if "not encrypted for this learner's key" in line]) == 1
+
+
+class Tap:
+    """A TCP relay to the learner that keeps what the client said."""
+
+    def __init__(self, address: str) -> None:
+        self.target = ("127.0.0.1", int(address.rpartition(":")[2]))
+        self.said = self.heard = b""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        client, _ = self._listener.accept()
+        server = socket.create_connection(self.target)
+        threading.Thread(target=self._relay, args=(server, client, False), daemon=True).start()
+        self._relay(client, server, True)
+
+    def _relay(self, source: socket.socket, sink: socket.socket, keep: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if keep:
+                    self.said += data
+                else:
+                    self.heard += data
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def replay(self) -> bytes:
+        """Says it all again on a new connection; returns the learner's answer until it hangs up."""
+        answer = b""
+        with socket.create_connection(self.target, timeout=10.0) as again:
+            again.sendall(self.said)
+            while data := again.recv(65536):
+                answer += data
+        return answer
+
+
+def test_a_recorded_conversation_opens_no_door(house: House) -> None:
+    async def honest(address: str) -> None:
+        dealer = Dealer(address, "honest", secure=house.key)
+        while not await dealer.send(Hello("honest", (), VOCAB)):
+            await asyncio.sleep(0.05)
+        assert await dealer.receive(10.0) is not None
+        dealer.close()
+
+    tap = Tap(house.intake.address)
+    asyncio.run(honest(tap.address))
+    assert b"READY" in tap.heard
+    answers = [tap.replay() for _ in range(3)]
+    assert all(b"READY" not in answer for answer in answers)  # the handshake never completes
+    house.trains()
+    assert sum("actor honest" in line and "is here" in line for line in house.lines) == 1
+    assert len([line for line in house.lines if "refused a client" in line and "old one" in line]) == 1
+
+
+def test_a_listed_client_that_sends_nonsense_is_counted_and_logged_once(house: House) -> None:
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        house.key(client)
+        client.setsockopt(zmq.ROUTING_ID, b"fool#1")
+        client.connect(house.intake.address)
+        for number in range(50):
+            client.send_multipart([b"nonsense", bytes([number])])
+        house.trains()
+        rejected = house.intake.metrics()["wire/rejected"]
+        assert client.poll(0) == 0
+    context.term()
+    assert rejected == 50
+    assert len([line for line in house.lines if "rejected a message of fool#1" in line]) == 1
+
+
+def test_an_actor_that_was_refused_says_why_it_leaves(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    async def play(ticket: Ticket, index: int) -> Trajectory:
+        raise AssertionError
+
+    stranger = ClientKeys(*zmq.curve_keypair(), house.key.server)
+    settings = actor_settings(house.intake.address, "stranger", secure=stranger, connect_timeout_s=1.0)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pronk.stranger").addHandler(handler)
+    assert asyncio.run(run_actor(settings, play)) == 1
+    assert any("it refuses this actor's key" in message for message in messages)
+
+
+def test_without_its_door_an_encrypted_socket_lets_nobody_in(tmp_path: Path) -> None:
+    """The allow-list is asked by each handshake: one that nobody answers fails."""
+    make_keys(tmp_path / "keys", ["actor"])
+    transport = TransportConfig(keys=str(tmp_path / "keys"))
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        secure = learner_security(transport, PUBLIC)
+        assert secure is not None
+        door = secure(router)
+        assert door is not None
+        router.bind("tcp://127.0.0.1:*")
+        address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        door.close()
+        served, _ = asyncio.run(knock(address, actor_security(transport, PUBLIC), tries=10))
+        assert not served and not router.poll(0)
+    context.term()
+
+
+def test_requests_of_a_listed_actor_are_served(house: House) -> None:
+    async def ask() -> bool:
+        dealer = Dealer(house.intake.address, "a", secure=house.key)
+        while not await dealer.send(Hello("a", (), VOCAB)):
+            await asyncio.sleep(0.05)
+        await dealer.send(Request(1))
+        answers = [type(await dealer.receive(10.0)).__name__ for _ in range(2)]
+        dealer.close()
+        return answers == ["Welcome", "Tickets"]
+
+    assert asyncio.run(ask())
