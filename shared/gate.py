@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -21,6 +23,7 @@ from shared.log import get_logger
 ZAP_DOMAIN = b"pronk"
 ZAP_ADDRESS = "inproc://zeromq.zap.01"  # one for each context, as libzmq fixes it
 MAX_LOGGED = 1000
+PER_ANSWER = 256  # a flood of strangers must not keep the learner from its actors
 UNKNOWN = "an unknown address"
 _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
@@ -28,7 +31,7 @@ _FAILED = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
 }
 _FAILURES = sum(_FAILED)
-_WORDS = {
+_WORDS: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "its handshake is not encrypted for this learner's key, or is an old one",
 }
 
@@ -67,7 +70,7 @@ class Door:
         self.refused: Counter[str] = Counter()
         self._allowed = allowed
         self._log = get_logger("door")
-        self._logged: set[object] = set()
+        self._logged: set[tuple[str, str]] = set()  # address, mistake
         self._hosts: dict[int, str] = {}  # of connections by file descriptor
         self._failed: int | None = None  # the code of a handshake whose connection closes next
         self._guarded = guarded
@@ -81,10 +84,10 @@ class Door:
     def answer(self) -> None:
         """What is waiting at the door. Never waits."""
         with suppress(zmq.Again):
-            while True:
+            for _ in range(PER_ANSWER):
                 self._zap.send_multipart(self._judge(self._zap.recv_multipart(zmq.NOBLOCK)))
         with suppress(zmq.Again):
-            while True:
+            for _ in range(PER_ANSWER):
                 self._note(parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK)))
 
     def close(self) -> None:
@@ -99,12 +102,12 @@ class Door:
             key = z85.encode(credentials[0])
             name = self._allowed.get(key)
             if name is None:
-                self._refuse("key", address.decode("ascii", "replace"), key, f"its key {key.decode()} is not allowed")
+                self._refuse("key", address.decode("ascii", "replace"), f"its key {key.decode()} is not allowed")
         if name is None:
             return [version, number, b"400", b"not allowed", b"", b""]
         return [version, number, b"200", b"OK", name.encode(), b""]
 
-    def _note(self, event: dict) -> None:
+    def _note(self, event: Mapping[str, Any]) -> None:
         kind, value = event["event"], event["value"]
         if kind == zmq.EVENT_ACCEPTED:
             self._hosts[value] = _host_of(value)
@@ -112,26 +115,32 @@ class Door:
             host = self._hosts.pop(value, UNKNOWN)
             if self._failed is not None:
                 words = _WORDS.get(self._failed, "its handshake broke off: it has no keys, or repeats an old one")
-                self._refuse("handshake", host, self._failed, words)
+                self._refuse("handshake", host, words)
                 self._failed = None
         elif kind != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # that one has been judged by its key
             self._failed = value
 
-    def _refuse(self, reason: str, host: str, what: object, words: str) -> None:
+    def _refuse(self, reason: str, host: str, words: str) -> None:
+        """An address that was not known in time counts as that of the next client with the same mistake."""
         self.refused[reason] += 1
-        mark = what if host == UNKNOWN else (host, what)
-        if mark not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged |= {what, (host, what)}
+        known = (host, words) in self._logged or (host == UNKNOWN and any(w == words for _, w in self._logged))
+        if not known and (UNKNOWN, words) in self._logged:
+            self._logged.discard((UNKNOWN, words))
+            known = True
+            self._logged.add((host, words))
+        if not known and len(self._logged) < MAX_LOGGED:
+            self._logged.add((host, words))
             self._log.warning("refused a client at %s: %s (further tries are only counted)", host, words)
 
 
 def _host_of(file_descriptor: int) -> str:
-    """The other end's address; the connection may be gone by now."""
+    """The other end's address. The connection may be gone by now, and its descriptor another file's."""
     try:
         with socket.socket(fileno=os.dup(file_descriptor)) as connection:
-            return str(connection.getpeername()[0])
+            peer = connection.getpeername()
     except OSError:
         return UNKNOWN
+    return str(peer[0]) if isinstance(peer, tuple) and peer else UNKNOWN
 
 
 class Knock:
