@@ -86,7 +86,7 @@ async def run_actor(settings: ActorSettings, play: Play) -> int:
 async def _converse(settings: ActorSettings, dealer: Dealer, desk: _Desk) -> tuple[int, str]:
     """The conversation with the learner; returns the exit code and why it ended."""
     log = get_logger(settings.name)
-    heard, next_beat, known = time.monotonic(), 0.0, ""
+    heard, next_beat, known, misfits = time.monotonic(), 0.0, "", 0
     while True:
         now = time.monotonic()
         if now >= next_beat:
@@ -95,7 +95,8 @@ async def _converse(settings: ActorSettings, dealer: Dealer, desk: _Desk) -> tup
         try:
             message = await dealer.receive(next_beat - now)
         except WireError as error:
-            if error.reason == "schema_version":
+            misfits += error.reason == "schema_version"
+            if misfits > 1 and not known:  # one alone may have been damaged on its way
                 return 1, f"learner {settings.learner}: {error.detail}"
             log.warning("the learner sent a malformed message: %s", error)
             continue

@@ -22,6 +22,7 @@ KEPT_REJECTS = 20
 KEPT_BYTES = 16 * 2**20
 TICKETS_PER_MESSAGE = 16
 IDS_PER_MESSAGE = 1024
+KEPT_MISFITS = 1000
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ class Reception:
         self._actor_timeout_s = actor_timeout_s
         self._check = check
         self._clock = clock
+        self._misfits: Counter[bytes] = Counter()  # messages of peers that cannot take part
 
     # -------------------------------------------------------------- one message
 
@@ -145,7 +147,7 @@ class Reception:
         if hello.vocab_size != self._rules["vocab_size"]:
             detail = f"vocabulary of {hello.vocab_size} tokens, the learner's has {self._rules['vocab_size']}"
             self.rejects.add(key, WireError("vocab_size", detail), ())
-            self._router.send(peer, Stop(f"{detail}; give actors and learner the same model.path", failed=True))
+            self._send_home(peer, f"{detail}; give actors and learner the same model.path")
             return
         if peer not in self.actors:
             self._log.info("actor %s is here, with engines %s", key, ", ".join(hello.engine_urls))
@@ -171,11 +173,21 @@ class Reception:
     def _refuse(self, peer: bytes, key: str, error: WireError, frames: Sequence[Frame]) -> None:
         self.rejects.add(key, error, frames)
         if error.reason == "schema_version":
-            self._router.send(peer, Stop(error.detail, failed=True))
+            self._send_home(peer, error.detail)
         if error.ticket_id:
             if key in self._book.holders(error.ticket_id):
                 self._book.reject(error.ticket_id, f"malformed_{error.reason}", error.detail)
             self._send(peer, Receipt(error.ticket_id, False, str(error)))
+
+    def _send_home(self, peer: bytes, reason: str) -> None:
+        """Who cannot take part is told so when it says so twice: one message may have been damaged on its way."""
+        if peer in self.actors:
+            return
+        self._misfits[peer] += 1
+        if self._misfits[peer] > 1:
+            self._router.send(peer, Stop(reason, failed=True))
+        if len(self._misfits) > KEPT_MISFITS:
+            self._misfits.clear()
 
     # -------------------------------------------------------------- between messages
 

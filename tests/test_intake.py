@@ -300,16 +300,44 @@ def test_a_stranger_cannot_close_the_ticket_of_another_actor(intake: Intake, pee
     assert intake.metrics()["tickets/dropped"] == 0
 
 
-def test_an_actor_of_another_vocabulary_or_schema_is_sent_away_with_the_reason(intake: Intake, peer: Peer) -> None:
-    peer.hello(vocab_size=VOCAB + 1)
-    stop = peer.expect(Stop)
+def test_an_actor_of_another_vocabulary_or_schema_is_sent_away_with_the_reason(intake: Intake, opened: list) -> None:
+    stranger, ancient = peers = [Peer(intake.address, name) for name in "sa"]
+    opened += peers
+    stranger.hello(vocab_size=VOCAB + 1)
+    assert stranger.receive(0.3) is None  # one message alone may have been damaged
+    stranger.hello(vocab_size=VOCAB + 1)
+    stop = stranger.expect(Stop)
     assert isinstance(stop, Stop)
     assert "model.path" in stop.reason
-    peer.socket.send_multipart([msgpack.packb({"v": 999, "kind": "Hello", "body": []})])
-    stop = peer.expect(Stop)
+    for _ in range(2):
+        ancient.socket.send_multipart([msgpack.packb({"v": 999, "kind": "Hello", "body": []})])
+    stop = ancient.expect(Stop)
     assert isinstance(stop, Stop)
     assert "999" in stop.reason
     assert intake.metrics()["actors/known"] == 0
+
+
+def test_a_known_actor_stays_when_one_of_its_messages_is_damaged(intake: Intake, peer: Peer) -> None:
+    peer.hello()
+    peer.expect(Welcome)
+    for _ in range(3):
+        peer.hello(vocab_size=VOCAB + 1)
+        peer.socket.send_multipart([msgpack.packb({"v": 66, "kind": "Hello", "body": []})])
+    assert peer.receive(0.5) is None
+    assert intake.metrics()["actors/known"] == 1
+
+
+def test_two_actors_of_one_name_are_two_actors(intake: Intake, opened: list) -> None:
+    intake.open()
+    peers = [Peer(intake.address, "twin") for _ in range(2)]
+    opened += peers
+    for number, one in enumerate(peers):
+        one.socket.disconnect(intake.address)
+        one.socket.routing_id = f"twin#{number}".encode()
+        one.socket.connect(intake.address)
+        one.hello()
+    first, second = ({t.id for t in one.tickets(4)} for one in peers)
+    assert not first & second
 
 
 def test_an_evaluation_is_gathered_beside_the_training(intake: Intake, peer: Peer) -> None:

@@ -1,0 +1,182 @@
+"""Load: 512 simulated actors against one learner's intake, with tickets, leases, receipts and acknowledgments.
+
+    python tests/bench/load.py [--seconds 300] [--actors 512] [--processes 2]
+
+The actors answer each ticket at once with an encoded text group; the learner takes batches and publishes versions but
+does not train. The last line is one JSON object: groups/s, memory at a fifth of the time and at the end, and what the
+ledger says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import msgpack
+import numpy as np
+import zmq
+
+from learner.intake import Intake, IntakeSettings
+from learner.samples import SeedSource
+from learner.tickets import BookSettings
+from shared.codec import TokenRules, decode, encode
+from shared.types import Ending, Group, Hello, Request, Stop, Tickets, Trajectory, Turn
+
+VOCAB, PROMPT, ANSWER = 1000, 64, 64
+BEAT_S = 5.0
+
+
+def text_episode(version: int) -> Trajectory:
+    mask = np.repeat(np.array([0, 1], np.uint8), [PROMPT, ANSWER])
+    return Trajectory(
+        token_ids=np.arange(PROMPT + ANSWER, dtype=np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        policy_versions=np.where(mask, version, -1).astype(np.int32),
+        turns=(Turn(PROMPT, PROMPT + ANSWER, 1.0),),
+        reward=1.0,
+        images=(),
+        ending=Ending.COMPLETED,
+        text="an answer " * 20,
+    )
+
+
+class Actors:
+    """Some actors of one process; each has its own connection. A group is encoded once for each version."""
+
+    def __init__(self, address: str, first: int, count: int, slots: int) -> None:
+        self.context = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, count + 16)
+        self.poller = zmq.Poller()
+        self.held: dict[zmq.Socket, set[str]] = {}
+        self.slots, self.stopped = slots, False
+        self.encoded: dict[int, tuple[dict, list]] = {}
+        for number in range(first, first + count):
+            socket = self.context.socket(zmq.DEALER)
+            socket.linger = 0
+            socket.routing_id = f"load-{number}#0".encode()
+            socket.connect(address)
+            self.poller.register(socket, zmq.POLLIN)
+            self.held[socket] = set()
+
+    def run(self) -> None:
+        sockets = list(self.held)
+        beats = {socket: time.monotonic() + BEAT_S * i / len(sockets) for i, socket in enumerate(sockets)}
+        next_look = 0.0
+        while not self.stopped:
+            for socket, _ in self.poller.poll(50):
+                self.hear(socket)
+            if (now := time.monotonic()) >= next_look:
+                next_look = now + 0.1
+                for socket in sockets:
+                    if now >= beats[socket]:
+                        beats[socket] = now + BEAT_S
+                        hello = Hello("load", ("http://none",), VOCAB, tuple(self.held[socket]))
+                        socket.send_multipart(encode(hello))
+                        socket.send_multipart(encode(Request(self.slots)))
+        for socket in sockets:
+            socket.close()
+        self.context.term()
+
+    def hear(self, socket: zmq.Socket) -> None:
+        held = self.held[socket]
+        while not self.stopped:
+            try:
+                message = decode(socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if isinstance(message, Tickets):
+                for ticket in message.tickets:
+                    held.add(ticket.id)
+                    socket.send_multipart(self.group(ticket.id, ticket.version))
+            elif isinstance(message, Stop):
+                self.stopped = True
+            else:
+                held.difference_update(getattr(message, "ticket_ids", ()))
+
+    def group(self, ticket_id: str, version: int) -> list:
+        if version not in self.encoded:
+            frames = encode(Group("", "load", (text_episode(version),), 0.1))
+            self.encoded = {version: (msgpack.unpackb(frames[0]), frames[1:])}
+        header, rest = self.encoded[version]
+        header["body"][0] = ticket_id
+        return [msgpack.packb(header), *rest]
+
+
+def play(address: str, first: int, count: int, slots: int) -> None:
+    Actors(address, first, count, slots).run()
+
+
+def rss_mib() -> float:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) / 1024
+
+
+def learn(intake: Intake, seconds: float, per_step: int) -> dict[str, float]:
+    """Batches for so long; the rate does not count the first tenth."""
+    intake.open()
+    started = time.monotonic()
+    version, counted, since, early = 0, 0, started, 0.0
+    while (now := time.monotonic()) - started < seconds:
+        batch = intake.next_batch(per_step, 60.0)
+        intake.commit()
+        version += 1
+        intake.set_version(version)
+        intake.metrics()  # as after each step of a run
+        if now - started < seconds / 10:
+            counted, since = 0, time.monotonic()
+        else:
+            counted += len(batch)
+        if not early and now - started > seconds / 5:
+            early = rss_mib()
+    return {
+        "groups_per_s": counted / (time.monotonic() - since),
+        "rss_early_mib": early,
+        "rss_end_mib": rss_mib(),
+        "versions": version,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--actors", type=int, default=512)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--groups-per-step", type=int, default=1024)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        book = BookSettings(group_size=1, groups_per_version=options.groups_per_step, max_staleness=4)
+        settings = IntakeSettings("tcp://127.0.0.1:*", Path(folder), "load", TokenRules(VOCAB - 1, (), VOCAB), 30.0)
+        intake = Intake(SeedSource(), book, settings)
+        share = options.actors // options.processes
+        spawn = multiprocessing.get_context("spawn")
+        workers = [
+            spawn.Process(target=play, args=(intake.address, i * share, share, options.slots), daemon=True)
+            for i in range(options.processes)
+        ]
+        for worker in workers:
+            worker.start()
+        while intake.metrics()["actors/known"] < share * options.processes:
+            time.sleep(0.1)
+        result = learn(intake, options.seconds, options.groups_per_step)
+        metrics = intake.metrics()
+        intake.stop("enough")
+        for worker in workers:
+            worker.join(10.0)
+    counters = {name: metrics[f"tickets/{name}"] for name in ("issued", "trained", "dropped", "open", "reissued")}
+    refused = sum(value for name, value in metrics.items() if name.startswith("tickets/refused/"))
+    lost = counters["issued"] - counters["trained"] - counters["dropped"] - counters["open"]
+    row = {"actors": share * options.processes, "seconds": options.seconds, **result, **counters}
+    print(json.dumps({name: round(v, 1) for name, v in row.items()} | {"refused": refused, "lost": lost}))
+
+
+if __name__ == "__main__":
+    main()
