@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from test_rollout import Counting, Scripted, completion, folder, renderer, threads, ticket
+from test_rollout import Counting, Scripted, completion, renderer, threads, ticket  # noqa: F401
 
 from actor.client import EngineError, EnginePool
 from actor.judges import FunctionJudge, HttpJudge
