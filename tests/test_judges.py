@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from test_rollout import Counting, Scripted, completion, renderer, threads, ticket  # noqa: F401
+from test_rollout import Counting, Scripted, completion, renderer, threads, ticket
 
 from actor.client import EngineError, EnginePool
 from actor.judges import FunctionJudge, HttpJudge
@@ -22,7 +22,7 @@ from envs.loader import load_function
 from shared.config import Recipe
 from shared.types import Ending, Sample, Trajectory
 
-__all__ = ["folder", "renderer", "threads"]  # fixtures
+__all__ = ["renderer", "threads"]  # fixtures
 
 SAMPLE = Sample("row-7", ({"role": "system", "content": "Play."},), label="42", metadata={"row": 7})
 
