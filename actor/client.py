@@ -41,10 +41,14 @@ class EngineClient:
         stop_ids: Sequence[int] = (),
         max_new_tokens: int | None = None,
         seed: int | None = None,
+        cache_key: str = "",
     ) -> Completion:
-        """Continues the compact stream (one placeholder per image). An abort is a Completion, not an error."""
+        """Continues the compact stream (one placeholder per image). An abort is a Completion, not an error. Only requests
+        of one `cache_key` share what the engine keeps of their common beginning."""
         new_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         body = request_body(token_ids, images, sampling, banned_ids, stop_ids, new_tokens, seed)
+        if cache_key:
+            body["extra_key"] = cache_key
         try:
             completion = parse_completion(await self._post("/generate", body), self.url)
         except EngineError:

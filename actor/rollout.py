@@ -166,6 +166,7 @@ class _Episode:
                 stop_ids=(self._renderer.end_id,),
                 max_new_tokens=min(room, budget, limits.turn_tokens, sampling.max_new_tokens),
                 seed=episode_seed(self._ticket, self._index, len(self._turns)),
+                cache_key=f"version {self._ticket.version}",  # what older weights made of the same start is not used
             )
         except EngineError as error:
             raise _Stop(Ending.ENGINE_ERROR, str(error)) from error

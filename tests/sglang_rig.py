@@ -104,9 +104,9 @@ def player_of(recipe: Recipe, urls: Sequence[str], timeout_s: float = 120.0) -> 
     return make_player(recipe, renderer, EnginePool([EngineClient(url, timeout_s=timeout_s) for url in urls]))
 
 
-def tickets(recipe: Recipe, count: int, temperature: float = 1.0) -> list[Ticket]:
+def tickets(recipe: Recipe, count: int, version: int, temperature: float = 1.0) -> list[Ticket]:
     sampling = Sampling(temperature, 1.0, -1, recipe.env.turn_tokens)
-    return [Ticket(s.id, s, 1, 0, sampling, 600.0) for s in held_out_samples(recipe)[:count]]
+    return [Ticket(s.id, s, 1, version, sampling, 600.0) for s in held_out_samples(recipe)[:count]]
 
 
 @torch.no_grad()

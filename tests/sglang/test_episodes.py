@@ -8,18 +8,20 @@ import pytest
 
 from actor.client import EngineClient
 from launch.engine_check import ModelFacts
-from sglang_rig import ENDS, gap, player_of, tickets, vision_of
+from sglang_rig import ENDS, gap, move, player_of, tickets, vision_of
 from shared.types import Image, Sampling
 from tiny import picture, png
 
 TOLERANCE = 1e-4
 
 
-def play(recipe, urls, count, temperature=1.0):
+def play(recipe, urls, count, version, temperature=1.0):
     async def main():
         player = player_of(recipe, urls)
         try:
-            return await asyncio.gather(*(player.play(ticket) for ticket in tickets(recipe, count, temperature)))
+            return await asyncio.gather(
+                *(player.play(ticket) for ticket in tickets(recipe, count, version, temperature))
+            )
         finally:
             player.engines.close()
 
@@ -30,7 +32,7 @@ def play(recipe, urls, count, temperature=1.0):
 def test_episodes_with_pictures_agree_with_the_learners_forward(servers, recipe, policy, publisher, temperature):
     url = servers.urls[0]
     assert publisher.publish(1, [url])["publish/engines"] == 1
-    episodes = play(recipe, [url], 8, temperature)
+    episodes = play(recipe, [url], 8, 1, temperature)
     vision = vision_of(recipe)
     assert all(episode.trainable for episode in episodes), [episode.error for episode in episodes]
     assert max(len(episode.turns) for episode in episodes) >= 4
@@ -43,10 +45,19 @@ def test_episodes_with_pictures_agree_with_the_learners_forward(servers, recipe,
         assert gap(policy, episode, temperature) < TOLERANCE
 
 
+def test_an_episode_does_not_begin_on_what_older_weights_made_of_its_start(servers, recipe, policy, publisher):
+    url = servers.urls[0]
+    for version in (5, 6):
+        publisher.publish(version, [url])
+        episodes = play(recipe, [url], 2, version)
+        assert all(gap(policy, episode) < TOLERANCE for episode in episodes)
+        move(policy, version)
+
+
 def test_two_engines_share_the_episodes_and_each_stays_with_one(servers, recipe, policy, publisher):
     assert publisher.publish(2, servers.urls[:1])["publish/engines"] == 1
     assert publisher.publish(3, servers.urls[1:])["publish/engines"] == 1
-    episodes = play(recipe, servers.urls, 8)
+    episodes = play(recipe, servers.urls, 8, 3)
     played_by = [set(episode.policy_versions[episode.loss_mask == 1].tolist()) for episode in episodes]
     assert sorted(played_by, key=min) == [{2}] * 4 + [{3}] * 4
     assert all(gap(policy, episode) < TOLERANCE for episode in episodes)

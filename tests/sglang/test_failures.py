@@ -28,11 +28,11 @@ def answers(url):
     return asyncio.run(main())
 
 
-def play_one(recipe, url):
+def play_one(recipe, url, version):
     async def main():
         player = player_of(recipe, [url])
         try:
-            return await player.play(tickets(recipe, 1)[0])
+            return await player.play(tickets(recipe, 1, version)[0])
         finally:
             player.engines.close()
 
@@ -59,10 +59,10 @@ def test_a_server_killed_in_mid_episode_is_named_and_comes_back(servers, recipe,
     async def main():
         player = player_of(recipe, servers.urls)
         try:
-            games = [asyncio.create_task(player.play(ticket)) for ticket in tickets(recipe, 16)]
+            games = [asyncio.create_task(player.play(ticket)) for ticket in tickets(recipe, 16, 30)]
             await asyncio.sleep(1.0)
             os.kill(pid, signal.SIGKILL)
-            return await asyncio.gather(*games), await player.play(tickets(recipe, 1)[0])
+            return await asyncio.gather(*games), await player.play(tickets(recipe, 1, 30)[0])
         finally:
             player.engines.close()
 
@@ -75,10 +75,10 @@ def test_a_server_killed_in_mid_episode_is_named_and_comes_back(servers, recipe,
     servers.keep_until(lambda: answers(second))
     assert f"{servers.engines[1].spec.name} was ended by SIGKILL" in caplog.text
     assert servers.pid(1) != pid
-    assert play_one(recipe, first).trainable
+    assert play_one(recipe, first, 30).trainable
     move(policy, 2)
     version = publish_to_both(publisher, servers.urls, 31)
-    episode = play_one(recipe, second)
+    episode = play_one(recipe, second, version)
     assert versions(episode) == {version}
     assert gap(policy, episode) < TOLERANCE
 
@@ -105,12 +105,12 @@ def test_a_server_that_stops_answering_in_mid_update_is_left_behind_and_taken_ba
             values = publisher.publish(41, servers.urls)
         assert (values["publish/engines"], values["publish/dropped"]) == (1, 1)
         assert any(second in record.getMessage() for record in caplog.records)
-        episode = play_one(recipe, first)
+        episode = play_one(recipe, first, 41)
         assert versions(episode) == {41} and gap(policy, episode) < TOLERANCE
     finally:
         os.killpg(group, signal.SIGCONT)
     move(policy, 4)
     version = publish_to_both(publisher, servers.urls, 42)
-    episode = play_one(recipe, second)
+    episode = play_one(recipe, second, version)
     assert versions(episode) == {version}
     assert gap(policy, episode) < TOLERANCE
