@@ -43,8 +43,8 @@ class EngineClient:
         seed: int | None = None,
         cache_key: str = "",
     ) -> Completion:
-        """Continues the compact stream (one placeholder per image). An abort is a Completion, not an error. Only requests
-        of one `cache_key` share what the engine keeps of their common beginning."""
+        """Continues the compact stream (one placeholder per image). An abort is a Completion, not an error. Requests of
+        one `cache_key` share what the engine keeps of their common beginning, others do not."""
         new_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         body = request_body(token_ids, images, sampling, banned_ids, stop_ids, new_tokens, seed)
         if cache_key:
