@@ -1,6 +1,7 @@
 """Starts engines and actor processes and watches over them: what is killed or crashes is started again.
 
 python launch/actors.py --config launch/recipes/R.toml --actor.learner tcp://HOST:PORT
+python launch/actors.py --config launch/recipes/R.toml --record DIR     # no learner: groups go into a folder
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import time
 
 from actor.client import EngineError
 from launch.actor_keeper import ActorFailed, ActorProcess
-from launch.cli import fail, parse
+from launch.cli import fail, parse, take_option
 from launch.engine_check import ModelFacts
 from launch.engines import EngineSpec, check_ports, engine_specs
 from launch.gpus import claim
 from launch.keeper import Engine, wait_until_serving
 from launch.processes import Stopped, raise_on_signals, stop_all
+from launch.recording import Recording, with_own_weights
 from launch.restarts import Restarts
 from launch.samples import ready
+from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.keys import actor_security
 from shared.log import get_logger
@@ -33,13 +36,17 @@ LOG = get_logger("actors")
 
 
 def main(argv: list[str] | None = None) -> int:
-    recipe = parse(__doc__, sys.argv[1:] if argv is None else argv)
+    folder, argv = take_option(sys.argv[1:] if argv is None else argv, "--record", "")
+    recipe = parse(__doc__, argv)
+    recording: Recording | None = None
     actors: list[ActorProcess] = []
     engines: list[Engine] = []
     try:
         recipe = ready(recipe)
         actor_security(recipe.transport, recipe.actor.learner)  # what is wrong with the keys is said now
         model, specs = check(recipe)
+        if folder:
+            specs = tuple(with_own_weights(spec) for spec in specs)
         raise_on_signals()
         locks = [claim(spec.gpus, spec.name) for spec in specs]
         LOG.debug("%d GPUs are taken", sum(len(own) for own in locks))
@@ -48,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
             engine.start()
         urls = recipe.engine.urls or tuple(spec.url for spec in specs)
         wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s)
+        if folder:
+            recording = Recording(recipe, Path(folder), rules(model))
+            recipe = recording.recipe
         actors = [ActorProcess(recipe, index, urls) for index in range(recipe.actor.processes)]
         for actor in actors:
             actor.start()
@@ -61,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         LOG.info("%s: stopping", signal)
         return 130
     finally:
+        if recording is not None:
+            recording.close()
         children = [*(actor.child for actor in actors), *(engine.child for engine in engines)]
         stop_all([child for child in children if child])
 
@@ -76,6 +88,10 @@ def check(recipe: Recipe) -> tuple[ModelFacts, tuple[EngineSpec, ...]]:
     specs = engine_specs(recipe)
     check_ports(recipe)
     return facts, specs
+
+
+def rules(model: ModelFacts) -> TokenRules:
+    return TokenRules(model.vision.image_token_id, model.vision.banned_ids, model.vocab_size)
 
 
 def supervise(actors: list[ActorProcess], engines: list[Engine]) -> int:

@@ -28,6 +28,14 @@ def split(description: str | None, argv: list[str]) -> tuple[str, list[str]]:
     return options.config, overrides
 
 
+def take_option(arguments: list[str], name: str, default: str) -> tuple[str, list[str]]:
+    """The value of an option of a script's own, and the arguments without it."""
+    if name not in arguments[:-1]:
+        return default, arguments
+    at = arguments.index(name)
+    return arguments[at + 1], arguments[:at] + arguments[at + 2 :]
+
+
 def load(path: str, overrides: list[str]) -> Recipe:
     try:
         return load_recipe(path, overrides)

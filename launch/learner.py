@@ -1,6 +1,8 @@
 """The learner, on any number of ranks:
 
-torchrun --nproc-per-node N launch/learner.py --config launch/recipes/R.toml
+torchrun --nproc-per-node N launch/learner.py --config launch/recipes/R.toml [--from-recording DIR]
+
+With --from-recording it trains on groups that launch/actors.py --record has written, without actors or engines.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TextIO
 
 import zmq
 
-from launch.cli import fail, parse
+from launch.cli import fail, parse, take_option
 from launch.gpus import claim, names
 from launch.processes import Stopped, die_with_parent, raise_on_signals
 from launch.samples import held_out_samples, ready, training_samples
@@ -30,7 +32,8 @@ from shared.log import get_logger
 
 
 def main(argv: list[str] | None = None) -> int:
-    recipe = parse(__doc__, sys.argv[1:] if argv is None else argv)
+    recording, argv = take_option(sys.argv[1:] if argv is None else argv, "--from-recording", "")
+    recipe = parse(__doc__, argv)
     rank = int(os.environ.get("RANK", "0"))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)  # a rank never outlives its torchrun
@@ -45,6 +48,11 @@ def main(argv: list[str] | None = None) -> int:
         raise_on_signals()
         held = claim_gpu(recipe, rank)
         logging.getLogger("pronk").debug("rank %d holds %d GPUs", rank, len(held))
+        if recording:
+            from learner.offline import run_recorded
+
+            print(json.dumps(run_recorded(recipe, Path(recording))), flush=True)
+            return 0
         from learner.loop import run  # torch and transformers, after the cheap checks
 
         samples = (training_samples(recipe), held_out_samples(recipe)) if rank == 0 else (SeedSource(), [])

@@ -20,7 +20,7 @@ from random import Random
 from typing import TextIO
 
 from envs.loader import load_env, load_module
-from launch.cli import fail, load, split
+from launch.cli import fail, load, split, take_option
 from launch.engines import check_host
 from launch.processes import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
 from launch.samples import held_out_samples, ready
@@ -66,14 +66,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def script(name: str) -> str:
     return str(ROOT / "launch" / f"{name}.py")
-
-
-def take_option(arguments: list[str], name: str, default: str) -> tuple[str, list[str]]:
-    """The value of an option of this script, and the arguments without it."""
-    if name not in arguments[:-1]:
-        return default, arguments
-    at = arguments.index(name)
-    return arguments[at + 1], arguments[:at] + arguments[at + 2 :]
 
 
 def watch(children: list[Child], progress: Progress, result: Path) -> int:

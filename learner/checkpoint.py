@@ -24,6 +24,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from learner.best import PREFIX as _PREFIX
+from learner.best import Best, checkpoint_name
 from learner.dist import Ranks, barrier
 from learner.model import Policy
 from learner.step import Trainer
@@ -31,7 +33,6 @@ from shared.config import Recipe
 from shared.log import get_logger
 from shared.types import PolicyVersion
 
-_PREFIX = "step_"
 _SCHEMA = 2
 CLOSE_S = 30.0
 
@@ -97,6 +98,7 @@ class Saver:
     def __init__(self, folder: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe, timeout_s: float = 600.0) -> None:
         self._folder, self._trainer, self._ranks, self._recipe = folder, trainer, ranks, recipe
         self._timeout_s = timeout_s
+        self.best = Best.load(folder)
         self._group = torch.distributed.new_group(backend="gloo")  # the thread's own: collectives must not mix
         self._thread = ThreadPoolExecutor(1, "checkpoint") if recipe.learner.checkpoint_in_background else None
         self._writing: Future[None] | None = None
@@ -106,7 +108,7 @@ class Saver:
         """Of the trainer's step, kept beside the last few. `intake` is rank 0's, plain JSON values."""
         self.wait()
         trainer, ranks = self._trainer, self._ranks
-        final = self._folder / f"{_PREFIX}{trainer.num_steps:08d}"
+        final = self._folder / checkpoint_name(trainer.num_steps)
         partial = self._folder / f".{final.name}.partial"
         meta = {
             "schema": _SCHEMA,
@@ -165,7 +167,8 @@ class Saver:
                 shutil.rmtree(final)
             os.replace(partial, final)
             for old in checkpoints(self._folder)[: -self._recipe.learner.keep_checkpoints]:
-                shutil.rmtree(old)
+                if old.name not in (checkpoint_name(self.best.step), checkpoint_name(self.best.candidate)):
+                    shutil.rmtree(old)
 
     def wait(self) -> None:
         """Until what is being written is whole. TimeoutError; whatever went wrong with it is raised here."""

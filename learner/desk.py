@@ -177,7 +177,7 @@ class Desk:
             return
         temperature = 0.0 if greedy else self.sampling.temperature
         sampling = Sampling(temperature, 1.0, -1, self.sampling.max_new_tokens)
-        self.intake.start_evaluation(name, self.held_out, sampling)
+        self.intake.start_evaluation(name, self.held_out, sampling, 1 if greedy else self.recipe.eval.repeats)
         self._running.append(name)
 
     def finish_evaluations(self, step: int, leave: Leave) -> None:
@@ -196,6 +196,11 @@ class Desk:
             lost = f", {values['lost']:.0f} lost" if values["lost"] else ""
             lost += f", {100 * values['failed']:.0f} % failed" if values.get("failed") else ""
             self.log.info("evaluation %s: %s (%d samples%s)", name, numbers, len(self.held_out), lost)
+
+    def result_of_candidate(self, step: int, *, final: bool = False) -> float:
+        """The value of eval.best that the evaluation at `step` brought; NaN if there is none."""
+        values = self.results.get("after" if final else f"step_{step}", {})
+        return values.get(self.recipe.eval.best, float("nan"))
 
     def result(self, steps: int, version: PolicyVersion) -> RunResult:
         """Writes the run's summary to result.json."""

@@ -112,15 +112,19 @@ def loop(
         if step % config.publish_every == 0 or last:
             if desk:
                 desk.finish_evaluations(step, leave)
+                saver.best.result(desk.result_of_candidate(saver.best.candidate))
             version += 1
             values |= publisher.publish(version, desk.intake.engines() if desk else ())
             if desk:
                 desk.intake.set_version(version)
+        evaluated = bool(evaluation.every_steps and step % evaluation.every_steps == 0 and not last)
         if desk:
             desk.record(step, version, groups, values | {"checkpoint/failed": float(saver.num_failed)})
-            if evaluation.every_steps and step % evaluation.every_steps == 0 and not last:
+            if evaluated:
                 desk.evaluate(f"step_{step}")
-        if last or (config.checkpoint_every and step % config.checkpoint_every == 0):
+        due = bool(config.checkpoint_every and step % config.checkpoint_every == 0)
+        if last or due or (evaluated and evaluation.best):
+            saver.best.candidate = step if (last or evaluated) and evaluation.best else saver.best.candidate
             saver.save(version, desk.state() if desk else {})
     if not desk:
         return None
@@ -128,6 +132,7 @@ def loop(
     if evaluation.greedy:
         desk.evaluate("greedy_after", greedy=True)
     desk.finish_evaluations(trainer.num_steps, leave)
+    saver.best.result(desk.result_of_candidate(saver.best.candidate, final=True))
     log.info("%d steps, %d versions", trainer.num_steps, version)
     return desk.result(trainer.num_steps, version)
 

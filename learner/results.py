@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import comb
 
 import numpy as np
 
@@ -22,7 +23,29 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
     """Means over the evaluation's episodes, and how many tickets brought nothing."""
     values = episode_means(t for _, group in result.groups for t in group.trajectories)
-    return {**values, "lost": float(sum(result.lost.values()))}
+    return {**values, **pass_at_k(result), "lost": float(sum(result.lost.values()))}
+
+
+def pass_at_k(result: EvaluationResult) -> dict[str, float]:
+    """`pass@k` for k = 1, 2, 4, ... and all: the chance that one of k episodes of a sample succeeds, mean over samples.
+
+    Of n episodes with c successes it is 1 - C(n-c, k) / C(n, k) (Chen et al., 2021, equation 1), without bias. Samples
+    with fewer than k sound episodes are left out; empty where every sample is played once.
+    """
+    counts = []
+    for _, group in result.groups:
+        sound = [_success(t) > 0 for t in group.trajectories if t.ending in TRAINABLE_ENDINGS]
+        counts.append((len(sound), sum(sound)))
+    most = max((n for n, _ in counts), default=0)
+    if most < 2:
+        return {}
+    ks = sorted({most, *(2**i for i in range(most.bit_length()) if 2**i <= most)})
+    chances = {k: [1 - comb(n - c, k) / comb(n, k) for n, c in counts if n >= k] for k in ks}
+    return {f"pass@{k}": sum(values) / len(values) for k, values in chances.items()}
+
+
+def _success(t: Trajectory) -> float:
+    return float(t.metrics.get("success", float(t.reward > 0)))
 
 
 def episode_means(episodes: Iterable[Trajectory]) -> dict[str, float]:
@@ -35,8 +58,7 @@ def episode_means(episodes: Iterable[Trajectory]) -> dict[str, float]:
     for t in episodes:
         if t.ending not in TRAINABLE_ENDINGS:
             continue
-        success = t.metrics.get("success", float(t.reward > 0))
-        rows.append({**t.metrics, "success": success, "reward": t.reward, "turns": len(t.turns)})
+        rows.append({**t.metrics, "success": _success(t), "reward": t.reward, "turns": len(t.turns)})
         rows[-1]["model_tokens"] = float(np.count_nonzero(t.loss_mask))
     endings = Counter(t.ending.value for t in episodes)
     shares = {f"ending/{ending}": count / len(episodes) for ending, count in endings.items()}

@@ -110,6 +110,10 @@ class EvalConfig(Section):
     every_steps: int = Field(0, ge=0, description="0 = only before and after training")
     samples: int = Field(0, ge=0, description="held-out samples; 0 = no evaluation")
     greedy: bool = Field(False, description="also evaluate greedily before and after")
+    repeats: int = Field(
+        1, gt=0, description="episodes of each held-out sample: gives mean and pass@k; greedy plays one"
+    )
+    best: str = Field("success", description="metric by which the best evaluated checkpoint is kept; empty = none is")
 
 
 class TransportConfig(Section):

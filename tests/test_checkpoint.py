@@ -89,6 +89,19 @@ def test_the_last_few_checkpoints_are_kept_and_a_partial_one_is_no_checkpoint(ne
     assert checkpoint.choose(tmp_path / "none", "auto") is None
 
 
+def test_the_best_checkpoint_and_the_one_under_evaluation_are_not_removed(new_trainer, ranks, tmp_path):
+    trainer = new_trainer()
+    saver = checkpoint.Saver(tmp_path, trainer, ranks, recipe(keep_checkpoints=1, checkpoint_in_background=False))
+    for step in (1, 2, 3, 4):
+        trainer.num_steps = step
+        if step in (1, 3):
+            saver.best.candidate = step
+        saver.save(0, {})
+        if step == 1:
+            saver.best.result(0.5)
+    assert [p.name[-1] for p in checkpoint.checkpoints(tmp_path)] == ["1", "3", "4"]
+
+
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is no checkpoint"):
         checkpoint.choose(tmp_path, str(tmp_path))

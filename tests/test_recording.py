@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from episodes import random_groups
@@ -9,6 +14,12 @@ from episodes import random_groups
 from shared.recording import Recorder, files, recorded
 from shared.vision import VisionSpec
 from tiny import tiny_model_dir
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +46,31 @@ def test_a_file_that_is_no_group_is_named(groups, tmp_path):
     with pytest.raises(ValueError, match=r"00000001\.group is no recorded group"):
         list(recorded(tmp_path))
     assert len(files(tmp_path)) == 2 and list(recorded(tmp_path / "none")) == []
+
+
+@pytest.mark.slow
+def test_actors_record_without_a_learner_and_a_learner_trains_on_it_without_actors(tmp_path):
+    recipe, folder = "launch/recipes/colour_tiny.toml", tmp_path / "recorded"
+    small = [
+        "--learner.lr",
+        "1e-9",
+        "--learner.groups_per_step",
+        "4",
+        "--learner.total_steps",
+        "3",
+        "--run.dir",
+        str(tmp_path / "runs"),
+    ]
+    small += ["--actor.groups", "4", "--engine.port", str(free_port())]
+    play = [sys.executable, "launch/actors.py", "--config", recipe, "--record", str(folder), *small]
+    done = subprocess.run(play, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(files(folder)) == 12 and all(len(g.trajectories) == 4 for g in recorded(folder))
+    train = [sys.executable, "launch/learner.py", "--config", recipe, "--from-recording", str(folder), *small]
+    done = subprocess.run(train, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "runs/colour_tiny/checkpoints/step_00000003/meta.json").exists()
+    values = json.loads(done.stdout.splitlines()[-1])
+    assert values["batch/episodes"] == 16 and values["behaviour/logprob_gap"] < 0.1
+    done = subprocess.run([*train[:5], str(tmp_path), *small], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "holds no recorded groups" in done.stderr

@@ -1,0 +1,77 @@
+"""Training on recorded groups, without actors, engines or tickets: the same trainer, metrics and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from learner import checkpoint, dist
+from learner.batch import check_group
+from learner.checkpoint import Saver
+from learner.loop import build_trainer, check_step
+from learner.plan import check_recipe
+from learner.results import rollout_metrics
+from shared.config import Recipe
+from shared.metrics import MetricLogger
+from shared.recording import files, read
+from shared.types import Group
+
+
+def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
+    """Trains on the groups of `recording` in their order, again from the first after the last; returns the last
+    step's metrics. Every rank reads the folder.
+
+    ValueError: no groups there, one that is none, or what the recipe's run would refuse.
+    """
+    config = recipe.learner
+    paths = files(recording)
+    if not paths:
+        raise ValueError(
+            f"--from-recording {recording} holds no recorded groups; make some with launch/actors.py --record"
+        )
+    torch.set_num_threads(config.threads)
+    ranks = dist.init(config.device, timeout_s=600, shard_size=config.shard_size)
+    metrics: MetricLogger | None = None
+    try:
+        check_recipe(recipe, ranks.size, dist.gpu_bytes(ranks))
+        trainer = build_trainer(recipe, ranks)
+        run_dir = Path(recipe.run.dir) / recipe.run.name
+        chosen = checkpoint.choose(run_dir / "checkpoints", config.resume)
+        if chosen:
+            checkpoint.load(chosen, trainer, ranks, recipe)
+        saver = Saver(run_dir / "checkpoints", trainer, ranks, recipe)
+        metrics = MetricLogger(run_dir) if ranks.is_main else None
+        groups = endless(paths, trainer.num_steps * config.groups_per_step)
+        values: dict[str, float] = {}
+        while trainer.num_steps < config.total_steps:
+            batch = list(islice(groups, config.groups_per_step))
+            for group in batch:
+                check_group(group, trainer.pictures)
+            values = rollout_metrics(batch) | trainer.step(batch, newest_version(batch))
+            check_step(trainer, None, batch)
+            if metrics is not None:
+                metrics.scalars(trainer.num_steps, values)
+            last = trainer.num_steps == config.total_steps
+            if last or (config.checkpoint_every and trainer.num_steps % config.checkpoint_every == 0):
+                saver.save(0, {"recording": str(recording)})
+        saver.wait()
+        return values
+    finally:
+        if metrics is not None:
+            metrics.close()
+        dist.close()
+
+
+def endless(paths: list[Path], start: int) -> Iterator[Group]:
+    """The groups from the `start`-th on, round and round."""
+    while True:
+        yield read(paths[start % len(paths)])
+        start += 1
+
+
+def newest_version(groups: list[Group]) -> int:
+    """What counts as the policy's version now: lags are those within the recording."""
+    return max((int(t.policy_versions.max(initial=0)) for group in groups for t in group.trajectories), default=0)

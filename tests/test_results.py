@@ -1,0 +1,58 @@
+"""What evaluations amount to, and which checkpoint they make the best."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+from learner.best import Best
+from learner.results import evaluation_metrics, pass_at_k
+from learner.tickets import EvaluationResult
+from shared.types import Ending, Group, Sample, Sampling, Ticket
+from tests.wires import episode, failed_episode
+
+
+def result_of(*samples: list[float]) -> EvaluationResult:
+    """An evaluation: per sample, its episodes' success."""
+    groups = []
+    for i, successes in enumerate(samples):
+        ticket = Ticket(f"e/{i}", Sample(str(i)), len(successes), 0, Sampling(), 60.0, evaluation="e")
+        episodes = tuple(
+            dataclasses.replace(episode(), metrics={"success": s}, ending=Ending.COMPLETED) for s in successes
+        )
+        groups.append((ticket, Group(ticket.id, "a", episodes)))
+    return EvaluationResult("e", tuple(groups), {})
+
+
+def test_pass_at_k_is_the_share_of_subsets_of_k_episodes_with_a_success():
+    samples = ([1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0])
+    values = pass_at_k(result_of(*samples))
+    for k in (1, 2, 4):
+        shares = [
+            sum(map(any, subsets)) / len(subsets) for s in samples for subsets in [list(itertools.combinations(s, k))]
+        ]
+        assert values[f"pass@{k}"] == pytest.approx(sum(shares) / 3)
+    assert values.keys() == {"pass@1", "pass@2", "pass@4"}
+
+
+def test_one_episode_a_sample_has_no_pass_at_k_and_failed_episodes_do_not_count():
+    assert pass_at_k(result_of([1.0], [0.0])) == {}
+    result = result_of([1.0, 0.0, 0.0])
+    ticket, group = result.groups[0]
+    group = dataclasses.replace(group, trajectories=(*group.trajectories, failed_episode()))
+    values = evaluation_metrics(dataclasses.replace(result, groups=((ticket, group),)))
+    assert values["pass@1"] == pytest.approx(1 / 3) and values["pass@3"] == 1.0 and values["lost"] == 0.0
+
+
+def test_the_best_evaluated_step_is_remembered_over_a_restart(tmp_path):
+    best = Best.load(tmp_path)
+    for step, value, improves in ((10, 0.5, True), (20, 0.4, False), (30, float("nan"), False), (40, 0.6, True)):
+        best.candidate = step
+        assert best.result(value) is improves and best.candidate == -1
+    again = Best.load(tmp_path)
+    assert (again.step, again.value) == (40, 0.6)
+    assert json.loads((tmp_path / "best.json").read_text())["checkpoint"] == "step_00000040"
+    assert not again.result(0.9)  # no step is a candidate
