@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image as PILImage
 
 from shared.types import Image
-from shared.vision import VisionSpec
+from shared.vision import PICTURE_FORMATS, VisionSpec
 
 IMAGE_PAD = "<|image_pad|>"
 END_OF_TURN = "<|im_end|>"
@@ -145,7 +145,7 @@ def _encoded(picture: Any) -> tuple[Image, tuple[int, int]]:
         picture.save(buffer, "PNG", compress_level=1)
         return Image.of(buffer.getvalue()), picture.size
     data = picture.data if isinstance(picture, Image) else bytes(picture)
-    with PILImage.open(io.BytesIO(data)) as opened:
+    with PILImage.open(io.BytesIO(data), formats=PICTURE_FORMATS) as opened:
         size = opened.size
     image = picture if isinstance(picture, Image) and picture.sha256 else Image.of(data)
     return image, size

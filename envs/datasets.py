@@ -20,6 +20,7 @@ from PIL import Image as PILImage
 
 from envs.math_reward import label_problem
 from shared.types import Image, Sample
+from shared.vision import PICTURE_FORMATS
 
 MAX_PIXELS = 50_000_000
 MAX_LISTED = 5
@@ -120,7 +121,7 @@ def with_images(sample: Sample) -> list[dict[str, Any]]:
         content = message["content"]
         if not isinstance(content, str):
             content = [
-                {"type": "image", "image": PILImage.open(io.BytesIO(next(pictures).data))}
+                {"type": "image", "image": PILImage.open(io.BytesIO(next(pictures).data), formats=PICTURE_FORMATS)}
                 if part["type"] == "image"
                 else part
                 for part in content
@@ -256,7 +257,7 @@ def _image_bytes(item: Any, folder: Path) -> bytes:
         data = item
     else:
         raise ValueError(f"a picture is {type(item).__name__}, not a data URI, file name or bytes")
-    with PILImage.open(io.BytesIO(data)) as picture:
+    with PILImage.open(io.BytesIO(data), formats=PICTURE_FORMATS) as picture:
         if picture.width * picture.height > MAX_PIXELS:
             raise ValueError(f"a picture of {picture.width}x{picture.height} is too large")
         picture.load()

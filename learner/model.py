@@ -118,5 +118,5 @@ def load_policy(path: str, spec: VisionSpec) -> Policy:
             f"model.path = {path!r} is a {config.model_type!r} model; the learner trains {', '.join(SUPPORTED_TYPES)}"
         )
     transformers_logging.disable_progress_bar()
-    vlm = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    vlm = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
     return Policy(vlm, spec)

@@ -12,9 +12,8 @@ from PIL import Image as PILImage
 from PIL import UnidentifiedImageError
 
 from shared.types import Image
-from shared.vision import Grid, VisionSpec, patchify
+from shared.vision import MAX_PICTURE_PIXELS, PICTURE_FORMATS, Grid, VisionSpec, patchify
 
-MAX_FILE_PIXELS = 1 << 26  # a file that claims more is refused before it is decoded
 MAX_GRIDS = 1 << 20
 
 
@@ -75,9 +74,11 @@ class Pictures:
 
 def _open(image: Image) -> PILImage.Image:
     try:
-        file = PILImage.open(io.BytesIO(image.data))
+        file = PILImage.open(io.BytesIO(image.data), formats=PICTURE_FORMATS)
     except (UnidentifiedImageError, PILImage.DecompressionBombError) as error:
         raise ValueError(f"image {image.sha256[:12]} ({len(image.data)} bytes) is refused: {error}") from error
-    if file.width * file.height > MAX_FILE_PIXELS:
-        raise ValueError(f"image {image.sha256[:12]} of {file.width}x{file.height} pixels is above {MAX_FILE_PIXELS}")
+    if file.width * file.height > MAX_PICTURE_PIXELS:
+        raise ValueError(
+            f"image {image.sha256[:12]} of {file.width}x{file.height} pixels is above {MAX_PICTURE_PIXELS}"
+        )
     return file

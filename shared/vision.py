@@ -18,6 +18,9 @@ import numpy as np
 Grid = tuple[int, int, int]
 MAX_ASPECT_RATIO = 200
 
+PICTURE_FORMATS = ("PNG", "JPEG", "WEBP")  # the decoders that data from outside may reach
+MAX_PICTURE_PIXELS = 1 << 26  # a file that claims more is refused before it is decoded
+
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:

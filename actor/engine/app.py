@@ -36,7 +36,7 @@ def load_model(settings: EngineSettings) -> Any:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.dtype)
-    model: Any = AutoModelForImageTextToText.from_pretrained(settings.model_path, dtype=dtype)
+    model: Any = AutoModelForImageTextToText.from_pretrained(settings.model_path, dtype=dtype, use_safetensors=True)
     return model.to(device=settings.device)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image as PILImage
 from PIL import UnidentifiedImageError
 
-from shared.vision import Grid, VisionSpec, patchify
+from shared.vision import MAX_PICTURE_PIXELS, PICTURE_FORMATS, Grid, VisionSpec, patchify
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,9 @@ class PictureCache:
         spec = self._spec
         try:
             data = base64.b64decode(uri.partition(",")[2] if uri.startswith("data:") else uri, validate=True)
-            with PILImage.open(io.BytesIO(data)) as image:
+            with PILImage.open(io.BytesIO(data), formats=PICTURE_FORMATS) as image:
+                if image.width * image.height > MAX_PICTURE_PIXELS:
+                    raise ValueError(f"a picture of {image.width}x{image.height} pixels is above {MAX_PICTURE_PIXELS}")
                 rgb = load_rgb(image, spec)
         except (binascii.Error, UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
             raise ValueError(f"image_data holds no picture that can be read: {error}") from error

@@ -1,0 +1,40 @@
+"""The wire under mutated and random messages; `python -m tests.fuzz` is the long version."""
+
+from __future__ import annotations
+
+import msgpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.codec import MESSAGES, SCHEMA_VERSION
+from tests.fuzz import judge, run, seeds
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20) | st.binary(),
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=30,
+)
+
+
+def test_every_mutated_message_is_refused_with_its_reason_or_valid() -> None:
+    result = run(5000, seed=1)
+    verdicts = result["verdicts"]
+    assert isinstance(verdicts, dict)
+    assert sum(verdicts.values()) == 5000
+    assert len([verdict for verdict in verdicts if not verdict.startswith("valid")]) > 10
+
+
+def test_the_fuzzer_starts_from_a_valid_message_of_each_kind() -> None:
+    assert sorted(judge(frames) for frames in seeds()) == sorted(f"valid {kind}" for kind in MESSAGES)
+
+
+@settings(max_examples=300, deadline=None)
+@given(kind=st.sampled_from(sorted(MESSAGES)), body=VALUES, frames=st.lists(st.binary(max_size=50), max_size=4))
+def test_any_body_of_any_kind_gets_a_verdict(kind: str, body: object, frames: list[bytes]) -> None:
+    assert judge([msgpack.packb({"v": SCHEMA_VERSION, "kind": kind, "body": body}), *frames])
+
+
+@settings(max_examples=300, deadline=None)
+@given(frames=st.lists(st.binary(max_size=100), max_size=5))
+def test_any_bytes_get_a_verdict(frames: list[bytes]) -> None:
+    assert judge(frames)

@@ -1,0 +1,72 @@
+"""Pictures from outside: only formats that we expect, and no file that unpacks to gigabytes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image as PILImage
+
+from actor.engine.images import PictureCache
+from envs.datasets import _image_bytes
+from learner.pictures import Pictures
+from shared.types import Image
+from shared.vision import VisionSpec
+
+SPEC = VisionSpec(image_token_id=7)
+
+
+def encoded(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    PILImage.new("RGB", (64, 64), "red").save(buffer, kind)
+    return buffer.getvalue()
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of a few bytes that claims `side` x `side` pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def engine(data: bytes) -> None:
+    PictureCache(SPEC).get("data:image/png;base64," + base64.b64encode(data).decode())
+
+
+def learner(data: bytes) -> None:
+    Pictures(SPEC).get(Image.of(data))
+
+
+def dataset(data: bytes) -> None:
+    _image_bytes(data, Path())
+
+
+EVERYWHERE = pytest.mark.parametrize("take", [engine, learner, dataset])
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_expected_formats_are_read(take: Callable[[bytes], None], kind: str) -> None:
+    take(encoded(kind))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "PPM", "ICO"])
+def test_other_formats_are_refused(take: Callable[[bytes], None], kind: str) -> None:
+    with pytest.raises((ValueError, OSError)):
+        take(encoded(kind))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("side", [10_000, 60_000])
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(take: Callable[[bytes], None], side: int) -> None:
+    with pytest.raises((ValueError, PILImage.DecompressionBombError), match=r"above|too large|exceeds|bomb"):
+        take(bomb(side))
