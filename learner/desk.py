@@ -81,6 +81,7 @@ class Desk:
         self.metrics = MetricLogger(self.run_dir)
         self.results: dict[str, dict[str, float]] = {}
         self._running: list[str] = []
+        self._unwritten: list[str] = []  # lines of the ledger
         self._episodes = self._turns = 0
         self._idle_s = self._busy_s = 0.0
         self._actor_idle: list[float] = []
@@ -144,6 +145,7 @@ class Desk:
         self.metrics.scalars(step, rows)
         if step % 10 == 0 and groups[0].trajectories:
             self._show(step, groups[0])
+            self.metrics.text(step, "selection", self.intake.selection_table())
 
     def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None:
         """Writes the groups of a step that could not be made; those of the last few steps are kept."""
@@ -154,12 +156,17 @@ class Desk:
         self.log.warning("step %d has no finite loss and gradient and is skipped; its batch is in %s", step, folder)
 
     def _enter(self, step: int, groups: Sequence[Group]) -> None:
+        """What the disk refuses is written with a later step."""
         line = json.dumps({"step": step, "tickets": [number_of(group.ticket_id)[0] for group in groups]})
+        self._unwritten.append(line + "\n")
         try:
             with (self.run_dir / "ledger.jsonl").open("a") as ledger:
-                ledger.write(line + "\n")
+                ledger.write("".join(self._unwritten))
         except OSError as error:
-            self.log.error("the ledger lacks step %d: %s", step, error)
+            self._unwritten[0] = "\n" + self._unwritten[0].lstrip()  # a part of it may be there
+            self.log.error("the ledger lacks step %d until the disk takes it: %s", step, error)
+        else:
+            self._unwritten.clear()
 
     def _show(self, step: int, group: Group) -> None:
         """An episode to look at: its pictures and its transcript."""

@@ -36,7 +36,6 @@ Answer = TypeVar("Answer")
 TICK_S = 0.2
 FAREWELL_S = 2.0
 MESSAGES_PER_TICK = 256
-NAMED_ACTORS = 8
 POLL_S = 0.5
 SAY_EVERY_S = 30.0
 
@@ -176,7 +175,13 @@ class Intake:
             values |= {f"tickets/refused/{reason}": n for reason, n in book.refused.items()}
             values |= {f"wire/rejected/{reason}": n for reason, n in self._reception.rejects.counts.items()}
             values |= self._token_staleness.drain("staleness/token") | self._group_staleness.drain("staleness/group")
+            values |= self._reception.selection.metrics()
             return values | self._played_s.drain("actors/group_s")
+
+    def selection_table(self) -> str:
+        """Markdown: whether what is trained is what was issued."""
+        with self._changed:
+            return self._reception.selection.table()
 
     def go_silently(self) -> None:
         """Closes the socket; actors keep their groups and wait for another learner process."""
@@ -192,7 +197,8 @@ class Intake:
         self._thread.join(5.0)
 
     def _measure(self, batch: Batch, version: PolicyVersion) -> None:
-        for _, group in batch:
+        for ticket, group in batch:
+            self._reception.selection.add("trained", ticket, group)
             played = [t.policy_versions[t.loss_mask == 1] for t in group.trajectories if t.trainable]
             ages = np.maximum(version - np.concatenate(played), 0)
             self._token_staleness.add(ages)
@@ -216,33 +222,11 @@ class Intake:
                     return answer
                 now = time.monotonic()
                 if now - started >= timeout_s:
-                    raise TimeoutError(f"{what} within {timeout_s:g} s: {self._whom()}")
+                    raise TimeoutError(f"{what} within {timeout_s:g} s: {self._reception.whom(self.address)}")
                 if now - said >= SAY_EVERY_S:
                     said = now
-                    self._log.info("%s since %.0f s: %s", what, now - started, self._whom())
+                    self._log.info("%s since %.0f s: %s", what, now - started, self._reception.whom(self.address))
                 self._changed.wait(min(POLL_S, started + timeout_s - now))
-
-    def _whom(self) -> str:
-        """One line: what is here, what is missing, and who has it."""
-        book, actors, now = self._book, list(self._reception.actors.values()), time.monotonic()
-        parts = [f"{book.ready} groups ready, {book.open + book.evaluations.open} tickets open, version {book.version}"]
-        if not self._reception.issuing:
-            parts.append("tickets are not issued yet: no engine has weights")
-        if not actors:
-            parts.append(f"no actor is here; start launch/actors.py --learner {self.address}")
-        for actor in actors[:NAMED_ACTORS]:
-            count, oldest = book.holding(actor.key), book.oldest_held_s(actor.key)
-            seen = now - actor.last_seen
-            parts.append(f"{actor.key} holds {count} tickets, the oldest for {oldest:.0f} s, seen {seen:.0f} s ago")
-        if len(actors) > NAMED_ACTORS:
-            parts.append(f"and {len(actors) - NAMED_ACTORS} more actors")
-        if book.dropped:
-            parts.append(f"dropped {dict(book.dropped)}, last {book.last_drop!r}")
-        if book.refused:
-            parts.append(f"refused {dict(book.refused)}")
-        if self._reception.rejects.counts:
-            parts.append(f"rejected messages {dict(self._reception.rejects.counts)}")
-        return "; ".join(parts)
 
     # -------------------------------------------------------------- the thread
 

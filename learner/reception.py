@@ -13,6 +13,7 @@ from pathlib import Path
 import msgpack
 
 from learner.failures import Failures
+from learner.selection import SelectionMeter
 from learner.tickets import TicketBook, Verdict
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
 from shared.transport import Router, Sent
@@ -23,6 +24,7 @@ KEPT_BYTES = 16 * 2**20
 TICKETS_PER_MESSAGE = 16
 IDS_PER_MESSAGE = 1024
 KEPT_MISFITS = 1000
+NAMED_ACTORS = 8
 
 
 @dataclass(slots=True)
@@ -96,6 +98,7 @@ class Reception:
         self._actor_timeout_s = actor_timeout_s
         self._check = check
         self._clock = clock
+        self.selection = SelectionMeter()
         self._misfits: Counter[bytes] = Counter()  # messages of peers that cannot take part
 
     # -------------------------------------------------------------- one message
@@ -160,7 +163,12 @@ class Reception:
 
     def _take(self, peer: bytes, key: str, group: Group) -> None:
         others = [other for other in self._book.holders(group.ticket_id) if other != key]
+        ticket = self._book.ticket(group.ticket_id)
         verdict = self._book.accept(group, key)
+        if ticket is not None and verdict in (Verdict.ACCEPTED, Verdict.DROPPED):
+            self.selection.add("finished", ticket, group)
+            if verdict is Verdict.DROPPED:
+                self.selection.add("dropped", ticket, group)
         if verdict in (Verdict.ACCEPTED, Verdict.DROPPED):
             self.failures.add(group)
         reason = self._book.last_drop if verdict is Verdict.DROPPED else str(verdict)
@@ -225,8 +233,11 @@ class Reception:
         wanting = [peer for peer, places in free.items() if places > 0]
         while wanting:
             for peer in list(wanting):
+                before = self._book.issued
                 ticket = self._book.issue(self.actors[peer].key)
                 if ticket is not None:
+                    if self._book.issued > before:
+                        self.selection.issued(ticket)
                     given.setdefault(peer, []).append(ticket)
                     free[peer] -= 1
                 if ticket is None or not free[peer]:
@@ -234,6 +245,28 @@ class Reception:
         for peer, tickets in given.items():
             for start in range(0, len(tickets), TICKETS_PER_MESSAGE):
                 self._send(peer, Tickets(tuple(tickets[start : start + TICKETS_PER_MESSAGE])))
+
+    def whom(self, address: str) -> str:
+        """One line: what is here, what is missing, and who has it."""
+        book, actors, now = self._book, list(self.actors.values()), self._clock()
+        parts = [f"{book.ready} groups ready, {book.open + book.evaluations.open} tickets open, version {book.version}"]
+        if not self.issuing:
+            parts.append("tickets are not issued yet: no engine has weights")
+        if not actors:
+            parts.append(f"no actor is here; start launch/actors.py --learner {address}")
+        for actor in actors[:NAMED_ACTORS]:
+            count, oldest = book.holding(actor.key), book.oldest_held_s(actor.key)
+            seen = now - actor.last_seen
+            parts.append(f"{actor.key} holds {count} tickets, the oldest for {oldest:.0f} s, seen {seen:.0f} s ago")
+        if len(actors) > NAMED_ACTORS:
+            parts.append(f"and {len(actors) - NAMED_ACTORS} more actors")
+        if book.dropped:
+            parts.append(f"dropped {dict(book.dropped)}, last {book.last_drop!r}")
+        if book.refused:
+            parts.append(f"refused {dict(book.refused)}")
+        if self.rejects.counts:
+            parts.append(f"rejected messages {dict(self.rejects.counts)}")
+        return "; ".join(parts)
 
     def farewell(self, stop: Stop) -> None:
         for peer in list(self.actors):

@@ -7,11 +7,10 @@ A training ticket is the n-th sample of the run; n never repeats, so n is the da
        '-----------'              anything wrong with the group -> dropped, with the reason
 
 and always: issued = trained + dropped + open. At most one group is taken for a ticket, whoever brings it first, and
-its actor keeps it until the step that trains on it is done. The checkpoint of that step decides what a restart finds:
-tickets trained later are open again, as their weights are gone, and a group kept by its actor counts if all its
-tokens are of versions that still exist. Groups are consumed oldest first, and a step waits for tickets that could not
-be trained in time afterwards, so that long episodes are neither thrown away nor late. Evaluation tickets live beside
-this: first in the queue, never trained.
+its actor keeps it until the step on it is done. The checkpoint decides what a restart finds: tickets trained later are
+open again, and a group kept by its actor counts if its tokens are of versions that still exist. Groups are consumed
+oldest first, and a step waits for tickets that could not be trained in time afterwards, so that long episodes are
+neither thrown away nor late. Evaluation tickets live beside this: first in the queue, never trained.
 """
 
 from __future__ import annotations
@@ -161,12 +160,16 @@ class TicketBook:
         entry = self._find(ticket_id)
         return () if entry is None else tuple(entry.holders)
 
+    def ticket(self, ticket_id: str) -> Ticket | None:
+        """If it is open and for training."""
+        entry = self._find(ticket_id)
+        return entry.ticket if entry is not None and entry.group is None and not entry.ticket.evaluation else None
+
     def holding(self, actor: str) -> int:
         """How many tickets an actor has yet to bring the group of."""
         return len(self._leases.of(actor))
 
     def oldest_held_s(self, actor: str) -> float:
-        """The age in seconds of the oldest of them."""
         return max((self._clock() - e.holders[actor] for e in self._leases.of(actor).values()), default=0.0)
 
     # -------------------------------------------------------------- what comes back

@@ -133,9 +133,9 @@ class Chaos:
             "stop actor": (6, lambda: self.pause("actor")),
             "kill engine": (4, lambda: self.kill("engine")),
             "stop engine": (4, lambda: self.pause("engine")),
-            "kill learner rank": (1, lambda: self.kill("learner")),
+            "kill learner rank": (3, lambda: self.kill("learner")),
             "stop learner rank": (4, lambda: self.pause("learner")),
-            "preempt learner": (1, self.preempt),
+            "preempt learner": (2, self.preempt),
         }
         for fault in FAULTS:
             faults[f"messages {fault}"] = (6, lambda fault=fault: self.proxy.disturb(fault, 3.0))  # type: ignore[misc]
@@ -205,7 +205,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every", type=float, default=4.5, metavar="SECONDS", help="between faults, at least")
+    parser.add_argument("--every", type=float, default=4.0, metavar="SECONDS", help="between faults, at least")
     parser.add_argument("--no-disk", action="store_true", help="leave out the full disk")
     parser.add_argument("--folder", type=Path, help="of the run; a temporary one by default, kept after a failure")
     options = parser.parse_args()
