@@ -91,6 +91,7 @@ class Progress:
     recipe: Recipe
     _file: TextIO | None = None
     _skip: int = 0  # bytes that an earlier run wrote
+    _aside: int = 0  # inode of an earlier run's file, which the learner moves aside
     _line: str = ""
     _shown: float = 0.0
     _rows: list[dict[str, float]] = field(default_factory=list)
@@ -98,9 +99,11 @@ class Progress:
     def __post_init__(self) -> None:
         if self.path.exists() and self.recipe.learner.resume != "never":
             self._skip = self.path.stat().st_size
+        elif self.path.exists():
+            self._aside = self.path.stat().st_ino
 
     def show(self, *, final: bool = False) -> None:
-        if self._file is None and self.path.exists():
+        if self._file is None and self.path.exists() and self.path.stat().st_ino != self._aside:
             self._file = self.path.open(encoding="utf-8")
             self._file.seek(self._skip if self.path.stat().st_size >= self._skip else 0)
         fresh = False
