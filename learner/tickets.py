@@ -238,8 +238,7 @@ class TicketBook:
                 self._drop(entry, "stale")
         else:
             return None
-        others = self._open_by_version.copy()
-        others.subtract(entry.ticket.version for entry in batch)
+        others = self._open_by_version - Counter(entry.ticket.version for entry in batch)
         s = self.settings
         if not leaves_room(others, self.trained + count, self.version, s.max_staleness, s.groups_per_version):
             return None
@@ -268,9 +267,7 @@ class TicketBook:
     def _close(self, entry: Entry) -> None:
         del self._open[entry.number]
         self._ready.pop(entry.number, None)
-        self._open_by_version[entry.ticket.version] -= 1
-        if not self._open_by_version[entry.ticket.version]:
-            del self._open_by_version[entry.ticket.version]
+        self._open_by_version -= Counter([entry.ticket.version])
 
     # -------------------------------------------------------------- checkpoint
 
