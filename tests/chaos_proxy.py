@@ -63,12 +63,13 @@ class Proxy:
             while self._late and self._late[0].due <= now:
                 heapq.heappop(self._late).send()
             if self._front in ready:
-                peer, *frames = self._front.recv_multipart()
-                self._seen[peer] = now
-                self._pass(frames, partial(self._send, self._line(peer), b""))
+                self._from_actor(now)
             for peer, line in list(self._lines.items()):
                 if line in ready:
-                    frames = line.recv_multipart()
+                    try:
+                        frames = line.recv_multipart(zmq.NOBLOCK)
+                    except zmq.Again:  # gone with the connection that brought it
+                        continue
                     self._pass(frames, partial(self._send, self._front, peer))
                 elif now - self._seen[peer] > IDLE_S:
                     self._poller.unregister(line)
@@ -76,6 +77,14 @@ class Proxy:
         for socket in (self._front, *self._lines.values()):
             socket.close()
         self._context.term()
+
+    def _from_actor(self, now: float) -> None:
+        try:
+            peer, *frames = self._front.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        self._seen[peer] = now
+        self._pass(frames, partial(self._send, self._line(peer), b""))
 
     def _line(self, peer: bytes) -> zmq.Socket:
         if peer not in self._lines:
