@@ -19,6 +19,7 @@ from PIL import Image as PILImage
 from envs.datasets import MAX_LISTED, Tick, load_dataset, no_tick, read_rows
 from envs.math_reward import label_problem
 from shared.types import Sample
+from shared.vision import PICTURE_FORMATS
 
 
 @dataclass(slots=True)
@@ -99,6 +100,6 @@ def _question(sample: Sample) -> tuple[str, ...]:
 
 
 def _uri(data: bytes) -> str:
-    with PILImage.open(io.BytesIO(data)) as picture:
+    with PILImage.open(io.BytesIO(data), formats=PICTURE_FORMATS) as picture:
         kind = PILImage.MIME.get(picture.format or "", "image/png")
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -25,6 +25,8 @@ TICKETS_PER_MESSAGE = 16
 IDS_PER_MESSAGE = 1024
 KEPT_MISFITS = 1000
 NAMED_ACTORS = 8
+ENGINES_PER_ACTOR = 1024
+ENGINE_URL = re.compile(r"http://[\w.\-\[\]:]+(/[\w.\-/]*)?")
 
 
 @dataclass(slots=True)
@@ -147,10 +149,10 @@ class Reception:
                 self._refuse(peer, key, wrong, frames)
 
     def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
-        if hello.vocab_size != self._rules["vocab_size"]:
-            detail = f"vocabulary of {hello.vocab_size} tokens, the learner's has {self._rules['vocab_size']}"
-            self.rejects.add(key, WireError("vocab_size", detail), ())
-            self._send_home(peer, f"{detail}; give actors and learner the same model.path")
+        misfit = self._misfit(hello)
+        if misfit:
+            self.rejects.add(key, misfit, ())
+            self._send_home(peer, misfit.detail)
             return
         if peer not in self.actors:
             self._log.info("actor %s is here, with engines %s", key, ", ".join(hello.engine_urls))
@@ -160,6 +162,17 @@ class Reception:
         self._send(peer, Welcome(self._run_id, self._book.version, self._book.nonce))
         if void:
             self._send(peer, Cancel(void, "the learner has no use for these tickets"))
+
+    def _misfit(self, hello: Hello) -> WireError | None:
+        """Why this actor cannot take part."""
+        vocab_size, urls = self._rules["vocab_size"], hello.engine_urls
+        if hello.vocab_size != vocab_size:
+            detail = f"vocabulary of {hello.vocab_size} tokens, the learner's has {vocab_size}"
+            return WireError("vocab_size", f"{detail}; give actors and learner the same model.path")
+        if len(urls) > ENGINES_PER_ACTOR:
+            return WireError("engine_urls", f"{len(urls)} engines; one actor may name {ENGINES_PER_ACTOR}")
+        wrong = next((url for url in urls if not ENGINE_URL.fullmatch(url)), None)
+        return WireError("engine_urls", f"engine url {wrong[:200]!r}: write it as http://host:port") if wrong is not None else None
 
     def _take(self, peer: bytes, key: str, group: Group) -> None:
         others = [other for other in self._book.holders(group.ticket_id) if other != key]

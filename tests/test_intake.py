@@ -317,6 +317,18 @@ def test_an_actor_of_another_vocabulary_or_schema_is_sent_away_with_the_reason(i
     assert intake.metrics()["actors/known"] == 0
 
 
+@pytest.mark.parametrize("urls", [("file:///etc/passwd",), ("http://a b",), ("",), ("http://e",) * 1025])
+def test_an_actor_that_names_no_usable_engines_is_sent_away(intake: Intake, opened: list, urls: tuple) -> None:
+    stranger = Peer(intake.address, "stranger")
+    opened.append(stranger)
+    for _ in range(2):
+        stranger.send(Hello("stranger", urls, VOCAB, (), 0.5))
+    stop = stranger.expect(Stop)
+    assert isinstance(stop, Stop)
+    assert "engine" in stop.reason
+    assert not intake.engines()
+
+
 def test_a_known_actor_stays_when_one_of_its_messages_is_damaged(intake: Intake, peer: Peer) -> None:
     peer.hello()
     peer.expect(Welcome)
