@@ -171,8 +171,8 @@ class Reception:
             return WireError("vocab_size", f"{detail}; give actors and learner the same model.path")
         if len(urls) > ENGINES_PER_ACTOR:
             return WireError("engine_urls", f"{len(urls)} engines; one actor may name {ENGINES_PER_ACTOR}")
-        wrong = next((url for url in urls if not ENGINE_URL.fullmatch(url)), None)
-        return WireError("engine_urls", f"engine url {wrong[:200]!r}: write it as http://host:port") if wrong is not None else None
+        wrong = [url[:200] for url in urls if not ENGINE_URL.fullmatch(url)]
+        return WireError("engine_urls", f"engine url {wrong[0]!r}: write it as http://host:port") if wrong else None
 
     def _take(self, peer: bytes, key: str, group: Group) -> None:
         others = [other for other in self._book.holders(group.ticket_id) if other != key]
