@@ -19,6 +19,7 @@ from learner.model import Policy, PolicyOutput
 from learner.objectives import OBJECTIVES, Tokens
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
 from learner.pictures import Pictures
+from learner.router import RouterLoad
 from learner.shapes import shape_of
 from learner.speed import Clock, speed
 from learner.stats import TokenStats, loss_columns
@@ -54,6 +55,7 @@ class Trainer:
         self.num_skipped = 0
         self.num_bad_in_a_row = 0  # steps without a finite loss and gradient
         self.scale = RunningScale(config)
+        self.router = RouterLoad(policy.vlm, ranks.device)
         self._shape = shape_of(policy.vlm.config.to_dict())
         self._per_episode = config.aggregation == "sequence_mean"
 
@@ -76,6 +78,7 @@ class Trainer:
             batch = self._pack([episodes[i] for i in chosen])
             flops += self._flops(batch)
             clock.lap("prepare")
+            self.router.counting = not batch.empty
             output = self.policy(batch, self.temperature)
             loss = self._loss(batch, output, version, divisor, scale, stats)
             clock.lap("forward")
@@ -83,7 +86,7 @@ class Trainer:
             clock.lap("backward")
         all_sum(stats.sums, self.ranks)
         all_sum(flops, self.ranks)
-        metrics = stats.metrics()
+        metrics = stats.metrics() | self.router.metrics(self.ranks)
         norm, lr = self._update(num_tokens, sound=bool(np.isfinite(metrics.get("loss/policy", 0.0))))
         self.scale.follow(metrics.get("policy/advantage_rms", 0.0))
         clock.lap("optimizer")

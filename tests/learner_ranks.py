@@ -31,6 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "grpo": ({"objective": "grpo", "entropy_coef": 0.0}, 3),
     "uneven": ({"microbatch_tokens": 400, "max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
     "frozen": ({"freeze": ("vision",)}, 2),
+    "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
     "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
 }
 MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to be as the case "vtrace" on one
@@ -115,13 +116,22 @@ def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, folder: Path, engines
     return {"published": published, "uninterrupted": uninterrupted, "checkpoint": str(path)}
 
 
+def expert_shards(trainer: Trainer) -> list[tuple[int, int]]:
+    """(experts here, of how many) of each tensor of experts."""
+    experts = [p for name, p in trainer.policy.named_parameters() if "experts" in name and p.ndim == 3]
+    return [(len(p.to_local() if hasattr(p, "to_local") else p), len(p)) for p in experts]
+
+
 def main() -> None:
     folder, out, engines = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     ranks = dist.init("cpu", timeout_s=120)
     result: dict[str, Any] = {}
     for name, (changes, num_groups) in CASES.items() if ranks.size < 4 else ():
-        trainer, result[name] = run(folder, ranks, changes, num_groups)
+        model = str(Path(folder).parent / "moe") if name == "experts" else folder
+        trainer, result[name] = run(model, ranks, changes, num_groups)
+        if name == "experts":
+            result["expert_shards"] = expert_shards(trainer)
         if name == "vtrace" and ranks.size < 3:
             result |= save_publish_and_go_on(trainer, ranks, out.parent / f"checkpoints_{ranks.size}", engines)
     for name, (size, settings) in MODES.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,24 @@ from learner_ranks import CASES, MODES, recipe_of, train, trainer_of
 
 from learner import checkpoint, dist
 from learner.buckets import gathered
-from tiny import running_engine, tiny_model_dir
+from shared.vision import VisionSpec
+from tiny import moe_policy, running_engine, tiny_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tiny_model_dir(tmp_path_factory.mktemp("ranks"))
+    folder = tiny_model_dir(tmp_path_factory.mktemp("ranks"))
+    policy = moe_policy(folder, VisionSpec.load(folder))
+    moe = shutil.copytree(folder, folder.parent / "moe")
+    with torch.no_grad():
+        for name, p in policy.vlm.named_parameters():
+            if p.ndim > 1 and "visual" not in name:
+                p.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+    policy.vlm.config.text_config._attn_implementation = policy.vlm.config.vision_config._attn_implementation = "sdpa"
+    policy.vlm.save_pretrained(moe)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +95,14 @@ def test_a_use_of_memory_changes_nothing_beyond_rounding(results, mode):
     got, expected = results[MODES[mode][0]][mode], results[1]["vtrace"]
     assert distance(got["gradients"], expected["gradients"]) < 1e-6
     assert distance(got["weights"], expected["weights"]) < 1e-6
+
+
+def test_experts_are_sharded_over_ranks_and_their_load_is_measured(results):
+    assert all(local == 4 and whole == 8 for local, whole in results[2]["expert_shards"])
+    for metrics in results[2]["experts"]["metrics"]:
+        assert 1.0 <= metrics["moe/balance"] <= metrics["moe/max_load"] <= 4.0  # two of eight experts a token
+        assert 0.0 <= metrics["moe/idle"] <= 0.75
+    assert "moe/balance" not in results[2]["vtrace"]["metrics"][0]
 
 
 def test_two_ranks_publish_their_shards_as_whole_parameters(results, engine):

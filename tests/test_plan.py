@@ -12,19 +12,18 @@ from transformers import (
     AutoModelForImageTextToText,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
 )
 
 import learner.linear
 from learner import plan
 from learner.batch import EpisodeSettings, make_episode, pack
-from learner.model import Policy, load_policy
+from learner.model import load_policy
 from learner.pictures import Pictures
 from learner.plan import Setting, activations, check, memory, report
 from learner.shapes import PUBLISHED, find, shape_of
 from learner.sharding import prepare
 from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe
-from tiny import tiny_model_dir
+from tiny import moe_policy, tiny_model_dir
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +76,6 @@ def test_the_published_totals_are_the_known_ones():
     assert list(totals.values()) == [2.13, 4.44, 8.77, 31.07, 235.67]
 
 
-def moe_policy(folder, spec):
-    config = Qwen3VLMoeConfig.from_dict(load_policy(str(folder), spec).vlm.config.to_dict())
-    text = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
-    for name, value in text.items():
-        setattr(config.text_config, name, value)
-    config.model_type = "qwen3_vl_moe"
-    return Policy(Qwen3VLMoeForConditionalGeneration(config), spec), shape_of(config.to_dict())
-
-
 def packed(spec):
     pictures = Pictures(spec)
     trajectories = [random_trajectory(spec, seed, turn_tokens=(20, 40)) for seed in range(6)]
@@ -119,7 +109,8 @@ def kept_bytes(policy, batch) -> int:
 def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, spec, experts):
     policy, shape = load_policy(str(folder), spec), find(str(folder))
     if experts:
-        policy, shape = moe_policy(folder, spec)
+        policy = moe_policy(folder, spec)
+        shape = shape_of(policy.vlm.config.to_dict())
     assert sum(p.numel() for p in policy.vlm.parameters()) == shape.parameters
     batch = packed(spec)
     assert activations(shape, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)

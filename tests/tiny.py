@@ -15,12 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image as PILImage
-from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from actor.engine.app import EngineApp
 from actor.engine.http import HttpServer
 from actor.engine.server import EngineSettings
 from launch.tiny_model import build_config, build_model, build_tokenizer, save
+from learner.model import Policy
 from shared.vision import VisionSpec, expand, mrope_positions, patchify, pixel_values
 
 PHRASES = [
@@ -47,6 +53,15 @@ def tiny_model_dir(tmp: str | Path, *, hidden: int = 64, layers: int = 2, seed: 
 
 def load_model(folder: str | Path) -> Qwen3VLForConditionalGeneration:
     return Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def moe_policy(folder: str | Path, spec: VisionSpec) -> Policy:
+    """Random weights in the shape of the model in `folder`, with eight experts a layer, two of them for each token."""
+    config = Qwen3VLMoeConfig.from_dict(load_model(folder).config.to_dict())
+    for name, value in {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}.items():
+        setattr(config.text_config, name, value)
+    config.model_type = "qwen3_vl_moe"
+    return Policy(Qwen3VLMoeForConditionalGeneration(config), spec)
 
 
 def picture(width: int = 64, height: int = 64, seed: int = 0) -> PILImage.Image:
