@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.batch import EpisodeSettings, is_uninformative
+from learner.behind import Behind
 from learner.intake import Intake, IntakeSettings, Interrupted
 from learner.leave import Leave
 from learner.results import RunResult, evaluation_metrics, rollout_metrics
@@ -108,11 +109,11 @@ class Desk:
         """What a checkpoint holds of rank 0, as JSON values."""
         return {"run_id": self.run_id, "tickets": self.intake.state_dict()}
 
-    def batch(self, leave: Leave) -> list[Group]:
-        """The groups of the next step; none when asked to leave. TimeoutError names whom it waited for."""
+    def batch(self, *leave: Leave | Behind) -> list[Group]:
+        """The groups of the next step; none when one of `leave` becomes true. TimeoutError names whom it waited for."""
         started, learner = time.monotonic(), self.recipe.learner
         try:
-            batch = self.intake.next_batch(learner.groups_per_step, learner.wait_timeout_s, leave)
+            batch = self.intake.next_batch(learner.groups_per_step, learner.wait_timeout_s, *leave)
         except Interrupted:
             return []
         self._idle_s += time.monotonic() - started

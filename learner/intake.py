@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from learner.leave import Leave
 from learner.reception import Reception, Rejects
 from learner.samples import SampleSource
 from learner.tickets import BookSettings, EvaluationResult, TicketBook
@@ -110,13 +109,13 @@ class Intake:
             self._book.version = version
         self._wake()
 
-    def next_batch(self, num_groups: int, timeout_s: float, leave: Leave | None = None) -> Batch:
+    def next_batch(self, num_groups: int, timeout_s: float, *leave: object) -> Batch:
         """The oldest `num_groups` groups; they count as trained now, and `commit` follows when they are.
 
-        TimeoutError: it names whom it waited for. Interrupted: `leave` has become true.
+        TimeoutError: it names whom it waited for. Interrupted: one of `leave` has become true.
         """
         what = f"no batch of {num_groups} groups"
-        batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, what, leave)
+        batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, what, *leave)
         with self._changed:
             self._measure(batch, self._book.version)
         self._wake()  # a group that was too old makes room for a new ticket
@@ -134,10 +133,10 @@ class Intake:
             self._book.evaluations.start(name, samples, sampling, group_size, self._book.version)
         self._wake()
 
-    def evaluation_result(self, name: str, timeout_s: float, leave: Leave | None = None) -> EvaluationResult:
+    def evaluation_result(self, name: str, timeout_s: float, *leave: object) -> EvaluationResult:
         """Waits for all its tickets; can be asked for once. Raises what `next_batch` raises."""
         what = f"no result of evaluation {name!r}"
-        return self._wait(lambda: self._book.evaluations.result(name), timeout_s, what, leave)
+        return self._wait(lambda: self._book.evaluations.result(name), timeout_s, what, *leave)
 
     def engines(self) -> frozenset[str]:
         """The engines that the actors now here use."""
@@ -206,11 +205,11 @@ class Intake:
             self._played_s.add(group.played_s)
             self.max_staleness_seen = max(self.max_staleness_seen, int(ages.max()))
 
-    def _wait(self, ask: Callable[[], Answer | None], timeout_s: float, what: str, leave: Leave | None) -> Answer:
+    def _wait(self, ask: Callable[[], Answer | None], timeout_s: float, what: str, *leave: object) -> Answer:
         started = said = time.monotonic()
         with self._changed:
             while True:
-                if leave:
+                if any(leave):
                     raise Interrupted
                 if self._failure is not None:
                     raise RuntimeError(f"the intake stopped: {self._failure}") from self._failure

@@ -16,6 +16,7 @@ import torch
 
 from learner import checkpoint, dist
 from learner.batch import check_group
+from learner.behind import Behind
 from learner.checkpoint import Saver
 from learner.desk import Desk
 from learner.dist import Ranks
@@ -100,7 +101,9 @@ def loop(
                 desk.evaluate("greedy_before", greedy=True)
     last = False
     while not last:
-        groups = share(desk.batch(leave) if desk else None, ranks)
+        groups = next_groups(
+            desk, leave, ranks, publisher, version, fresh=trainer.num_steps % config.publish_every == 0
+        )
         if not groups:  # rank 0 was asked to leave
             saver.save(version, desk.state() if desk else {})
             saver.wait()
@@ -135,6 +138,24 @@ def loop(
     saver.best.result(desk.result_of_candidate(saver.best.candidate, final=True))
     log.info("%d steps, %d versions", trainer.num_steps, version)
     return desk.result(trainer.num_steps, version)
+
+
+def next_groups(
+    desk: Desk | None, leave: Leave, ranks: Ranks, publisher: Publisher, version: int, *, fresh: bool
+) -> Sequence[Group]:
+    """The groups of the next step, on every rank; none when rank 0 was asked to leave. An engine that comes back
+    meanwhile is given `version` again, as long as the weights are still those (`fresh`)."""
+    if not fresh:
+        return share(desk.batch(leave) if desk else None, ranks)
+    while True:
+        groups: Sequence[Group] | None = None
+        if desk:
+            with Behind(desk.intake.engines, version) as behind:
+                groups = desk.batch(leave, behind)
+        groups = share(groups, ranks)
+        if groups or dist.agree(bool(desk and leave), ranks):
+            return groups
+        publisher.publish(version, desk.intake.engines() if desk else ())
 
 
 def check_step(trainer: Trainer, desk: Desk | None, groups: Sequence[Group]) -> None:

@@ -1,0 +1,66 @@
+"""An engine that is started anew in mid-run is given the weights again while the learner waits for groups."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_end_to_end import children_of, local, metrics, places
+
+from learner import behind
+from learner.behind import Behind
+from tiny import running_engine, tiny_model_dir
+
+
+def found_within(watch, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not watch and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(watch)
+
+
+def test_an_engine_with_another_version_is_noticed_and_a_silent_one_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(behind, "PATIENCE_S", 0.1)
+    with running_engine(tiny_model_dir(tmp_path), weight_version="none") as (url, _):
+        with Behind(lambda: [url], 3) as watch:
+            assert found_within(watch, 20)
+        with Behind(lambda: ["http://127.0.0.1:9"], 3) as watch:
+            assert not found_within(watch, 1)
+    with running_engine(tiny_model_dir(tmp_path), weight_version="3") as (url, _), Behind(lambda: [url], 3) as watch:
+        assert not found_within(watch, 1)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_its_only_engine_is_killed(tmp_path):
+    fields = {"learner.total_steps": 12, "eval.samples": 0, "learner.wait_timeout_s": 200}
+    with (tmp_path / "log").open("wb") as log:
+        run = subprocess.Popen(local(places(tmp_path, **fields)), stderr=log, stdout=subprocess.PIPE)
+    try:
+        rows = tmp_path / "colour_tiny" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not rows.exists() or not metrics(tmp_path):
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.05)
+        (engine,) = [pid for pid in children_of(run.pid) if b"actor.engine.server" in commands(pid)]
+        os.kill(engine, signal.SIGKILL)
+        out, _ = run.communicate(timeout=250)
+    finally:
+        if run.poll() is None:
+            run.send_signal(signal.SIGINT)
+            run.wait(30)
+    words = (tmp_path / "log").read_text()
+    assert run.returncode == 0, words[-3000:]
+    assert "was ended by SIGKILL; starting it again" in words
+    assert json.loads(out)["optimizer_steps"] == 12
+
+
+def commands(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
