@@ -78,13 +78,10 @@ def test_what_actors_are_told_depends_on_how_the_learner_ends(monkeypatch: pytes
     assert leave.farewell(complete=False) == Stop("the learner failed", True)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     assert leave.farewell(complete=False) is None
-    with leave:
-        signal.raise_signal(signal.SIGTERM)
-        assert leave
+    leave.signal = signal.SIGTERM
     assert leave.farewell(complete=False) is None
-    with Leave(60.0) as other:
-        signal.raise_signal(signal.SIGINT)
-    assert other.farewell(complete=False) == Stop("the learner was stopped by SIGINT", True)
+    leave.signal = signal.SIGINT
+    assert leave.farewell(complete=False) == Stop("the learner was stopped by SIGINT", True)
 
 
 def test_a_learner_that_does_not_leave_in_time_is_ended() -> None:
