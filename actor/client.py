@@ -25,8 +25,8 @@ class EngineError(Exception):
 class EngineClient:
     """One engine. All methods raise EngineError for an engine that does not answer as it should."""
 
-    def __init__(self, url: str, *, timeout_s: float = 300.0, connections: int = 512) -> None:
-        self._http = HttpClient(url, connections=connections)
+    def __init__(self, url: str, *, timeout_s: float = 300.0, connections: int = 512, api_key: str = "") -> None:
+        self._http = HttpClient(url, connections=connections, api_key=api_key)
         self.url, self.timeout_s = self._http.url, timeout_s
         self.num_open = 0  # episodes that play on this engine
         self.suspect = False  # the last request failed; cleared by the next that does not

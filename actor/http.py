@@ -26,9 +26,12 @@ class HttpFailure(Exception):
 
 
 class HttpClient:
-    """Requests to one base URL, at most `connections` at once; the others wait their turn inside their time limit."""
+    """Requests to one base URL, at most `connections` at once; the others wait their turn inside their time limit.
 
-    def __init__(self, url: str, *, connections: int = 512) -> None:
+    Each carries the `api_key` when there is one.
+    """
+
+    def __init__(self, url: str, *, connections: int = 512, api_key: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url {url!r}: write it as http://host:port")
@@ -36,6 +39,7 @@ class HttpClient:
         self._host, self._prefix = parts.hostname, parts.path.rstrip("/")
         self._secure = parts.scheme == "https"
         self._port = parts.port or (443 if self._secure else 80)
+        self._authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._idle: deque[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = deque()
         self._limit = asyncio.Semaphore(connections)
 
@@ -44,7 +48,7 @@ class HttpClient:
         content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         head = (
             f"{method} {self._prefix + path or '/'} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+            f"{self._authorization}content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         )
         try:
             async with asyncio.timeout(timeout_s), self._limit:

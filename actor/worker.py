@@ -22,7 +22,7 @@ from actor.rollout import EpisodeLimits, Player
 from envs.loader import load_env, load_function, load_module
 from shared.codec import TokenRules
 from shared.config import Recipe
-from shared.keys import actor_security
+from shared.keys import actor_security, read_api_key
 from shared.transport import SocketSettings
 from shared.types import Sample
 from shared.vision import VisionSpec
@@ -52,7 +52,8 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
     renderer = Renderer(AutoTokenizer.from_pretrained(model.path), spec)
     ways = (recipe.engine.router,) if recipe.engine.router else urls
-    engines = EnginePool([EngineClient(url, timeout_s=recipe.engine.request_timeout_s) for url in ways])
+    timeout_s, api_key = recipe.engine.request_timeout_s, read_api_key(recipe.engine.api_key_file)
+    engines = EnginePool([EngineClient(url, timeout_s=timeout_s, api_key=api_key) for url in ways])
     player = make_player(recipe, renderer, engines)
     rules = TokenRules(spec.image_token_id, spec.banned_ids, vocab_size(model.path))
     settings = ActorSettings(

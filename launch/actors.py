@@ -28,7 +28,7 @@ from launch.restarts import Restarts
 from launch.samples import ready
 from shared.codec import TokenRules
 from shared.config import Recipe
-from shared.keys import actor_security
+from shared.keys import actor_security, read_api_key
 from shared.log import get_logger
 from shared.vision import VisionSpec
 
@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         recipe = ready(recipe)
         actor_security(recipe.transport, recipe.actor.learner)  # what is wrong with the keys is said now
+        api_key = read_api_key(recipe.engine.api_key_file)
         model, specs = check(recipe)
         if folder:
             specs = tuple(with_own_weights(spec) for spec in specs)
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         for engine in engines:
             engine.start()
         urls = recipe.engine.urls or tuple(spec.url for spec in specs)
-        wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s)
+        wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s, api_key)
         if folder:
             recording = Recording(recipe, Path(folder), rules(model))
             recipe = recording.recipe

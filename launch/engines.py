@@ -7,13 +7,14 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launch.gpus import check_apart, engine_gpus, names, num_visible
 from launch.processes import ROOT, cpu_env
 from shared.config import ConfigError, Recipe
+from shared.keys import is_local, read_api_key
 
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 NO_WEIGHTS = "none"
@@ -30,6 +31,7 @@ class EngineSpec:
     env: dict[str, str]
     gpus: tuple[str, ...] = ()  # by the machine's names
     log: Path | None = None
+    secret: tuple[Path, str] | None = field(default=None, repr=False)  # a file that it reads, its owner's alone
 
 
 def engine_specs(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> tuple[EngineSpec, ...]:
@@ -73,13 +75,20 @@ def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], envi
     command += ["--max-batch", str(engine.max_batch), "--max-context", str(model.max_context)]
     command += ["--min-pixels", str(model.min_pixels), "--max-pixels", str(model.max_pixels)]
     command += ["--weight-version", NO_WEIGHTS]
+    if engine.api_key_file:
+        read_api_key(engine.api_key_file)  # what is wrong with it is said now
+        command += ["--api-key-file", engine.api_key_file]
     env = cpu_env(engine.threads) | _visible(gpus)
     return EngineSpec(f"engine on port {port}", f"http://127.0.0.1:{port}", tuple(command), env, gpus)
 
 
 def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], environ: Mapping[str, str]) -> EngineSpec:
     python = sglang_python(recipe)
-    command = [str(python), "-P", "-m", "sglang.launch_server", *_flags(sglang_flags(recipe, index, port))]
+    log = Path(recipe.run.dir).resolve() / "engines" / f"{recipe.run.name}-{port}.log"
+    flags, secret = sglang_flags(recipe, index, port), sglang_key(recipe, log.with_suffix(".yaml"))
+    if secret is not None:
+        flags["config"] = secret[0]
+    command = [str(python), "-P", "-m", "sglang.launch_server", *_flags(flags)]
     env = cpu_env(recipe.engine.threads) | _visible(gpus)
     env |= {
         "PATH": f"{python.parent}{os.pathsep}{environ.get('PATH', os.defpath)}",  # ninja, for kernels built late
@@ -92,8 +101,22 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], enviro
     if recipe.engine.device == "cpu":
         # compiling costs minutes at the first pictures and gains nothing on a CPU
         env |= {"PYTHONPATH": str(STAND_INS), "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    log = Path(recipe.run.dir).resolve() / "engines" / f"{recipe.run.name}-{port}.log"
-    return EngineSpec(f"engine on port {port}", f"http://127.0.0.1:{port}", tuple(command), env, gpus, log)
+    return EngineSpec(f"engine on port {port}", f"http://127.0.0.1:{port}", tuple(command), env, gpus, log, secret)
+
+
+def sglang_key(recipe: Recipe, path: Path) -> tuple[Path, str] | None:
+    """The API key as one of SGLang's YAML configurations, with the place to write it; None = there is no key. A flag
+    would show it to every user of the machine. ConfigError for such a flag, and for a public host without a key."""
+    flags = {name.lstrip("-").replace("_", "-"): value for name, value in recipe.engine.flags.items()}
+    key = read_api_key(recipe.engine.api_key_file)
+    for name in ("api-key", "admin-api-key"):
+        if name in flags:
+            raise ConfigError(f"engine.flags holds {name}, which ps would show; use engine.api_key_file instead")
+    if key and "config" in flags:
+        raise ConfigError("engine.flags holds config, which engine.api_key_file needs for itself; leave one out")
+    if not key and not is_local(f"tcp://{flags.get('host', '127.0.0.1')}:0"):
+        raise ConfigError(f"engine.flags: host = {flags['host']!r} is not loopback; set engine.api_key_file as well")
+    return (path, f"api-key: {json.dumps(key)}\n") if key else None
 
 
 def sglang_python(recipe: Recipe) -> Path:

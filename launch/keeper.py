@@ -12,6 +12,7 @@ from launch.engine_check import ModelFacts, check_engine
 from launch.engines import EngineSpec, last_lines
 from launch.processes import Child, start, start_family
 from launch.restarts import Restarts, TooManyRestarts, how_it_ended
+from shared.keys import write_secret
 from shared.log import get_logger
 
 LOG = get_logger("engines")
@@ -32,6 +33,8 @@ class Engine:
             self.child = start(spec.name, spec.command, env=spec.env)
         else:
             fresh = len(self.restarts) == 0
+            if spec.secret is not None:
+                write_secret(*spec.secret, anew=True)
             self.child = start_family(spec.name, spec.command, spec.log, env=spec.env, fresh=fresh)
         self.restarts.started()
 
@@ -57,12 +60,14 @@ class Engine:
         LOG.warning("%s %s; starting it again in %g s; %s", self.spec.name, how, pause_s, last_lines(self.spec.log, 3))
 
 
-def wait_until_serving(urls: tuple[str, ...], engines: list[Engine], model: ModelFacts, timeout_s: float) -> None:
+def wait_until_serving(
+    urls: tuple[str, ...], engines: list[Engine], model: ModelFacts, timeout_s: float, api_key: str = ""
+) -> None:
     """Returns when every engine has answered a request with a picture; the first takes SGLang long. EngineError names
     the engine that has ended, is not ready in time, or serves another model."""
 
     async def wait() -> None:
-        clients = [EngineClient(url, timeout_s=timeout_s) for url in urls]
+        clients = [EngineClient(url, timeout_s=timeout_s, api_key=api_key) for url in urls]
         tasks = [asyncio.create_task(check_engine(client, model, timeout_s)) for client in clients]
         try:
             while waiting := [task for task in tasks if not task.done()]:

@@ -27,7 +27,7 @@ from launch.samples import held_out_samples, ready, training_samples
 from learner.leave import Left
 from learner.samples import SeedSource
 from shared.config import Recipe
-from shared.keys import learner_security
+from shared.keys import learner_security, read_api_key
 from shared.log import get_logger
 
 
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             recipe = recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"resume": "auto"})})
         if rank == 0:
             learner_security(recipe.transport, recipe.learner.bind)  # what is wrong with the keys is said now
+            read_api_key(recipe.engine.api_key_file)
             check_address(recipe.learner.bind)
             prepare_run_folder(recipe)
         raise_on_signals()

@@ -63,9 +63,10 @@ def start(name: str, command: Sequence[str], *, env: dict[str, str] | None = Non
 
 def start_family(name: str, command: Sequence[str], log: Path, *, env: dict[str, str], fresh: bool = True) -> Child:
     """Starts a server that starts processes of its own: in a process group that `Child.kill` ends as a whole, outside
-    the repository's folder, its output going to `log` (appended unless `fresh`)."""
+    the repository's folder, its output going to `log` (its owner's alone; appended unless `fresh`)."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb" if fresh else "ab") as output:
+        os.fchmod(output.fileno(), 0o600)  # SGLang writes its API key into it
         process = subprocess.Popen(
             command,
             env={**os.environ, **env},

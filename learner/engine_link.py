@@ -31,7 +31,19 @@ class EngineError(Exception):
         self.url, self.reason, self.status = url, reason, status
 
 
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """An engine that points elsewhere has failed: neither calls nor the API key follow it."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)
+
+
+def send_api_key(api_key: str) -> None:
+    """With every later call of this process; "" = none."""
+    _DIRECT.addheaders = [("authorization", f"Bearer {api_key}")] if api_key else []
 
 
 def call(url: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
@@ -100,7 +112,9 @@ def traits_of(url: str, timeout_s: float) -> EngineTraits:
     call(url, "/health", None, timeout_s)
     try:
         info = call(url, "/server_info", None, timeout_s)
-    except EngineError:
+    except EngineError as error:
+        if error.status == 401:
+            raise
         info = None  # an older server
     if not isinstance(info, dict):
         return EngineTraits()

@@ -20,6 +20,7 @@ from learner.behind import Behind
 from learner.checkpoint import Saver
 from learner.desk import Desk
 from learner.dist import Ranks
+from learner.engine_link import send_api_key
 from learner.leave import Leave, Left
 from learner.model import Policy, load_policy
 from learner.plan import check_recipe
@@ -31,6 +32,7 @@ from learner.sharding import prepare
 from learner.step import Trainer
 from shared.codec import TokenRules, decode, encode
 from shared.config import LearnerConfig, Recipe
+from shared.keys import read_api_key
 from shared.log import get_logger
 from shared.types import Group, Sample
 from shared.vision import VisionSpec
@@ -61,6 +63,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
                 "raise --learner.total_steps or start anew with --learner.resume never"
             )
         if ranks.is_main:
+            send_api_key(read_api_key(recipe.engine.api_key_file))
             check = partial(check_group, pictures=trainer.pictures)
             desk = Desk(recipe, source, held_out, token_rules(trainer), check, restored.intake if restored else {})
         publisher = Publisher(trainer.policy, ranks, publish_settings(config), build_proof(recipe, trainer, ranks))

@@ -95,6 +95,7 @@ class EngineConfig(Section):
     gpus: tuple[int, ...] = Field((), description="cuda: GPUs that the engines share out; empty = the first ones")
     max_batch: int = Field(64, gt=0, description="requests that an engine computes at once")
     threads: int = Field(1, gt=0, description="CPU threads of an engine")
+    api_key_file: str = Field("", description="file of the key that engines ask for (mode 0600); empty = they ask none")
     tensor_parallel: int = Field(1, gt=0, description="sglang: GPUs of one engine")
     mem_fraction: float = Field(0.0, ge=0, lt=1, description="sglang: share of GPU memory it takes; 0 = its own choice")
     attention_backend: str = Field("", description="sglang: empty = its own choice")

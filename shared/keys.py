@@ -1,6 +1,7 @@
 """Key files of the encrypted sockets, made by `python -m shared.keys`, and who must have them.
 
     python -m shared.keys keys --actors farm-a farm-b
+    python -m shared.keys keys --engine            # also the engines' API key, keys/engine.key
 
 `keys/learner.key` and `keys/allowed` stay with the learner; `keys/farm-a.key` goes to that actor's host, with nothing
 else. A second call adds actors and leaves what is there. Files with secrets are readable by their owner alone (0600).
@@ -12,6 +13,7 @@ import argparse
 import ipaddress
 import os
 import re
+import secrets
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -23,10 +25,11 @@ from shared.config import TransportConfig
 from shared.gate import ClientKeys, ServerKeys
 from shared.transport import Secure
 
-LEARNER, ALLOWED = "learner", "allowed"
+LEARNER, ALLOWED, ENGINE = "learner", "allowed", "engine"
 MAX_KEY_FILE_BYTES = 2**20
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KEY = re.compile(r"[!-~]{40}")  # Z85, whose alphabet needs no quoting in TOML
+_API_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")  # what RFC 6750 lets a bearer token be made of
 _MAKE = "make keys with python -m shared.keys"
 
 
@@ -76,6 +79,20 @@ def _wanted(transport: TransportConfig, field: str, address: str) -> bool:
     )
 
 
+def read_api_key(path: str, field: str = "engine.api_key_file") -> str:
+    """The engines' API key in the file `path`, which `field` names; "" for an empty path. ValueError, in one line, for
+    a file that is missing, open to others or without a key."""
+    if not path:
+        return ""
+    key = _read(Path(path), forbidden=0o077, cure="chmod 600", field=field).strip()
+    if not _API_KEY.fullmatch(key):
+        raise ValueError(
+            f"{field} = {path!r} holds no key: one line of 16 to 512 letters, digits or any of '._~+/=-'; "
+            "make one with python -m shared.keys FOLDER --engine"
+        )
+    return key
+
+
 # ------------------------------------------------------------------ files
 
 
@@ -108,7 +125,7 @@ def _read_pair(path: Path) -> dict[str, str]:
     return pair
 
 
-def _read(path: Path, *, forbidden: int, cure: str) -> str:
+def _read(path: Path, *, forbidden: int, cure: str, field: str = "transport.keys") -> str:
     try:
         with path.open(encoding="ascii") as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
@@ -118,11 +135,11 @@ def _read(path: Path, *, forbidden: int, cure: str) -> str:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is no key file; {_MAKE}") from None
     except OSError as error:
-        raise ValueError(f"transport.keys: cannot read {path}: {error.strerror}; {_MAKE}") from None
+        raise ValueError(f"{field}: cannot read {path}: {error.strerror}; {_MAKE}") from None
 
 
 def _checked_name(name: str) -> str:
-    if not _NAME.fullmatch(name) or name in (LEARNER, ALLOWED, ".", ".."):
+    if not _NAME.fullmatch(name) or name in (LEARNER, ALLOWED, ENGINE, ".", ".."):
         raise ValueError(f"the name {name!r} of a key: use up to 64 letters, digits, '_', '.', '-'")
     return name
 
@@ -147,22 +164,41 @@ def make_keys(folder: Path, actors: Sequence[str]) -> list[Path]:
     return made
 
 
+def make_api_key(folder: Path) -> list[Path]:
+    """Makes the engines' API key if it is missing; returns the new file."""
+    path = folder / f"{ENGINE}.key"
+    if path.exists():
+        return []
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_secret(path, secrets.token_urlsafe(32) + "\n")
+    return [path]
+
+
 def _write_pair(path: Path, more: dict[str, str]) -> tuple[Path, str]:
     public, secret = (key.decode() for key in zmq.curve_keypair())
-    lines = [f'{name} = "{value}"\n' for name, value in {"public": public, "secret": secret, **more}.items()]
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.writelines(lines)
+    pairs = {"public": public, "secret": secret, **more}
+    write_secret(path, "".join(f'{name} = "{value}"\n' for name, value in pairs.items()))
     return path, public
+
+
+def write_secret(path: Path, text: str, *, anew: bool = False) -> None:
+    """Mode 0600 from the first moment; `anew` replaces what is there, else FileExistsError."""
+    if anew:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shared.keys", description="keys of learner and actors")
     parser.add_argument("folder", nargs="?", default="keys", help="where the files go (default: keys)")
     parser.add_argument("--actors", nargs="+", default=["actor"], help="names of actors' keys (default: actor)")
+    parser.add_argument("--engine", action="store_true", help="also make the engines' API key")
     arguments = parser.parse_args(argv)
     folder = Path(arguments.folder)
     try:
-        made = make_keys(folder, arguments.actors)
+        made = make_keys(folder, arguments.actors) + (make_api_key(folder) if arguments.engine else [])
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ Made for many small requests on a shared core: one protocol object per connectio
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,7 @@ from typing import Any
 log = logging.getLogger("engine")
 MAX_HEADER_BYTES = 32 * 1024
 MAX_CONNECTIONS = 4096
+OPEN_PATHS = ("/health",)  # answered to everybody, as SGLang does
 
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -28,10 +30,14 @@ class HttpError(Exception):
 
 
 class HttpServer:
-    """Routes "METHOD /path" to async handlers, which take the decoded JSON body and return what to send as JSON."""
+    """Routes "METHOD /path" to async handlers, which take the decoded JSON body and return what to send as JSON.
 
-    def __init__(self, routes: dict[str, Handler], *, max_body_bytes: int = 64 * 2**20) -> None:
+    With an `api_key` a request must carry it ("authorization: Bearer KEY"), else it is answered 401, its body unread.
+    """
+
+    def __init__(self, routes: dict[str, Handler], *, api_key: str = "", max_body_bytes: int = 64 * 2**20) -> None:
         self.routes, self.max_body_bytes = routes, max_body_bytes
+        self._api_key = api_key.encode()
         self.connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
 
@@ -40,6 +46,12 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Connection(self), host, port, backlog=1024)
         return self._server.sockets[0].getsockname()[1]
+
+    def lets_in(self, path: str, authorization: str) -> bool:
+        """Whether a request with this header may have an answer; takes the same time for every wrong key."""
+        scheme, _, key = authorization.partition(" ")
+        right = hmac.compare_digest(key.encode("latin-1"), self._api_key) and scheme.lower() == "bearer"
+        return right or not self._api_key or path in OPEN_PATHS
 
     def close(self) -> None:
         if self._server is not None:
@@ -116,6 +128,10 @@ class _Connection(asyncio.Protocol):
             length = int(headers.get("content-length", "0"))
         except ValueError:
             self._send(400, _error("the request is not HTTP/1.1"), keep_alive=False)
+            return
+        if not self._server.lets_in(path, headers.get("authorization", "")):
+            text = "no API key, or a wrong one: set engine.api_key_file to the engine's"
+            self._send(401, _error(text), keep_alive=False)
             return
         if "transfer-encoding" in headers or not 0 <= length <= self._server.max_body_bytes:
             self._send(413, _error(f"send a Content-Length of at most {self._server.max_body_bytes}"), keep_alive=False)

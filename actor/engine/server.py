@@ -38,13 +38,15 @@ class EngineSettings:
     update_timeout_s: float = 120.0
     weight_version: str = "0"
     parent_pid: int = 0
+    api_key_file: str = ""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> EngineSettings:
     parser = argparse.ArgumentParser(prog="python -m actor.engine.server", description="the embedded engine")
     parser.add_argument("--model-path", required=True, help="folder of a Qwen3-VL model")
     parser.add_argument("--port", type=int, required=True, help="0 takes a free one, named in the log")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="127.0.0.1", help="others than loopback only with --api-key-file")
+    parser.add_argument("--api-key-file", default="", help="file of the key that each request must carry")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the model")
@@ -63,8 +65,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> EngineSettings:
 async def serve(settings: EngineSettings) -> int:
     """Runs until SIGINT, SIGTERM, the parent's death (0) or the model thread's failure (1).
 
-    OSError if the port is taken, ValueError if the model cannot be served; both before a request is accepted.
+    OSError if the port is taken, ValueError if the model cannot be served or the host be listened on without a key;
+    both before a request is accepted.
     """
+    from shared.keys import is_local, read_api_key
+
+    api_key = read_api_key(settings.api_key_file, "--api-key-file")
+    if not api_key and not is_local(f"tcp://{settings.host}:{settings.port}"):
+        raise ValueError(
+            f"--host {settings.host!r} is not loopback, and there is no API key: whoever reaches it could replace the "
+            "weights; make one with python -m shared.keys FOLDER --engine and give --api-key-file FOLDER/engine.key"
+        )
     from actor.engine.app import EngineApp
     from actor.engine.http import HttpServer
 
@@ -76,7 +87,7 @@ async def serve(settings: EngineSettings) -> int:
     await probe.start(settings.host, settings.port)  # fails before the model is loaded
     probe.close()
     app = EngineApp.load(settings, stop)
-    server = HttpServer(app.routes())
+    server = HttpServer(app.routes(), api_key=api_key)
     port = await server.start(settings.host, settings.port)
     logging.getLogger("engine").info("serving %s on http://%s:%d", settings.model_path, settings.host, port)
     watch = asyncio.create_task(_watch_parent(settings.parent_pid, stop))
