@@ -1,4 +1,7 @@
-"""One actor process, as launch/actors.py starts it: its settings are JSON in the environment variable PRONK_ACTOR."""
+"""One actor process, as launch/actors.py starts it: its settings are JSON in the environment variable PRONK_ACTOR.
+
+It needs no torch, whose import takes longer than all else of its start.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
@@ -50,7 +54,7 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     model, actor = recipe.model, recipe.actor
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
-    renderer = Renderer(AutoTokenizer.from_pretrained(model.path), spec)
+    renderer = Renderer(PreTrainedTokenizerFast.from_pretrained(model.path), spec)
     ways = (recipe.engine.router,) if recipe.engine.router else urls
     timeout_s, api_key = recipe.engine.request_timeout_s, read_api_key(recipe.engine.api_key_file)
     engines = EnginePool([EngineClient(url, timeout_s=timeout_s, api_key=api_key) for url in ways])
@@ -115,9 +119,7 @@ def make_judge(recipe: Recipe, threads: EnvThreads) -> Judge | None:
 
 def vocab_size(model_path: str) -> int:
     """Of the model's output, padding ids included."""
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(model_path).text_config.vocab_size)
+    return int(json.loads((Path(model_path) / "config.json").read_text())["text_config"]["vocab_size"])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ class TooManyRestarts(Exception):
 
 @dataclass(slots=True)
 class Restarts:
-    """Decides about one child. The pause doubles with each end soon after a start; `limit` ends within an hour."""
+    """Decides about one child. No pause after it ran well; after an end soon after its start one that doubles with each
+    such end; `limit` ends within an hour."""
 
     limit: int
     clock: Callable[[], float] = time.monotonic
@@ -49,7 +50,7 @@ class Restarts:
             raise TooManyRestarts(f"after {len(self._ends)} restarts within an hour")
         self._ends.append(now)
         self._early = self._early + 1 if now - self._started < RAN_WELL_S else 0
-        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** max(0, self._early - 1))
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._early - 1)) if self._early else 0.0
 
 
 def how_it_ended(child: Child | None) -> str:

@@ -2,13 +2,17 @@
 
 After SIGTERM, and after a failure that torchrun answers with a restart, actors hear nothing: they keep their groups and
 wait for the learner to return. After SIGINT, and after any other failure, they are told to stop.
+
+A thread of its own counts the time: a rank that waits in a collective for a dead one runs no signal handler in Python.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -16,6 +20,7 @@ from shared.log import get_logger
 from shared.types import Stop
 
 EXIT_LATE = 1
+EARLY_S = 3.0
 
 
 class Left(Exception):
@@ -28,14 +33,28 @@ class Leave:
     def __init__(self, within_s: float) -> None:
         self.signal: signal.Signals | None = None
         self._within_s = within_s
+        self._limit_s = min(EARLY_S, within_s)
         self._before: dict[signal.Signals, Any] = {}
-        self._timer: threading.Timer | None = None
+        self._guarded = False
+
+    def guard(self) -> None:
+        """From here on a signal ends the process in time. Before it is entered nothing is to be saved: then it has
+        `EARLY_S` for what its handler of Python's does."""
+        if self._guarded or threading.current_thread() is not threading.main_thread():
+            return
+        self._guarded = True
+        heard, told = socket.socketpair()
+        told.setblocking(False)
+        signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(heard,), name="leave", daemon=True).start()
 
     def __bool__(self) -> bool:
         """Whether it was asked for."""
         return self.signal is not None
 
     def __enter__(self) -> Leave:
+        self.guard()
+        self._limit_s = self._within_s
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
@@ -47,12 +66,14 @@ class Leave:
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal = signal.Signals(number)
-            self._timer = threading.Timer(self._within_s, self._too_late)
-            self._timer.daemon = True
-            self._timer.start()
 
-    def _too_late(self) -> None:
-        get_logger("learner").error("not gone within learner.leave_timeout_s = %g; ending at once", self._within_s)
+    def _watch(self, heard: socket.socket) -> None:
+        """The kernel's end of the handlers writes each signal's number here, whatever the main thread is doing."""
+        while heard.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
+            pass
+        limit_s = self._limit_s
+        time.sleep(limit_s)
+        get_logger("learner").error("not gone within learner.leave_timeout_s = %g; ending at once", limit_s)
         os._exit(EXIT_LATE)
 
     def farewell(self, *, complete: bool) -> Stop | None:

@@ -46,11 +46,12 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
     """
     config = recipe.learner
     torch.set_num_threads(config.threads)
+    leave, complete = Leave(config.leave_timeout_s), False
+    leave.guard()
     ranks = dist.init(config.device, timeout_s=config.wait_timeout_s + 600, shard_size=config.shard_size)
     desk: Desk | None = None
     publisher: Publisher | None = None
     saver: Saver | None = None
-    leave, complete = Leave(config.leave_timeout_s), False
     try:
         check_recipe(recipe, ranks.size, dist.gpu_bytes(ranks))
         trainer = build_trainer(recipe, ranks)

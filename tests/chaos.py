@@ -1,232 +1,226 @@
-"""The real system on this machine under random faults: two learner ranks, two engines, two actors, a bad line.
+"""The real system on this machine under random faults: two learner ranks, two engines, two actors, a bad line and disk.
 
     python -m tests.chaos --minutes 5 --seed 0
 
-Ends with a table of the faults, the time to recover from each kind, and what the ledger says: no ticket trained twice,
-none lost, and a policy that has learned. The last line is one JSON object; exit code 1 if anything of that fails.
+A fault comes every few seconds, whether or not what the last one broke is whole again; only what is broken is not
+broken again. The time to recover runs from the injection (so it includes how long a process stands still or a line is
+cut) to what this fault holds up: an actor's first group after its restart, an engine that serves the run's weights
+again, the next trained step, the next checkpoint. It ends with a table of that, and with what the ledger says: no
+ticket trained twice, none lost, and a policy that has learned. The last line is one JSON object; exit code 1 if
+anything of that fails, a fault is not recovered from, or fewer than 12 a minute were injected.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
-import resource
 import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from tests.chaos_proxy import FAULTS, Proxy
-from tests.test_end_to_end import children_of, free_port
+from tests.chaos_books import DISK, LEARNER, TICK_S, Books
+from tests.chaos_proxy import FAULTS
+from tests.chaos_report import audit, learning, machine, slow, table
+from tests.chaos_system import System
 
-RECIPE = "launch/recipes/colour_tiny.toml"
-STEP_WITHIN_S = 150.0
-PAUSES = {"actor": 4.0, "engine": 3.5, "learner": 2.0}
+FAULTS_A_MINUTE = 12
 
 
-class Chaos:
-    """Starts the system, breaks it, and keeps the books of what was broken and how long it took to recover."""
+class Chaos(Books):
+    """Breaks the system at random."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, system: System, seed: int) -> None:
+        super().__init__(system)
         self.random = random.Random(seed)
-        self.folder, self.run = folder, folder / "chaos"
         self.injected: Counter[str] = Counter()
-        self.recovered: defaultdict[str, list[float]] = defaultdict(list)
-        self.learner_starts = 0
-        port = free_port()
-        self.proxy = Proxy(f"tcp://127.0.0.1:{port}", seed)
-        env = {"raises": 0.005, "hangs": 0.002, "hang_s": 3.0}
-        fields: dict[str, Any] = {
-            "run.dir": folder, "run.name": "chaos", "env.module": "tests/chaos_env.py", "env.args": json.dumps(env),
-            "env.timeout_s": 2, "learner.bind": f"tcp://127.0.0.1:{port}", "actor.learner": self.proxy.address,
-            "actor.processes": 2, "actor.max_restarts": 10000, "actor.heartbeat_s": 1, "actor.connect_timeout_s": 300,
-            "engine.count": 2, "engine.port": free_port(), "engine.max_restarts": 10000, "engine.request_timeout_s": 10,
-            "learner.total_steps": 1000000, "learner.resume": "auto", "learner.checkpoint_every": 5,
-            "learner.lease_s": 20, "learner.actor_timeout_s": 6, "learner.publish_timeout_s": 8, "eval.samples": 0,
-        }  # fmt: skip
-        self.arguments = ["--config", RECIPE, *(part for k, v in fields.items() for part in (f"--{k}", str(v)))]
-        self.log = (folder / "output.log").open("wb")
-        self.actors = self.start([sys.executable, "launch/actors.py", *self.arguments])
-        self.learner = self.start_learner()
 
-    def start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, stdout=self.log, stderr=self.log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    def run(self, seconds: float, every_s: float) -> None:
+        """Injects faults for so long, on average `every_s` apart, then waits until all is whole."""
+        menu, now = self.menu(), time.monotonic()
+        end, due = now + seconds, now
+        while now < end or self.waiting or self.later:
+            if due <= now < end:
+                due += min(3 * every_s, self.random.expovariate(1 / every_s))
+                self.inject(menu)
+            self.tick()
+            time.sleep(TICK_S)
+            now = time.monotonic()
 
-    def start_learner(self) -> subprocess.Popen[bytes]:
-        self.learner_starts += 1
-        torchrun = ["launch/ranks.py", "--standalone", "--nproc-per-node", "2", "--max-restarts", "10000"]
-        return self.start([sys.executable, *torchrun, "launch/learner.py", *self.arguments])
+    # ------------------------------------------------------------------ faults: False = not possible now
 
-    # ------------------------------------------------------------------ what runs
+    def inject(self, menu: dict[str, tuple[int, Callable[[str], bool]]]) -> None:
+        while True:
+            name = self.random.choices(list(menu), [weight for weight, _ in menu.values()])[0]
+            if menu[name][1](name):
+                self.injected[name] += 1
+                return
 
-    def pids(self, kind: str) -> list[int]:
-        """Processes of one kind: actor, engine or learner (its ranks)."""
-        parent = self.learner if kind == "learner" else self.actors
-        part = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "launch/learner.py"}[kind]
-        found = []
-        for pid in children_of(parent.pid):
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            if part in command and "launch/ranks.py" not in command:
-                found.append(pid)
-        return found
-
-    def rows(self) -> list[dict[str, Any]]:
-        path = self.run / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [row for row in map(as_json, lines) if "rollout/reward" in row]
-
-    def tend(self) -> None:
-        """The learner's torchrun is started again when it has ended; the actors' supervisor must never end."""
-        if self.learner.poll() is not None:
-            self.learner = self.start_learner()
-        if self.actors.poll() is not None:
-            raise SystemExit(f"the actors' supervisor ended with {self.actors.returncode}; see {self.log.name}")
-
-    def wait_for_step(self, kind: str, since: int, at: float) -> None:
-        """Until the learner has made a step after the fault; it must not take too long."""
-        while len(self.rows()) <= since:
-            self.tend()
-            if time.monotonic() - at > STEP_WITHIN_S:
-                raise SystemExit(f"no step within {STEP_WITHIN_S:g} s of {kind!r}; see {self.log.name}")
-            time.sleep(0.25)
-        self.recovered[kind].append(time.monotonic() - at)
-
-    # ------------------------------------------------------------------ faults
-
-    def kill(self, kind: str) -> None:
-        if pids := self.pids(kind):
-            os.kill(self.random.choice(pids), signal.SIGKILL)
-
-    def pause(self, kind: str) -> None:
-        for pid in self.pids(kind)[:1]:
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(PAUSES[kind])
-            os.kill(pid, signal.SIGCONT)
-
-    def preempt(self) -> None:
-        self.learner.terminate()
-
-    def disk(self) -> None:
-        """For a while no file of the learner's ranks may grow beyond a few bytes."""
-        pids = self.pids("learner")
-        for size in (64, resource.RLIM_INFINITY):
-            for pid in pids:
-                if Path(f"/proc/{pid}").exists():
-                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-            time.sleep(4.0 if size == 64 else 0.0)
-
-    def menu(self, disk: bool) -> dict[str, tuple[int, Callable[[], None]]]:
+    def menu(self) -> dict[str, tuple[int, Callable[[str], bool]]]:
         """Weight and action of each fault."""
-        faults: dict[str, tuple[int, Callable[[], None]]] = {
-            "kill actor": (6, lambda: self.kill("actor")),
-            "stop actor": (6, lambda: self.pause("actor")),
-            "kill engine": (4, lambda: self.kill("engine")),
-            "stop engine": (4, lambda: self.pause("engine")),
-            "kill learner rank": (3, lambda: self.kill("learner")),
-            "stop learner rank": (4, lambda: self.pause("learner")),
-            "preempt learner": (2, self.preempt),
+        faults: dict[str, tuple[int, Callable[[str], bool]]] = {
+            "actor killed": (6, lambda name: self.kill(name, "actor")),
+            "actor stopped": (5, lambda name: self.stop(name, "actor", 8.0)),
+            "engine killed": (6, lambda name: self.kill(name, "engine")),
+            "engine stopped": (5, lambda name: self.stop(name, "engine", 12.0)),
+            "learner rank stopped": (4, self.stop_rank),
+            "learner rank killed": (2, lambda name: self.end_learner(name, self.kill_rank)),
+            "learner killed": (1, lambda name: self.end_learner(name, lambda: self.system.learner.kill())),
+            "learner preempted": (1, lambda name: self.end_learner(name, lambda: self.system.learner.terminate())),
+            "environment raises": (4, lambda name: self.environment(name, "raise")),
+            "environment hangs": (4, lambda name: self.environment(name, "hang")),
         }
-        for fault in FAULTS:
-            faults[f"messages {fault}"] = (6, lambda fault=fault: self.proxy.disturb(fault, 3.0))  # type: ignore[misc]
-        if disk:
-            faults["full disk"] = (3, self.disk)
+        for fault, name in FAULTS.items():
+            faults[name] = (4, lambda name, fault=fault: self.disturb(name, fault))  # type: ignore[misc]
+        if self.system.disk:
+            faults |= {"disk full": (3, self.fill_disk), "disk slow": (3, self.slow_disk)}
         return faults
 
-    def break_things(self, seconds: float, every_s: float, disk: bool) -> None:
-        menu, end = self.menu(disk), time.monotonic() + seconds
-        while time.monotonic() < end:
-            name = self.random.choices(list(menu), [weight for weight, _ in menu.values()])[0]
-            since, at = len(self.rows()), time.monotonic()
-            menu[name][1]()
-            self.injected[name] += 1
-            self.wait_for_step(name, since, at)
-            time.sleep(max(0.0, every_s - (time.monotonic() - at)))
+    def member(self, kind: str) -> tuple[int, int] | None:
+        """Slot and pid of one that is whole."""
+        members = [(slot, pid) for slot, pid in self.system.members(kind).items() if not self.broken((kind, slot))]
+        return self.random.choice(members) if members else None
 
-    def stop(self) -> None:
-        """Lets the learner write its last checkpoint."""
-        self.learner.terminate()
-        self.learner.wait(60)
-        self.actors.terminate()
-        self.actors.wait(30)
-        self.proxy.close()
+    def kill(self, name: str, kind: str) -> bool:
+        if not (member := self.member(kind)):
+            return False
+        (slot, pid), now = member, time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        if kind == "engine":
+            self.wait(f"{name}: answers", None, lambda: self.system.weights_of(slot) is not None)
+            self.wait(f"{name}: has the run's weights", (kind, slot), lambda: self.serves(slot))
+        else:
+            peers = self.system.peers_of
+            self.wait(f"{name}: connected", None, lambda: any(p.since > now for p in peers(slot)))
+            self.wait(f"{name}: delivered a group", (kind, slot), lambda: any(p.delivered > now for p in peers(slot)))
+        return True
+
+    def stop(self, name: str, kind: str, longest_s: float) -> bool:
+        if not (member := self.member(kind)):
+            return False
+        slot, pid = member
+        seconds = self.random.uniform(1.0, longest_s)
+        over = time.monotonic() + seconds
+        os.kill(pid, signal.SIGSTOP)
+        self.after(seconds, lambda: go_on(pid))
+        if kind == "engine":
+            self.wait(name, (kind, slot), lambda: time.monotonic() > over and self.serves(slot))
+        else:
+            self.wait(name, (kind, slot), lambda: any(p.seen > over for p in self.system.peers_of(slot)))
+        return True
+
+    def stop_rank(self, name: str) -> bool:
+        ranks = list(self.system.members("learner").values())
+        if self.broken(LEARNER) or len(ranks) < 2:
+            return False
+        seconds, pid = self.random.uniform(1.0, 6.0), self.random.choice(ranks)
+        over = time.monotonic() + seconds
+        os.kill(pid, signal.SIGSTOP)
+        self.after(seconds, lambda: go_on(pid))
+        self.wait(name, LEARNER, self.a_step_after(lambda: time.monotonic() > over))
+        return True
+
+    def kill_rank(self) -> None:
+        os.kill(self.random.choice(list(self.system.members("learner").values())), signal.SIGKILL)
+
+    def end_learner(self, name: str, end: Callable[[], None]) -> bool:
+        if self.broken(LEARNER) or len(self.system.members("learner")) < 2:
+            return False
+        self.wait(name, LEARNER, self.a_step_of_new_ranks())
+        end()
+        return True
+
+    def environment(self, name: str, flag: str) -> bool:
+        path = self.system.flags / flag
+        if path.exists():
+            return False
+        path.touch()
+        return self.for_a_while(name, None, path.unlink)
+
+    def disturb(self, name: str, fault: str) -> bool:
+        seconds = self.random.uniform(2.0, 6.0)
+        self.system.proxy.disturb(fault, seconds)
+        return self.for_a_while(name, None, lambda: None, seconds)
+
+    def for_a_while(
+        self, name: str, of: tuple[str, int] | None, end: Callable[[], object], seconds: float = 0.0
+    ) -> bool:
+        seconds = seconds or self.random.uniform(2.0, 6.0)
+        over = time.monotonic() + seconds
+        self.after(seconds, end)
+        self.wait(name, of, self.a_step_after(lambda: time.monotonic() > over))
+        return True
+
+    def fill_disk(self, name: str) -> bool:
+        disk = self.system.disk
+        if disk is None or self.broken(DISK):
+            return False
+        over: list[float] = []
+
+        def free() -> None:
+            disk.free()
+            over.append(time.time())
+
+        disk.fill()
+        seconds = self.random.uniform(2.0, 8.0)
+        self.after(seconds, free)
+        self.wait(f"{name}: trained a step", None, self.a_step_after(lambda: bool(over)))
+        self.wait(f"{name}: wrote a checkpoint", DISK, lambda: bool(over) and self.system.checkpoint_at() > over[0])
+        return True
+
+    def slow_disk(self, name: str) -> bool:
+        """Whoever writes stands still for most of each second."""
+        disk = self.system.disk
+        if disk is None or self.broken(DISK):
+            return False
+        seconds = self.random.randint(3, 8)
+        for second in range(seconds):
+            self.after(second, disk.freeze)
+            self.after(second + 0.8, disk.thaw)
+        return self.for_a_while(name, DISK, lambda: None, float(seconds))
 
 
-def as_json(line: str) -> dict[str, Any]:
-    """A line that a kill cut off is nothing."""
-    try:
-        return dict(json.loads(line))
-    except ValueError:
-        return {}
-
-
-def audit(run: Path) -> dict[str, Any]:
-    """What the ledger and the last checkpoint say: each issued ticket is trained once, dropped, or open."""
-    steps: dict[int, list[int]] = {}
-    for entry in map(as_json, (run / "ledger.jsonl").read_text().splitlines()):
-        if entry:
-            steps = {step: tickets for step, tickets in steps.items() if step < entry["step"]}
-            steps[entry["step"]] = entry["tickets"]
-    last = sorted((run / "checkpoints").glob("step_*"))[-1]
-    step = int(last.name.removeprefix("step_"))
-    state = json.loads((last / "meta.json").read_text())["intake"]["tickets"]
-    trained = [ticket for number, tickets in steps.items() if number <= step for ticket in tickets]
-    missing = [number for number in range(1, step + 1) if number not in steps]
-    still_open = {number for number, _ in state["open"]}
-    dropped = sum(state["dropped"].values())
-    return {
-        "issued": state["issued"], "trained": len(trained), "dropped": state["dropped"], "open": len(still_open),
-        "reissued": state["reissued"], "steps": step, "steps_missing_in_ledger": len(missing),
-        "duplicates": len(trained) - len(set(trained)) + len(still_open & set(trained)),
-        "lost": state["issued"] - len(set(trained)) - dropped - len(still_open),
-    }  # fmt: skip
-
-
-def table(chaos: Chaos, found: dict[str, Any]) -> str:
-    lines = ["| fault | injected | survived | median to the next step, s | longest, s |", "|---|---|---|---|---|"]
-    for name, count in sorted(chaos.injected.items()):
-        times = chaos.recovered[name]
-        lines.append(f"| {name} | {count} | {len(times)} | {statistics.median(times):.1f} | {max(times):.1f} |")
-    lines += ["", "| ledger | |", "|---|---|", *(f"| {name} | {value} |" for name, value in found.items())]
-    return "\n".join(lines)
+def go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was ended while it stood still
+        os.kill(pid, signal.SIGCONT)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every", type=float, default=4.0, metavar="SECONDS", help="between faults, at least")
-    parser.add_argument("--no-disk", action="store_true", help="leave out the full disk")
-    parser.add_argument("--folder", type=Path, help="of the run; a temporary one by default, kept after a failure")
+    parser.add_argument("--every", type=float, default=3.6, metavar="SECONDS", help="between faults, on average")
+    parser.add_argument("--no-disk", action="store_true", help="leave out the faults of the disk, which need root")
+    parser.add_argument("--folder", type=Path, help="of the run; a new one in the temporary folder by default")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
-    chaos = Chaos(folder, options.seed)
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     try:
-        chaos.wait_for_step("start", 0, time.monotonic())
-        chaos.break_things(60 * options.minutes, options.every, disk=not options.no_disk)
-        chaos.wait_for_step("end", len(chaos.rows()) + 2, time.monotonic())
+        system = System(folder, options.seed, disk=not options.no_disk)
+    except OSError as error:
+        print(f"error: no disk can be mounted ({error}); run it as root, or with --no-disk", file=sys.stderr)
+        return 2
+    chaos = Chaos(system, options.seed)
+    try:
+        chaos.start()
+        chaos.run(60 * options.minutes, options.every)
     finally:
-        chaos.stop()
-    found = audit(chaos.run)
-    rewards = [row["rollout/reward"] for row in chaos.rows()]
-    found["reward_first"] = round(statistics.mean(rewards[:3]), 3)
-    found["reward_last"] = round(statistics.mean(rewards[-5:]), 3)
-    print(table(chaos, found))
-    good = not found["duplicates"] and not found["lost"] and found["reward_last"] > found["reward_first"] + 0.2
-    result = {"seed": options.seed, "minutes": options.minutes, "faults": sum(chaos.injected.values()), "ok": good}
-    times = {name: [round(statistics.median(t), 1), round(max(t), 1)] for name, t in chaos.recovered.items()}
-    print(json.dumps({**result, **found, "recover_s": times, "messages": dict(chaos.proxy.counts)}))
+        system.stop()
+    found = {**audit(system.run), **learning(system.rows())}
+    print(table(chaos.injected, chaos.recovered, found))
+    faults = chaos.injected.total()
+    good = not (found["duplicates"] or found["lost"] or found["steps_missing_in_ledger"] or chaos.given_up)
+    good &= found["reward_last"] > found["reward_first"] + 0.2 and faults >= FAULTS_A_MINUTE * options.minutes
+    result = {"ok": good, "seed": options.seed, "minutes": options.minutes, "faults": faults, "machine": machine()}
+    result |= {"not_recovered": chaos.given_up, "beyond_limit": slow(chaos.recovered), "folder": str(folder)}
+    print(json.dumps({**result, **found, "messages": dict(system.proxy.counts)}))
     return 0 if good else 1
 
 

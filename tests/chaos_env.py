@@ -1,31 +1,35 @@
-"""The colour task with episodes that raise, hang, or answer nonsense."""
+"""The colour task with episodes that raise or hang for as long as a file in a folder says so."""
 
 from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 from envs import colour
 from envs.base import Info, Observation, setting
 
 SYSTEM_PROMPT = colour.SYSTEM_PROMPT
+SHARES = {"raise": 0.15, "hang": 0.05}  # of the episodes played meanwhile
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> ChaosEnv:
-    """`args`: share of episodes that raise, that hang, and for how long."""
+    """`args`: the folder where the files `raise` and `hang` appear, and for how long an episode then hangs."""
     return ChaosEnv(colour.build_env(sample).colour, args)
 
 
 class ChaosEnv(colour.ColourEnv):
     def __init__(self, name: str, args: Any) -> None:
         super().__init__(name)
-        self.fate, self.args = random.random(), args
+        self.folder, self.hang_s = Path(setting(args, "folder", ".")), setting(args, "hang_s", 3.0)
 
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
-        raises, hangs = setting(self.args, "raises", 0.0), setting(self.args, "hangs", 0.0)
-        if self.fate < raises:
+        if self.fated("raise"):
             raise RuntimeError("the environment fell over")
-        if self.fate < raises + hangs:
-            time.sleep(setting(self.args, "hang_s", 3.0))
+        if self.fated("hang"):
+            time.sleep(self.hang_s)
         return super().step(response_text)
+
+    def fated(self, fault: str) -> bool:
+        return (self.folder / fault).exists() and random.random() < SHARES[fault]

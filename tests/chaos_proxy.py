@@ -1,4 +1,5 @@
-"""Stands between actors and learner: loses, repeats, delays and damages messages, or cuts the line, for a while."""
+"""Stands between actors and learner: for a while it loses, repeats, delays or damages messages, corrupts groups, or
+cuts the line in one direction or both. It also knows which actor has come back."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from functools import partial
 
 import zmq
 
-FAULTS = ("lose", "repeat", "delay", "damage", "cut")
+FAULTS = {
+    "lost": "messages lost",
+    "repeated": "messages repeated",
+    "late": "messages delayed",
+    "damaged": "messages damaged",
+    "corrupt": "groups corrupted",
+    "cut": "partition",
+    "cut up": "partition towards the learner",
+    "cut down": "partition towards the actors",
+}
+SHARE = 0.3  # of the messages, except where the line is cut
 IDLE_S = 60.0
 
 
@@ -24,6 +35,16 @@ class Late:
     due: float
     number: int
     send: Callable[[], None] = field(compare=False)
+
+
+@dataclass(slots=True)
+class Peer:
+    """One actor process: when it came, when it was heard of last, and when its first group went to the learner."""
+
+    name: str
+    since: float
+    seen: float
+    delivered: float = 0.0
 
 
 class Proxy:
@@ -39,7 +60,7 @@ class Proxy:
         self._front.router_handover = True
         self.address = f"tcp://127.0.0.1:{self._front.bind_to_random_port('tcp://127.0.0.1')}"
         self._lines: dict[bytes, zmq.Socket] = {}
-        self._seen: dict[bytes, float] = {}
+        self.peers: dict[bytes, Peer] = {}
         self._until: dict[str, float] = dict.fromkeys(FAULTS, 0.0)
         self._late: list[Late] = []
         self._number = 0
@@ -51,6 +72,10 @@ class Proxy:
 
     def disturb(self, fault: str, seconds: float) -> None:
         self._until[fault] = time.monotonic() + seconds
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
 
     def close(self) -> None:
         self._stop = True
@@ -70,8 +95,8 @@ class Proxy:
                         frames = line.recv_multipart(zmq.NOBLOCK)
                     except zmq.Again:  # gone with the connection that brought it
                         continue
-                    self._pass(frames, partial(self._send, self._front, peer))
-                elif now - self._seen[peer] > IDLE_S:
+                    self._pass(frames, partial(self._send, self._front, peer), "down")
+                elif now - self.peers[peer].seen > IDLE_S:
                     self._poller.unregister(line)
                     self._lines.pop(peer).close()
         for socket in (self._front, *self._lines.values()):
@@ -83,8 +108,11 @@ class Proxy:
             peer, *frames = self._front.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
-        self._seen[peer] = now
-        self._pass(frames, partial(self._send, self._line(peer), b""))
+        known = self.peers.setdefault(peer, Peer(peer.partition(b"#")[0].decode(), now, now))
+        known.seen = now
+        passed = self._pass(frames, partial(self._send, self._line(peer), b""), "up")
+        if passed and is_group(frames) and not known.delivered:
+            known.delivered = now
 
     def _line(self, peer: bytes) -> zmq.Socket:
         if peer not in self._lines:
@@ -97,25 +125,29 @@ class Proxy:
             self._lines[peer] = line
         return self._lines[peer]
 
-    def _pass(self, frames: list[bytes], send: Callable[[list[bytes]], None]) -> None:
-        now = time.monotonic()
-        on = {fault for fault in FAULTS if self._until[fault] > now and (fault == "cut" or self._random.random() < 0.3)}
+    def _pass(self, frames: list[bytes], send: Callable[[list[bytes]], None], way: str) -> bool:
+        """Whether it goes on as it is."""
+        now, other_way = time.monotonic(), {"up": "cut down", "down": "cut up"}[way]
+        on = {fault for fault in FAULTS if self._until[fault] > now and fault != other_way}
+        on = {fault for fault in on if fault.startswith("cut") or self._random.random() < SHARE}
+        if not is_group(frames) or len(frames) < 2:
+            on.discard("corrupt")
         for fault in on:
-            self.counts[f"messages {fault}"] += 1
-        if on & {"cut", "lose"}:
-            return
-        if "damage" in on:
-            place = self._random.randrange(len(frames))
-            frame = bytearray(frames[place] or b"\0")
-            frame[self._random.randrange(len(frame))] ^= 1 << self._random.randrange(8)
-            frames = [*frames[:place], bytes(frame), *frames[place + 1 :]]
-        for _ in range(2 if "repeat" in on else 1):
-            if "delay" in on:
+            self.counts[FAULTS[fault]] += 1
+        if on & {"cut", "cut up", "cut down", "lost"}:
+            return False
+        if "damaged" in on:
+            frames = damaged(frames, self._random)
+        if "corrupt" in on:
+            frames = corrupted(frames, self._random)
+        for _ in range(2 if "repeated" in on else 1):
+            if "late" in on:
                 self._number += 1
                 due = now + self._random.uniform(0.1, 4.0)
                 heapq.heappush(self._late, Late(due, self._number, lambda: send(frames)))
             else:
                 send(frames)
+        return not on
 
     def _send(self, socket: zmq.Socket, peer: bytes, frames: list[bytes]) -> None:
         try:
@@ -123,3 +155,35 @@ class Proxy:
                 socket.send_multipart([peer, *frames] if peer else frames, zmq.NOBLOCK)
         except zmq.ZMQError:
             self.counts["messages refused by a full queue"] += 1
+
+
+def is_group(frames: list[bytes]) -> bool:
+    """By the name that stands at the beginning of the header."""
+    return b"Group" in frames[0][:24]
+
+
+def damaged(frames: list[bytes], rng: random.Random) -> list[bytes]:
+    """With one bit turned over."""
+    place = rng.randrange(len(frames))
+    frame = bytearray(frames[place] or b"\0")
+    frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+    return [*frames[:place], bytes(frame), *frames[place + 1 :]]
+
+
+def corrupted(frames: list[bytes], rng: random.Random) -> list[bytes]:
+    """A group whose frames are in another order, or one of them is cut short, missing, there twice, or all ones."""
+    head, parts = frames[0], frames[1:]
+    place = rng.randrange(len(parts))
+    part = parts[place]
+    match rng.randrange(5):
+        case 0:
+            rng.shuffle(parts)
+        case 1:
+            parts[place] = part[: len(part) // 2]
+        case 2:
+            del parts[place]
+        case 3:
+            parts.insert(place, part)
+        case _:
+            parts[place] = b"\xff" * len(part)
+    return [head, *parts]

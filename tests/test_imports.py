@@ -81,3 +81,10 @@ def test_light_modules_import_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""
+
+
+def test_an_actor_process_starts_without_torch() -> None:
+    load = "PreTrainedTokenizerFast.from_pretrained('launch/models/colour_tiny')"
+    code = f"import sys; from actor.worker import PreTrainedTokenizerFast; {load}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.stdout.strip() == "False", done.stderr

@@ -95,3 +95,26 @@ with Leave(0.2):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
     assert run.returncode == 1
     assert "leave_timeout_s = 0.2" in run.stderr + run.stdout
+
+
+STUCK = """
+import ctypes, os, signal, threading
+from launch.processes import raise_on_signals
+from learner.leave import Leave
+raise_on_signals()
+leave = Leave({within_s})
+leave.guard()
+{enter}
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+mutex = ctypes.create_string_buffer(64)
+for _ in range(2):  # the second waits in C for ever, as a collective does; no handler of Python's runs
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize(("within_s", "enter"), [(0.2, "leave.__enter__()"), (600.0, "")])
+def test_a_rank_that_waits_for_a_dead_one_is_ended_in_time(within_s: float, enter: str) -> None:
+    code = STUCK.format(within_s=within_s, enter=enter)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert run.returncode == 1
+    assert "not gone within" in run.stderr + run.stdout
