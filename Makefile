@@ -1,4 +1,4 @@
-# make train: fresh machine -> environment -> trains the small Sokoban model here. make test: ... -> every CPU test. make test-sglang: SGLang's server too.
+# make train: fresh machine -> environment -> trains the small Sokoban model here. make test: ... -> every CPU test. make test-sglang: SGLang's server too. make test-chaos: a running system under faults.
 PYTHON ?= python3
 RECIPE ?= launch/recipes/sokoban_tiny.toml
 ARGS ?=
@@ -7,7 +7,7 @@ SGLANG_VENV ?= .venv-sglang
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env sglang-env train test test-sglang lint clean tiny-models
+.PHONY: env sglang-env train test test-sglang test-chaos lint clean tiny-models
 
 env: $(VENV)/.done
 
@@ -57,6 +57,10 @@ test: lint
 
 test-sglang: env sglang-env
 	PRONK_ENGINE__SGLANG_ENV=$(SGLANG_VENV) $(PY) -m pytest tests/sglang $(ARGS)
+
+# Breaks a running system at random for five minutes and audits its ledger; the faults of the disk need root.
+test-chaos: env
+	$(PY) -m tests.chaos --minutes 5 $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build

@@ -27,7 +27,12 @@ class System:
         self.folder = folder
         self.flags = folder / "flags"  # what the environment looks at
         self.flags.mkdir()
-        self.disk = Disk(folder / "disk") if disk else None
+        self.disk, self.no_disk = None, "" if disk else "not wanted"
+        try:
+            self.disk = Disk(folder / "disk") if disk else None
+        except OSError as error:
+            self.no_disk = str(error)
+            print(f"no faults of the disk, as none can be mounted: {error}", file=sys.stderr)
         self.run = folder / "disk" / "chaos"
         port, self.engine_port = free_port(), free_port()
         self.proxy = Proxy(f"tcp://127.0.0.1:{port}", seed)
