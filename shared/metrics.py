@@ -1,6 +1,6 @@
 """Metrics: aggregation over a step, and a writer of TensorBoard events and `metrics.jsonl`.
 
-TensorBoard is imported when the first logger is made, so that this module stays light.
+TensorBoard is imported when the first event is written, so that this module stays light.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from shared.log import get_logger
+
+RETRY_S = 10.0
 
 
 class Distribution:
@@ -63,13 +65,12 @@ class MetricLogger:
     """Writes to `RUN_DIR/metrics.jsonl` (one object a call: step, time, values) and `RUN_DIR/tensorboard/`."""
 
     def __init__(self, run_dir: Path | str) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._tensorboard_failed = False
-        self._events = EventFileWriter(str(folder / "tensorboard"), flush_secs=5)
+        self._folder = folder / "tensorboard"
+        self._events: Any = None
+        self._retry_at = 0.0
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Values that are not finite are `null` in the file."""
@@ -104,19 +105,24 @@ class MetricLogger:
 
     def _write(self, step: int, summary: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        if self._events is None and time.monotonic() < self._retry_at:
+            return
         try:
+            if self._events is None:
+                self._events = EventFileWriter(str(self._folder), flush_secs=5)  # has a file of its own
             self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-        except OSError as error:  # of an earlier write, in the writer's thread
-            if not self._tensorboard_failed:
-                get_logger("metrics").error("TensorBoard lacks what follows step %d: %s", step, error)
-            self._tensorboard_failed = True
+        except OSError as error:  # of an earlier write, in the writer's thread, which has ended
+            get_logger("metrics").error("TensorBoard lacks what is around step %d: %s", step, error)
+            self._events, self._retry_at = None, time.monotonic() + RETRY_S
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._events.flush()
+        if self._events is not None:
+            with contextlib.suppress(OSError):
+                self._events.flush()
 
     def close(self) -> None:
-        for file in (self._events, self._lines):
+        for file in filter(None, (self._events, self._lines)):
             with contextlib.suppress(OSError):
                 file.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,30 @@ def test_scalars_pictures_and_texts_are_read_back_by_tensorboard(tmp_path: Path)
     picture = events.Images("board")[0]
     assert (picture.width, picture.height, picture.encoded_image_string) == (6, 4, png.getvalue())
     assert events.Tensors("sample/text_summary")[0].tensor_proto.string_val == [b"**hello**"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_tensorboard_goes_on_when_a_full_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.metrics.RETRY_S", 0.0)
+    logger = MetricLogger(tmp_path)
+    logger.scalars(0, {"reward": 0.0})
+    logger.flush()
+    (full,) = (tmp_path / "tensorboard").iterdir()
+    full.unlink()
+    full.symlink_to("/dev/full")
+    step, deadline = 0, time.monotonic() + 20
+    while len(list((tmp_path / "tensorboard").iterdir())) < 2:
+        assert time.monotonic() < deadline
+        step += 1
+        logger.scalars(step, {"reward": float(step)})
+        logger.flush()
+    full.unlink()
+    logger.scalars(1000, {"reward": 1000.0})
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Scalars("reward")[-1].step == 1000
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step + 2
 
 
 def test_a_restarted_run_appends_to_its_metrics(tmp_path: Path) -> None:
