@@ -18,6 +18,7 @@ import numpy as np
 from shared.log import get_logger
 
 RETRY_S = 10.0
+MOST_UNWRITTEN_BYTES = 16 * 2**20
 
 
 class Distribution:
@@ -67,7 +68,9 @@ class MetricLogger:
     def __init__(self, run_dir: Path | str) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._lines = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        path = folder / "metrics.jsonl"
+        self._lines = path.open("ab", buffering=0)
+        self._unwritten = b"" if path.read_bytes()[-1:] in (b"", b"\n") else b"\n"  # a kill has cut off its last line
         self._folder = folder / "tensorboard"
         self._events: Any = None
         self._retry_at = 0.0
@@ -78,12 +81,18 @@ class MetricLogger:
 
         numbers = {name: float(value) for name, value in values.items()}
         row = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        try:
-            self._lines.write(json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n")
-            self._lines.flush()
-        except OSError as error:
-            get_logger("metrics").error("step %d is not in metrics.jsonl: %s", step, error)
+        self._append(step, json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n")
         self._write(step, Summary(value=[Summary.Value(tag=n, simple_value=v) for n, v in numbers.items()]))
+
+    def _append(self, step: int, line: str) -> None:
+        """What the disk refuses is written with a later line."""
+        if len(self._unwritten) < MOST_UNWRITTEN_BYTES:
+            self._unwritten += line.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._lines.write(self._unwritten) :]
+        except OSError as error:
+            get_logger("metrics").error("metrics.jsonl lacks step %d until the disk takes it: %s", step, error)
 
     def image(self, step: int, name: str, png_bytes: bytes) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

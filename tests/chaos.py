@@ -47,7 +47,7 @@ class Chaos(Books):
         end, due = now + seconds, now
         while now < end or self.waiting or self.later:
             if due <= now < end:
-                due += min(3 * every_s, self.random.expovariate(1 / every_s))
+                due += every_s * self.random.uniform(0.2, 1.8)
                 self.inject(menu)
             self.tick()
             time.sleep(TICK_S)
@@ -195,7 +195,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every", type=float, default=3.6, metavar="SECONDS", help="between faults, on average")
+    parser.add_argument("--every", type=float, default=4.0, metavar="SECONDS", help="between faults, on average")
     parser.add_argument("--no-disk", action="store_true", help="no faults of the disk, which need root anyway")
     parser.add_argument("--folder", type=Path, help="of the run; a new one in the temporary folder by default")
     options = parser.parse_args()

@@ -68,6 +68,28 @@ def test_a_restarted_run_appends_to_its_metrics(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_line_that_a_kill_has_cut_off_stays_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "x": 1.0}\n{"step": 2, "ti')
+    logger = MetricLogger(tmp_path)
+    logger.scalars(2, {"x": 2.0})
+    logger.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in (lines[0], lines[2])] == [1, 2]
+
+
+def test_what_a_full_disk_refuses_is_written_later_without_a_gap(tmp_path: Path) -> None:
+    logger = MetricLogger(tmp_path)
+    disk, logger._lines = logger._lines, open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    for step in (1, 2):
+        logger.scalars(step, {"x": step})
+    logger._lines.close()
+    logger._lines = disk
+    logger.scalars(3, {"x": 3})
+    logger.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
 def test_a_distribution_is_summarised_and_starts_anew() -> None:
     values = Distribution()
     values.add(range(100))
