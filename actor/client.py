@@ -57,21 +57,23 @@ class EngineClient:
         self.suspect = False
         return completion
 
-    async def warm_up(self, token_ids: Sequence[int], images: Sequence[Image], timeout_s: float) -> int:
+    async def warm_up(
+        self, token_ids: Sequence[int], images: Sequence[Image], timeout_s: float, banned_ids: Sequence[int] = ()
+    ) -> tuple[int, int]:
         """Waits for an answer with logprobs, whatever the weights are; returns the prompt's tokens as the engine
-        counts them."""
-        body = request_body(token_ids, images, Sampling(), (), (), 2, None)
+        counts them, and the likeliest next token."""
+        body = request_body(token_ids, images, Sampling(temperature=0.0), banned_ids, (), 2, None)
         answer = await self._call("POST", "/generate", body, timeout_s)
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         if not isinstance(meta, dict) or not meta.get("output_token_logprobs"):
             raise EngineError(f"{self.url}: the answer has no output_token_logprobs; does an engine serve there?")
-        return int(meta.get("prompt_tokens", 0))
+        return int(meta.get("prompt_tokens", 0)), int(meta["output_token_logprobs"][0][1])
 
     async def healthy(self, timeout_s: float = 10.0) -> bool:
         try:
             await self._http.request("GET", "/health", timeout_s=timeout_s)
-        except HttpFailure:
-            return False
+        except HttpFailure as failure:
+            return 200 <= failure.status < 300  # whatever it says: a router answers with plain text
         return True
 
     async def wait_healthy(self, timeout_s: float) -> None:

@@ -101,7 +101,10 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     status = int(lines[0].split(" ", 2)[1])
     pairs = (line.partition(":") for line in lines[1:] if line)
-    return status, {name.strip().lower(): value.strip() for name, _, value in pairs}
+    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    if lines[0].startswith("HTTP/1.0"):
+        headers.setdefault("connection", "close")
+    return status, headers
 
 
 async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:

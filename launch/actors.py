@@ -21,7 +21,7 @@ from launch.cli import fail, parse, take_option
 from launch.engine_check import ModelFacts
 from launch.engines import EngineSpec, check_ports, engine_specs
 from launch.gpus import claim
-from launch.keeper import Engine, wait_until_serving
+from launch.keeper import Engine, check_router, wait_until_serving
 from launch.processes import Stopped, raise_on_signals, stop_all
 from launch.recording import Recording, with_own_weights
 from launch.restarts import Restarts
@@ -56,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
             engine.start()
         urls = recipe.engine.urls or tuple(spec.url for spec in specs)
         wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s, api_key)
+        if recipe.engine.router:
+            check_router(recipe.engine.router, model, recipe.engine.start_timeout_s, api_key)
         if folder:
             recording = Recording(recipe, Path(folder), rules(model))
             recipe = recording.recipe

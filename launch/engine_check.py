@@ -57,13 +57,24 @@ async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float
     ids = await _probe_tokens(client)
     if ids is not None and ids != model.probe_ids:
         raise EngineError(f"{other}: its vocabulary makes other tokens of the same text")
+    await check_answers(client, model, timeout_s)
+
+
+async def check_answers(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
+    """What every way to an engine must keep: a picture's size, and the bans of tokens. EngineError if it does not."""
     width, height = 2 * model.vision.patch_size * model.vision.merge_size, model.vision.patch_size
-    num_tokens = await client.warm_up(model.picture_ids, [_picture(width, height)], timeout_s)
+    picture = _picture(width, height)
+    num_tokens, likeliest = await client.warm_up(model.picture_ids, [picture], timeout_s)
     expected = model.vision.num_tokens(model.vision.grid(width, height)) + 2
     if num_tokens != expected:
         raise EngineError(
             f"{client.url} makes {num_tokens} tokens of a prompt with a picture, the learner {expected}; give it "
             "the bounds model.min_pixels and model.max_pixels, as launch/engines.py does"
+        )
+    if (await client.warm_up(model.picture_ids, [picture], timeout_s, (likeliest,)))[1] == likeliest:
+        raise EngineError(
+            f"{client.url} samples a token that the request bans: it loses logit_bias (sglang-router 0.3.2 does), "
+            "and every logprob would be a little wrong; use a proxy that passes requests on as they are"
         )
 
 

@@ -17,6 +17,7 @@ from shared.config import ConfigError, Recipe
 from shared.keys import is_local, read_api_key
 
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
+PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
 NO_WEIGHTS = "none"
 """What an engine calls the weights it starts with: no version of any run, so that nothing sampled from them counts."""
 
@@ -92,16 +93,23 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], enviro
     env = cpu_env(recipe.engine.threads) | _visible(gpus)
     env |= {
         "PATH": f"{python.parent}{os.pathsep}{environ.get('PATH', os.defpath)}",  # ninja, for kernels built late
-        "PYTHONPATH": "",
         "SGLANG_VLM_CACHE_SIZE_MB": "0",  # the vision tower trains: a kept embedding would be of older weights
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else every /health takes a second, and fails while paused
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # a server whose model process died ends at once
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }
+    paths = [PLUGIN] if stages_weights(recipe) else []
     if recipe.engine.device == "cpu":
         # compiling costs minutes at the first pictures and gains nothing on a CPU
-        env |= {"PYTHONPATH": str(STAND_INS), "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        paths.append(STAND_INS)
+    env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     return EngineSpec(f"engine on port {port}", f"http://127.0.0.1:{port}", tuple(command), env, gpus, log, secret)
+
+
+def stages_weights(recipe: Recipe) -> bool:
+    """Whether weights arrive beside generation, in memory of the host, and are installed between two steps."""
+    return {"auto": recipe.engine.device == "cpu", "on": True, "off": False}[recipe.engine.stage_weights]
 
 
 def sglang_key(recipe: Recipe, path: Path) -> tuple[Path, str] | None:

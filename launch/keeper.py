@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from actor.client import EngineClient, EngineError
-from launch.engine_check import ModelFacts, check_engine
+from launch.engine_check import ModelFacts, check_answers, check_engine
 from launch.engines import EngineSpec, last_lines
 from launch.processes import Child, start, start_family
 from launch.restarts import Restarts, TooManyRestarts, how_it_ended
@@ -84,3 +84,24 @@ def wait_until_serving(
                 client.close()
 
     asyncio.run(wait())
+
+
+def check_router(url: str, model: ModelFacts, timeout_s: float, api_key: str = "") -> None:
+    """EngineError for a router that is silent, knows no engine in time, or does not pass requests on as they are."""
+
+    async def check() -> None:
+        client = EngineClient(url, timeout_s=timeout_s, api_key=api_key)
+        deadline = time.monotonic() + timeout_s
+        try:
+            await client.wait_healthy(timeout_s)
+            while True:
+                try:
+                    return await check_answers(client, model, timeout_s)
+                except EngineError as error:
+                    if "HTTP 503" not in str(error) or time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(0.5)  # it has not found its engines yet
+        finally:
+            client.close()
+
+    asyncio.run(check())

@@ -16,6 +16,8 @@ from learner.weight_group import LAST_WORD_S, Failures, Membership, post
 from shared.log import get_logger
 from shared.types import PolicyVersion
 
+INSTALL = "install:"  # before the version: how SGLang's server with our plugin is told to install what it received
+
 
 @dataclass(frozen=True, slots=True)
 class DeliverySettings:
@@ -82,7 +84,8 @@ class Delivery:
         self._wait()
         if self._paused_at == 0.0:  # the group did not come about
             return
-        body: dict[str, Any] = {"weight_version": str(self._version)} if self.working else {"discard": True}
+        install = {"weight_version": str(self._version), "rid": f"{INSTALL}{self._version}"}
+        body: dict[str, Any] = install if self.working else {"discard": True}
         with self._noting(), self._seconds.of("load"):
             self._all("/end_weight_update", body, self._members, optional=True, quiet=not self.working)
         with self._noting():

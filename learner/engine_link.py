@@ -121,10 +121,17 @@ def traits_of(url: str, timeout_s: float) -> EngineTraits:
     ranks = info.get("tp_size")
     return EngineTraits(
         num_ranks=ranks if isinstance(ranks, int) and ranks > 0 else 1,
-        beside_generation=info.get("updates_beside_generation") is True,
+        beside_generation=_beside_generation(info),
         tells_checksums=info.get("engine") == "embedded"
         or (info.get("device"), info.get("dtype")) == ("cpu", "float32"),
     )
+
+
+def _beside_generation(info: dict[str, Any]) -> bool:
+    """The embedded engine says so; of SGLang's server every model process does, where our plugin runs in it."""
+    states = info.get("internal_states")
+    told = [info] if not isinstance(states, list) or not states else states
+    return all(isinstance(state, dict) and state.get("updates_beside_generation") is True for state in told)
 
 
 def own_address(url: str) -> str:

@@ -102,6 +102,9 @@ class EngineConfig(Section):
     mm_attention_backend: str = Field("", description="sglang: of the vision tower; sdpa on B200")
     flags: dict[str, Any] = Field(default_factory=dict, description="sglang: any other flags of its server")
     sglang_env: str = Field(".venv-sglang", description="sglang: the environment that make sglang-env builds")
+    stage_weights: Literal["auto", "on", "off"] = Field(
+        "auto", description="sglang: receives weights beside generation, in host memory; auto = where it runs on a CPU"
+    )
     start_timeout_s: float = Field(300.0, gt=0, description="how long an engine may take until its first answer")
     request_timeout_s: float = Field(300.0, gt=0, description="longest wait for one turn")
     max_restarts: int = Field(3, ge=0, description="an engine that ended is started again so often within an hour")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from actor.render import Renderer
 from actor.rollout import Player
 from actor.worker import make_player
 from launch.actors import check
+from launch.engines import STAND_INS
 from launch.keeper import Engine, wait_until_serving
 from launch.processes import stop_all
 from launch.restarts import Restarts
@@ -30,6 +31,7 @@ from shared.vision import VisionSpec
 ENDS = (480, 479)
 """Tokens that end a turn of the small model: a request that bans them runs to its limit."""
 RECIPE = "launch/recipes/sokoban_tiny.toml"
+MODEL = "launch/models/sokoban_tiny"
 
 
 def free_ports(count: int) -> int:
@@ -54,7 +56,7 @@ def recipe_of(tmp: Path, **fields: object) -> Recipe:
 
 @dataclass(slots=True)
 class Servers:
-    """Two engines, started as launch/actors.py starts them."""
+    """Two engines, started as launch/actors.py starts them: the first is paused for its weights, the second is not."""
 
     recipe: Recipe
     engines: list[Engine]
@@ -62,6 +64,7 @@ class Servers:
     @staticmethod
     def start(recipe: Recipe) -> Servers:
         model, specs = check(recipe)
+        specs = (replace(specs[0], env=specs[0].env | {"PYTHONPATH": str(STAND_INS)}), *specs[1:])
         servers = Servers(recipe, [Engine(spec, Restarts(recipe.engine.max_restarts)) for spec in specs])
         try:
             for engine in servers.engines:

@@ -61,6 +61,17 @@ def test_sglang_is_started_for_the_recipes_model_on_a_cpu(sglang_env):
     assert spec.log is not None and "40000" in spec.log.name
 
 
+def paths_of_sglang(sglang_env, *arguments):
+    (spec,) = specs("--engine.kind", "sglang", "--engine.sglang_env", sglang_env, *arguments)
+    return [Path(path).name for path in spec.env["PYTHONPATH"].split(":")]
+
+
+def test_sglang_receives_weights_beside_generation_where_the_recipe_wants_it(sglang_env):
+    assert paths_of_sglang(sglang_env) == ["plugin", "stand_ins"]  # on a CPU
+    assert paths_of_sglang(sglang_env, "--engine.stage_weights", "off") == ["stand_ins"]
+    assert paths_of_sglang(sglang_env, "--engine.stage_weights", "on") == ["plugin", "stand_ins"]
+
+
 def test_engines_sample_with_seeds_of_their_own(sglang_env):
     both = specs("--engine.kind", "sglang", "--engine.sglang_env", sglang_env, "--engine.count", 2, "--run.seed", 5)
     assert [options(spec)["--random-seed"] for spec in both] == ["5", "6"]

@@ -103,5 +103,5 @@ def test_a_picture_is_bounded_as_the_recipe_says(servers, recipe):
     async def use(client, ids):
         return [await client.warm_up(ids, [Image.of(png(picture(*size)))], 60) for size in sizes]
 
-    counted = ask(recipe, servers.urls[0], use)
+    counted = [num_tokens for num_tokens, _ in ask(recipe, servers.urls[0], use)]
     assert counted == [4 + vision.num_tokens(vision.grid(*size)) for size in sizes]

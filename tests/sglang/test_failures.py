@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 from dataclasses import replace
@@ -97,6 +98,7 @@ def test_a_server_that_stops_answering_in_mid_update_is_left_behind_and_taken_ba
                 os.killpg(group, signal.SIGSTOP)
             yield item
 
+    before = copy.deepcopy(policy)
     move(policy, 3)
     publisher.settings = replace(publisher.settings, bucket_bytes=200_000)
     try:
@@ -109,6 +111,8 @@ def test_a_server_that_stops_answering_in_mid_update_is_left_behind_and_taken_ba
         assert versions(episode) == {41} and gap(policy, episode) < TOLERANCE
     finally:
         os.killpg(group, signal.SIGCONT)
+    episode = play_one(recipe, second, 40)
+    assert versions(episode) == {40} and gap(before, episode) < TOLERANCE  # half an update leaves no trace
     move(policy, 4)
     version = publish_to_both(publisher, servers.urls, 42)
     episode = play_one(recipe, second, version)

@@ -11,15 +11,20 @@ from transformers import DynamicCache
 
 from actor.client import EngineClient
 from launch.engine_check import ModelFacts
+from learner.engine_link import EngineError, call, traits_of
 from learner.model import load_policy
 from learner.publisher import Publisher, PublishSettings
-from sglang_rig import ENDS, move, vision_of
+from sglang_rig import ENDS, MODEL, move, vision_of
 from shared.types import Image, Sampling
-from shared.vision import expand, mrope_positions, patchify, pixel_values
+from shared.vision import VisionSpec, expand, mrope_positions, patchify, pixel_values
 from tiny import load_model, picture, png, reference_logits
 
 TOLERANCE = 1e-4
 SIZE = (64, 96)
+BANNED = (*ENDS, *VisionSpec.load(MODEL).banned_ids)
+UPDATE = {"names": ["x"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "unknown", "weight_version": "99"}
+PAUSED, BESIDE = 0, 1
+"""The server that is paused for its weights, and the one that receives them beside generation."""
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ async def generate(url, prompt, num_tokens, meanwhile=None):
     client = EngineClient(url, timeout_s=200)
     try:
         request = client.generate(
-            prompt, [Image.of(png(picture(*SIZE)))], Sampling(max_new_tokens=num_tokens), banned_ids=ENDS
+            prompt, [Image.of(png(picture(*SIZE)))], Sampling(max_new_tokens=num_tokens), banned_ids=BANNED
         )
         task = asyncio.create_task(request)
         if meanwhile is not None:
@@ -54,7 +59,7 @@ async def running(client):
 def chosen(logits, tokens):
     """Logprobs of `tokens`, each by its row of `logits`, as the engine samples: without the banned ids."""
     logits = logits.clone()
-    logits[:, list(ENDS)] = -torch.inf
+    logits[:, list(BANNED)] = -torch.inf
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
@@ -86,14 +91,17 @@ def continued(old, new, spec, prompt, tokens, split):
     return chosen(rest.logits[0, :-1].float(), tokens[split:])
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_an_update_in_the_middle_of_a_request_yields_two_spans_of_two_weights(servers, recipe, ranks, prompt, mode):
-    url, spec = servers.urls[0], vision_of(recipe)
+@pytest.mark.parametrize(("engine", "mode"), [(PAUSED, "in_place"), (PAUSED, "retract"), (BESIDE, "in_place")])
+def test_an_update_in_the_middle_of_a_request_yields_two_spans_of_two_weights(
+    servers, recipe, ranks, prompt, engine, mode
+):
+    url, spec = servers.urls[engine], vision_of(recipe)
     policy = load_policy(recipe.model.path, spec)
     settings = PublishSettings(pause_mode=mode, timeout_s=20.0)
     publisher = Publisher(policy, ranks, settings)
     try:
         assert publisher.publish(10, [url])["publish/engines"] == 1
+        assert traits_of(url, 10.0).beside_generation is (engine == BESIDE)
         old = load_model(recipe.model.path)
         move(policy, 1)
         out = asyncio.run(generate(url, prompt, 1500, lambda: publisher.publish(11, [url])))
@@ -134,3 +142,23 @@ def test_a_picture_seen_before_an_update_is_not_served_from_old_embeddings(serve
     right = plain(model, spec, [51, *prompt], list(out.token_ids))
     assert (torch.tensor(out.logprobs) - right).abs().max() < TOLERANCE
     assert (stale - right).abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/update_weights_from_distributed", UPDATE, "there is no group"),
+        ("/end_weight_update", {"rid": "install:99"}, "nothing to install"),
+    ],
+)
+def test_weights_that_were_not_sent_are_not_installed(servers, path, body, reason):
+    url = servers.urls[BESIDE]
+    before = call(url, "/model_info", None, 10.0)["weight_version"]
+    call(url, "/begin_weight_update", {}, 10.0)
+    with pytest.raises(EngineError, match=reason):
+        call(url, path, body, 10.0)
+    if path != "/end_weight_update":
+        call(url, "/end_weight_update", {"discard": True}, 10.0)
+    with pytest.raises(EngineError, match="no update is open"):
+        call(url, "/end_weight_update", {"rid": "install:99"}, 10.0)
+    assert call(url, "/model_info", None, 10.0)["weight_version"] == before

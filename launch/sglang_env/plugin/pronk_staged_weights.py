@@ -1,0 +1,213 @@
+"""A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): weights arrive beside generation.
+
+SGLang receives weights on the thread that generates, so that generation stands still for the whole transfer. Here a
+thread of its own receives them into host memory, and `end_weight_update` installs all of them between two steps:
+
+    begin_weight_update               forgets what an earlier update has left
+    update_weights_from_distributed   answers at once; its broadcast is received in the background, one after the other
+    end_weight_update, rid "install:N"  waits for the last one, loads all, and says that the weights are version N
+    end_weight_update, any other rid  forgets all; the weights stay what they are
+
+No pause is needed, no token is computed by a mixture, and an update that fails before it is installed leaves no trace.
+It costs the memory of one copy of the model on the host.
+
+Goes when SGLang itself receives weights beside generation.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+INSTALL = "install:"
+FORGOTTEN = "none"  # what weights are called that are no version of any run
+LAST_BYTES_S = 20.0  # for what is still on its way when the update is to be installed
+
+
+class Staging:
+    """The open update of one model process. One thread receives its buckets in the order of the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self._futures: list[Future[Any]] = []
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="staged weights", daemon=True).start()
+
+    def receive(self, updater: Any, request: Any) -> None:
+        future: Future[Any] = Future()
+        self.requests.append(request)
+        self._futures.append(future)
+        self._work.put((future, updater, request))
+
+    def buckets(self) -> list[Any]:
+        """All that was received; whatever went wrong in receiving it, and TimeoutError for bytes that do not come."""
+        return [future.result(LAST_BYTES_S) for future in self._futures]
+
+    def close(self) -> None:
+        """The thread ends after the bucket that it waits for."""
+        for future in self._futures:
+            future.cancel()
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, updater, request = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(received(updater, request))
+                except BaseException as error:  # noqa: BLE001  whoever asks for the bucket gets it
+                    future.set_exception(error)
+
+
+def received(updater: Any, request: Any) -> list[tuple[str, Any]]:
+    """(name, values on the host) of one bucket."""
+    with _beside_generation(updater):
+        weights = updater.receive_weights_from_distributed(
+            names=request.names,
+            dtypes=request.dtypes,
+            shapes=request.shapes,
+            group_name=request.group_name,
+            load_format=request.load_format,
+        )
+        return [(name, _on_host(values)) for name, values in weights]
+
+
+@contextmanager
+def _beside_generation(updater: Any) -> Any:
+    """On a GPU: its own stream, so that generation goes on."""
+    import torch
+
+    if updater.device != "cuda":
+        yield
+        return
+    with torch.cuda.device(updater.gpu_id), torch.cuda.stream(torch.cuda.Stream()):
+        yield
+        torch.cuda.current_stream().synchronize()
+
+
+def _on_host(values: Any) -> Any:
+    import torch
+
+    if values.device.type == "cpu":
+        return values
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+
+
+class Hooks:
+    """Take the place of the server's methods; `original` is what each stands around."""
+
+    def __init__(self) -> None:
+        from sglang.srt.managers.scheduler_components import weight_updater as module
+
+        self.module = module
+        self.staging: Staging | None = None
+        self.begin_original = module.SchedulerWeightUpdaterManager.begin_weight_update
+        self.end_original = module.SchedulerWeightUpdaterManager.end_weight_update
+
+    # ------------------------------------------------------------------ in each model process
+
+    def begin(self, _original: Any, manager: Any, request: Any) -> Any:
+        self._forget()
+        self.staging = Staging()
+        return self.module.BeginWeightUpdateReqOutput(success=True, message="weights arrive beside generation")
+
+    def update(self, _original: Any, manager: Any, request: Any) -> Any:
+        output = self.module.UpdateWeightsFromDistributedReqOutput
+        updater = manager.tp_worker.model_runner.weight_updater
+        if self.staging is None:
+            return output(success=False, message="no update is open: call begin_weight_update first")
+        if request.group_name not in updater._model_update_group:
+            return output(success=False, message=f"there is no group {request.group_name!r}")
+        self.staging.receive(updater, request)
+        return output(success=True, message="is being received")
+
+    def end(self, _original: Any, manager: Any, request: Any) -> Any:
+        output = self.module.EndWeightUpdateReqOutput
+        staging, self.staging = self.staging, None
+        if staging is None:
+            return output(success=False, message="no update is open: call begin_weight_update first")
+        try:
+            if not (request.rid or "").startswith(INSTALL):
+                return output(success=True, message="discarded")
+            if not staging.requests:
+                return output(success=False, message="there is nothing to install: no weights were sent")
+            try:
+                buckets = staging.buckets()
+            except Exception as error:  # noqa: BLE001  the answer names it
+                return output(success=False, message=f"the update failed and is discarded: {error!r}")
+            success, message = self._install(manager, buckets, staging.requests, request.rid.removeprefix(INSTALL))
+            return output(success=success, message=message)
+        finally:
+            staging.close()
+
+    def _install(self, manager: Any, buckets: list[Any], requests: list[Any], version: str) -> tuple[bool, str]:
+        begun = self.begin_original(manager, self.module.BeginWeightUpdateReqInput())
+        if not begun.success:
+            return False, begun.message
+        success, message = True, f"the weights are version {version}"
+        with manager._observe_weight_load("distributed"):
+            for weights in buckets:
+                for _, runner in manager._select_runners():
+                    loaded, why = runner.weight_updater.load_weights_from_distributed(weights)
+                    success, message = success and loaded, message if loaded else why
+        manager._session = self.module.msgspec.structs.replace(manager._session, loaded_weights=True)
+        ended = self.end_original(manager, self.module.EndWeightUpdateReqInput())
+        success, message = success and ended.success, message if ended.success else ended.message
+        manager.record_weight_version_after_update(version if success else FORGOTTEN)
+        for request in requests[-1:]:
+            success, message = manager.flush_cache_after_weight_update(request, success, message)
+        return success, message
+
+    def _forget(self) -> None:
+        if self.staging is not None:
+            self.staging.close()
+        self.staging = None
+
+    def state(self, result: Any, *_: Any) -> Any:
+        result.internal_state["updates_beside_generation"] = True
+        return result
+
+
+# ---------------------------------------------------------------------- in the process that speaks HTTP
+
+
+async def pass_on(_original: Any, manager: Any, request: Any, _http: Any = None) -> tuple[bool, str]:
+    """A bucket, without the lock that waits until no request runs."""
+    manager.auto_create_handle_loop()
+    return _merged(await manager.update_weights_from_distributed_communicator(request))
+
+
+async def begin_or_end(_original: Any, manager: Any, communicator: Any, request: Any) -> tuple[bool, str]:
+    manager.auto_create_handle_loop()
+    success, message = _merged(await communicator(request))
+    version = (request.rid or "").removeprefix(INSTALL)
+    if success and version != (request.rid or ""):
+        manager._update_weight_version_if_provided(version)
+        if manager.mm_processor is not None:
+            manager.mm_processor.clear_preprocess_cache()
+    return success, message
+
+
+def _merged(results: Any) -> tuple[bool, str]:
+    from sglang.srt.managers.communicator import FanOutCommunicator
+
+    return FanOutCommunicator.merge_results(results)
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes, before it serves."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks, managers = Hooks(), "sglang.srt.managers"
+    updater = f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    state = f"{managers}.scheduler_components.internal_state.SchedulerInternalStateController"
+    control = f"{managers}.tokenizer_control_mixin.TokenizerControlMixin"
+    HookRegistry.register(f"{updater}.begin_weight_update", hooks.begin, HookType.AROUND)
+    HookRegistry.register(f"{updater}.update_weights_from_distributed", hooks.update, HookType.AROUND)
+    HookRegistry.register(f"{updater}.end_weight_update", hooks.end, HookType.AROUND)
+    HookRegistry.register(f"{state}.get_internal_state", hooks.state, HookType.AFTER)
+    HookRegistry.register(f"{control}.update_weights_from_distributed", pass_on, HookType.AROUND)
+    HookRegistry.register(f"{control}._weight_update_session_call", begin_or_end, HookType.AROUND)

@@ -1,0 +1,86 @@
+"""Several engines behind one address: episodes go through a proxy, weights to each engine."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from contextlib import contextmanager
+from itertools import cycle
+from urllib.parse import urlsplit
+
+import pytest
+from engines import wait_healthy
+
+from actor.client import EngineError
+from launch.engine_check import ModelFacts
+from launch.engines import STAND_INS, sglang_python
+from launch.keeper import check_router
+from launch.processes import cpu_env
+from sglang_rig import free_ports, gap, player_of, tickets, vision_of
+
+TOLERANCE = 1e-4
+
+
+@contextmanager
+def sglang_router(recipe, urls):
+    port = free_ports(1)
+    command = [str(sglang_python(recipe)), "-P", "-m", "sglang_router.launch_router", "--worker-urls", *urls]
+    command += ["--policy", "cache_aware", "--disable-retries", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-port", str(free_ports(1))]
+    log = subprocess.DEVNULL
+    process = subprocess.Popen(command, env=cpu_env(1) | {"PYTHONPATH": str(STAND_INS)}, stdout=log, stderr=log)
+    try:
+        wait_healthy(f"http://127.0.0.1:{port}", 60.0)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+async def balance(urls):
+    """A proxy of connections, one engine after the other: (server, address)."""
+    turns = cycle(urls)
+
+    async def copy(reader, writer):
+        try:
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    async def connect(reader, writer):
+        engine = urlsplit(next(turns))
+        there = await asyncio.open_connection(engine.hostname, engine.port)
+        await asyncio.gather(copy(reader, there[1]), copy(there[0], writer))
+
+    server = await asyncio.start_server(connect, "127.0.0.1", 0)
+    return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def test_episodes_play_through_a_proxy_on_the_weights_that_each_engine_was_given(servers, recipe, policy, publisher):
+    assert publisher.publish(60, servers.urls)["publish/engines"] == 2
+
+    async def play():
+        server, url = await balance(servers.urls)
+        player = player_of(recipe, [url])
+        try:
+            return await asyncio.gather(*(player.play(ticket) for ticket in tickets(recipe, 8, 60)))
+        finally:
+            player.engines.close()
+            server.close()
+
+    episodes = asyncio.run(play())
+    assert all(episode.trainable for episode in episodes), [episode.error for episode in episodes]
+    for episode in episodes:
+        assert set(episode.policy_versions[episode.loss_mask == 1].tolist()) == {60}
+        assert gap(policy, episode) < TOLERANCE
+
+
+def test_a_router_that_loses_the_bans_of_a_request_is_refused(servers, recipe):
+    """sglang-router 0.3.2 knows no logit_bias. When it passes it on, this fails, and the README may praise it."""
+    facts = ModelFacts.load(recipe.model.path, vision_of(recipe))
+    with sglang_router(recipe, servers.urls) as url, pytest.raises(EngineError, match="loses logit_bias"):
+        check_router(url, facts, 60.0)

@@ -1,0 +1,66 @@
+"""Engines, and proxies before them, are asked whether they keep what a request says before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from engines import false_engine, says
+
+from actor.client import EngineError
+from launch.engine_check import ModelFacts
+from launch.keeper import check_router, wait_until_serving
+from learner.engine_link import call
+from shared.vision import VisionSpec
+from tiny import running_engine
+
+MODEL = "launch/models/colour_tiny"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with running_engine(MODEL) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return ModelFacts.load(MODEL, VisionSpec.load(MODEL))
+
+
+def passes_on(engine, *, without=(), busy=0):
+    """A proxy of /generate that drops some sampling parameters, and says 503 at first."""
+    left = [busy]
+
+    def answer(request, body):
+        if left[0]:
+            left[0] -= 1
+            return says({"error": "no workers yet"}, 503)(request, body)
+        kept = {name: value for name, value in body["sampling_params"].items() if name not in without}
+        says(call(engine, "/generate", body | {"sampling_params": kept}, 30.0))(request, body)
+
+    return {"/generate": answer, "/health": says(b"OK")}
+
+
+def test_an_engine_that_keeps_bans_and_pictures_serves(engine, facts):
+    wait_until_serving((engine,), [], facts, 30.0)
+
+
+def test_a_proxy_that_passes_requests_on_is_waited_for_and_taken(engine, facts):
+    with false_engine(passes_on(engine, busy=2)) as (url, seen):
+        check_router(url, facts, 30.0)
+    assert [path for path, _ in seen].count("/generate") == 4  # two refusals, the likeliest token, the banned one
+
+
+def test_a_proxy_that_loses_bans_is_refused(engine, facts):
+    with (
+        false_engine(passes_on(engine, without=["logit_bias"])) as (url, _),
+        pytest.raises(EngineError, match="loses logit_bias"),
+    ):
+        check_router(url, facts, 30.0)
+
+
+def test_a_proxy_without_engines_is_named_after_its_time(engine, facts):
+    with (
+        false_engine(passes_on(engine, busy=1000)) as (url, _),
+        pytest.raises(EngineError, match=r"no workers yet"),
+    ):
+        check_router(url, facts, 1.0)

@@ -1,0 +1,95 @@
+"""What SGLang's server keeps of an update that arrives beside generation: all of it in order, or an error."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engines import false_engine, says
+
+from launch.engines import PLUGIN
+from learner.engine_link import traits_of
+
+sys.path.append(str(PLUGIN))
+import pronk_staged_weights as plugin
+
+
+class Updater:
+    """As the server's: `answers` of one call after the other; an exception is raised, an event waited for."""
+
+    device = "cpu"
+
+    def __init__(self, *answers):
+        self.answers = iter(answers)
+
+    def receive_weights_from_distributed(self, *, names, **_):
+        answer = next(self.answers)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, threading.Event):
+            answer.wait(10)
+        return [(name, torch.ones(2)) for name in names]
+
+
+def request(name):
+    return SimpleNamespace(
+        names=[name], dtypes=["float32"], shapes=[[2]], group_name="g", load_format="flattened_bucket"
+    )
+
+
+@pytest.fixture
+def staging():
+    staging = plugin.Staging()
+    yield staging
+    staging.close()
+
+
+def test_buckets_are_received_in_order_while_the_server_goes_on(staging):
+    gate = threading.Event()
+    updater = Updater(gate, None)
+    staging.receive(updater, request("a"))  # returns at once: its bytes come later
+    staging.receive(updater, request("b"))
+    gate.set()
+    assert [name for bucket in staging.buckets() for name, _ in bucket] == ["a", "b"]
+
+
+def test_a_broken_broadcast_is_an_error_and_not_half_an_update(staging):
+    updater = Updater(None, RuntimeError("connection closed by peer"))
+    staging.receive(updater, request("a"))
+    staging.receive(updater, request("b"))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        staging.buckets()
+
+
+def test_bytes_that_do_not_come_are_not_waited_for_without_end(staging, monkeypatch):
+    monkeypatch.setattr(plugin, "LAST_BYTES_S", 0.05)
+    gate = threading.Event()
+    staging.receive(Updater(gate), request("a"))
+    with pytest.raises(TimeoutError):
+        staging.buckets()
+    gate.set()
+
+
+def test_the_plugin_is_found_by_its_entry_point():
+    (point,) = importlib.metadata.entry_points(group="sglang.srt.plugins")
+    assert point.load() is plugin.register
+
+
+@pytest.mark.parametrize(
+    ("info", "beside"),
+    [
+        ({"engine": "embedded", "updates_beside_generation": True}, True),
+        ({"internal_states": [{"updates_beside_generation": True}]}, True),
+        ({"internal_states": [{"updates_beside_generation": True}, {}]}, False),
+        ({"internal_states": [{}]}, False),
+        ({"internal_states": "?"}, False),
+        ({}, False),
+    ],
+)  # fmt: skip
+def test_an_engine_is_paused_unless_all_of_it_receives_beside_generation(info, beside):
+    with false_engine({"/server_info": says(info)}) as (url, _):
+        assert traits_of(url, 5.0).beside_generation is beside
