@@ -9,7 +9,7 @@ from learner.engine_link import EngineError, call
 from shared.log import get_logger
 from shared.types import PolicyVersion
 
-PATIENCE_S = 5.0  # a wait shorter than this asks nobody
+PATIENCE_S = 2.0  # a wait shorter than this asks nobody
 CALL_S = 3.0
 
 

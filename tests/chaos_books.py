@@ -12,7 +12,7 @@ from itertools import count
 from tests.chaos_report import Recovery
 from tests.chaos_system import System
 
-RECOVER_WITHIN_S = 180.0
+RECOVER_WITHIN_S = 300.0
 TICK_S = 0.1
 LEARNER = ("learner", 0)
 DISK = ("disk", 0)

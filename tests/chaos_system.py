@@ -18,6 +18,7 @@ from tests.test_end_to_end import children_of, free_port
 RECIPE = "launch/recipes/colour_tiny.toml"
 PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "launch/learner.py"}
 ASK_S = 0.5
+KEPT = ("step", "rollout/reward", "policy_version")
 
 
 class System:
@@ -91,7 +92,7 @@ class System:
     # ------------------------------------------------------------------ how far it is
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each trained step, in the order of training; a restart repeats some."""
+        """One for each trained step, with what is `KEPT` of it, in the order of training; a restart repeats some."""
         return self._metrics.read()
 
     def checkpoint_at(self) -> float:
@@ -143,7 +144,8 @@ class _Rows:
                 new = file.read()
             self._offset += len(new)
             *lines, self._rest = (self._rest + new.decode(errors="replace")).split("\n")
-            self._rows += [row for row in map(as_json, lines) if "rollout/reward" in row]
+            rows = (row for row in map(as_json, lines) if "rollout/reward" in row)
+            self._rows += [{name: row[name] for name in KEPT} for row in rows]
         return self._rows
 
 
