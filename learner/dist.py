@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,21 @@ def init(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: int = 0)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, store=store_of_attempt(timeout), rank=rank, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return Ranks(rank, size, place, make_mesh(place.type, size, shard_size))
+
+
+def store_of_attempt(timeout: timedelta) -> dist.Store:
+    """torchrun's store; on a single host with keys of this attempt's own. torchrun keeps its store through restarts, so
+    that the rank that is first would find the addresses of dead ones. Over several hosts the attempt's number can
+    differ; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, set for torchrun, gives each attempt a store."""
+    store, _, size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(size):
+        return store
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def make_mesh(device_type: str, size: int, shard_size: int) -> DeviceMesh:
