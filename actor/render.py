@@ -147,5 +147,5 @@ def _encoded(picture: Any) -> tuple[Image, tuple[int, int]]:
     data = picture.data if isinstance(picture, Image) else bytes(picture)
     with PILImage.open(io.BytesIO(data), formats=PICTURE_FORMATS) as opened:
         size = opened.size
-    image = picture if isinstance(picture, Image) and picture.sha256 else Image.of(data)
+    image = picture if isinstance(picture, Image) and picture.content_hash else Image.of(data)
     return image, size

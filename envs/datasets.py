@@ -200,7 +200,8 @@ def env_config(row: dict[str, Any]) -> dict[str, Any] | None:
 
 def _digest(sample: Sample) -> bytes:
     """The same for samples that differ in their place only."""
-    parts = (sample.prompt, sample.label, [image.sha256 for image in sample.images], sample.metadata.get("env_config"))
+    pictures = [image.content_hash for image in sample.images]
+    parts = (sample.prompt, sample.label, pictures, sample.metadata.get("env_config"))
     return hashlib.sha256(repr(parts).encode()).digest()
 
 

@@ -90,16 +90,16 @@ def listed(examples: list[str]) -> str:
 
 
 def _family(sample: Sample) -> str:
-    return sample.images[0].sha256 if sample.images else repr(sample.prompt)
+    return sample.images[0].content_hash if sample.images else repr(sample.prompt)
 
 
 def _question(sample: Sample) -> tuple[str, ...]:
     content = sample.prompt[-1]["content"]
     text = " ".join(" ".join(part.get("text", "") for part in content).split())
-    return (text, *(image.sha256 for image in sample.images))
+    return (text, *(image.content_hash for image in sample.images))
 
 
-def _uri(data: bytes) -> str:
+def _uri(data: bytes | memoryview) -> str:
     with PILImage.open(io.BytesIO(data), formats=PICTURE_FORMATS) as picture:
         kind = PILImage.MIME.get(picture.format or "", "image/png")
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"

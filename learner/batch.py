@@ -185,11 +185,11 @@ def pack(episodes: Sequence[Episode], pictures: Pictures, device: torch.device) 
     for image in (image for e in episodes for image in e.images):
         picture = pictures.get(image)
         length = len(picture.patches) // pictures.spec.merge_size**2
-        if image.sha256 not in row_of:
-            row_of[image.sha256] = num_rows
+        if image.content_hash not in row_of:
+            row_of[image.content_hash] = num_rows
             distinct.append(picture)
             num_rows += length
-        rows.append(np.arange(row_of[image.sha256], row_of[image.sha256] + length))
+        rows.append(np.arange(row_of[image.content_hash], row_of[image.content_hash] + length))
 
     def cat(name: str) -> np.ndarray:
         return np.concatenate([getattr(e, name) for e in episodes])

@@ -173,7 +173,7 @@ class Desk:
         """An episode to look at: its pictures and its transcript."""
         episode = group.trajectories[0]
         for number, image in enumerate(episode.images[:4]):
-            self.metrics.image(step, f"episode/picture_{number}", image.data)
+            self.metrics.image(step, f"episode/picture_{number}", bytes(image.data))
         transcript = "\n".join("    " + line for line in episode.text.splitlines())
         self.metrics.text(step, "episode/transcript", f"reward {episode.reward:.3f}, {episode.ending}\n\n{transcript}")
 

@@ -38,24 +38,24 @@ class Pictures:
     def grid(self, image: Image) -> Grid:
         """(1, rows, columns) in patches, read from the file's header alone. ValueError if it is no picture."""
         with self._lock:
-            if image.sha256 not in self._grids:
+            if image.content_hash not in self._grids:
                 if len(self._grids) >= MAX_GRIDS:
                     self._grids.clear()
                 with _open(image) as file:
-                    self._grids[image.sha256] = self.spec.grid(*file.size)
-            return self._grids[image.sha256]
+                    self._grids[image.content_hash] = self.spec.grid(*file.size)
+            return self._grids[image.content_hash]
 
     def get(self, image: Image) -> Picture:
         """The picture, resized as the engine resizes it and cut into patches. ValueError if it is no picture."""
         with self._lock:
-            picture = self._pictures.get(image.sha256)
+            picture = self._pictures.get(image.content_hash)
             if picture is None:
                 picture = self._decode(image)
-                self._pictures[image.sha256] = picture
+                self._pictures[image.content_hash] = picture
                 self._bytes += picture.patches.nbytes
                 while self._bytes > self._max_bytes and len(self._pictures) > 1:
                     self._bytes -= self._pictures.popitem(last=False)[1].patches.nbytes
-            self._pictures.move_to_end(image.sha256)
+            self._pictures.move_to_end(image.content_hash)
             return picture
 
     def _decode(self, image: Image) -> Picture:
@@ -65,7 +65,7 @@ class Pictures:
             try:
                 rgb = file.convert("RGB")
             except OSError as error:
-                raise ValueError(f"image {image.sha256[:12]} cannot be decoded: {error}") from error
+                raise ValueError(f"image {image.content_hash[:12]} cannot be decoded: {error}") from error
         if rgb.size != (width, height):
             rgb = rgb.resize((width, height), PILImage.Resampling.BICUBIC)
         patches = patchify(np.asarray(rgb), patch_size=spec.patch_size, merge_size=spec.merge_size)
@@ -76,9 +76,9 @@ def _open(image: Image) -> PILImage.Image:
     try:
         file = PILImage.open(io.BytesIO(image.data), formats=PICTURE_FORMATS)
     except (UnidentifiedImageError, PILImage.DecompressionBombError) as error:
-        raise ValueError(f"image {image.sha256[:12]} ({len(image.data)} bytes) is refused: {error}") from error
+        raise ValueError(f"image {image.content_hash[:12]} ({len(image.data)} bytes) is refused: {error}") from error
     if file.width * file.height > MAX_PICTURE_PIXELS:
         raise ValueError(
-            f"image {image.sha256[:12]} of {file.width}x{file.height} pixels is above {MAX_PICTURE_PIXELS}"
+            f"image {image.content_hash[:12]} of {file.width}x{file.height} pixels is above {MAX_PICTURE_PIXELS}"
         )
     return file

@@ -1,9 +1,12 @@
 """The wire format: a small msgpack header, then raw little-endian frames (arrays, image bytes). No pickle, no code.
 
-Frame 0 is msgpack of {"v": SCHEMA_VERSION, "kind": message class, "body": fields in order} (see `shared.fields`).
-Arrays are neither copied out of the caller's memory nor out of the received frames. Everything is checked on both ends:
-an unknown kind, a wrong type, a number out of range, a length that does not fit, a hash that does not match, a frame
-too many or too few: each is a `WireError` with its reason.
+    header | arrays | pictures | digest
+
+The header is msgpack of {"v": SCHEMA_VERSION, "kind": message class, "body": fields in order, "pictures": content
+hashes} (see `shared.fields`); the digest is that of header and arrays. Nothing of a message is believed before its
+digest and its pictures' hashes match. Arrays and large pictures are neither copied out of the caller's memory nor out
+of the received frames. Everything is checked on both ends: an unknown kind, a wrong type, a number out of range, a
+length that does not fit, a frame too many or too few: each is a `WireError` with its reason.
 """
 
 from __future__ import annotations
@@ -11,17 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 import numpy as np
 
 from shared.fields import DTYPES, check_lengths, codec_of
-from shared.types import Ack, Bye, Cancel, Group, Hello, Receipt, Request, Stop, Tickets, Trajectory, Welcome
-from shared.wire import DEFAULT_LIMITS, Frame, Limits, Sink, Source, WireError
+from shared.types import Ack, Bye, Cancel, Group, Hello, Image, Receipt, Request, Stop, Tickets, Trajectory, Welcome
+from shared.wire import DEFAULT_LIMITS, Frame, Limits, Sink, Source, WireError, digest
 
 __all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _KINDS = (Hello, Request, Bye, Group, Welcome, Tickets, Receipt, Ack, Cancel, Stop)
 MESSAGES: dict[str, type] = {m.__name__: m for m in _KINDS}
 Message = Hello | Request | Bye | Group | Welcome | Tickets | Receipt | Ack | Cancel | Stop
@@ -35,12 +39,13 @@ def encode(message: Message, limits: Limits = DEFAULT_LIMITS) -> list[Frame]:
     sink = Sink(limits)
     try:
         body = codec_of(MESSAGES[kind]).write(message, sink)
-        header = msgpack.packb({"v": SCHEMA_VERSION, "kind": kind, "body": body}, use_bin_type=True)
+        header = msgpack.packb({"v": SCHEMA_VERSION, "kind": kind, "body": body, "pictures": list(sink.rows)})
     except WireError as error:
         raise error.inside(kind) from None
     except (UnicodeEncodeError, OverflowError) as error:
         raise WireError("out_of_range", f"{kind} holds text or a number that cannot be sent: {error}") from None
-    frames: list[Frame] = [header, *sink.frames]
+    arrays: list[Frame] = [header, *sink.frames]
+    frames = [*arrays, *sink.pictures, digest(arrays)]
     _check_sizes(frames, limits)
     return frames
 
@@ -48,8 +53,36 @@ def encode(message: Message, limits: Limits = DEFAULT_LIMITS) -> list[Frame]:
 def decode(frames: Sequence[Frame], limits: Limits = DEFAULT_LIMITS) -> Message:
     """The message in `frames`, fully checked; its arrays are read-only views of `frames`. Raises WireError."""
     _check_sizes(frames, limits)
+    header = _header_of(frames[0])
+    kind, body, hashes = header.get("kind"), header.get("body"), header.get("pictures")
+    num_pictures = len(hashes) if type(hashes) is list and len(hashes) < len(frames) - 1 else 0
+    arrays = frames[: len(frames) - 1 - num_pictures]
+    if digest(arrays) != frames[-1]:
+        raise WireError("digest", "damaged on its way: its digest does not match")
+    if header.keys() != {"v", "kind", "body", "pictures"} or not isinstance(kind, str) or kind not in MESSAGES:
+        raise WireError("unknown_kind", f"no message of kind {str(kind)[:40]!r}")
+    if type(hashes) is not list or len(hashes) != num_pictures:
+        raise WireError("missing_frame", f"header names more pictures than {len(frames)} frames hold")
+    images = [Image.of(picture) for picture in frames[len(arrays) : -1]]
+    if [image.content_hash for image in images] != hashes:
+        raise WireError("image_hash", "damaged on its way: a picture does not match its content hash")
+    source = Source(arrays, limits, images)
     try:
-        header = msgpack.unpackb(frames[0], raw=False, strict_map_key=True)
+        message = codec_of(MESSAGES[kind]).read(body, source)
+        if source.position != len(arrays) or len(source.named) != len(images):
+            used = source.position + len(source.named)
+            raise WireError("extra_frames", f" uses {used} frames of {len(frames) - 1}")
+    except WireError as error:
+        error = error.inside(kind)
+        if kind == "Group" and isinstance(body, list) and body and isinstance(body[0], str):
+            error.ticket_id = body[0]
+        raise error from None
+    return message
+
+
+def _header_of(frame: Frame) -> dict[str, Any]:
+    try:
+        header = msgpack.unpackb(frame, raw=False, strict_map_key=True)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise WireError("header", f"frame 0 is no msgpack: {type(error).__name__} {str(error)[:80]}") from None
     if not isinstance(header, dict) or "v" not in header:
@@ -57,21 +90,7 @@ def decode(frames: Sequence[Frame], limits: Limits = DEFAULT_LIMITS) -> Message:
     if type(header["v"]) is not int or header["v"] != SCHEMA_VERSION:
         got = str(header["v"])[:20]
         raise WireError("schema_version", f"peer speaks {got}, this process {SCHEMA_VERSION}; install the same Pronk")
-    kind = header.get("kind")
-    if header.keys() != {"v", "kind", "body"} or not isinstance(kind, str) or kind not in MESSAGES:
-        raise WireError("unknown_kind", f"no message of kind {str(kind)[:40]!r}")
-    source = Source(frames, limits, position=1)
-    try:
-        message = codec_of(MESSAGES[kind]).read(header["body"], source)
-        if source.position != len(frames):
-            raise WireError("extra_frames", f" uses {source.position} frames of {len(frames)}")
-    except WireError as error:
-        error = error.inside(kind)
-        body = header["body"]
-        if kind == "Group" and isinstance(body, list) and body and isinstance(body[0], str):
-            error.ticket_id = body[0]
-        raise error from None
-    return message
+    return header
 
 
 def _check_sizes(frames: Sequence[Frame], limits: Limits) -> None:
@@ -79,13 +98,14 @@ def _check_sizes(frames: Sequence[Frame], limits: Limits) -> None:
         raise WireError("too_many", f"message of {len(frames)} frames, limit {limits.frames}")
     if len(frames[0]) > limits.header_bytes:
         raise WireError("too_large", f"header of {len(frames[0])} bytes, limit {limits.header_bytes}")
-    total = sum(len(frame) for frame in frames)
+    total = sum(map(len, frames))
     if total > limits.message_bytes:
         raise WireError("too_large", f"message of {total} bytes, limit {limits.message_bytes}")
 
 
 # ------------------------------------------------------------------ trajectories
 
+_LOWEST = np.finfo(np.float32).min
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
@@ -107,27 +127,34 @@ def check_trajectory(t: Trajectory, *, placeholder_id: int, banned_ids: Sequence
             raise WireError("wrong_type", f"{name} is {array.dtype}{list(array.shape)}, expected {dtype.name}[T]")
     check_lengths(t)
     ids, mask, logprobs, versions = t.token_ids, t.loss_mask, t.behaviour_logprobs, t.policy_versions
-    if ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
+    _check_turns(t)
+    sampled = mask.view(bool)
+    sampled_ids = ids[sampled]
+    if ids.size and ids.view(np.uint32).max() >= vocab_size:  # negative ones are large
         raise WireError("token_id", f"token ids {ids.min()}..{ids.max()} leave the vocabulary of {vocab_size}")
-    if mask.size and mask.max() > 1:
-        raise WireError("loss_mask", f"loss mask holds {mask.max()}, allowed 0 and 1")
-    sampled = mask == 1
     placeholders = int(np.count_nonzero(ids == placeholder_id))
     if placeholders != len(t.images):
         raise WireError("placeholders", f"{placeholders} image placeholders for {len(t.images)} images")
-    if np.isin(ids[sampled], np.asarray([*banned_ids, placeholder_id])).any():
+    if any(banned in sampled_ids for banned in {placeholder_id, *banned_ids}):
         raise WireError("sampled_vision_id", "the policy sampled a vision token")
-    if not (np.isfinite(logprobs).all() and (logprobs <= 0).all() and not logprobs[~sampled].any()):
-        raise WireError("logprob", "behaviour logprobs must be finite, <= 0, and 0 where the mask is 0")
-    if (versions[sampled] < 0).any() or (versions[~sampled] != -1).any():
+    if ids.size and not (logprobs.min() >= _LOWEST and logprobs.max() <= 0):  # neither holds for NaN
+        raise WireError("logprob", "behaviour logprobs must be finite and <= 0")
+    if ((logprobs < 0) > sampled).any():
+        raise WireError("logprob", "behaviour logprobs must be 0 where the mask is 0")
+    if ids.size and (versions.min() < -1 or ((versions >= 0) != sampled).any()):
         raise WireError("version", "policy versions must be >= 0 where the mask is 1 and -1 elsewhere")
-    covered, end = np.zeros(len(ids), bool), 0
-    for turn in t.turns:
-        if not (end <= turn.start < turn.end <= len(ids)):
-            raise WireError("turns", f"turn [{turn.start}, {turn.end}) after {end} in {len(ids)} tokens")
-        end = turn.end
-        covered[turn.start : turn.end] = True
-    if (covered != sampled).any():
-        raise WireError("turns", "turns do not cover exactly the tokens with loss mask 1")
     if not (math.isfinite(t.reward) and all(math.isfinite(turn.reward) for turn in t.turns)):
         raise WireError("not_finite", "a reward is not finite")
+
+
+def _check_turns(t: Trajectory) -> None:
+    written, end = bytearray(len(t.loss_mask)), 0  # the mask, by the turns
+    for turn in t.turns:
+        if not (end <= turn.start < turn.end <= len(written)):
+            raise WireError("turns", f"turn [{turn.start}, {turn.end}) after {end} in {len(written)} tokens")
+        end = turn.end
+        written[turn.start : end] = b"\1" * (end - turn.start)
+    if written != t.loss_mask.tobytes():
+        if t.loss_mask.max() > 1:
+            raise WireError("loss_mask", f"loss mask holds {t.loss_mask.max()}, allowed 0 and 1")
+        raise WireError("turns", "turns do not cover exactly the tokens with loss mask 1")

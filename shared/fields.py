@@ -1,16 +1,17 @@
 """Typed fields on the wire: how each type hint of `shared.types` is written into and read from a message.
 
-Records are lists of their fields in order. An array stands in the header as its length and takes the next frame; an
-image stands there as its sha256 and takes the next frame at its first mention only, so the pictures that a group's
-episodes share travel once. Both directions check types, ranges, lengths and hashes; a violation is a `WireError`.
+Records are lists of their fields in order; many records of numbers alone are a list of their columns, so that each
+column is checked at once. An array stands in the header as its length and takes the next frame; an image stands there
+as its row in the message's table of pictures, so the pictures that a group's episodes share travel once. Both
+directions check types, ranges and lengths; a violation is a `WireError`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "policy_versions": np.dtype("<i4"),
 }
 _INT31 = 2**31 - 1
+HASH_DIGITS = 32
 _RANGES: dict[tuple[type, str], tuple[float, float]] = {
     (Hello, "vocab_size"): (1, _INT31),
     (Hello, "idle_frac"): (0, 1),
@@ -84,26 +86,30 @@ def _array_codec(dtype: np.dtype) -> Codec:
     return Codec(write, read)
 
 
-def _write_image(value: Any, sink: Sink) -> str:
-    if not isinstance(value, Image) or not isinstance(value.data, bytes):
-        raise wrong(value, "Image of bytes")
-    if len(value.sha256) != 64:
-        raise WireError("image_hash", " has no sha256; make it with Image.of")
-    if value.sha256 not in sink.seen:
-        sink.seen.add(value.sha256)
-        sink.frames.append(value.data)
-    return value.sha256
+def _write_images(value: Any, sink: Sink) -> list[int]:
+    if not isinstance(value, tuple | list) or not set(map(type, value)) <= {Image}:
+        raise wrong(value, "tuple of Image")
+    rows = []
+    for image in value:
+        row = sink.rows.get(image.content_hash)
+        if row is None:
+            if len(image.content_hash) != HASH_DIGITS or not isinstance(image.data, bytes | memoryview):
+                raise WireError("image_hash", " holds no bytes or no content hash; make it with Image.of")
+            row = sink.rows[image.content_hash] = len(sink.pictures)
+            sink.pictures.append(image.data)
+        rows.append(row)
+    return rows
 
 
-def _read_image(value: Any, source: Source) -> Image:
-    sha256 = read_text(value, source)
-    image = source.images.get(sha256)
-    if image is None:
-        data = bytes(source.take())
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise WireError("image_hash", f" does not match its sha256 {sha256[:12]}")
-        image = source.images[sha256] = Image(data, sha256)
-    return image
+def _read_images(value: Any, source: Source) -> tuple[Image, ...]:
+    if type(value) is not list or not set(map(type, value)) <= {int}:
+        raise wrong(value, "list of rows")
+    if len(value) > source.limits.items:
+        raise WireError("too_many", f" has {len(value)} items, limit {source.limits.items}")
+    if value and not (min(value) >= 0 and max(value) < len(source.images)):
+        raise WireError("missing_frame", f" names pictures {min(value)}..{max(value)} of {len(source.images)}")
+    source.named.update(value)
+    return tuple([source.images[row] for row in value])
 
 
 # ------------------------------------------------------------------ composites
@@ -169,20 +175,71 @@ def _enum_codec(enum: type[StrEnum]) -> Codec:
     return Codec(lambda value, sink: convert(value, sink).value, convert)
 
 
+def _columns_codec(cls: type) -> Codec:
+    """A tuple of records of numbers, as the list of their columns."""
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    columns = [(name, operator.attrgetter(name), hints[name], _RANGES.get((cls, name))) for name in names]
+
+    def check(name: str, column: list[Any], kind: type, bounds: tuple[float, float] | None) -> None:
+        if not set(map(type, column)) <= {kind}:
+            raise WireError("wrong_type", f".{name} holds something else than {kind.__name__}")
+        if kind is float and not all(map(math.isfinite, column)):
+            raise WireError("not_finite", f".{name} holds a number that is not finite")
+        lowest, highest = (min(column), max(column)) if bounds and column else (0, 0)
+        if bounds and column and not (bounds[0] <= lowest and highest <= bounds[1]):
+            raise WireError("out_of_range", f".{name} is {lowest}..{highest}, allowed {bounds[0]}..{bounds[1]}")
+
+    def write(value: Any, sink: Sink) -> list[list[Any]]:
+        if not isinstance(value, tuple | list) or not set(map(type, value)) <= {cls}:
+            raise wrong(value, f"tuple of {cls.__name__}")
+        table = []
+        for name, get, kind, bounds in columns:
+            column = list(map(get, value))
+            if not set(map(type, column)) <= {kind}:  # numpy's numbers
+                column = [_SCALARS[kind].write(number, sink) for number in column]
+            check(name, column, kind, bounds)
+            table.append(column)
+        return table
+
+    def read(value: Any, source: Source) -> tuple[Any, ...]:
+        if type(value) is not list or len(value) != len(columns) or set(map(type, value)) != {list}:
+            raise WireError("wrong_type", f" is no list of the {len(columns)} columns of {cls.__name__}")
+        if len(value[0]) > source.limits.items:
+            raise WireError("too_many", f" has {len(value[0])} items, limit {source.limits.items}")
+        if len(set(map(len, value))) != 1:
+            raise WireError("length", f" has columns of {list(map(len, value))} items")
+        for column, (name, _, kind, bounds) in zip(value, columns, strict=True):
+            check(name, column, kind, bounds)
+        return tuple(map(cls, *value))
+
+    return Codec(write, read)
+
+
+def _ranged(convert: Callable[[Any, Any], Any], lowest: float, highest: float) -> Callable[[Any, Any], Any]:
+    def ranged(value: Any, side: Any) -> Any:
+        got = convert(value, side)
+        if not lowest <= got <= highest:
+            raise WireError("out_of_range", f" is {got}, allowed {lowest}..{highest}")
+        return got
+
+    return ranged
+
+
 def _record_codec(cls: type) -> Codec:
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]
     codecs = [_array_codec(DTYPES[n]) if hints[n] is np.ndarray else codec_of(hints[n]) for n in names]
-    ranges = [_RANGES.get((cls, n)) for n in names]
+    for place, name in enumerate(names):
+        if bounds := _RANGES.get((cls, name)):
+            codecs[place] = Codec(*(_ranged(convert, *bounds) for convert in codecs[place]))
+    writers, readers = [c.write for c in codecs], [c.read for c in codecs]
 
     def convert(values: Sequence[Any], side: Any, converters: list[Callable[[Any, Any], Any]]) -> list[Any]:
         done: list[Any] = []
         try:
-            for value, converter, bounds in zip(values, converters, ranges, strict=True):
-                got = converter(value, side)
-                if bounds and not bounds[0] <= got <= bounds[1]:
-                    raise WireError("out_of_range", f" is {got}, allowed {bounds[0]}..{bounds[1]}")
-                done.append(got)
+            for converter, value in zip(converters, values, strict=True):
+                done.append(converter(value, side))
         except WireError as error:
             raise error.inside(f".{names[len(done)]}") from None
         return done
@@ -190,12 +247,12 @@ def _record_codec(cls: type) -> Codec:
     def write(value: Any, sink: Sink) -> list[Any]:
         if type(value) is not cls:
             raise wrong(value, cls.__name__)
-        return convert([getattr(value, name) for name in names], sink, [c.write for c in codecs])
+        return convert([getattr(value, name) for name in names], sink, writers)
 
     def read(value: Any, source: Source) -> Any:
         if type(value) is not list or len(value) != len(names):
             raise WireError("wrong_type", f" is no list of the {len(names)} fields of {cls.__name__}")
-        record = cls(*convert(value, source, [c.read for c in codecs]))
+        record = cls(*convert(value, source, readers))
         if cls is Trajectory:
             check_lengths(record)
         return record
@@ -209,7 +266,7 @@ _SCALARS: dict[Any, Codec] = {
     str: Codec(write_text, read_text),
     bool: Codec(boolean, boolean),
     Any: Codec(plain, plain),
-    Image: Codec(_write_image, _read_image),
+    tuple[Image, ...]: Codec(_write_images, _read_images),
 }
 
 
@@ -220,7 +277,7 @@ def codec_of(hint: Any) -> Codec:
         return _SCALARS[hint]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and args[1:] == (Ellipsis,):
-        return _tuple_codec(codec_of(args[0]))
+        return _columns_codec(args[0]) if _is_row(args[0]) else _tuple_codec(codec_of(args[0]))
     if origin is dict and args[0] is str:
         return _dict_codec(codec_of(args[1]))
     if origin in (types.UnionType, typing.Union) and args[1:] == (types.NoneType,):
@@ -231,7 +288,11 @@ def codec_of(hint: Any) -> Codec:
     return _record_codec(hint)  # type: ignore[arg-type]
 
 
+def _is_row(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) and set(typing.get_type_hints(hint).values()) <= {int, float}
+
+
 def check_lengths(t: Trajectory) -> None:
-    lengths = {len(t.token_ids), len(t.loss_mask), len(t.behaviour_logprobs), len(t.policy_versions)}
-    if len(lengths) != 1:
-        raise WireError("length", f" has arrays of different lengths {sorted(lengths)}")
+    lengths = len(t.token_ids), len(t.loss_mask), len(t.behaviour_logprobs), len(t.policy_versions)
+    if lengths.count(lengths[0]) != len(lengths):
+        raise WireError("length", f" has arrays of different lengths {sorted(set(lengths))}")

@@ -7,17 +7,20 @@ A DEALER's routing id is `NAME#RANDOM`: the name is for people, the random part 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
 import zmq
-import zmq.asyncio
 
 from shared.codec import Frame, Limits, Message, WireError, decode, encode
 from shared.gate import Door, Knock
 
+COPIED_BYTES = 2**16  # of a frame; a larger one is cheaper to share than to copy
+_AT_ONCE, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 Secure = Callable[[zmq.Socket], Door | None]
 
 
@@ -51,6 +54,27 @@ def _prepare(socket: zmq.Socket, settings: SocketSettings, secure: Secure | None
     socket.heartbeat_ivl = int(settings.keepalive_s * 1000)
     socket.heartbeat_timeout = int(settings.keepalive_s * 3000)
     return secure(socket) if secure is not None else None
+
+
+def _send(socket: zmq.Socket, frames: Sequence[Frame]) -> None:
+    """At once or not at all: zmq.Again if the queue is full. Plain integers as flags, since pyzmq's enumerations cost
+    more than the sending of a small frame."""
+    for frame in frames[:-1]:
+        socket.send(frame, _MORE, copy=len(frame) < COPIED_BYTES)
+    socket.send(frames[-1], _AT_ONCE, copy=len(frames[-1]) < COPIED_BYTES)
+
+
+def _receive(socket: zmq.Socket) -> list[Frame] | None:
+    """The frames of one waiting message, large ones as read-only views of ZeroMQ's memory; None = none is waiting."""
+    frames: list[Frame] = []
+    try:
+        while True:
+            frame = socket.recv(_AT_ONCE, copy=False)
+            frames.append(frame.bytes if len(frame) < COPIED_BYTES else frame.buffer.toreadonly())
+            if not frame.more:
+                return frames
+    except zmq.Again:
+        return None
 
 
 def _opened(action: Callable[[str], object], address: str, field: str, cure: str) -> None:
@@ -102,13 +126,13 @@ class Router:
         """Handshakes that the door has turned away."""
         return self._door.refused.total() if self._door else 0
 
-    def receive(self) -> tuple[bytes, list[bytes]] | None:
+    def receive(self) -> tuple[bytes, list[Frame]] | None:
         """Peer id and frames of one waiting message, undecoded; None = none is waiting."""
-        try:
-            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+        received = _receive(self._socket)
+        if received is None:
             return None
-        return peer, frames
+        peer, *frames = received
+        return bytes(peer), frames
 
     def decode(self, frames: Sequence[Frame]) -> Message:
         """Raises WireError."""
@@ -116,7 +140,7 @@ class Router:
 
     def send(self, peer: bytes, message: Message) -> Sent:
         try:
-            self._socket.send_multipart([peer, *encode(message, self._limits)], zmq.NOBLOCK, copy=False)
+            _send(self._socket, [peer, *encode(message, self._limits)])
         except zmq.Again:
             return Sent.FULL
         except zmq.ZMQError as error:
@@ -134,16 +158,23 @@ class Router:
 
 
 class Dealer:
-    """An actor's end, for asyncio."""
+    """An actor's end, for asyncio: used by one running loop, and sending never waits.
+
+    ZeroMQ's file descriptor tells only that something has changed; what it is must be asked for after each use of the
+    socket, else the loop sleeps over a message.
+    """
 
     def __init__(
         self, address: str, name: str, settings: SocketSettings = DEFAULT_SETTINGS, secure: Secure | None = None
     ) -> None:
         self.address = address
         self._limits = settings.limits()
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._knock = Knock(self._context, self._socket)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrived = asyncio.Event()
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
         try:
             _prepare(self._socket, settings, secure)
             self._socket.setsockopt(zmq.ROUTING_ID, f"{name[:64]}#{os.urandom(4).hex()}".encode())
@@ -159,12 +190,15 @@ class Dealer:
 
         A message that was there can be gone a moment later, with the connection that brought it.
         """
-        if not await self._socket.poll(max(0, int(timeout_s * 1000))):
+        frames = self._waiting()
+        if frames is None:
+            self._attend()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._arrived.wait()
+            frames = self._waiting()
+        if frames is None:
             self._knock.trouble()  # events that nobody reads would pile up
-            return None
-        try:
-            frames = await self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
             return None
         return decode(frames, self._limits)
 
@@ -172,10 +206,29 @@ class Dealer:
         """False: no learner is connected, or the queue is full. Raises WireError for a message that cannot be sent."""
         frames = encode(message, self._limits)
         try:
-            await self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            _send(self._socket, frames)
         except zmq.Again:
             return False
+        finally:
+            self._look()
         return True
+
+    def _waiting(self) -> list[Frame] | None:
+        try:
+            return _receive(self._socket)
+        finally:
+            self._look()
+
+    def _look(self) -> None:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
+            self._arrived.set()
+        else:
+            self._arrived.clear()
+
+    def _attend(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._descriptor, self._look)
 
     def trouble(self) -> str:
         """Why the learner does not let this actor in, as far as the handshakes tell; "" = no handshake has failed."""
@@ -183,6 +236,8 @@ class Dealer:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Gives messages on their way `linger_s` to leave."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._descriptor)
         self._knock.close()
         self._socket.close(int(linger_s * 1000))
         self._context.term()

@@ -5,12 +5,12 @@ Shape suffixes: T = tokens of one episode's compact stream (one placeholder per 
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import xxhash
 
 PolicyVersion = int
 """Number of weight publications that the policy has seen; -1 marks a token that no policy sampled."""
@@ -39,12 +39,12 @@ TRAINABLE_ENDINGS = frozenset({Ending.COMPLETED, Ending.MAX_TURNS, Ending.OUT_OF
 class Image:
     """One picture, as the very bytes the engine was given (an encoded file such as PNG)."""
 
-    data: bytes
-    sha256: str = ""
+    data: bytes | memoryview
+    content_hash: str = ""  # XXH3 (128 bits) of `data`, 32 hex digits
 
     @staticmethod
-    def of(data: bytes) -> Image:
-        return Image(data, hashlib.sha256(data).hexdigest())
+    def of(data: bytes | memoryview) -> Image:
+        return Image(data, xxhash.xxh3_128_hexdigest(data))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from shared.types import Image
 
@@ -46,23 +48,34 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
+def digest(frames: Sequence[Frame]) -> bytes:
+    """XXH3 (128 bits) of the frames and their lengths: it changes with every bit and every boundary. No secret is in
+    it: it tells damage, not forgery."""
+    hasher = xxhash.xxh3_128(struct.pack(f"<{len(frames)}Q", *map(len, frames)))
+    for frame in frames:
+        hasher.update(frame)
+    return hasher.digest()
+
+
 @dataclass(slots=True)
 class Sink:
-    """The frames of a message being written."""
+    """A message being written: the frames of its arrays, and its pictures, each once."""
 
     limits: Limits
     frames: list[Frame] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
+    pictures: list[Frame] = field(default_factory=list)
+    rows: dict[str, int] = field(default_factory=dict)  # of `pictures`, by content hash
 
 
 @dataclass(slots=True)
 class Source:
-    """The frames of a message being read; each is taken once, in order."""
+    """A message being read: each frame is taken once, in order; pictures have been checked, and are named by row."""
 
     frames: Sequence[Frame]
     limits: Limits
-    position: int = 0
-    images: dict[str, Image] = field(default_factory=dict)
+    images: Sequence[Image] = ()
+    position: int = 1  # behind the header
+    named: set[int] = field(default_factory=set)  # rows of `images`
 
     def take(self) -> Frame:
         if self.position >= len(self.frames):

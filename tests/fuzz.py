@@ -2,8 +2,9 @@
 
     python -m tests.fuzz --messages 1000000 --seed 0
 
-Mutations know the structure: they change nodes of the header's tree, its bytes, and the frames. The last line is one
-JSON object; the exit code is 1 if anything but a `WireError` was raised, a message took seconds, or memory grew.
+Mutations know the structure: they change nodes of the header's tree, its bytes, and the frames; most get the digest
+that is right for what they have become, else nothing behind it would be reached. The last line is one JSON object; the
+exit code is 1 if anything but a `WireError` was raised, a message took seconds, or memory grew.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from shared.types import (
     Tickets,
     Welcome,
 )
-from tests.wires import RULES, episode, failed_episode
+from tests.wires import RULES, episode, failed_episode, sealed
 
 LIMITS = Limits(message_bytes=2**20, header_bytes=2**16, frames=64, items=256, text_chars=4096, trajectory_tokens=4096)
 SLOW_S = 5.0
+SEALED = 0.9
 GROWTH_BYTES = 32 * 2**20
 ODD = (
     None, True, False, 0, 1, -1, 2**31, -(2**31), 2**63 - 1, 2**64 - 1, -(2**63), 0.0, -0.0, 1e308, -1.5,
@@ -126,7 +128,7 @@ def bend_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
-    changed = list(frames)
+    *changed, digest = frames
     match rng.randrange(8):
         case 0 | 1 | 2 | 3:
             changed[0] = bend_tree(changed[0], rng)
@@ -140,7 +142,7 @@ def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
             changed[at : at + rng.randint(0, 1)] = [rng.choice(changed)] * rng.choice((0, 1, 1, 2, 70))
         case _:
             rng.shuffle(changed)
-    return changed
+    return sealed(changed) if changed and rng.random() < SEALED else [*changed, digest]
 
 
 def judge(frames: list[bytes]) -> str:

@@ -30,7 +30,8 @@ from shared.types import (
     Turn,
     Welcome,
 )
-from tests.wires import PLACEHOLDER, RULES, VISION_START, episode, failed_episode
+from shared.wire import digest
+from tests.wires import PLACEHOLDER, RULES, VISION_START, episode, failed_episode, sealed
 
 SAMPLE = Sample(
     "s",
@@ -40,7 +41,9 @@ SAMPLE = Sample(
     {"seed": 2**40, "nested": {"f": 0.5, "n": None, "b": True}},
 )
 TICKET = Ticket("0-a", SAMPLE, 2, 3, Sampling(0.7, 0.9, 50, 12), 30.0, "eval", 5)
-GROUP = Group("0-a", "actor", (episode(), episode(2), failed_episode()), 1.5)
+GROUP = Group("0-a", "actor", (episode(picture=b"one"), episode(2), failed_episode()), 1.5)
+STOP = {"v": SCHEMA_VERSION, "kind": "Stop", "body": ["x", True], "pictures": []}
+PICTURELESS = msgpack.packb(STOP | {"pictures": ["0" * 32] * 9})
 EXAMPLES = [
     Hello("a", ("http://x:1", "http://y:2"), 100, ("0-a", "1-a"), 0.25),
     Request(3),
@@ -70,14 +73,18 @@ def same(a: object, b: object) -> bool:
 
 
 def changed_header(message: object, path: list, value: object) -> list[bytes]:
-    """The frames of `message` with one place of the header's body replaced."""
+    """The frames of `message` with one place of the header's body replaced, and the digest of what is there now."""
     frames = raw(encode(message))  # type: ignore[arg-type]
     header = msgpack.unpackb(frames[0])
     place = header["body"]
     for step in path[:-1]:
         place = place[step]
     place[path[-1]] = value
-    return [msgpack.packb(header), *frames[1:]]
+    return with_header(header, *frames[1:-1])
+
+
+def with_header(header: dict, *frames: bytes) -> list[bytes]:
+    return sealed([msgpack.packb(header), *frames])
 
 
 def test_every_kind_of_message_has_an_example() -> None:
@@ -123,14 +130,23 @@ def test_a_picture_that_episodes_share_travels_once() -> None:
         ([2, 0, 0], -1, "too_large"),
         ([2, 0, 0], 2**40, "too_large"),
         ([2, 0, 0], True, "wrong_type"),
-        ([2, 0, 4, 0, 0], -1, "out_of_range"),  # a turn's start
-        ([2, 0, 4, 0, 2], float("inf"), "not_finite"),
-        ([2, 0, 6, 0], "0" * 64, "image_hash"),
+        ([2, 0, 4, 0, 0], -1, "out_of_range"),  # a turn's start: turns are columns
+        ([2, 0, 4, 0, 0], 1.0, "wrong_type"),
+        ([2, 0, 4, 0, 0], True, "wrong_type"),
+        ([2, 0, 4, 1, 0], 0, "out_of_range"),
+        ([2, 0, 4, 2, 0], float("inf"), "not_finite"),
+        ([2, 0, 4, 2], [1.0], "length"),
+        ([2, 0, 4, 2], None, "wrong_type"),
+        ([2, 0, 4], [[1], [2]], "wrong_type"),
+        ([2, 0, 6, 0], 2, "missing_frame"),  # a picture
+        ([2, 0, 6, 0], -1, "missing_frame"),
+        ([2, 0, 6, 0], "0" * 32, "wrong_type"),
+        ([2, 0, 6], [0] * 70_000, "too_many"),
+        ([2, 0, 6], [], "extra_frames"),
         ([2, 0, 7], "sleeping", "unknown_value"),
         ([2, 0, 8], {"success": "yes"}, "wrong_type"),
         ([2, 0, 8], {"success": float("nan")}, "not_finite"),
         ([2, 0, 9], None, "wrong_type"),
-        ([2, 2, 6], ["1" * 64], "missing_frame"),
     ],
 )
 def test_a_group_with_a_wrong_field_is_refused_and_names_its_ticket(path: list, value: object, reason: str) -> None:
@@ -167,11 +183,20 @@ def test_a_wrong_field_is_refused(message: object, path: list, value: object, re
         ([b"\x80\x80"], "header"),
         ([msgpack.packb([1])], "header"),
         ([msgpack.packb({"v": SCHEMA_VERSION + 1, "kind": "Stop", "body": ["x"]})], "schema_version"),
-        ([msgpack.packb({"v": SCHEMA_VERSION, "kind": "Trajectory", "body": []})], "unknown_kind"),
-        ([msgpack.packb({"v": SCHEMA_VERSION, "kind": ["Stop"], "body": ["x"]})], "unknown_kind"),
-        ([msgpack.packb({"v": SCHEMA_VERSION, "kind": "Stop", "body": ["x"], "more": 1})], "unknown_kind"),
-        ([msgpack.packb({"v": SCHEMA_VERSION, "kind": "Stop", "body": ["x", "y"]})], "wrong_type"),
-        ([msgpack.packb({"v": SCHEMA_VERSION, "kind": "Stop", "body": ["x", True]}), b"1"], "extra_frames"),
+        ([msgpack.packb({"v": SCHEMA_VERSION - 1, "kind": "Stop", "body": ["x", True]})], "schema_version"),
+        ([msgpack.packb(STOP)], "digest"),
+        ([msgpack.packb(STOP), b""], "digest"),
+        (with_header(STOP | {"kind": "Trajectory"}), "unknown_kind"),
+        (with_header(STOP | {"kind": ["Stop"]}), "unknown_kind"),
+        (with_header(STOP | {"more": 1}), "unknown_kind"),
+        (with_header({"v": SCHEMA_VERSION}), "unknown_kind"),
+        (with_header(STOP | {"body": ["x", "y"]}), "wrong_type"),
+        (with_header(STOP, b"1"), "extra_frames"),
+        (with_header(STOP | {"pictures": [Image.of(b"1").content_hash]}, b"1"), "extra_frames"),
+        (with_header(STOP | {"pictures": ["0" * 32]}, b"1"), "image_hash"),
+        (with_header(STOP | {"pictures": [None]}, b"1"), "image_hash"),
+        (with_header(STOP | {"pictures": None}), "missing_frame"),
+        ([PICTURELESS, digest([PICTURELESS])], "missing_frame"),
         ([b"\xdd\xff\xff\xff\xff"], "header"),
         ([b"\x91" * 100_000], "header"),
     ],
@@ -224,11 +249,47 @@ def test_numpy_numbers_are_sent_as_plain_ones() -> None:
     assert type(group.trajectories[0].reward) is float
 
 
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_a_bit_flipped_in_any_frame_is_noticed_and_nothing_of_the_message_is_believed(message: object) -> None:
+    frames = raw(encode(message))  # type: ignore[arg-type]
+    for place, frame in enumerate(frames):
+        for bit in {0, 5, 4 * len(frame), 8 * len(frame) - 1} & set(range(8 * len(frame))):
+            flipped = bytearray(frame)
+            flipped[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(WireError) as caught:
+                decode([*frames[:place], bytes(flipped), *frames[place + 1 :]])
+            assert caught.value.reason in {"digest", "header" if place == 0 else "image_hash", "schema_version"}
+            assert caught.value.ticket_id == ""
+
+
+def test_a_bit_flipped_in_each_array_of_a_trajectory_is_noticed() -> None:
+    trajectory = episode()
+    frames = raw(encode(Group("t", "a", (trajectory,))))
+    for name in ("token_ids", "loss_mask", "behaviour_logprobs", "policy_versions"):
+        place = frames.index(getattr(trajectory, name).tobytes())
+        flipped = bytearray(frames[place])
+        flipped[-1] ^= 1
+        with pytest.raises(WireError, match="digest"):
+            decode([*frames[:place], bytes(flipped), *frames[place + 1 :]])
+
+
+def test_frames_that_change_places_or_boundaries_are_noticed() -> None:
+    frames = raw(encode(GROUP))
+    for swapped in (
+        [frames[0], frames[2], frames[1], *frames[3:]],
+        [frames[0], frames[1] + frames[2][:1], frames[2][1:], *frames[3:]],
+        [*frames[:-3], frames[-2], frames[-3], frames[-1]],  # pictures
+        [*frames[:-2], frames[-1]],
+    ):
+        with pytest.raises(WireError, match=r"digest|image_hash"):
+            decode(swapped)
+
+
 @settings(max_examples=400, deadline=None)
 @given(seed=st.integers(0, 2**32), edits=st.integers(1, 8), which=st.sampled_from(EXAMPLES))
 def test_mutated_messages_raise_wire_errors_or_decode(seed: int, edits: int, which: object) -> None:
     rng = random.Random(seed)
-    frames = [bytearray(frame) for frame in encode(which)]  # type: ignore[arg-type]
+    frames = [bytearray(frame) for frame in encode(which)][:-1]  # type: ignore[arg-type]
     for _ in range(edits):
         frame = frames[rng.randrange(len(frames))] if rng.random() < 0.3 else frames[0]
         match rng.randrange(4):
@@ -241,7 +302,7 @@ def test_mutated_messages_raise_wire_errors_or_decode(seed: int, edits: int, whi
             case 3 if len(frames) > 1:
                 frames.pop(rng.randrange(1, len(frames)))
     try:
-        message = decode(raw(frames))
+        message = decode(sealed(frames))
     except WireError as error:
         assert error.reason.isidentifier()
         assert len(str(error)) < 1000

@@ -19,7 +19,7 @@ ALLOWED = {
     "kernels": {"kernels"},
     "launch": OURS,
 }
-SHARED_THIRD_PARTY = {"numpy", "msgpack", "zmq", "pydantic", "pydantic_settings", "tensorboard"}
+SHARED_THIRD_PARTY = {"numpy", "msgpack", "xxhash", "zmq", "pydantic", "pydantic_settings", "tensorboard"}
 LIGHT = [
     "shared.types",
     "shared.codec",

@@ -89,7 +89,7 @@ def test_raw_problems_are_converted_into_files_that_need_nothing_beside_them(tmp
     assert "6 to train on, 3 held out, 1 duplicate, 1 unreadable pictures, 1 empty, 1 labels that do not" in line
     assert "raw.parquet row 3: the label" in line
     train, heldout = (load_dataset(tmp_path / "out" / f"{name}.parquet").samples for name in ("train", "heldout"))
-    pictures = [{sample.images[0].sha256 for sample in part} for part in (train, heldout)]
+    pictures = [{sample.images[0].content_hash for sample in part} for part in (train, heldout)]
     assert (len(train), len(heldout)) == (6, 3)
     assert not pictures[0] & pictures[1]
     assert train[0].label == "7"
@@ -99,17 +99,17 @@ def test_the_five_real_problems_survive_the_conversion(tmp_path, capsys):
     source = DATA / "geometry3k" / "problems.jsonl"
     prepare(capsys, "geo3k_multi_turn", "--from", source, "--out", tmp_path, "--heldout", 1, "--format", "jsonl")
     made = [*load_dataset(tmp_path / "train.jsonl").samples, *load_dataset(tmp_path / "heldout.jsonl").samples]
-    real = {sample.images[0].sha256: sample for sample in load_dataset(source).samples}
+    real = {sample.images[0].content_hash: sample for sample in load_dataset(source).samples}
     assert len(made) == 5
     for sample in made:
-        twin = real[sample.images[0].sha256]
+        twin = real[sample.images[0].content_hash]
         assert (sample.prompt, sample.label) == (twin.prompt, twin.label)
 
 
 def test_drawn_problems_share_no_question_between_the_files(tmp_path, capsys):
     assert "27 to train on, 3 held out" in prepare(capsys, "geo3k", "--make", 30, "--out", tmp_path)
     train, heldout = (load_dataset(tmp_path / f"{name}.parquet").samples for name in ("train", "heldout"))
-    assert not {s.images[0].sha256 for s in train} & {s.images[0].sha256 for s in heldout}
+    assert not {s.images[0].content_hash for s in train} & {s.images[0].content_hash for s in heldout}
 
 
 @pytest.mark.parametrize(

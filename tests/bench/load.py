@@ -28,6 +28,7 @@ from learner.samples import SeedSource
 from learner.tickets import BookSettings
 from shared.codec import TokenRules, decode, encode
 from shared.types import Ending, Group, Hello, Request, Stop, Tickets, Trajectory, Turn
+from shared.wire import digest
 
 VOCAB, PROMPT, ANSWER = 1000, 64, 64
 BEAT_S = 5.0
@@ -104,10 +105,11 @@ class Actors:
     def group(self, ticket_id: str, version: int) -> list:
         if version not in self.encoded:
             frames = encode(Group("", "load", (text_episode(version),), 0.1))
-            self.encoded = {version: (msgpack.unpackb(frames[0]), frames[1:])}
+            self.encoded = {version: (msgpack.unpackb(frames[0]), frames[1:-1])}
         header, rest = self.encoded[version]
         header["body"][0] = ticket_id
-        return [msgpack.packb(header), *rest]
+        parts = [msgpack.packb(header), *rest]
+        return [*parts, digest(parts)]
 
 
 def play(address: str, first: int, count: int, slots: int) -> None:
