@@ -14,10 +14,14 @@ CALL_S = 3.0
 
 
 class Behind:
-    """While entered, asks the engines every few seconds; true once one answers that holds another version."""
+    """While entered, asks the engines every few seconds; true once one answers that holds another version.
 
-    def __init__(self, engines: Callable[[], Collection[str]], version: PolicyVersion) -> None:
-        self._engines, self._version = engines, version
+    With `fresh` false the learner's weights have moved on since `version`: then only once no engine holds it any more,
+    for nobody would play until the next publication, and without episodes there is none.
+    """
+
+    def __init__(self, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool = True) -> None:
+        self._engines, self._version, self._fresh = engines, version, fresh
         self._found = ""
         self._over = threading.Event()
 
@@ -35,15 +39,17 @@ class Behind:
 
     def _watch(self) -> None:
         while not self._over.wait(PATIENCE_S):
-            for url in sorted(self._engines()):
-                if not self._holds(url):
-                    self._found = url
-                    return
+            held = {url: self._held(url) for url in sorted(self._engines())}
+            others = [url for url, version in held.items() if version not in (None, str(self._version))]
+            if others and (self._fresh or str(self._version) not in held.values()):
+                self._found = others[0]
+                return
 
-    def _holds(self, url: str) -> bool:
-        """True also for an engine that does not answer: it cannot be helped now."""
+    def _held(self, url: str) -> str | None:
+        """None for an engine that does not answer: it cannot be helped now."""
         try:
             info = call(url, "/model_info", None, CALL_S)
         except EngineError:
-            return True
-        return not isinstance(info, dict) or info.get("weight_version") in (None, str(self._version))
+            return None
+        version = info.get("weight_version") if isinstance(info, dict) else None
+        return None if version is None else str(version)

@@ -148,13 +148,13 @@ def next_groups(
     desk: Desk | None, leave: Leave, ranks: Ranks, publisher: Publisher, version: int, *, fresh: bool
 ) -> Sequence[Group]:
     """The groups of the next step, on every rank; none when rank 0 was asked to leave. An engine that comes back
-    meanwhile is given `version` again, as long as the weights are still those (`fresh`)."""
-    if not fresh:
-        return share(desk.batch(leave) if desk else None, ranks)
+    meanwhile is given `version` again. Where the weights have moved on since (not `fresh`), that waits for the next
+    publication, unless no engine is left that holds `version`: then the current weights go out under its name, which
+    makes their tokens younger than they say."""
     while True:
         groups: Sequence[Group] | None = None
         if desk:
-            with Behind(desk.intake.engines, version) as behind:
+            with Behind(desk.intake.engines, version, fresh=fresh) as behind:
                 groups = desk.batch(leave, behind)
         groups = share(groups, ranks)
         if groups or dist.agree(bool(desk and leave), ranks):

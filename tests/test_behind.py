@@ -35,9 +35,20 @@ def test_an_engine_with_another_version_is_noticed_and_a_silent_one_is_not(tmp_p
         assert not found_within(watch, 1)
 
 
+def test_between_publications_engines_are_helped_only_when_none_is_left_with_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(behind, "PATIENCE_S", 0.1)
+    folder = tiny_model_dir(tmp_path)
+    with running_engine(folder, weight_version="none") as (back, _):
+        with running_engine(folder, weight_version="3") as (well, _), Behind(lambda: [back, well], 3, fresh=False) as w:
+            assert not found_within(w, 1)
+        with Behind(lambda: [back, well], 3, fresh=False) as watch:  # the other is gone
+            assert found_within(watch, 20)
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_after_its_only_engine_is_killed(tmp_path):
-    fields = {"learner.total_steps": 12, "eval.samples": 0, "learner.wait_timeout_s": 200}
+    """In the middle between two publications, too: without episodes there would never be the next."""
+    fields = {"learner.total_steps": 12, "learner.publish_every": 5, "eval.samples": 0, "learner.wait_timeout_s": 200}
     with (tmp_path / "log").open("wb") as log:
         run = subprocess.Popen(local(places(tmp_path, **fields)), stderr=log, stdout=subprocess.PIPE)
     try:
