@@ -119,7 +119,7 @@ class System:
             self.disk.thaw()
             self.disk.free()
         try:
-            for process, limit_s in ((self.learner, 60), (self.actors, 30)):
+            for process, limit_s in ((self.learner, 120), (self.actors, 60)):
                 process.terminate()
                 process.wait(limit_s)
         finally:
