@@ -12,7 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgpack
 import zmq
+
+from shared.codec import digest
 
 FAULTS = {
     "lost": "messages lost",
@@ -130,16 +133,16 @@ class Proxy:
         now, other_way = time.monotonic(), {"up": "cut down", "down": "cut up"}[way]
         on = {fault for fault in FAULTS if self._until[fault] > now and fault != other_way}
         on = {fault for fault in on if fault.startswith("cut") or self._random.random() < SHARE}
-        if not is_group(frames) or len(frames) < 2:
+        if not is_group(frames) or len(frames) < 3:
             on.discard("corrupt")
         for fault in on:
             self.counts[FAULTS[fault]] += 1
         if on & {"cut", "cut up", "cut down", "lost"}:
             return False
-        if "damaged" in on:
-            frames = damaged(frames, self._random)
         if "corrupt" in on:
             frames = corrupted(frames, self._random)
+        if "damaged" in on:
+            frames = damaged(frames, self._random)
         for _ in range(2 if "repeated" in on else 1):
             if "late" in on:
                 self._number += 1
@@ -171,8 +174,13 @@ def damaged(frames: list[bytes], rng: random.Random) -> list[bytes]:
 
 
 def corrupted(frames: list[bytes], rng: random.Random) -> list[bytes]:
-    """A group whose frames are in another order, or one of them is cut short, missing, there twice, or all ones."""
-    head, parts = frames[0], frames[1:]
+    """A group as a broken actor would make it, with a right digest: its arrays are in another order, or one of them is
+    cut short, missing, there twice, or all ones."""
+    head, num_pictures = frames[0], len(msgpack.unpackb(frames[0])["pictures"])
+    end = len(frames) - 1 - num_pictures
+    parts, pictures = frames[1:end], frames[end:-1]
+    if not parts:
+        return frames
     place = rng.randrange(len(parts))
     part = parts[place]
     match rng.randrange(5):
@@ -186,4 +194,4 @@ def corrupted(frames: list[bytes], rng: random.Random) -> list[bytes]:
             parts.insert(place, part)
         case _:
             parts[place] = b"\xff" * len(part)
-    return [head, *parts]
+    return [head, *parts, *pictures, bytes(digest([head, *parts]))]

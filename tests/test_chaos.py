@@ -57,17 +57,19 @@ def test_a_step_that_was_trained_again_has_undone_its_first_line(tmp_path: Path)
     assert audit(folder)["duplicates"] == audit(folder)["lost"] == 0
 
 
-def test_groups_are_told_by_their_first_bytes_and_most_corrupt_ones_are_refused() -> None:
+def test_groups_are_told_by_their_first_bytes_and_most_corrupt_ones_are_refused_and_all_damaged_ones() -> None:
     frames = [bytes(frame) for frame in encode(Group("1-a", "tester", (episode(),), 0.1))]
     assert is_group(frames)
-    rng, refused = random.Random(0), 0
+    rng, reasons = random.Random(0), Counter[str]()
     for _ in range(200):
-        assert damaged(frames, rng) != frames
+        with pytest.raises(WireError):
+            decode(damaged(frames, rng))
         try:
             decode(corrupted(frames, rng))
-        except WireError:
-            refused += 1
-    assert refused > 100
+        except WireError as error:
+            reasons[error.reason] += 1
+    assert reasons.total() > 100
+    assert "digest" not in reasons
 
 
 def test_the_table_and_the_limits_count_apart_what_had_to_wait_for_the_learner() -> None:
