@@ -201,7 +201,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what it has started
     system = System(folder, options.seed, disk=not options.no_disk)
     chaos = Chaos(system, options.seed)
     try:
