@@ -23,6 +23,7 @@ from shared.types import Image, Sample
 from shared.vision import PICTURE_FORMATS
 
 MAX_PIXELS = 50_000_000
+MAX_PICTURE_BYTES = 64 << 20
 MAX_LISTED = 5
 _BROKEN_ESCAPES = (
     (re.compile("\x08(?=[a-z])"), r"\\b"),  # \boxed read as JSON's \b
@@ -253,7 +254,7 @@ def _image_bytes(item: Any, folder: Path) -> bytes:
     if isinstance(item, str) and item.startswith("data:"):
         data = base64.b64decode(item.partition(",")[2], validate=True)
     elif isinstance(item, str):
-        data = (folder / item).read_bytes()
+        data = _read_file(folder / item)
     elif isinstance(item, bytes):
         data = item
     else:
@@ -263,6 +264,15 @@ def _image_bytes(item: Any, folder: Path) -> bytes:
             raise ValueError(f"a picture of {picture.width}x{picture.height} is too large")
         picture.load()
     return data
+
+
+def _read_file(path: Path) -> bytes:
+    """A row may name any file of the user's: devices and pipes would never end."""
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is no file")
+    if path.stat().st_size > MAX_PICTURE_BYTES:
+        raise ValueError(f"{str(path)!r} has more than {MAX_PICTURE_BYTES} bytes")
+    return path.read_bytes()
 
 
 def _content(problem: str, num_images: int) -> list[dict[str, Any]]:

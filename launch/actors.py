@@ -19,10 +19,11 @@ from actor.client import EngineError
 from launch.actor_keeper import ActorFailed, ActorProcess
 from launch.cli import fail, parse, take_option
 from launch.engine_check import ModelFacts
-from launch.engines import EngineSpec, check_ports, engine_specs
+from launch.engines import EngineSpec, engine_specs
 from launch.gpus import claim
 from launch.keeper import Engine, check_router, wait_until_serving
 from launch.processes import Stopped, raise_on_signals, stop_all
+from launch.reach import check_ports, check_reach
 from launch.recording import Recording, with_own_weights
 from launch.restarts import Restarts
 from launch.samples import ready
@@ -88,6 +89,7 @@ def check(recipe: Recipe) -> tuple[ModelFacts, tuple[EngineSpec, ...]]:
     facts = ModelFacts.load(model.path, vision)
     if recipe.engine.urls:
         return facts, ()
+    check_reach(recipe)
     specs = engine_specs(recipe)
     check_ports(recipe)
     return facts, specs

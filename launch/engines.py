@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 from launch.gpus import check_apart, engine_gpus, names, num_visible
 from launch.processes import ROOT, cpu_env
+from launch.reach import check_ports, check_reach, url_of
 from shared.config import ConfigError, Recipe
 from shared.keys import is_local, read_api_key
 
@@ -49,30 +49,26 @@ def check_host(recipe: Recipe, num_ranks: int) -> None:
     """ConfigError for engines that cannot be started beside `num_ranks` ranks of the learner on this machine."""
     if recipe.engine.urls:
         return
+    check_reach(recipe)
     engine_specs(recipe)
     check_ports(recipe)
     if recipe.engine.device == recipe.learner.device == "cuda":
         check_apart(engine_gpus(recipe.engine, num_visible()), num_ranks)
 
 
-def check_ports(recipe: Recipe) -> None:
-    """ConfigError for a port that is taken."""
-    engine = recipe.engine
-    for port in range(engine.port, engine.port + engine.count):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except (OSError, OverflowError):
-                raise ConfigError(
-                    f"engine.port = {engine.port}: port {port} is occupied; choose another one (--engine.port)"
-                ) from None
-
-
 def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], environ: Mapping[str, str]) -> EngineSpec:
     engine, model = recipe.engine, recipe.model
     command = [sys.executable, "-m", "actor.engine.server", "--model-path", model.path, "--port", str(port)]
-    command += ["--device", engine.device, "--dtype", model.dtype, "--threads", str(engine.threads)]
+    command += [
+        "--host",
+        engine.host,
+        "--device",
+        engine.device,
+        "--dtype",
+        model.dtype,
+        "--threads",
+        str(engine.threads),
+    ]
     command += ["--max-batch", str(engine.max_batch), "--max-context", str(model.max_context)]
     command += ["--min-pixels", str(model.min_pixels), "--max-pixels", str(model.max_pixels)]
     command += ["--weight-version", NO_WEIGHTS]
@@ -80,7 +76,7 @@ def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], envi
         read_api_key(engine.api_key_file)  # what is wrong with it is said now
         command += ["--api-key-file", engine.api_key_file]
     env = cpu_env(engine.threads) | _visible(gpus)
-    return EngineSpec(f"engine on port {port}", f"http://127.0.0.1:{port}", tuple(command), env, gpus)
+    return EngineSpec(f"engine on port {port}", url_of(engine.host, port), tuple(command), env, gpus)
 
 
 def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], environ: Mapping[str, str]) -> EngineSpec:
@@ -104,7 +100,9 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], enviro
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         paths.append(STAND_INS)
     env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    return EngineSpec(f"engine on port {port}", f"http://127.0.0.1:{port}", tuple(command), env, gpus, log, secret)
+    return EngineSpec(
+        f"engine on port {port}", url_of(recipe.engine.host, port), tuple(command), env, gpus, log, secret
+    )
 
 
 def stages_weights(recipe: Recipe) -> bool:
@@ -122,8 +120,8 @@ def sglang_key(recipe: Recipe, path: Path) -> tuple[Path, str] | None:
             raise ConfigError(f"engine.flags holds {name}, which ps would show; use engine.api_key_file instead")
     if key and "config" in flags:
         raise ConfigError("engine.flags holds config, which engine.api_key_file needs for itself; leave one out")
-    if not key and not is_local(f"tcp://{flags.get('host', '127.0.0.1')}:0"):
-        raise ConfigError(f"engine.flags: host = {flags['host']!r} is not loopback; set engine.api_key_file as well")
+    if not key and not is_local(f"tcp://{flags.get('host', recipe.engine.host)}:0"):
+        raise ConfigError(f"host = {flags.get('host', recipe.engine.host)!r} is not loopback; set engine.api_key_file")
     return (path, f"api-key: {json.dumps(key)}\n") if key else None
 
 
@@ -152,7 +150,7 @@ def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
     path = Path(model.path)
     flags: dict[str, Any] = {
         "model-path": str(path.resolve()) if path.exists() else model.path,
-        "host": "127.0.0.1",
+        "host": engine.host,
         "port": port,
         "device": engine.device,
         "dtype": model.dtype,

@@ -90,6 +90,7 @@ class EngineConfig(Section):
     urls: tuple[str, ...] = Field((), description="engines that run already; empty = start them")
     router: str = Field("", description="router before engine.urls: episodes go through it, weights to each of urls")
     count: int = Field(1, gt=0, description="engines to start")
+    host: str = Field("127.0.0.1", description="address of this host where its engines listen, and the learner calls")
     port: int = Field(31000, gt=0, lt=65536, description="port of the first engine; the next ones follow")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the engines compute")
     gpus: tuple[int, ...] = Field((), description="cuda: GPUs that the engines share out; empty = the first ones")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from pathlib import Path
 
 import pyarrow
@@ -13,7 +14,7 @@ import pytest
 from PIL import Image
 
 from envs import geo3k_multi_turn, sokoban
-from envs.datasets import load_dataset, repair, with_images, write_rows
+from envs.datasets import MAX_PICTURE_BYTES, load_dataset, repair, with_images, write_rows
 from envs.geo3k import build_env
 from envs.sokoban_boards import BoardSpec, canonical
 from envs.sokoban_data import board_in_text, different, make_boards, read_boards, rows_of, split_boards
@@ -76,6 +77,17 @@ def test_bad_rows_are_counted_and_left_out(tmp_path, suffix):
     assert (report.bad_labels, report.repaired) == (1, 1)
     assert "row 1: the same as an earlier row" in report.summary()
     assert "\n" not in report.summary()
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe", "folder", "huge.png"])
+def test_what_is_no_picture_file_of_bounded_size_is_never_read(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    with (tmp_path / "huge.png").open("wb") as file:
+        file.truncate(MAX_PICTURE_BYTES + 1)
+    rows = [{"problem": "Find x.", "answer": "1"}, {"problem": "<image>Find x.", "answer": "1", "images": [name]}]
+    report = load_dataset(write(tmp_path / "rows.jsonl", rows)).report
+    assert (report.samples, report.bad_images) == (1, 1)
 
 
 def test_pictures_may_be_bytes_or_files_and_marks_say_where_they_go(tmp_path):

@@ -1,0 +1,85 @@
+"""Where the engines of this host listen, and whether the learner, which sends them weights, can reach them there."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from shared.config import ConfigError, Recipe
+from shared.keys import is_local
+
+
+def check_reach(recipe: Recipe) -> None:
+    """ConfigError for engines off loopback without an API key, on an address that names no host, or on loopback while
+    the learner is on another host."""
+    host, learner = recipe.engine.host, recipe.actor.learner
+    if not is_local(_tcp(host)):
+        if not recipe.engine.api_key_file:
+            raise ConfigError(
+                f"engine.host = {host!r} is not loopback: set engine.api_key_file as well (python -m shared.keys keys "
+                "--engine makes one)"
+            )
+        if _is_any(host):
+            raise ConfigError(f"engine.host = {host!r}: name the address by which the learner reaches this host")
+    elif not is_local(learner) and _is_elsewhere(urlsplit(learner).hostname or ""):
+        raise ConfigError(
+            f"actor.learner = {learner!r} is another host, which cannot reach engines on engine.host = {host!r}: set "
+            "engine.host to this host's address in their network, or engine.urls to engines that run elsewhere"
+        )
+
+
+def check_ports(recipe: Recipe) -> None:
+    """ConfigError for a port that is taken, and for an address that is not this machine's."""
+    engine = recipe.engine
+    for port in range(engine.port, engine.port + engine.count):
+        try:
+            family, *_, address = socket.getaddrinfo(engine.host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if not _is_mine(engine.host):
+                    raise ConfigError(f"engine.host = {engine.host!r} is no address of this machine")
+                probe.bind(address)
+        except (socket.gaierror, UnicodeError):
+            raise ConfigError(f"engine.host = {engine.host!r} is no address of this machine") from None
+        except (OSError, OverflowError):
+            raise ConfigError(
+                f"engine.port = {engine.port}: port {port} is occupied; choose another one (--engine.port)"
+            ) from None
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://{_bracketed(host)}:{port}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _tcp(host: str) -> str:
+    return f"tcp://{_bracketed(host)}:0"
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _is_elsewhere(host: str) -> bool:
+    """A name that cannot be resolved is nowhere: connecting will say so."""
+    try:
+        return not _is_mine(host)
+    except (socket.gaierror, UnicodeError):
+        return False
+
+
+def _is_mine(host: str) -> bool:
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as probe:
+        try:
+            probe.bind(address)
+        except OSError:
+            return False
+    return True
