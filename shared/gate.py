@@ -1,17 +1,21 @@
 """Who may come in: CURVE keys of a socket, and the learner's door, which answers libzmq's questions (ZAP, RFC 27).
 
 An actor is served only if it knows the learner's public key and its own public key is on the allow-list. Everybody else
-is refused by libzmq before a message of theirs is read. The door is asked and polled by the socket's own thread.
+is refused by libzmq before a message of theirs is read. The door is asked and polled by the socket's own thread. Who is
+taken off the list while connected stays connected, since libzmq closes no single connection; the door then disowns each
+of their messages.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -23,6 +27,7 @@ from shared.log import get_logger
 ZAP_DOMAIN = b"pronk"
 ZAP_ADDRESS = "inproc://zeromq.zap.01"  # one for each context, as libzmq fixes it
 MAX_LOGGED = 1000
+LOOK_EVERY_S = 1.0
 PER_ANSWER = 256  # a flood of strangers must not keep the learner from its actors
 UNKNOWN = "an unknown address"
 _FAILED = {
@@ -34,6 +39,48 @@ _FAILURES = sum(_FAILED)
 _WORDS: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "its handshake is not encrypted for this learner's key, or is an old one",
 }
+
+
+class AllowList:
+    """The actors' public keys, Z85, with their names, as a file has them; read again soon after the file has changed.
+
+    A change that cannot be read is reported once, and what was read before it stays. Raises what `read` raises, at
+    first.
+    """
+
+    def __init__(self, path: Path, read: Callable[[Path], dict[bytes, str]]) -> None:
+        self._path, self._read = path, read
+        self._log = get_logger("door")
+        self._stamp = self._stat()
+        self._next_look = 0.0
+        self.keys = read(path)
+
+    def look(self) -> None:
+        """Costs a clock's reading; once in `LOOK_EVERY_S` a look at the file."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_EVERY_S
+        stamp = self._stat()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            keys = self._read(self._path)
+        except ValueError as error:
+            self._log.error("the allow-list stays as it was: %s", error)
+            return
+        added = ", ".join(sorted(keys[key] for key in keys.keys() - self.keys.keys()))
+        removed = ", ".join(sorted(self.keys[key] for key in self.keys.keys() - keys.keys()))
+        self._log.info("the allow-list has changed: added %s; removed %s", added or "nobody", removed or "nobody")
+        self.keys = keys
+
+    def _stat(self) -> tuple[int, int, int]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return 0, 0, 0
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +97,11 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The learner's keys, Z85, and the actors' public keys with their names; called with a socket before it binds."""
+    """The learner's keys, Z85, and the actors' public keys; called with a socket before it binds."""
 
     public: bytes
     secret: bytes = field(repr=False)
-    allowed: dict[bytes, str]
+    allowed: AllowList
 
     def __call__(self, socket: zmq.Socket) -> Door:
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
@@ -66,7 +113,7 @@ class ServerKeys:
 class Door:
     """Answers for each client whether its key is on the list; logs each that is refused once, and counts them."""
 
-    def __init__(self, guarded: zmq.Socket, allowed: dict[bytes, str]) -> None:
+    def __init__(self, guarded: zmq.Socket, allowed: AllowList) -> None:
         self.refused: Counter[str] = Counter()
         self._allowed = allowed
         self._log = get_logger("door")
@@ -83,12 +130,21 @@ class Door:
 
     def answer(self) -> None:
         """What is waiting at the door. Never waits."""
+        self._allowed.look()
         with suppress(zmq.Again):
             for _ in range(PER_ANSWER):
                 self._zap.send_multipart(self._judge(self._zap.recv_multipart(zmq.NOBLOCK)))
         with suppress(zmq.Again):
             for _ in range(PER_ANSWER):
                 self._note(parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK)))
+
+    def owns(self, message: zmq.Frame) -> bool:
+        """Whether its sender is still on the list; libzmq says who that is."""
+        key = message.get("User-Id")
+        if str(key).encode() in self._allowed.keys:
+            return True
+        self._refuse("revoked", str(message.get("Peer-Address")), f"its key {key} is no longer allowed")
+        return False
 
     def close(self) -> None:
         self._guarded.disable_monitor()
@@ -97,15 +153,14 @@ class Door:
 
     def _judge(self, request: list[bytes]) -> list[bytes]:
         version, number, domain, address, _, mechanism, *credentials = request
-        name = None
+        key = b""
         if domain == ZAP_DOMAIN and mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
             key = z85.encode(credentials[0])
-            name = self._allowed.get(key)
-            if name is None:
+            if key not in self._allowed.keys:
                 self._refuse("key", address.decode("ascii", "replace"), f"its key {key.decode()} is not allowed")
-        if name is None:
+        if key not in self._allowed.keys:
             return [version, number, b"400", b"not allowed", b"", b""]
-        return [version, number, b"200", b"OK", name.encode(), b""]
+        return [version, number, b"200", b"OK", key, b""]
 
     def _note(self, event: Mapping[str, Any]) -> None:
         kind, value = event["event"], event["value"]

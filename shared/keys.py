@@ -22,7 +22,7 @@ from pathlib import Path
 import zmq
 
 from shared.config import TransportConfig
-from shared.gate import ClientKeys, ServerKeys
+from shared.gate import AllowList, ClientKeys, ServerKeys
 from shared.transport import Secure
 
 LEARNER, ALLOWED, ENGINE = "learner", "allowed", "engine"
@@ -54,7 +54,7 @@ def learner_security(transport: TransportConfig, bind: str) -> Secure | None:
         return None
     folder = Path(transport.keys)
     pair = _read_pair(folder / f"{LEARNER}.key")
-    return ServerKeys(pair["public"].encode(), pair["secret"].encode(), read_allowed(folder / ALLOWED))
+    return ServerKeys(pair["public"].encode(), pair["secret"].encode(), AllowList(folder / ALLOWED, read_allowed))
 
 
 def actor_security(transport: TransportConfig, learner: str) -> Secure | None:

@@ -64,15 +64,17 @@ def _send(socket: zmq.Socket, frames: Sequence[Frame]) -> None:
     socket.send(frames[-1], _AT_ONCE, copy=len(frames[-1]) < COPIED_BYTES)
 
 
-def _receive(socket: zmq.Socket) -> list[Frame] | None:
-    """The frames of one waiting message, large ones as read-only views of ZeroMQ's memory; None = none is waiting."""
+def _receive(socket: zmq.Socket) -> tuple[zmq.Frame, list[Frame]] | None:
+    """ZeroMQ's first frame of one waiting message, and all frames, large ones as read-only views of ZeroMQ's memory;
+    None = none is waiting."""
     frames: list[Frame] = []
     try:
+        first = frame = socket.recv(_AT_ONCE, copy=False)
         while True:
-            frame = socket.recv(_AT_ONCE, copy=False)
             frames.append(frame.bytes if len(frame) < COPIED_BYTES else frame.buffer.toreadonly())
             if not frame.more:
-                return frames
+                return first, frames
+            frame = socket.recv(_AT_ONCE, copy=False)
     except zmq.Again:
         return None
 
@@ -123,16 +125,17 @@ class Router:
 
     @property
     def refused(self) -> int:
-        """Handshakes that the door has turned away."""
+        """Handshakes that the door has turned away, and messages of those whose keys have been revoked."""
         return self._door.refused.total() if self._door else 0
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
-        """Peer id and frames of one waiting message, undecoded; None = none is waiting."""
-        received = _receive(self._socket)
-        if received is None:
-            return None
-        peer, *frames = received
-        return bytes(peer), frames
+        """Peer id and frames of one waiting message, undecoded; None = none is waiting. What comes from keys that are
+        no longer allowed is passed over."""
+        while (received := _receive(self._socket)) is not None:
+            first, (peer, *frames) = received
+            if self._door is None or self._door.owns(first):
+                return bytes(peer), frames
+        return None
 
     def decode(self, frames: Sequence[Frame]) -> Message:
         """Raises WireError."""
@@ -215,7 +218,8 @@ class Dealer:
 
     def _waiting(self) -> list[Frame] | None:
         try:
-            return _receive(self._socket)
+            received = _receive(self._socket)
+            return received and received[1]
         finally:
             self._look()
 

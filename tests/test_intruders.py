@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from shared.config import TransportConfig
 from shared.gate import ClientKeys
 from shared.keys import actor_security, learner_security, make_keys
 from shared.transport import Dealer, Secure
-from shared.types import Hello, Request, Ticket, Trajectory
+from shared.types import Hello, Request, Ticket, Trajectory, Welcome
 from tests.wires import RULES, VOCAB, actor_settings, book_settings, episode
 
 PUBLIC = "tcp://0.0.0.0:*"
@@ -214,6 +214,57 @@ def test_without_its_door_an_encrypted_socket_lets_nobody_in(tmp_path: Path) -> 
         served, _ = asyncio.run(knock(address, actor_security(transport, PUBLIC), tries=10))
         assert not served and not router.poll(0)
     context.term()
+
+
+def rewrite_list(house: House, change: Callable[[str], str]) -> None:
+    path = Path(house.transport.keys) / "allowed"
+    path.write_text(change(path.read_text()))
+
+
+async def answered(dealer: Dealer, tries: int) -> bool:
+    """Whether the learner answers one of so many heartbeats."""
+    for _ in range(tries):
+        await dealer.send(Hello("a", (), VOCAB))
+        if isinstance(await dealer.receive(0.1), Welcome):
+            return True
+    return False
+
+
+def test_a_key_taken_off_the_list_is_not_heard_any_more_though_it_is_connected(house: House) -> None:
+    async def talk() -> None:
+        dealer = Dealer(house.intake.address, "a", secure=house.key)
+        assert await answered(dealer, 100)
+        make_keys(Path(house.transport.keys), ["other"])
+        rewrite_list(house, lambda text: "".join(line for line in text.splitlines(True) if line.endswith("other\n")))
+        for _ in range(200):
+            await dealer.send(Hello("a", (), VOCAB))
+            if await dealer.receive(0.1) is None and any("no longer allowed" in line for line in house.lines):
+                break
+        assert not await answered(dealer, 5)
+        assert not (await knock(house.intake.address, house.key, tries=5))[0]  # nor does it come in again
+        other = actor_security(house.transport.model_copy(update={"key_name": "other"}), PUBLIC)
+        assert (await knock(house.intake.address, other, tries=100))[0]  # without a restart of the learner
+        dealer.close()
+
+    asyncio.run(talk())
+    assert len([line for line in house.lines if "no longer allowed" in line]) == 1
+    assert len([line for line in house.lines if "added other; removed actor" in line]) == 1
+
+
+def test_a_list_that_cannot_be_read_changes_nothing_and_is_reported(house: House) -> None:
+    rewrite_list(house, lambda text: text + "not a key\n")
+
+    async def talk() -> None:
+        dealer = Dealer(house.intake.address, "a", secure=house.key)
+        for _ in range(100):
+            assert await answered(dealer, 100)
+            if any("stays as it was" in line and "line 2" in line for line in house.lines):
+                break
+        assert await answered(dealer, 100)
+        dealer.close()
+
+    asyncio.run(talk())
+    assert len([line for line in house.lines if "stays as it was" in line]) == 1
 
 
 def test_requests_of_a_listed_actor_are_served(house: House) -> None:
