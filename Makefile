@@ -7,7 +7,7 @@ SGLANG_VENV ?= .venv-sglang
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env sglang-env train test test-sglang test-chaos lint clean tiny-models
+.PHONY: env sglang-env train test test-sglang test-chaos test-long lint clean tiny-models
 
 env: $(VENV)/.done
 
@@ -47,6 +47,12 @@ tiny-models: env
 	$(PY) launch/warm_start.py sokoban --start build/stage2 --out build/stage3 --seed 2 --steps 1000 --expertise 0.5 --threads 2
 	$(PY) launch/warm_start.py sokoban --start build/stage3 --out build/stage4 --seed 3 --steps 1500 --expertise 0.5
 	$(PY) launch/warm_start.py sokoban --start build/stage4 --out launch/models/sokoban_tiny --seed 4 --steps 250 --lr 8e-4 --expertise 0.2 --threads 2
+
+# A million mutated messages against the wire, then more that coverage guides.
+test-long: env
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group fuzz
+	$(PY) -m tests.fuzz --messages 1000000 $(ARGS)
+	$(PY) -m tests.fuzz_guided --messages 200000 $(ARGS)
 
 lint: env
 	$(VENV)/bin/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,6 +225,21 @@ def test_an_actor_that_returns_to_a_restarted_learner_is_told_what_is_void(intak
     assert peer.expect(Cancel) == Cancel(("5-before", "6-before"), "the learner has no use for these tickets")
     peer.send(Group("5-before", "p", (episode(),)))
     assert peer.expect(Receipt) == Receipt("5-before", False, "unknown")
+
+
+def test_what_an_actor_holds_of_another_run_is_void_and_its_group_is_refused(intake: Intake, peer: Peer) -> None:
+    intake.open()
+    peer.hello()
+    foreign = dataclasses.replace(peer.tickets(1)[0], id="0-0ther5un")
+    peer.hello(foreign.id)
+    cancel = peer.expect(Cancel)
+    assert isinstance(cancel, Cancel) and cancel.ticket_ids == (foreign.id,)
+    peer.send(group_of(foreign))
+    receipt = peer.expect(Receipt)
+    assert receipt == Receipt(foreign.id, False, "unknown")
+    metrics = intake.metrics()
+    assert metrics["tickets/refused/unknown"] == 1
+    assert metrics["tickets/trained"] == metrics["tickets/dropped"] == metrics["queue/ready_groups"] == 0
 
 
 def test_a_restarted_intake_goes_on_where_the_checkpoint_was(tmp_path: Path, opened: list) -> None:
