@@ -31,8 +31,6 @@ from shared.transport import SocketSettings
 from shared.types import Sample
 from shared.vision import VisionSpec
 
-ENV_THREADS = 2
-
 
 def main() -> int:
     settings = json.loads(os.environ["PRONK_ACTOR"])
@@ -101,7 +99,7 @@ def make_player(recipe: Recipe, renderer: Renderer, engines: EnginePool) -> Play
         env.timeout_s,
         recipe.rollout.timeout_s,
     )
-    threads = EnvThreads(ENV_THREADS)
+    threads = EnvThreads(env.threads)
     rollout = load_function(recipe.rollout.path) if recipe.rollout.path else None
     return Player(build, renderer, engines, limits, threads, make_judge(recipe, threads), rollout, args)
 

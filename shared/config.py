@@ -41,6 +41,9 @@ class EnvConfig(Section):
     max_tokens: int = Field(1536, gt=0, description="model tokens of one episode")
     turn_tokens: int = Field(256, gt=0, description="model tokens of one turn")
     timeout_s: float = Field(30.0, gt=0, description="time limit of one reset or step")
+    threads: int = Field(
+        2, gt=0, description="steps and rewards that one actor computes at once; more for those that wait for others"
+    )
     reward: str = Field("", description="episode reward: dotted path or .py file:function; empty = the env's own")
     max_failure_share: float = Field(
         0.5,

@@ -15,7 +15,8 @@ SHARES = {"raise": 0.15, "hang": 0.05}  # of the episodes played meanwhile
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> ChaosEnv:
-    """`args`: the folder where the files `raise` and `hang` appear, and for how long an episode then hangs."""
+    """`args`: the folder where the files `raise` and `hang` appear, for how long an episode then hangs, and how long
+    a step takes otherwise."""
     return ChaosEnv(colour.build_env(sample).colour, args)
 
 
@@ -23,12 +24,14 @@ class ChaosEnv(colour.ColourEnv):
     def __init__(self, name: str, args: Any) -> None:
         super().__init__(name)
         self.folder, self.hang_s = Path(setting(args, "folder", ".")), setting(args, "hang_s", 3.0)
+        self.step_s = setting(args, "step_s", 0.0)
 
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
         if self.fated("raise"):
             raise RuntimeError("the environment fell over")
         if self.fated("hang"):
             time.sleep(self.hang_s)
+        time.sleep(self.step_s)
         return super().step(response_text)
 
     def fated(self, fault: str) -> bool:

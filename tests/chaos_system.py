@@ -18,6 +18,7 @@ from tests.test_end_to_end import children_of, free_port
 RECIPE = "launch/recipes/colour_tiny.toml"
 PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "launch/learner.py"}
 ASK_S = 0.5
+STEP_S = 0.7  # of an environment, as real ones take time: with it the machine is not busy throughout
 KEPT = ("step", "rollout/reward", "policy_version")
 
 
@@ -39,9 +40,11 @@ class System:
         self.proxy = Proxy(f"tcp://127.0.0.1:{port}", seed)
         fields: dict[str, Any] = {
             "run.dir": folder / "disk", "run.name": "chaos", "env.module": "tests/chaos_env.py",
-            "env.args": json.dumps({"folder": str(self.flags), "hang_s": 3.0}), "env.timeout_s": 2,
+            "env.args": json.dumps({"folder": str(self.flags), "hang_s": 3.0, "step_s": STEP_S}),
+            "env.timeout_s": 2, "env.threads": 32,
             "learner.bind": f"tcp://127.0.0.1:{port}", "actor.learner": self.proxy.address,
-            "actor.processes": 2, "actor.max_restarts": 10000, "actor.heartbeat_s": 1, "actor.connect_timeout_s": 300,
+            "actor.processes": 2, "actor.groups": 8, "actor.max_restarts": 10000, "actor.heartbeat_s": 1,
+            "actor.connect_timeout_s": 300,
             "engine.count": 2, "engine.port": self.engine_port, "engine.max_restarts": 10000,
             "engine.request_timeout_s": 10, "learner.total_steps": 1000000, "learner.resume": "auto",
             "learner.checkpoint_every": 5, "learner.lease_s": 20, "learner.actor_timeout_s": 6,
