@@ -1,13 +1,19 @@
-"""Matrix products of the learner on CPUs, forward and backward, by oneDNN: MKL is half as fast on AMD in float32."""
+"""Matrix products of the learner on CPUs, forward and backward: by oneDNN on AMD, where MKL is half as fast in float32.
+
+On Intel MKL is the faster one by a third: it reads transposed operands in place.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_CPUINFO = Path("/proc/cpuinfo")
+_ON_AMD = _CPUINFO.exists() and "AuthenticAMD" in _CPUINFO.read_text()
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -37,8 +43,8 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, differentiable; through oneDNN where that is there and the operands are float32 on a CPU."""
-    if _HAS_ONEDNN and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32:
+    """`F.linear`, differentiable; through oneDNN where that is faster and the operands are float32 on a CPU."""
+    if _ON_AMD and _HAS_ONEDNN and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32:
         return _OneDnnLinear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
     return F.linear(x, weight, bias)
 

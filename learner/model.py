@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from kernels.linear_logprob import linear_logprob
 from learner.attention import packing_of, use_packed_attention, window_lengths
 from learner.batch import Microbatch
+from learner.last_layer import keep_predictors_only
 from learner.linear import use_fast_linear
 from learner.patches import StillPatchEmbed
 from shared.vision import VisionSpec, banned_ids
@@ -47,12 +48,12 @@ class Policy(nn.Module):
         self.banned_ids = banned_ids(vlm.config)
         window = getattr(vlm.config.vision_config, "window_size", 0)  # pixels; 0 = no block looks through windows
         self.window_tokens = window // (spec.patch_size * spec.merge_size)
+        self.trimmed = keep_predictors_only(vlm)
         use_packed_attention(vlm)
         use_fast_linear(vlm)
 
     def forward(self, batch: Microbatch, temperature: float) -> PolicyOutput:
-        hidden_TH = self._hidden(batch)
-        hidden_NH = hidden_TH.index_select(0, batch.predictors)
+        hidden_NH = self._hidden(batch)
         logprobs, entropies = linear_logprob(
             hidden_NH, self.vlm.lm_head.weight, batch.target_ids, temperature=temperature, banned_ids=self.banned_ids
         )
@@ -60,7 +61,7 @@ class Policy(nn.Module):
         return PolicyOutput(logprobs.clone(), entropies.clone(), values.sum(-1))  # FSDP warns of views
 
     def _hidden(self, batch: Microbatch) -> Tensor:
-        """Final hidden states [T,H] of the packed documents."""
+        """Final hidden states [N,H] that predict the sampled tokens."""
         text = self.vlm.model.language_model
         embeds_TH = text.embed_tokens(batch.input_ids)[0]
         features, deepstack = self._vision(batch)
@@ -73,6 +74,8 @@ class Policy(nn.Module):
             visual_mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
             visual_mask[0, batch.visual_positions] = True
             extra = {"visual_pos_masks": visual_mask, "deepstack_visual_embeds": deepstack}
+        if self.trimmed:
+            extra["rows"] = batch.predictors
         output = text(
             inputs_embeds=embeds_TH[None],
             position_ids=batch.position_ids,
@@ -80,7 +83,8 @@ class Policy(nn.Module):
             **extra,
             packing=packing_of(batch.lengths, causal=True, device=embeds_TH.device),
         )
-        return output.last_hidden_state[0]
+        hidden = output.last_hidden_state[0]
+        return hidden if self.trimmed else hidden.index_select(0, batch.predictors)
 
     def _vision(self, batch: Microbatch) -> tuple[Tensor, list[Tensor]]:
         """Features of the visual tokens [M,H], and each deepstack layer's; of a blank picture if there is none."""

@@ -93,8 +93,8 @@ class Shape:
         """Of one forward over packed documents: matrix products and attention, nothing else.
 
         `documents`: tokens of each, attended to causally; `pictures`: patches of each distinct one, a product for both
-        its equal frames; `num_rows`: rows of which logits are computed. A training step takes three times as many, if
-        nothing is recomputed.
+        its equal frames; `num_rows`: rows of which logits, and the last layer's MLP, are computed. A training step takes
+        three times as many, if nothing is recomputed.
         """
         tokens, patches, h = sum(documents), sum(pictures), self.vision_hidden
         sparse = self.num_layers - self.num_dense_layers
@@ -103,6 +103,9 @@ class Shape:
         width = self.num_heads * self.head_dim
         text = 2 * active * tokens + 2 * self.num_layers * width * sum(n * (n + 1) for n in documents)
         text += 2 * self.head_parameters * num_rows
+        if self.num_layers > self.num_deepstack:  # see learner/last_layer.py
+            last = self.layer_parameters(sparse=sparse > 0, active=True) - self.attention_parameters
+            text -= 2 * last * (tokens - num_rows)
         vision = 2 * (self.vision_depth * self.vision_block_parameters + h * self.patch_values // 2) * patches
         vision += 4 * self.vision_depth * h * sum(n * n for n in pictures)
         return text + vision + 2 * self.projector_parameters * patches / self.merge

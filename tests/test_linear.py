@@ -6,12 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from learner import linear as module
 from learner.linear import FastLinear, linear, use_fast_linear
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 5), (3, 33, 64), (257, 128)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_values_and_gradients_are_those_of_torch_linear(shape: tuple[int, ...], with_bias: bool) -> None:
+@pytest.mark.parametrize("on_amd", [False, True])
+def test_values_and_gradients_are_those_of_torch_linear(
+    shape: tuple[int, ...], with_bias: bool, on_amd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ON_AMD", on_amd)
     torch.manual_seed(0)
     x, weight = torch.randn(shape), torch.randn(19, shape[-1])
     bias = torch.randn(19) if with_bias else None

@@ -19,7 +19,7 @@ from learner.sharding import shard
 from learner.step import Trainer
 from shared.config import LearnerConfig
 from shared.types import Ending, Image, Trajectory, Turn
-from tiny import load_model, picture, png, reference_logits, running_engine
+from tiny import load_model, moe_policy, picture, png, reference_logits, running_engine, tiny_model_dir
 
 CPU = torch.device("cpu")
 
@@ -35,8 +35,11 @@ def packed(policy, trajectories):
     return pack(episodes, pictures, CPU)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned(folder, spec, policy, temperature):
+@pytest.mark.parametrize(("temperature", "layers"), [(1.0, 2), (0.7, 2), (1.0, 3)])
+def test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned(tmp_path, spec, temperature, layers):
+    folder = tiny_model_dir(tmp_path, layers=layers)
+    policy = load_policy(str(folder), spec)
+    assert policy.trimmed == (layers == 3)
     trajectories = [random_trajectory(spec, seed, turns=1 + seed) for seed in range(3)]
     order = sorted(trajectories, key=lambda t: make_episode(t, 0.0, Pictures(spec), EpisodeSettings()).num_tokens)
     expected, model = [], load_model(folder)
@@ -130,6 +133,28 @@ def test_packed_equals_unpacked_with_several_pictures_per_document_in_values_and
     for name, expected in apart_gradients.items():
         scale = expected.abs().max().item() + 1e-6
         torch.testing.assert_close(together_gradients[name], expected, rtol=0, atol=2e-5 * scale + 1e-5, msg=name)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_no_gradient(tmp_path, spec, experts):
+    folder = tiny_model_dir(tmp_path, layers=3)
+    torch.manual_seed(0)
+    policy = moe_policy(folder, spec) if experts else load_policy(str(folder), spec)
+    torch.nn.init.normal_(policy.value_head.weight)
+    batch = packed(policy, [random_trajectory(spec, seed, turns=2) for seed in range(2)])
+    last, found = policy.vlm.model.language_model.layers[-1], []
+    for trimmed in (True, False):
+        if not trimmed:
+            last.__class__, policy.trimmed = last.__class__.__mro__[2], False
+        policy.zero_grad()
+        output = policy(batch, 1.0)
+        (output.logprobs.sum() + output.values.square().sum() + output.entropies.sum()).backward()
+        found.append((output, {name: p.grad.clone() for name, p in policy.named_parameters()}))
+    (got, gradients), (expected, expected_gradients) = found
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5 * (1 + gradient.abs().max()), msg=name)
 
 
 def test_a_document_does_not_see_its_neighbours(policy, spec):

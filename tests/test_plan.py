@@ -129,8 +129,10 @@ def test_planned_weights_gradients_and_optimizer_state_are_what_a_trainer_holds(
     assert need.optimizer == pytest.approx(states, rel=0.01)
 
 
-def test_counted_operations_are_those_of_the_forward(folder, spec, monkeypatch):
+@pytest.mark.parametrize("layers", [2, 3])
+def test_counted_operations_are_those_of_the_forward(tmp_path, spec, monkeypatch, layers):
     monkeypatch.setattr(learner.linear, "_HAS_ONEDNN", False)  # its products are not counted by torch
+    folder = tiny_model_dir(tmp_path, layers=layers)
     policy, batch, shape = load_policy(str(folder), spec), packed(spec), find(str(folder))
     with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
         policy(batch, 1.0)
