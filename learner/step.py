@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from learner.advantages import RunningScale
-from learner.batch import Episode, EpisodeSettings, Microbatch, empty_microbatch, make_episodes, pack, plan
+from learner.batch import (
+    Episode,
+    EpisodeSettings,
+    Microbatch,
+    empty_microbatch,
+    make_episodes,
+    pack,
+    plan,
+    plan_together,
+)
 from learner.dist import Ranks, all_sum
 from learner.model import Policy, PolicyOutput
 from learner.objectives import OBJECTIVES, Tokens
@@ -124,7 +133,8 @@ class Trainer:
         if not useful:
             return []  # on every rank
         lengths = [episodes[i].num_tokens for i in useful]
-        mine = plan(lengths, self.ranks.size, config.microbatch_tokens)[self.ranks.rank]
+        place = plan if config.group_size == 1 else plan_together
+        mine = place(lengths, self.ranks.size, config.microbatch_tokens)[self.ranks.rank]
         return [[useful[i] for i in chosen] for chosen in mine]
 
     def _pack(self, episodes: list[Episode]) -> Microbatch:

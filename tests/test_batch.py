@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as PILImage
 
-from learner.batch import EpisodeSettings, check_group, empty_microbatch, make_episode, make_episodes, pack, plan
+from learner.batch import (
+    EpisodeSettings,
+    check_group,
+    empty_microbatch,
+    make_episode,
+    make_episodes,
+    pack,
+    plan,
+    plan_together,
+)
 from learner.pictures import Pictures
 from shared.types import Ending, Group, Image
 from shared.vision import VisionSpec
@@ -23,9 +32,10 @@ SPEC = VisionSpec(image_token_id=600, min_pixels=1024, max_pixels=1 << 20)
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("place", [plan, plan_together])
 @given(lengths=st.lists(st.integers(1, 50), max_size=40), num_ranks=st.integers(1, 4), budget=st.integers(1, 120))
-def test_a_plan_places_every_episode_once_within_the_budget_on_every_rank_alike(lengths, num_ranks, budget):
-    planned = plan(lengths, num_ranks, budget)
+def test_a_plan_places_every_episode_once_within_the_budget_on_every_rank_alike(place, lengths, num_ranks, budget):
+    planned = place(lengths, num_ranks, budget)
     assert len(planned) == num_ranks
     assert len({len(microbatches) for microbatches in planned}) == 1
     chosen = [chosen for microbatches in planned for chosen in microbatches]
@@ -37,6 +47,14 @@ def test_a_plan_is_balanced():
     lengths = np.random.default_rng(0).integers(50, 400, 64).tolist()
     sums = [sum(lengths[i] for c in rank for i in c) for rank in plan(lengths, 4, 4096)]
     assert max(sums) < 1.05 * min(sums)
+
+
+def test_episodes_of_a_group_stay_together_and_ranks_are_even_up_to_one_episode():
+    lengths = np.random.default_rng(0).integers(50, 400, 64).tolist()
+    planned = plan_together(lengths, 4, 4096)
+    assert [i for rank in planned for chosen in rank for i in chosen] == list(range(64))
+    sums = [sum(lengths[i] for c in rank for i in c) for rank in planned]
+    assert max(sums) - min(sums) <= 400
 
 
 def test_a_turns_reward_stands_at_its_last_sampled_token():

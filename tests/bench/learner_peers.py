@@ -60,12 +60,12 @@ def padded(batch: Sequence[Episode], pictures: Pictures, longest: int = 0) -> Pa
 class PaddedLoop:
     """Padded batches through transformers' own forward, its default attention, and AdamW.
 
-    By default as a plain loop has it: logits of all positions, batches in the order of arrival. `kept_logits` computes
-    those of the span from the first to the last sampled token alone, `by_length` sorts the episodes first.
+    A plain loop computes the logits of all positions and takes batches in the order of arrival. `kept_logits` computes
+    those from the first sampled token on alone, `by_length` sorts the episodes first.
     """
 
     def __init__(
-        self, path: str, episodes: list[Episode], pictures: Pictures, *, kept_logits: bool = False, by_length: bool = False
+        self, path: str, episodes: list[Episode], pictures: Pictures, *, kept_logits: bool, by_length: bool
     ) -> None:
         if by_length:
             episodes = sorted(episodes, key=lambda e: e.num_tokens)
