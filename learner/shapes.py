@@ -93,7 +93,7 @@ class Shape:
         """Of one forward over packed documents: matrix products and attention, nothing else.
 
         `documents`: tokens of each, attended to causally; `pictures`: patches of each distinct one, a product for both
-        its equal frames; `num_rows`: rows of which logits, and the last layer's MLP, are computed. A training step takes
+        its equal frames; `num_rows`: rows of which logits and the last layer's MLP are computed. A training step takes
         three times as many, if nothing is recomputed.
         """
         tokens, patches, h = sum(documents), sum(pictures), self.vision_hidden
