@@ -48,7 +48,7 @@ class Restored:
 
 # What a run cannot change on its way: model, task and data, and what tickets and optimizer state are made of.
 _FIXED = ("run.seed", "model.min_pixels", "model.max_pixels", "env.module", "env.args", "env.reward", "data.")
-_FIXED_LEARNER = ("objective", "group_size", "groups_per_step", "publish_every", "freeze")
+_FIXED_LEARNER = ("objective", "group_size", "groups_per_step", "publish_every", "freeze", "optimizer")
 
 
 def differences(recipe: Recipe, of_checkpoint: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,8 +1,9 @@
-"""AdamW with a learning rate of its own for the value head, warm-up and decay, and one gradient norm over all ranks."""
+"""AdamW or Muon, a learning rate of its own for the value head, warm-up and decay, one gradient norm over all ranks."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +12,29 @@ from torch.optim import AdamW, Optimizer
 
 from learner.dist import Ranks, all_sum
 from learner.model import Policy
+from learner.muon import MuonAdamW
 from shared.config import LearnerConfig
 
 
 def make_optimizer(policy: Policy, config: LearnerConfig) -> AdamW:
-    """Groups: matrices (with weight decay), vectors (without), value head (own rate, without)."""
+    """Groups: matrices (with weight decay), vectors (without), value head (own rate, without); with Muon, the matrices
+    of decoder layers make a fourth. Experts (stacks of matrices), embeddings and the vision tower stay AdamW's."""
     head = list(policy.value_head.parameters())
-    body = [p for p in policy.vlm.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in body if p.ndim >= 2], "base_lr": config.lr, "weight_decay": config.weight_decay},
-        {"params": [p for p in body if p.ndim < 2], "base_lr": config.lr, "weight_decay": 0.0},
+    body = {name: p for name, p in policy.vlm.named_parameters() if p.requires_grad}
+    hidden = {name for name, p in body.items() if "language_model.layers." in name and p.ndim == 2}
+    hidden = hidden if config.optimizer == "muon" else set()
+    matrices = [p for name, p in body.items() if p.ndim >= 2 and name not in hidden]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "base_lr": config.lr, "weight_decay": config.weight_decay},
+        {"params": [p for p in body.values() if p.ndim < 2], "base_lr": config.lr, "weight_decay": 0.0},
         {"params": head, "base_lr": config.value_lr, "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    if config.optimizer == "adamw":
+        return AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    groups = [group | {"muon": False} for group in groups]
+    own = {"base_lr": config.lr, "weight_decay": config.weight_decay, "muon": True}
+    groups.append({"params": [body[name] for name in body if name in hidden], **own})
+    return MuonAdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
 def lr_factor(step: int, config: LearnerConfig) -> float:

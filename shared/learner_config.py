@@ -46,11 +46,14 @@ class LearnerConfig(Section):
     canary_tolerance: float = Field(
         0.0, ge=0, description="largest mean gap of the canary's logprobs; 0 = 0.001 in float32, 0.5 in bfloat16"
     )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: for the matrices of decoder layers, with steps of AdamW's size; AdamW for the rest"
+    )
     lr: float = Field(1e-6, gt=0, description="learning rate of the model")
     value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
-    weight_decay: float = Field(0.1, ge=0, description="of AdamW, on matrices")
+    weight_decay: float = Field(0.1, ge=0, description="of either optimizer, on matrices")
     betas: tuple[float, float] = Field((0.9, 0.98), description="of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")
     max_bad_steps: int = Field(

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "empty_shard": ({}, 0),  # one episode of text alone, for two ranks
     "grpo": ({"objective": "grpo", "entropy_coef": 0.0, "group_size": 2}, 3),
     "uneven": ({"microbatch_tokens": 400, "max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
+    "muon": ({"optimizer": "muon"}, 3),
     "frozen": ({"freeze": ("vision",)}, 2),
     "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
     "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),

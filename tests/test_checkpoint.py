@@ -22,7 +22,7 @@ CONFIG = LearnerConfig(lr=1e-3, value_lr=1e-2, lr_schedule="linear", warmup_step
 
 @pytest.fixture
 def new_trainer(folder, spec, ranks):
-    return lambda: Trainer(load_policy(str(folder), spec), CONFIG, ranks)
+    return lambda **changes: Trainer(load_policy(str(folder), spec), CONFIG.model_copy(update=changes), ranks)
 
 
 def recipe(**changes):
@@ -40,9 +40,9 @@ def save(trainer, ranks, path, *, version=7, keep=2, background=False):
     return where
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path, background):
-    trainer = new_trainer()
+@pytest.mark.parametrize(("background", "optimizer"), [(False, "adamw"), (True, "adamw"), (True, "muon")])
+def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path, background, optimizer):
+    trainer = new_trainer(optimizer=optimizer)
     for step in range(2):
         trainer.step(random_groups(spec, 2, seed=step), version=0)
     path = save(trainer, ranks, tmp_path, background=background)
@@ -50,7 +50,7 @@ def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path, backgr
     for step in range(2, 4):
         trainer.step(random_groups(spec, 2, seed=step), version=0)
 
-    resumed = new_trainer()
+    resumed = new_trainer(optimizer=optimizer)
     restored = checkpoint.load(path, resumed, ranks, recipe())
     assert restored == checkpoint.Restored(path, 7, {"cursor": 7, "open": ["a"]})
     assert resumed.num_steps == 2
