@@ -22,6 +22,15 @@ TEXT_ATTENTION = "pronk_packed"
 VISION_ATTENTION = "pronk_packed_flash"
 
 
+_varlen_allowed = True  # of this process, as torch's own choice of kernels is
+
+
+def use_varlen(allowed: bool) -> None:
+    """Whether half precision on a GPU takes torch's variable-length attention; see learner/attention_backend.py."""
+    global _varlen_allowed
+    _varlen_allowed = allowed
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
     """Where documents begin and end. `runs`: neighbours of equal length as (how many, length).
@@ -72,7 +81,7 @@ def packed_attention(
     """query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D]. Documents do not see each other."""
     if packing.windows is not None and getattr(module, "looks_through_windows", False):
         packing = packing.windows
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if _varlen_allowed and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, scaling, packing)[None], None
     sizes = [count * length for count, length in packing.runs]
     parts = zip(packing.runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from learner import checkpoint, dist
+from learner import attention_backend, checkpoint, dist
 from learner.batch import check_group
 from learner.behind import Behind
 from learner.checkpoint import Saver
@@ -177,6 +177,7 @@ def check_step(trainer: Trainer, desk: Desk | None, groups: Sequence[Group]) -> 
 
 def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     """The policy on its device, sharded where there are several ranks, with its optimizer."""
+    attention_backend.activate(recipe.learner.attention, recipe.model.dtype, ranks.device)
     torch.manual_seed(recipe.run.seed)
     policy = build_policy(recipe, ranks)
     reference = None

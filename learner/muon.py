@@ -18,7 +18,7 @@ class MuonAdamW(AdamW):
 
     Steps have the size of AdamW's (Liu et al., 2025, "Muon is scalable for LLM training", equation 4), so that one
     learning rate and weight decay fit both. Orthogonalisation mixes all of a matrix: a sharded one is gathered for it,
-    one at a time, on every rank. `step` uses up the gradients of such groups. The state of a matrix is sharded as it is.
+    one at a time, on every rank. `step` uses up the gradients of such groups. A matrix's state is sharded as it is.
     """
 
     @torch.no_grad()

@@ -107,6 +107,7 @@ def _check_sizes(frames: Sequence[Frame], limits: Limits) -> None:
 
 _LOWEST = np.finfo(np.float32).min
 
+
 @dataclass(frozen=True, slots=True)
 class TokenRules:
     """What the model says about token ids; both ends of the wire hold a trajectory against it."""

@@ -34,6 +34,9 @@ class LearnerConfig(Section):
     offload: bool = Field(False, description="sharded parameters, gradients, optimizer state rest in CPU memory")
     activation_checkpointing: bool = Field(False, description="compute activations again in the backward: less memory")
     compile: bool = Field(False, description="torch.compile of each block; the first steps take minutes")
+    attention: Literal["auto", "flash2", "flash3", "flash4", "sdpa"] = Field(
+        "auto", description="auto: torch's own flash2 in bfloat16 on a GPU, else sdpa; flash3, flash4: to be installed"
+    )
     freeze: tuple[Literal["vision", "projector"], ...] = Field((), description="parts that are not trained")
     bucket_bytes: int = Field(512 * 2**20, gt=0, description="weights gathered and broadcast at once")
     publish_timeout_s: float = Field(

@@ -15,7 +15,7 @@ from episodes import random_groups  # noqa: E402
 from learner import checkpoint, dist  # noqa: E402
 from learner.buckets import gathered  # noqa: E402
 from learner.dist import Ranks  # noqa: E402
-from learner.model import load_policy  # noqa: E402
+from learner.model import Policy, load_policy  # noqa: E402
 from learner.proof import Proof  # noqa: E402
 from learner.publisher import Publisher, PublishSettings  # noqa: E402
 from learner.sharding import prepare  # noqa: E402
@@ -31,6 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "grpo": ({"objective": "grpo", "entropy_coef": 0.0, "group_size": 2}, 3),
     "uneven": ({"microbatch_tokens": 400, "max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
     "muon": ({"optimizer": "muon"}, 3),
+    "reference": ({"kl_coef": 0.5, "objective": "grpo"}, 3),
     "frozen": ({"freeze": ("vision",)}, 2),
     "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
     "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
@@ -51,7 +52,17 @@ def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     mesh = dist.make_mesh("cpu", ranks.size, config.shard_size)
     ranks = replace(ranks, mesh=mesh)
     prepare(policy, ranks, config, torch.float32)
-    return Trainer(policy, config, ranks)
+    return Trainer(policy, config, ranks, reference=reference_of(folder, ranks, config) if config.kl_coef else None)
+
+
+def reference_of(folder: str, ranks: Ranks, config: LearnerConfig) -> Policy:
+    """Other weights than the policy's, so that the first gradient has a part of it."""
+    reference = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
+    with torch.no_grad():
+        for p in reference.vlm.parameters():
+            p.mul_(1.1)
+    prepare(reference, ranks, config, torch.float32)
+    return reference.requires_grad_(False)
 
 
 def recipe_of(config: LearnerConfig) -> Recipe:

@@ -97,6 +97,11 @@ def test_a_use_of_memory_changes_nothing_beyond_rounding(results, mode):
     assert distance(got["weights"], expected["weights"]) < 1e-6
 
 
+def test_a_reference_on_several_ranks_adds_the_divergence_from_it(results):
+    plain, held = results[2]["vtrace"]["metrics"][0], results[2]["reference"]["metrics"][0]
+    assert held["reference/kl"] > 0.01 and plain.get("reference/kl", 0.0) == 0.0
+
+
 def test_experts_are_sharded_over_ranks_and_their_load_is_measured(results):
     assert all(local == 4 and whole == 8 for local, whole in results[2]["expert_shards"])
     for metrics in results[2]["experts"]["metrics"]:

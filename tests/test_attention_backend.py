@@ -1,0 +1,54 @@
+"""The attention kernel fits the GPU, or the recipe is refused in one line that says what to set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from learner.attention_backend import activate, choose
+
+NONE: frozenset[str] = frozenset()
+FLASH3 = frozenset({"flash_attn_interface"})
+A100, H200, B200, NEXT, V100 = (8, 0), (9, 0), (10, 0), (14, 0), (7, 0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype", "capability", "installed", "chosen"),
+    [
+        ("auto", "bfloat16", None, NONE, "sdpa"),
+        ("auto", "float32", H200, FLASH3, "sdpa"),
+        ("auto", "bfloat16", V100, NONE, "sdpa"),
+        ("auto", "bfloat16", A100, NONE, "flash2"),
+        ("auto", "bfloat16", H200, FLASH3, "flash2"),
+        ("auto", "bfloat16", B200, NONE, "flash2"),
+        ("flash3", "bfloat16", H200, FLASH3, "flash3"),
+        ("flash4", "bfloat16", B200, frozenset({"flash_attn.cute"}), "flash4"),
+        ("sdpa", "bfloat16", NEXT, NONE, "sdpa"),
+    ],
+)
+def test_a_kernel_that_runs_is_chosen(setting, dtype, capability, installed, chosen):
+    assert choose(setting, dtype, capability, installed) == chosen
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype", "capability", "installed", "message"),
+    [
+        ("flash3", "bfloat16", B200, FLASH3, "runs on compute capability 9.x, this GPU has 10.0; .* = 'flash2'"),
+        ("flash3", "bfloat16", H200, NONE, "needs the module flash_attn_interface; install it, or .* = 'flash2'"),
+        ("flash4", "bfloat16", B200, NONE, "needs the module flash_attn.cute; install it, or set .* = 'flash2'"),
+        ("auto", "bfloat16", NEXT, NONE, "no flash attention is known .* 14.0; set learner.attention = 'sdpa'"),
+        ("flash2", "bfloat16", V100, NONE, "this GPU has 7.0; set learner.attention = 'sdpa'"),
+        ("flash2", "float32", H200, NONE, "this is float32 on a GPU; set it to 'auto'"),
+        ("flash3", "bfloat16", None, FLASH3, "this is bfloat16 on a CPU; set it to 'auto'"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused_with_what_to_set(setting, dtype, capability, installed, message):
+    with pytest.raises(ValueError, match=message) as error:
+        choose(setting, dtype, capability, installed)
+    assert "\n" not in str(error.value)
+
+
+def test_on_a_cpu_attention_is_sdpas():
+    assert activate("auto", "bfloat16", torch.device("cpu")) == "sdpa"
+    with pytest.raises(ValueError, match="on a CPU"):
+        activate("flash2", "bfloat16", torch.device("cpu"))
