@@ -11,11 +11,13 @@ sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]  # before tests/, whi
 
 import torch  # noqa: E402
 from episodes import random_groups  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 from learner import checkpoint, dist  # noqa: E402
 from learner.buckets import gathered  # noqa: E402
 from learner.dist import Ranks  # noqa: E402
 from learner.model import Policy, load_policy  # noqa: E402
+from learner.muon import MuonAdamW  # noqa: E402
 from learner.proof import Proof  # noqa: E402
 from learner.publisher import Publisher, PublishSettings  # noqa: E402
 from learner.sharding import prepare  # noqa: E402
@@ -128,6 +130,23 @@ def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, folder: Path, engines
     return {"published": published, "uninterrupted": uninterrupted, "checkpoint": str(path)}
 
 
+def muon_alone(ranks: Ranks) -> list[torch.Tensor]:
+    """Two matrices after three steps on gradients that are the same for any number of ranks; 37 rows divide by none."""
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(rows: int) -> torch.Tensor:
+        whole = torch.randn(rows, 57 - rows, generator=draw)
+        return distribute_tensor(whole, ranks.mesh, [Shard(0)]) if ranks.size > 1 else whole
+
+    matrices = [torch.nn.Parameter(drawn(rows)) for rows in (37, 20)]
+    optimizer = MuonAdamW([{"params": matrices, "muon": True}], lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        for p in matrices:
+            p.grad = drawn(len(p))
+        optimizer.step()
+    return [whole(p) for p in matrices]
+
+
 def expert_shards(trainer: Trainer) -> list[tuple[int, int]]:
     """(experts here, of how many) of each tensor of experts."""
     experts = [p for name, p in trainer.policy.named_parameters() if "experts" in name and p.ndim == 3]
@@ -146,6 +165,7 @@ def main() -> None:
             result["expert_shards"] = expert_shards(trainer)
         if name == "vtrace" and ranks.size < 3:
             result |= save_publish_and_go_on(trainer, ranks, out.parent / f"checkpoints_{ranks.size}", engines)
+    result["muon_alone"] = muon_alone(ranks) if ranks.size < 4 else []
     for name, (size, settings) in MODES.items():
         if size == ranks.size:
             _, result[name] = run(folder, ranks, settings, CASES["vtrace"][1])

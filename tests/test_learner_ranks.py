@@ -79,7 +79,15 @@ def test_gradients_do_not_depend_on_the_number_of_ranks(results, case, size):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_three_optimizer_steps_on_any_number_of_ranks_give_equal_weights(results, case, size):
-    assert distance(results[size][case]["weights"], results[1][case]["weights"]) < 1e-6
+    """Muon rounds gradients to bfloat16: two that differ by 1e-7 may round to neighbours, 4e-3 apart."""
+    bound = 1e-4 if case == "muon" else 1e-6
+    assert distance(results[size][case]["weights"], results[1][case]["weights"]) < bound
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_muon_moves_sharded_matrices_as_whole_ones(results, size):
+    for got, expected in zip(results[size]["muon_alone"], results[1]["muon_alone"], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -77,7 +77,7 @@ def main() -> int:
         "episodes": len(episodes),
         "tokens": sum(e.num_tokens for e in episodes),
         "pictures": sum(len(e.images) for e in episodes),
-        "distinct_pictures": len({image.sha256 for e in episodes for image in e.images}),
+        "distinct_pictures": len({image.content_hash for e in episodes for image in e.images}),
         "load": os.getloadavg()[0],
         **measure(steps, options.repeats),
         "absent": absent,
