@@ -127,35 +127,38 @@ def check_trajectory(t: Trajectory, *, placeholder_id: int, banned_ids: Sequence
         if array.dtype != dtype or array.ndim != 1:
             raise WireError("wrong_type", f"{name} is {array.dtype}{list(array.shape)}, expected {dtype.name}[T]")
     check_lengths(t)
-    ids, mask, logprobs, versions = t.token_ids, t.loss_mask, t.behaviour_logprobs, t.policy_versions
-    _check_turns(t)
-    sampled = mask.view(bool)
-    sampled_ids = ids[sampled]
-    if ids.size and ids.view(np.uint32).max() >= vocab_size:  # negative ones are large
+    ids, logprobs, versions = t.token_ids, t.behaviour_logprobs, t.policy_versions
+    mask = _check_turns(t)
+    sampled = t.loss_mask.view(bool)
+    if mask and ids.view(np.uint32).max() >= vocab_size:  # negative ones are large
         raise WireError("token_id", f"token ids {ids.min()}..{ids.max()} leave the vocabulary of {vocab_size}")
-    placeholders = int(np.count_nonzero(ids == placeholder_id))
-    if placeholders != len(t.images):
-        raise WireError("placeholders", f"{placeholders} image placeholders for {len(t.images)} images")
-    if any(banned in sampled_ids for banned in {placeholder_id, *banned_ids}):
+    placeholders = np.flatnonzero(ids == placeholder_id)
+    if len(placeholders) != len(t.images):
+        raise WireError("placeholders", f"{len(placeholders)} image placeholders for {len(t.images)} images")
+    banned = [placeholders, *(np.flatnonzero(ids == token) for token in banned_ids if token != placeholder_id)]
+    if any(np.count_nonzero(sampled[places]) for places in banned):
         raise WireError("sampled_vision_id", "the policy sampled a vision token")
-    if ids.size and not (logprobs.min() >= _LOWEST and logprobs.max() <= 0):  # neither holds for NaN
+    if mask and not (logprobs.min() >= _LOWEST and logprobs.max() <= 0):  # neither holds for NaN
         raise WireError("logprob", "behaviour logprobs must be finite and <= 0")
-    if ((logprobs < 0) > sampled).any():
+    if np.count_nonzero((logprobs < 0) > sampled):
         raise WireError("logprob", "behaviour logprobs must be 0 where the mask is 0")
-    if ids.size and (versions.min() < -1 or ((versions >= 0) != sampled).any()):
+    if mask and (versions.min() < -1 or (versions >= 0).tobytes() != mask):
         raise WireError("version", "policy versions must be >= 0 where the mask is 1 and -1 elsewhere")
     if not (math.isfinite(t.reward) and all(math.isfinite(turn.reward) for turn in t.turns)):
         raise WireError("not_finite", "a reward is not finite")
 
 
-def _check_turns(t: Trajectory) -> None:
-    written, end = bytearray(len(t.loss_mask)), 0  # the mask, by the turns
+def _check_turns(t: Trajectory) -> bytes:
+    """The mask, if it is what the turns make it."""
+    mask = t.loss_mask.tobytes()
+    written, end = bytearray(len(mask)), 0  # the mask, by the turns
     for turn in t.turns:
         if not (end <= turn.start < turn.end <= len(written)):
             raise WireError("turns", f"turn [{turn.start}, {turn.end}) after {end} in {len(written)} tokens")
         end = turn.end
         written[turn.start : end] = b"\1" * (end - turn.start)
-    if written != t.loss_mask.tobytes():
-        if t.loss_mask.max() > 1:
-            raise WireError("loss_mask", f"loss mask holds {t.loss_mask.max()}, allowed 0 and 1")
+    if written != mask:
+        if max(mask) > 1:
+            raise WireError("loss_mask", f"loss mask holds {max(mask)}, allowed 0 and 1")
         raise WireError("turns", "turns do not cover exactly the tokens with loss mask 1")
+    return mask

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -176,7 +175,7 @@ class Dealer:
         self._socket = self._context.socket(zmq.DEALER)
         self._knock = Knock(self._context, self._socket)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._arrived = asyncio.Event()
+        self._arrival: asyncio.Future[None] | None = None
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         try:
             _prepare(self._socket, settings, secure)
@@ -195,10 +194,7 @@ class Dealer:
         """
         frames = self._waiting()
         if frames is None:
-            self._attend()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._arrived.wait()
+            await self._change(timeout_s)
             frames = self._waiting()
         if frames is None:
             self._knock.trouble()  # events that nobody reads would pile up
@@ -213,26 +209,34 @@ class Dealer:
         except zmq.Again:
             return False
         finally:
-            self._look()
+            self._look()  # for who waits meanwhile
         return True
 
     def _waiting(self) -> list[Frame] | None:
-        try:
-            received = _receive(self._socket)
-            return received and received[1]
-        finally:
-            self._look()
+        received = _receive(self._socket)
+        return received and received[1]
 
-    def _look(self) -> None:
-        if int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
-            self._arrived.set()
-        else:
-            self._arrived.clear()
-
-    def _attend(self) -> None:
+    async def _change(self, timeout_s: float) -> None:
+        """Waits until a message is there, or time is over."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._descriptor, self._look)
+        arrival = self._arrival = self._loop.create_future()
+        limit = self._loop.call_later(timeout_s, self._wake)
+        try:
+            self._look()
+            await arrival
+        finally:
+            limit.cancel()
+            self._arrival = None
+
+    def _look(self) -> None:
+        if self._arrival is not None and int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     def trouble(self) -> str:
         """Why the learner does not let this actor in, as far as the handshakes tell; "" = no handshake has failed."""
