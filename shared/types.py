@@ -37,7 +37,8 @@ TRAINABLE_ENDINGS = frozenset({Ending.COMPLETED, Ending.MAX_TURNS, Ending.OUT_OF
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One picture, as the very bytes the engine was given (an encoded file such as PNG)."""
+    """One picture, as the very bytes the engine was given (an encoded file such as PNG); received large ones are
+    read-only views, equal to their bytes."""
 
     data: bytes | memoryview
     content_hash: str = ""  # XXH3 (128 bits) of `data`, 32 hex digits

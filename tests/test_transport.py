@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from shared.codec import WireError
-from shared.transport import Dealer, Router, Sent, SocketSettings
-from shared.types import Group, Hello, Stop, Welcome
+from shared.transport import COPIED_BYTES, Dealer, Router, Sent, SocketSettings
+from shared.types import Bye, Group, Hello, Sample, Sampling, Stop, Ticket, Tickets, Welcome
 from tests.wires import episode
 
 ANY = "tcp://127.0.0.1:*"
@@ -42,6 +42,51 @@ def test_messages_go_both_ways() -> None:
         assert router.send(peer, Welcome("r", 1, "p")) is Sent.YES
         assert await dealer.receive(5.0) == Welcome("r", 1, "p")
         assert await dealer.receive(0.01) is None
+        dealer.close()
+        router.close()
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("num_bytes", [100, COPIED_BYTES, 3 * COPIED_BYTES])
+def test_a_picture_comes_back_equal_whether_it_is_copied_or_shared(num_bytes: int) -> None:
+    async def talk() -> None:
+        router = Router(ANY)
+        dealer = Dealer(router.address, "a")
+        sent = Group("t", "a", (episode(picture=os.urandom(num_bytes)),))
+        await send(dealer, sent)
+        peer, frames = wait_for(router)
+        group = router.decode(frames)
+        assert isinstance(group, Group)
+        image = group.trajectories[0].images[0]
+        assert image == sent.trajectories[0].images[0]
+        assert isinstance(image.data, bytes) == (num_bytes < COPIED_BYTES)
+        assert hash(image) == hash(sent.trajectories[0].images[0])
+        ticket = Ticket("t", Sample("s", images=(image,)), 1, 0, Sampling(), 1.0)  # and on its way again
+        assert router.send(peer, Tickets((ticket,))) is Sent.YES
+        assert await dealer.receive(5.0) == Tickets((ticket,))
+        dealer.close()
+        router.close()
+
+    asyncio.run(talk())
+
+
+def test_a_message_that_comes_while_another_is_sent_is_not_slept_over() -> None:
+    async def talk() -> None:
+        router = Router(ANY)
+        dealer = Dealer(router.address, "a")
+        await send(dealer, Hello("a", (), 5))
+        peer, _ = wait_for(router)
+        waiting = asyncio.create_task(dealer.receive(60.0))
+        for _ in range(50):
+            await asyncio.sleep(0)
+            assert await dealer.send(Bye("still here"))
+            if router.wait(0.0):
+                router.receive()
+        assert router.send(peer, Stop("over")) is Sent.YES
+        await asyncio.to_thread(router.wait, 0.2)
+        assert await dealer.send(Bye("now"))  # eats ZeroMQ's signal
+        assert await asyncio.wait_for(waiting, 10.0) == Stop("over")
         dealer.close()
         router.close()
 
