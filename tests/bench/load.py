@@ -3,8 +3,8 @@
     python tests/bench/load.py [--seconds 300] [--actors 512] [--processes 2]
 
 The actors answer each ticket at once with an encoded text group; the learner takes batches and publishes versions but
-does not train. The last line is one JSON object: groups/s, memory at a fifth of the time and at the end, and what the
-ledger says.
+does not train. The last line is one JSON object: groups/s, CPU of the learner's process for a group, memory at a fifth
+of the time and at the end, and what the ledger says.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def learn(intake: Intake, seconds: float, per_step: int) -> dict[str, float]:
     """Batches for so long; the rate does not count the first tenth."""
     intake.open()
     started = time.monotonic()
-    version, counted, since, early = 0, 0, started, 0.0
+    version, counted, since, early, began = 0, 0, started, 0.0, time.process_time()
     while (now := time.monotonic()) - started < seconds:
         batch = intake.next_batch(per_step, 60.0)
         intake.commit()
@@ -133,13 +133,14 @@ def learn(intake: Intake, seconds: float, per_step: int) -> dict[str, float]:
         intake.set_version(version)
         intake.metrics()  # as after each step of a run
         if now - started < seconds / 10:
-            counted, since = 0, time.monotonic()
+            counted, since, began = 0, time.monotonic(), time.process_time()
         else:
             counted += len(batch)
         if not early and now - started > seconds / 5:
             early = rss_mib()
     return {
         "groups_per_s": counted / (time.monotonic() - since),
+        "learner_cpu_us": 1e6 * (time.process_time() - began) / max(1, counted),
         "rss_early_mib": early,
         "rss_end_mib": rss_mib(),
         "versions": version,
