@@ -59,7 +59,8 @@ def children_of(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
-    command = local([*places(tmp_path), "--ranks", "2"])
+    fields = {"eval.every_steps": 15, "learner.keep_checkpoints": 1}
+    command = local([*places(tmp_path, **fields), "--ranks", "2"])
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     result = json.loads(run.stdout.splitlines()[-1])
@@ -76,6 +77,12 @@ def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
     gaps = [row["behaviour/logprob_gap/lag_0"] for row in rows if "behaviour/logprob_gap/lag_0" in row]
     assert gaps
     assert max(gaps) < 1e-4
+    _, *successes = [row["eval/success"] for row in metrics(tmp_path) if "eval/success" in row]
+    evaluated = dict(zip((15, 30, 40), successes, strict=True))
+    folder = tmp_path / "colour_tiny" / "checkpoints"
+    best = json.loads((folder / "best.json").read_text())
+    assert best["value"] == max(successes) == evaluated[best["step"]]
+    assert {p.name for p in folder.glob("step_*")} == {best["checkpoint"], "step_00000040"}
 
 
 @pytest.mark.slow
