@@ -1,7 +1,6 @@
 """Weights that change under running requests: versions per token, and each token by the weights that it names."""
 
 import asyncio
-import socket
 from datetime import timedelta
 
 import pytest
@@ -10,95 +9,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper
 
 from actor.client import EngineClient
-from actor.engine.weights import broadcast, join_group, parse_entries, unflatten
-from actor.http import HttpClient, HttpFailure
+from actor.engine.weights import parse_entries, unflatten
+from actor.http import HttpClient
 from shared.types import Image, Sampling
-from shared.vision import VisionSpec
-from tiny import load_model, picture, png, reference_logits, running_engine
+from tests.engine_weights_rig import Publisher, engine, logprobs_under, other_weights, spec, until_sampled
+from tiny import load_model, picture, png
 
-GROUP = "weights"
+__all__ = ["engine", "spec"]  # fixtures
+
 LONG = Sampling(max_new_tokens=300)
-
-
-@pytest.fixture(scope="module")
-def spec(folder):
-    return VisionSpec.load(folder)
-
-
-@pytest.fixture
-def engine(folder):
-    with running_engine(folder, max_context=512, update_timeout_s=5.0) as (url, app):
-        yield url, app
-
-
-def other_weights(folder, seed=1):
-    """The same model with every parameter moved."""
-    model = load_model(folder)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Publisher:
-    """Rank 0 of the group: what the learner does, in a few lines."""
-
-    def __init__(self, url, join=join_group):
-        self.http, self._join = HttpClient(url), join
-
-    async def post(self, path, **body):
-        return await self.http.request("POST", path, body, timeout_s=20)
-
-    async def connect(self):
-        port = free_port()
-        own = asyncio.to_thread(
-            self._join, address="127.0.0.1", port=port, rank=0, world_size=2, name=GROUP, backend="gloo", timeout_s=10
-        )
-        theirs = self.post(
-            "/init_weights_update_group",
-            master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, group_name=GROUP, backend="gloo",
-        )  # fmt: skip
-        self.group, _ = await asyncio.gather(own, theirs)
-
-    async def bucket(self, named, version, **extra):
-        named = [(name, tensor.detach().contiguous()) for name, tensor in named]
-        flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named])
-        answer = self.post(
-            "/update_weights_from_distributed",
-            names=[name for name, _ in named],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
-            shapes=[list(tensor.shape) for _, tensor in named],
-            group_name=GROUP, load_format="flattened_bucket", weight_version=version, **extra,
-        )  # fmt: skip
-        await asyncio.gather(answer, asyncio.to_thread(broadcast, self.group, flat, 10))
-
-    async def publish(self, model, version, **extra):
-        await self.post("/pause_generation", mode="in_place")
-        await self.post("/begin_weight_update")
-        named = list(model.named_parameters())
-        for start in range(0, len(named), 20):
-            await self.bucket(named[start : start + 20], version, **extra)
-        await self.post("/end_weight_update")
-        await self.post("/continue_generation")
-
-
-async def until_sampled(app, count):
-    before = app.scheduler.tokens_out
-    while app.scheduler.tokens_out < before + count:
-        await asyncio.sleep(0.005)
-
-
-def logprobs_under(model, spec, ids, pictures):
-    logits = reference_logits(model, ids, pictures, spec)
-    logits[:, list(spec.banned_ids)] = -torch.inf
-    return torch.log_softmax(logits, dim=-1)
 
 
 def test_an_update_in_the_middle_of_a_request_shows_as_two_spans(folder, spec, engine):
@@ -126,13 +45,8 @@ def test_an_update_in_the_middle_of_a_request_shows_as_two_spans(folder, spec, e
     assert 20 <= first.end == second.start < second.end == len(mixed.token_ids)
     # the first part is the old weights' own
     old = load_model(folder)
-    ids = [*prompt, *mixed.token_ids]
     banned = [*spec.banned_ids, *app.eos_ids]
-    logits = reference_logits(old, ids, pictures, spec)
-    logits[:, banned] = -torch.inf
-    expected = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, torch.tensor(mixed.token_ids)[:, None])[
-        :, 0
-    ]
+    expected = logprobs_under(old, spec, prompt, mixed.token_ids, pictures, banned)
     own = torch.tensor(mixed.logprobs)
     torch.testing.assert_close(own[: first.end], expected[: first.end], atol=1e-4, rtol=0)
     assert (own[first.end :] - expected[first.end :]).abs().max() > 0.01
@@ -140,9 +54,7 @@ def test_an_update_in_the_middle_of_a_request_shows_as_two_spans(folder, spec, e
     expected = in_place_logprobs(old, new, spec, prompt, mixed, pictures, banned)
     torch.testing.assert_close(own[first.end :], expected, atol=1e-4, rtol=0)
     # a new request sees nothing of the old weights
-    ids = [50, *prompt, *fresh.token_ids]
-    logprobs = logprobs_under(new, spec, ids, pictures)[len(prompt) : -1]
-    expected = logprobs.gather(1, torch.tensor(fresh.token_ids)[:, None])[:, 0]
+    expected = logprobs_under(new, spec, [50, *prompt], fresh.token_ids, pictures)
     assert {span.version for span in fresh.spans} == {7}
     torch.testing.assert_close(torch.tensor(fresh.logprobs), expected, atol=1e-4, rtol=0)
 
@@ -195,8 +107,7 @@ def test_flushing_with_the_update_forgets_what_the_old_weights_computed(folder, 
         return longer, second, app.scheduler.tokens_reused - reused
 
     longer, second, reused = asyncio.run(main())
-    expected = logprobs_under(new, spec, [*longer, *second.token_ids], [])[len(longer) - 1 : -1]
-    expected = expected.gather(1, torch.tensor(second.token_ids)[:, None])[:, 0]
+    expected = logprobs_under(new, spec, longer, second.token_ids)
     gap = (torch.tensor(second.logprobs) - expected).abs().max()
     assert (reused == 0 and gap < 1e-4) if flush else (reused == len(longer) - 3 and gap > 1e-3)
 
@@ -222,8 +133,7 @@ def test_a_changed_vision_tower_is_seen_at_once(folder, spec, engine):
         return await client.generate(prompt, images, Sampling(max_new_tokens=9), banned_ids=spec.banned_ids)
 
     out = asyncio.run(main())
-    expected = logprobs_under(new, spec, [*prompt, *out.token_ids], pictures)[len(prompt) - 1 : -1]
-    expected = expected.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+    expected = logprobs_under(new, spec, prompt, out.token_ids, pictures)
     torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
 
 
@@ -249,72 +159,6 @@ def test_torchs_own_group_constructor_meets_the_engine(folder, engine):
     expected = dict(other_weights(folder).named_parameters())["model.language_model.norm.weight"]
     torch.testing.assert_close(torch.tensor(values), expected[: len(values)].detach())
     assert app.scheduler.weight_version == "3"
-
-
-def test_weights_outside_an_update_are_refused(folder, engine):
-    url, _ = engine
-
-    async def main():
-        publisher = Publisher(url)
-        await publisher.connect()
-        body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": GROUP}
-        failures = []
-        for path, extra in [
-            ("/update_weights_from_distributed", body | {"load_format": "flattened_bucket"}),
-            ("/end_weight_update", {}),
-            ("/begin_weight_update", {}),
-            ("/begin_weight_update", {}),
-            ("/update_weights_from_distributed", body),
-            ("/update_weights_from_distributed", body | {"load_format": "flattened_bucket"}),
-            ("/update_weights_from_distributed", body | {"load_format": "flattened_bucket", "group_name": "other"}),
-        ]:
-            try:
-                await publisher.post(path, **extra)
-                failures.append("")
-            except HttpFailure as failure:
-                assert failure.status == 400
-                failures.append(str(failure))
-        return failures
-
-    failures = asyncio.run(main())
-    words = [
-        "between begin",
-        "no update is open",
-        "",
-        "open already",
-        "flattened_bucket",
-        "no parameter 'x'",
-        "no group",
-    ]
-    assert all(word in failure for word, failure in zip(words, failures, strict=True)), failures
-    assert failures[2] == ""
-
-
-def test_a_publisher_that_never_sends_is_given_up(folder):
-    with running_engine(folder, update_timeout_s=0.5) as (url, _):
-
-        async def main():
-            publisher = Publisher(url)
-            await publisher.connect()
-            await publisher.post("/begin_weight_update")
-            with pytest.raises(HttpFailure, match="the broadcast failed"):
-                await publisher.post(
-                    "/update_weights_from_distributed", names=["model.language_model.norm.weight"], dtypes=["float32"],
-                    shapes=[[64]], group_name=GROUP, load_format="flattened_bucket",
-                )  # fmt: skip
-            assert await EngineClient(url).healthy()
-
-        asyncio.run(main())
-
-
-def test_a_group_that_nobody_hosts_is_given_up(folder):
-    with running_engine(folder, update_timeout_s=0.5) as (url, _), pytest.raises(HttpFailure, match="cannot join"):
-        asyncio.run(
-            Publisher(url).post(
-                "/init_weights_update_group", master_address="127.0.0.1", master_port=free_port(), rank_offset=1,
-                world_size=2, group_name=GROUP, backend="gloo",
-            )
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
@@ -346,20 +190,8 @@ def test_pausing_stops_generation_and_continuing_resumes_it(folder, spec, engine
     model = load_model(folder)
     for n, out in enumerate(outs):
         assert len(out.token_ids) == 200
-        logits = reference_logits(model, [30 + n, *out.token_ids], [], spec)
-        logits[:, [*spec.banned_ids, *app.eos_ids]] = -torch.inf
-        expected = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+        expected = logprobs_under(model, spec, [30 + n], out.token_ids, banned=[*spec.banned_ids, *app.eos_ids])
         torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
-
-
-def test_a_request_that_waits_too_long_is_aborted(folder):
-    with running_engine(folder, request_timeout_s=0.3) as (url, _):
-
-        async def main():
-            await HttpClient(url).request("POST", "/pause_generation", {"mode": "in_place"}, timeout_s=5)
-            return await EngineClient(url).generate([30], [], Sampling())
-
-        assert asyncio.run(main()).finish_reason == "abort"
 
 
 def test_a_bucket_is_cut_into_its_parameters_even_unaligned():
@@ -372,19 +204,3 @@ def test_a_bucket_is_cut_into_its_parameters_even_unaligned():
         parse_entries(["a"], ["float12"], [[1]])
     with pytest.raises(ValueError, match="1, 2 and 1 entries"):
         parse_entries(["a"], ["int8", "int8"], [[1]])
-
-
-def test_a_model_thread_that_fails_answers_what_is_open(folder, engine):
-    url, app = engine
-
-    def fail(rows):
-        raise RuntimeError("out of memory")
-
-    async def main():
-        app.scheduler.runner.forward = fail
-        client = EngineClient(url)
-        first = await client.generate([30], [], Sampling())
-        return first, app.scheduler.failed
-
-    first, failed = asyncio.run(main())
-    assert first.finish_reason == "abort" and str(failed) == "out of memory"

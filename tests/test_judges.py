@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from test_rollout import Counting, Scripted, completion, renderer, threads, ticket
 
 from actor.client import EngineError, EnginePool
 from actor.judges import FunctionJudge, HttpJudge
@@ -21,6 +20,7 @@ from actor.worker import make_judge
 from envs.loader import load_function
 from shared.config import Recipe
 from shared.types import Ending, Sample, Trajectory
+from tests.rollout_rig import Counting, Scripted, completion, renderer, threads, ticket
 
 __all__ = ["renderer", "threads"]  # fixtures
 

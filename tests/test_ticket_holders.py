@@ -1,0 +1,109 @@
+"""Who holds a ticket: over leases that end, actors that vanish or forget, and restarts of the learner."""
+
+from __future__ import annotations
+
+import json
+
+from learner.tickets import TicketBook, Verdict
+from tests.ticket_rig import Clock, adds_up, issue_all, make_book
+from tests.wires import group_of
+
+
+def test_a_ticket_whose_lease_is_over_goes_to_another_actor_and_the_first_group_counts() -> None:
+    clock = Clock()
+    book = make_book(clock, lease_s=10.0)
+    tickets = issue_all(book, "slow")
+    clock.now = 10.0
+    assert book.expire() == tuple(t.id for t in tickets)
+    assert book.expire() == ()
+    assert book.issue("slow") is None
+    assert issue_all(book, "fast") == tickets
+    assert book.reissued == len(tickets)
+    assert book.holders(tickets[0].id) == ("slow", "fast")
+    assert book.accept(group_of(tickets[0]), "fast") is Verdict.ACCEPTED
+    assert book.accept(group_of(tickets[0]), "slow") is Verdict.DUPLICATE
+    assert book.holders(tickets[0].id) == ()
+
+
+def test_the_tickets_of_an_actor_that_is_gone_are_issued_again_and_stay_with_it_if_it_returns_first() -> None:
+    book = make_book()
+    tickets = issue_all(book, "a")
+    book.actor_gone("a")
+    assert book.holding("a") == 0
+    assert book.held("a", (tickets[0].id,)) == ()
+    assert book.issue("b") == tickets[1]
+    assert book.holders(tickets[0].id) == ("a",)
+
+
+def test_a_ticket_that_its_actor_does_not_name_was_lost_on_the_way() -> None:
+    clock = Clock()
+    book = make_book(clock, lost_after_s=5.0)
+    lost, kept = issue_all(book)[:2]
+    clock.now = 4.0
+    book.held("a", (kept.id,))
+    assert book.issue("b") is None
+    clock.now = 6.0
+    book.held("a", (kept.id,))
+    assert book.issue("b") == lost
+    assert book.holders(kept.id) == ("a",)
+
+
+def test_an_actor_learns_which_of_its_tickets_are_void() -> None:
+    book = make_book()
+    first, second = issue_all(book)[:2]
+    book.accept(group_of(first), "b")
+    assert book.held("a", (first.id, second.id, "9-other")) == (first.id, "9-other")
+
+
+def test_an_actor_keeps_its_group_until_the_step_on_it_is_done() -> None:
+    book = make_book()
+    first, second = issue_all(book)[:2]
+    for ticket in (first, second):
+        book.accept(group_of(ticket), "a")
+    assert book.take_groups(1) is not None
+    assert book.acknowledgments() == {}
+    assert book.held("a", (first.id, second.id)) == ()
+    book.commit()
+    assert book.acknowledgments() == {"a": [first.id]}
+    assert book.acknowledgments() == {}
+    assert book.held("a", (first.id, second.id)) == (first.id,)
+
+
+def restarted(book: TicketBook, nonce: str) -> TicketBook:
+    again = make_book(nonce=nonce)
+    again.load_state(json.loads(json.dumps(book.state_dict())))
+    return again
+
+
+def test_a_restarted_book_issues_what_was_open_and_takes_groups_that_their_actors_kept() -> None:
+    book = make_book(nonce="first")
+    tickets = issue_all(book)
+    for ticket in tickets[:5]:
+        book.accept(group_of(ticket), "a")
+    book.take_groups(4)
+    again = restarted(book, "second")
+    assert adds_up(again)
+    assert again.held("a", tuple(t.id for t in tickets[3:5])) == (tickets[3].id,)
+    assert again.accept(group_of(tickets[0]), "a") is Verdict.DUPLICATE
+    assert again.accept(group_of(tickets[4]), "a") is Verdict.ACCEPTED
+    assert [t.sample for t in issue_all(again)] == [t.sample for t in tickets[5:]]
+    assert again.trained == 4
+
+
+def test_what_came_after_the_checkpoint_is_refused_by_a_restarted_book() -> None:
+    book = make_book(nonce="first", groups_per_version=2, max_staleness=1)
+    early = issue_all(book)
+    again = restarted(book, "second")
+    for ticket in early[:2]:
+        book.accept(group_of(ticket), "a")
+    book.take_groups(2)
+    book.version = 1
+    late = issue_all(book)
+    assert book.accept(group_of(late[1], version=3), "a") is Verdict.OUTDATED  # an engine that missed a restart
+    again.held("a", tuple(t.id for t in early))
+    assert again.accept(group_of(early[2], version=1), "a") is Verdict.OUTDATED
+    assert again.accept(group_of(late[0]), "a") is Verdict.OUTDATED
+    assert again.issue("b").sample == early[2].sample  # type: ignore[union-attr]
+    assert again.refused == {"outdated": 2}
+    third = restarted(again, "third")
+    assert third.accept(group_of(early[3]), "a") is Verdict.ACCEPTED
