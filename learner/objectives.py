@@ -16,7 +16,7 @@ of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -41,6 +41,13 @@ class Tokens:
     advantages: Tensor  # relative to the group
     weights: Tensor  # of each token in the sums: 1 (token mean), or 1 / tokens of its episode (sequence mean)
     reference_logprobs: Tensor | None = None  # of the frozen initial policy
+
+
+def corrected(tokens: Tokens, config: LearnerConfig) -> Tokens:
+    """What objectives see: with correction `none`, tokens whose ratio pi/mu is 1, as if the policy had not moved on."""
+    if config.correction == "importance":
+        return tokens
+    return replace(tokens, behaviour_logprobs=tokens.logprobs.detach())
 
 
 class Loss(NamedTuple):

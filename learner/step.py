@@ -25,7 +25,7 @@ from learner.batch import (
 )
 from learner.dist import Ranks, all_sum
 from learner.model import Policy, PolicyOutput
-from learner.objectives import OBJECTIVES, Tokens
+from learner.objectives import OBJECTIVES, Tokens, corrected
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
 from learner.pictures import Pictures
 from learner.router import RouterLoad
@@ -168,7 +168,7 @@ class Trainer:
             weights=1.0 / batch.episode_tokens if self._per_episode else torch.ones_like(batch.episode_tokens),
             reference_logprobs=reference,
         )
-        loss = OBJECTIVES[self.config.objective](tokens, self.config, scale)
+        loss = OBJECTIVES[self.config.objective](corrected(tokens, self.config), self.config, scale)
         stats.add(version - batch.versions, loss_columns(tokens, loss))
         return loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
 

@@ -64,6 +64,9 @@ class LearnerConfig(Section):
     )
     gamma: float = Field(1.0, ge=0, le=1, description="discount between turns (1 inside a turn)")
     lam: float = Field(1.0, ge=0, le=1, description="lambda between turns: how far V-trace looks ahead")
+    correction: Literal["importance", "none"] = Field(
+        "importance", description="none takes every token for the current policy's own, however old: to compare with"
+    )
     rho_bar: float | None = Field(1.0, description="truncation of rho in the targets; null = none")
     c_bar: float | None = Field(1.0, description="truncation of c, how fast corrections fade; null = none")
     pg_rho_bar: float | None = Field(1.0, description="truncation of the importance weight of the policy gradient")

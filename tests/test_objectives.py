@@ -10,7 +10,7 @@ import torch
 from objective_references import REFERENCES, extras
 
 from learner.advantages import group_advantages
-from learner.objectives import OBJECTIVES, Tokens, kl_term, policy_term, value_term
+from learner.objectives import OBJECTIVES, Tokens, corrected, kl_term, policy_term, value_term
 from shared.config import LearnerConfig
 
 
@@ -215,3 +215,23 @@ def test_parts_of_a_step_add_up_to_the_whole(objective):
     config, episodes = LearnerConfig(objective=objective), random_episodes(7)
     total = lambda part: float(OBJECTIVES[objective](packed_tokens(part, per_episode=False), config, 1.0).total)  # noqa: E731
     assert total(episodes) == pytest.approx(total(episodes[:2]) + total(episodes[2:]))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_without_correction_a_stale_token_counts_as_one_of_the_current_policy(objective):
+    advantages = [1.0, -2.0, 1.0]
+    rewards = [0.0, 0.0, 3.0]
+    stale = tokens_of([0.9, -0.7, 0.4], advantages, values=0.5, rewards=rewards)
+    fresh = tokens_of([0.0, 0.0, 0.0], advantages, values=0.5, rewards=rewards)
+    config = LearnerConfig(objective=objective, correction="none")
+    OBJECTIVES[objective](corrected(stale, config), config, 1.0).total.backward()
+    OBJECTIVES[objective](fresh, LearnerConfig(objective=objective), 1.0).total.backward()
+    assert stale.logprobs.grad.abs().sum() > 0
+    assert torch.equal(stale.logprobs.grad, fresh.logprobs.grad)
+    if objective == "vtrace":
+        assert torch.equal(stale.values.grad, fresh.values.grad)
+
+
+def test_importance_correction_leaves_the_tokens_as_they_are():
+    tokens = tokens_of([0.9, -0.7])
+    assert corrected(tokens, LearnerConfig()) is tokens
