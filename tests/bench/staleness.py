@@ -4,7 +4,7 @@
 
 Every run has the same number of optimizer steps and starts from the same small model. As many groups are in play as the
 bound lets be issued, so that the policy does run ahead of its data. Each run appends one line to FILE; runs that it
-holds already are not repeated. `--draw` writes the table and the plot (needs the dependency group `docs`). The last
+holds already are not repeated. `--draw` writes the table and the plot (needs the dependency group `plot`). The last
 line is one JSON object.
 """
 
@@ -43,7 +43,7 @@ class Task:
 COMMON = {"learner.objective": "vtrace", "learner.vtrace_clip": "true", "learner.lr_schedule": "linear"}
 TASKS = {
     "colour": Task("colour_tiny", 16, 100, {"learner.lr": 5e-4, "learner.value_lr": 3e-3, "learner.warmup_steps": 16}),
-    "sokoban": Task("sokoban_tiny", 24, 24, {"learner.lr": 5e-4, "learner.warmup_steps": 4}),
+    "sokoban": Task("sokoban_tiny", 32, 48, {"learner.lr": 4e-4, "learner.warmup_steps": 8}),
 }
 
 
