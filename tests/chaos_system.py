@@ -13,7 +13,8 @@ from typing import Any
 
 from tests.chaos_disk import Disk
 from tests.chaos_proxy import Peer, Proxy
-from tests.test_end_to_end import children_of, free_port
+from tests.machine import free_port
+from tests.test_end_to_end import children_of
 
 RECIPE = "launch/recipes/colour_tiny.toml"
 PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "launch/learner.py"}

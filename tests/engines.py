@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import LocalServer, QuietHandler, free_port
 
 from actor.engine.weights import broadcast, join_group, parse_entries
 from learner.engine_link import EngineError, call
@@ -38,9 +39,7 @@ class EngineProcess:
 @contextmanager
 def engine_process(folder: Path, *more: str) -> Iterator[EngineProcess]:
     """The embedded engine as a process of its own, on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     command = [sys.executable, "-m", "actor.engine.server", "--model-path", str(folder), "--port", str(port), *more]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     engine = EngineProcess(f"http://127.0.0.1:{port}", process)
@@ -68,7 +67,7 @@ def false_engine(answers: Mapping[str, Answer]) -> Iterator[tuple[str, list[tupl
     """A server that answers each path as told, and all others with success: (url, the requests that it saw)."""
     seen: list[tuple[str, Any]] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def answer(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
             seen.append((self.path, body))
@@ -76,17 +75,11 @@ def false_engine(answers: Mapping[str, Answer]) -> Iterator[tuple[str, list[tupl
 
         do_GET = do_POST = answer
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = LocalServer(Handler)
     try:
-        yield f"http://127.0.0.1:{server.server_port}", seen
+        yield server.url, seen
     finally:
-        server.shutdown()
-        server.server_close()
+        server.close()
 
 
 def says(content: Any, status: int = 200) -> Answer:
@@ -186,9 +179,7 @@ def sglang_process(folder: Path) -> Iterator[EngineProcess]:
     from launch.engines import engine_specs
     from shared.config import load_recipe
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     fields = {"model.path": folder, "engine.kind": "sglang", "engine.port": port, "engine.start_timeout_s": 300}
     arguments = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
     spec = engine_specs(load_recipe(str(ROOT / "launch/recipes/colour_tiny.toml"), arguments))[0]

@@ -11,6 +11,7 @@ from actor.loop import run_actor
 from learner.intake import Intake, IntakeSettings
 from learner.samples import SeedSource
 from shared.types import Ticket, Trajectory
+from tests.machine import until_async
 from tests.wires import RULES, actor_settings, book_settings, episode
 
 ACTORS, PLACES, PER_VERSION, STALENESS = 3, 50, 4, 2
@@ -32,17 +33,9 @@ class Stage:
         return episode(ticket.version, picture=os.urandom(PICTURE_BYTES))
 
 
-async def until(condition: object, intake: Intake) -> None:
-    for _ in range(3000):
-        if condition(intake.metrics()):  # type: ignore[operator]
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(intake.metrics())
-
-
 async def stand_still(intake: Intake, stage: Stage) -> tuple[int, int]:
     """Ten minutes of heartbeats without a step: bytes in use by Python's objects before and after."""
-    await until(lambda m: m["queue/ready_groups"] == MAY_BE_OPEN, intake)
+    await until_async(lambda: intake.metrics()["queue/ready_groups"] == MAY_BE_OPEN, 30.0, intake.metrics)
     tracemalloc.start()
     await asyncio.sleep(0.5)
     before = tracemalloc.get_traced_memory()[0]

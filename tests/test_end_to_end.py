@@ -13,13 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine import free_port
+
 RECIPE = "launch/recipes/colour_tiny.toml"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def places(tmp_path: Path, **more: object) -> list[str]:

@@ -14,14 +14,9 @@ import pytest
 from actor.client import EngineClient, EngineError, EnginePool
 from actor.engine.server import main
 from shared.types import Sampling
+from tests.machine import free_port, until
 
 ROOT = Path(__file__).parent.parent
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def command(folder, port, *more):
@@ -62,10 +57,7 @@ def test_an_engine_dies_with_its_parent(folder):
     finally:
         parent.kill()
         parent.communicate()
-    deadline = time.monotonic() + 10
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive(pid)
+    until(lambda: not alive(pid), 10.0)
 
 
 def alive(pid):

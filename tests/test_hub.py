@@ -7,28 +7,27 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from envs.datasets import load_dataset, write_rows
 from envs.triangles import rows
+from tests.machine import LocalServer, QuietHandler
 from tiny import tiny_model_dir
 
 COMMIT = "1" * 40
 
 
-class Hub:
+class Hub(LocalServer):
     """Serves the files of folders as repositories: {"datasets/ORG/NAME": folder}. `asked` are the files downloaded."""
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         self.asked: list[str] = []
         hub = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             protocol_version = "HTTP/1.1"
 
             def do_HEAD(self) -> None:
@@ -66,17 +65,7 @@ class Hub:
                 if not head:
                     self.wfile.write(data)
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Handler)
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from actor.worker import make_judge
 from envs.loader import load_function
 from shared.config import Recipe
 from shared.types import Ending, Sample, Trajectory
+from tests.machine import LocalServer, QuietHandler
 from tests.rollout_rig import Counting, Scripted, completion, renderer, threads, ticket
 
 __all__ = ["renderer", "threads"]  # fixtures
@@ -110,7 +109,7 @@ def test_a_function_that_fails_is_the_episodes_ending(renderer, threads, kind, r
     assert not trajectory.trainable
 
 
-class Server:
+class Server(LocalServer):
     """A reward server whose next answers are given: (status, body), or seconds to be silent for."""
 
     def __init__(self, answers: list) -> None:
@@ -118,7 +117,7 @@ class Server:
         self.paths: list[str] = []
         outer, waiting = self, list(answers)
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
                 outer.paths.append(self.path)
                 outer.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
@@ -131,17 +130,8 @@ class Server:
                 self.end_headers()
                 self.wfile.write(answer[1])
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/grade?key=1"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Handler)
+        self.url += "/grade?key=1"
 
 
 @pytest.fixture

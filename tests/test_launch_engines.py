@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from launch.keeper import Engine
 from launch.processes import start_family, stop_all
 from launch.restarts import Restarts
 from shared.config import ConfigError, EngineConfig, load_recipe
+from tests.machine import until
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 
@@ -158,13 +158,6 @@ def test_a_gpu_is_given_to_one_owner_at_a_time(tmp_path, monkeypatch):
 
 def python(code, tmp_path):
     return EngineSpec("engine on port 1", "http://127.0.0.1:1", (sys.executable, "-c", code), {}, (), tmp_path / "log")
-
-
-def until(done, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_an_engine_that_ended_is_started_again_and_named(tmp_path, caplog):

@@ -10,9 +10,10 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from test_end_to_end import RECIPE, free_port, places
+from test_end_to_end import RECIPE, places
 
 from actor.engine.http import HttpServer
+from tests.machine import free_port
 from tiny import running_engine, tiny_model_dir
 
 
