@@ -5,24 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_intake import Peer, opened
 
 from learner.failures import TooManyFailures
 from learner.intake import Intake, IntakeSettings
 from learner.samples import SeedSource
 from shared.types import Group
+from tests.intake_rig import Peer, opened
 from tests.wires import RULES, book_settings, failed_episode, group_of
 
 __all__ = ["opened"]  # a fixture
 
 
-def test_too_many_failed_episodes_stop_the_run_with_the_first_reason(tmp_path: Path, opened: list) -> None:
+@pytest.fixture
+def half_may_fail(tmp_path: Path, opened: list) -> tuple[Intake, Peer]:
+    """An open intake that bears half of its episodes to fail, and an actor with 64 places."""
     settings = IntakeSettings("tcp://127.0.0.1:*", tmp_path, "run-1", RULES, max_failure_share=0.5)
     intake = Intake(SeedSource(), book_settings(groups_per_version=100), settings)
     peer = Peer(intake.address, slots=64)
     opened += [intake, peer]
     intake.open(0)
     peer.hello()
+    return intake, peer
+
+
+def test_too_many_failed_episodes_stop_the_run_with_the_first_reason(half_may_fail: tuple[Intake, Peer]) -> None:
+    intake, peer = half_may_fail
     for number, ticket in enumerate(peer.tickets(64)):
         good = number < 30
         made = group_of(ticket) if good else Group(ticket.id, "p", (failed_episode(error=f"boom {number}"),))
@@ -31,13 +38,8 @@ def test_too_many_failed_episodes_stop_the_run_with_the_first_reason(tmp_path: P
         intake.next_batch(60, timeout_s=10.0)
 
 
-def test_failures_below_the_stated_share_do_not_stop_the_run(tmp_path: Path, opened: list) -> None:
-    settings = IntakeSettings("tcp://127.0.0.1:*", tmp_path, "run-1", RULES, max_failure_share=0.5)
-    intake = Intake(SeedSource(), book_settings(groups_per_version=100), settings)
-    peer = Peer(intake.address, slots=64)
-    opened += [intake, peer]
-    intake.open(0)
-    peer.hello()
+def test_failures_below_the_stated_share_do_not_stop_the_run(half_may_fail: tuple[Intake, Peer]) -> None:
+    intake, peer = half_may_fail
     for number, ticket in enumerate(peer.tickets(64)):
         peer.send(Group(ticket.id, "p", (failed_episode(),)) if number % 2 else group_of(ticket))
     assert len(intake.next_batch(32, timeout_s=10.0)) == 32

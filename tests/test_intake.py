@@ -1,110 +1,20 @@
-"""The intake with real sockets and its real thread; actors here are bare sockets that say what the test wants."""
+"""The intake hands out tickets and gathers groups, over real sockets and with its real thread."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import msgpack
-import numpy as np
 import pytest
-import zmq
 
 from learner.intake import Intake
 from learner.samples import SeedSource
-from shared.codec import decode, encode
-from shared.types import (
-    Ack,
-    Bye,
-    Cancel,
-    Ending,
-    Group,
-    Hello,
-    Receipt,
-    Request,
-    Sampling,
-    Stop,
-    Ticket,
-    Tickets,
-    Welcome,
-)
-from tests.wires import VOCAB, episode, failed_episode, group_of, start_intake
+from shared.types import Ack, Bye, Cancel, Group, Receipt, Sampling, Stop, Tickets, Welcome
+from tests.intake_rig import Peer, intake, opened, peer
+from tests.machine import until
+from tests.wires import episode, failed_episode, group_of, start_intake
 
-
-class Peer:
-    """A DEALER that sends what it is told and collects what comes."""
-
-    def __init__(self, address: str, name: str = "p", slots: int = 4, number: int = 1) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.routing_id = f"{name}#{number}".encode()
-        self.socket.connect(address)
-        self.name = name
-        self.slots = slots
-
-    def hello(self, *held: str, vocab_size: int = VOCAB) -> None:
-        self.send(Hello(self.name, (f"http://{self.name}",), vocab_size, held, 0.5))
-        self.send(Request(self.slots))
-
-    def send(self, message: object) -> None:
-        self.socket.send_multipart(encode(message))  # type: ignore[arg-type]
-
-    def receive(self, timeout_s: float = 5.0) -> object:
-        if not self.socket.poll(int(timeout_s * 1000)):
-            return None
-        return decode(self.socket.recv_multipart())
-
-    def expect(self, kind: type) -> object:
-        """The next message of this kind; others are skipped."""
-        while (message := self.receive()) is not None:
-            if isinstance(message, kind):
-                return message
-        raise AssertionError(f"no {kind.__name__} came")
-
-    def tickets(self, count: int) -> list[Ticket]:
-        got: list[Ticket] = []
-        while len(got) < count:
-            message = self.expect(Tickets)
-            assert isinstance(message, Tickets)
-            got += message.tickets
-        return got
-
-    def close(self) -> None:
-        self.socket.close()
-        self.context.term()
-
-
-@pytest.fixture
-def opened() -> Iterator[list]:
-    things: list = []
-    yield things
-    for thing in reversed(things):
-        if isinstance(thing, Intake):
-            thing.stop("test over")
-        else:
-            thing.close()
-
-
-@pytest.fixture
-def intake(tmp_path: Path, opened: list) -> Intake:
-    opened.append(start_intake(tmp_path, lost_after_s=0.3))
-    return opened[-1]
-
-
-@pytest.fixture
-def peer(intake: Intake, opened: list) -> Peer:
-    opened.append(Peer(intake.address))
-    return opened[-1]
-
-
-def until(condition: object, timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+__all__ = ["intake", "opened", "peer"]  # fixtures
 
 
 def test_tickets_groups_and_acknowledgments_make_a_batch(intake: Intake, peer: Peer) -> None:
@@ -227,21 +137,6 @@ def test_an_actor_that_returns_to_a_restarted_learner_is_told_what_is_void(intak
     assert peer.expect(Receipt) == Receipt("5-before", False, "unknown")
 
 
-def test_what_an_actor_holds_of_another_run_is_void_and_its_group_is_refused(intake: Intake, peer: Peer) -> None:
-    intake.open()
-    peer.hello()
-    foreign = dataclasses.replace(peer.tickets(1)[0], id="0-0ther5un")
-    peer.hello(foreign.id)
-    cancel = peer.expect(Cancel)
-    assert isinstance(cancel, Cancel) and cancel.ticket_ids == (foreign.id,)
-    peer.send(group_of(foreign))
-    receipt = peer.expect(Receipt)
-    assert receipt == Receipt(foreign.id, False, "unknown")
-    metrics = intake.metrics()
-    assert metrics["tickets/refused/unknown"] == 1
-    assert metrics["tickets/trained"] == metrics["tickets/dropped"] == metrics["queue/ready_groups"] == 0
-
-
 def test_a_restarted_intake_goes_on_where_the_checkpoint_was(tmp_path: Path, opened: list) -> None:
     states = []
     for _ in range(2):
@@ -262,113 +157,6 @@ def test_a_restarted_intake_goes_on_where_the_checkpoint_was(tmp_path: Path, ope
     assert states[0]["open"] == [[n, 0] for n in (4, 5, 6, 7)]
     assert states[1]["trained"] == 8
     assert [t.sample.metadata["seed"] for t in tickets] == list(range(4, 12))
-
-
-def test_a_malformed_group_is_refused_counted_kept_and_its_sample_dropped(
-    intake: Intake, peer: Peer, tmp_path: Path
-) -> None:
-    intake.open()
-    peer.hello()
-    ticket, other, third, fourth = peer.tickets(4)
-    bad = episode(images=())  # a placeholder without its picture
-    peer.send(Group(ticket.id, "p", (bad,)))
-    receipt = peer.expect(Receipt)
-    assert isinstance(receipt, Receipt)
-    assert (receipt.ticket_id, receipt.taken) == (ticket.id, False)
-    peer.send(Group(other.id, "p", (episode(token_ids=np.full(7, 1, np.int32)),)))
-    peer.expect(Receipt)
-    peer.socket.send_multipart([b"noise", b"noise"])
-    peer.send(Stop("an actor has no say in this"))
-    peer.send(Group(third.id, "p", (failed_episode(Ending.ENV_TIMEOUT, "reset took 30 s"),)))
-    receipt = peer.expect(Receipt)
-    assert isinstance(receipt, Receipt)
-    assert "reset took 30 s" in receipt.reason
-    peer.send(group_of(fourth))
-    peer.expect(Receipt)
-    metrics = intake.metrics()
-    assert metrics["tickets/dropped/malformed_placeholders"] == 2
-    assert metrics["tickets/dropped/env_timeout"] == 1
-    assert {r for r in metrics if r.startswith("wire/rejected/")} == {
-        f"wire/rejected/{reason}" for reason in ("placeholders", "header", "wrong_direction")
-    }
-    kept = sorted((tmp_path / "rejected").glob("*.msgpack"))
-    assert len(kept) == 4
-    assert msgpack.unpackb(kept[2].read_bytes())["frames"] == [b"noise", b"noise"]
-    assert len(intake.next_batch(1, 5.0)) == 1  # the run goes on
-
-
-def test_a_group_that_was_damaged_on_its_way_may_be_sent_again(intake: Intake, peer: Peer) -> None:
-    """Not even its ticket's id is believed, so it costs no ticket."""
-    intake.open()
-    peer.hello()
-    ticket = peer.tickets(4)[0]
-    frames = [bytes(frame) for frame in encode(group_of(ticket))]
-    for place, frame in enumerate(frames[1:], 1):
-        peer.socket.send_multipart([*frames[:place], frame[:-1] + bytes([frame[-1] ^ 4]), *frames[place + 1 :]])
-    peer.send(group_of(ticket))
-    receipt = peer.expect(Receipt)
-    assert isinstance(receipt, Receipt) and receipt.taken
-    metrics = intake.metrics()
-    assert metrics["wire/rejected/digest"] == 5  # four arrays and the digest itself
-    assert metrics["wire/rejected/image_hash"] == 1
-    assert metrics["tickets/dropped"] == 0
-
-
-def test_only_the_last_twenty_rejected_messages_are_kept(intake: Intake, peer: Peer, tmp_path: Path) -> None:
-    for _ in range(30):
-        peer.socket.send_multipart([b"noise"])
-    until(lambda: intake.metrics()["wire/rejected"] == 30)
-    assert len(list((tmp_path / "rejected").iterdir())) == 20
-
-
-def test_a_stranger_cannot_close_the_ticket_of_another_actor(intake: Intake, peer: Peer, opened: list) -> None:
-    intake.open()
-    peer.hello()
-    ticket = peer.tickets(4)[0]
-    stranger = Peer(intake.address, "stranger")
-    opened.append(stranger)
-    stranger.send(Group(ticket.id, "p", (episode(images=()),)))
-    assert not stranger.expect(Receipt).taken  # type: ignore[attr-defined]
-    assert intake.metrics()["tickets/dropped"] == 0
-
-
-def test_an_actor_of_another_vocabulary_or_schema_is_sent_away_with_the_reason(intake: Intake, opened: list) -> None:
-    stranger, ancient = peers = [Peer(intake.address, name) for name in "sa"]
-    opened += peers
-    stranger.hello(vocab_size=VOCAB + 1)
-    assert stranger.receive(0.3) is None  # one message alone may have been damaged
-    stranger.hello(vocab_size=VOCAB + 1)
-    stop = stranger.expect(Stop)
-    assert isinstance(stop, Stop)
-    assert "model.path" in stop.reason
-    for _ in range(2):
-        ancient.socket.send_multipart([msgpack.packb({"v": 999, "kind": "Hello", "body": []})])
-    stop = ancient.expect(Stop)
-    assert isinstance(stop, Stop)
-    assert "999" in stop.reason
-    assert intake.metrics()["actors/known"] == 0
-
-
-@pytest.mark.parametrize("urls", [("file:///etc/passwd",), ("http://a b",), ("",), ("http://e",) * 1025])
-def test_an_actor_that_names_no_usable_engines_is_sent_away(intake: Intake, opened: list, urls: tuple) -> None:
-    stranger = Peer(intake.address, "stranger")
-    opened.append(stranger)
-    for _ in range(2):
-        stranger.send(Hello("stranger", urls, VOCAB, (), 0.5))
-    stop = stranger.expect(Stop)
-    assert isinstance(stop, Stop)
-    assert "engine" in stop.reason
-    assert not intake.engines()
-
-
-def test_a_known_actor_stays_when_one_of_its_messages_is_damaged(intake: Intake, peer: Peer) -> None:
-    peer.hello()
-    peer.expect(Welcome)
-    for _ in range(3):
-        peer.hello(vocab_size=VOCAB + 1)
-        peer.socket.send_multipart([msgpack.packb({"v": 66, "kind": "Hello", "body": []})])
-    assert peer.receive(0.5) is None
-    assert intake.metrics()["actors/known"] == 1
 
 
 def test_two_actors_of_one_name_are_two_actors(intake: Intake, opened: list) -> None:
