@@ -28,7 +28,7 @@ from launch.recording import Recording, with_own_weights
 from launch.restarts import Restarts
 from launch.samples import ready
 from shared.codec import TokenRules
-from shared.config import Recipe
+from shared.config import EngineConfig, Recipe
 from shared.keys import actor_security, read_api_key
 from shared.log import get_logger
 from shared.vision import VisionSpec
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         raise_on_signals()
         locks = [claim(spec.gpus, spec.name) for spec in specs]
         LOG.debug("%d GPUs are taken", sum(len(own) for own in locks))
-        engines = [Engine(spec, Restarts(recipe.engine.max_restarts)) for spec in specs]
+        engines = [engine_of(spec, recipe.engine) for spec in specs]
         for engine in engines:
             engine.start()
         urls = recipe.engine.urls or tuple(spec.url for spec in specs)
@@ -93,6 +93,10 @@ def check(recipe: Recipe) -> tuple[ModelFacts, tuple[EngineSpec, ...]]:
     specs = engine_specs(recipe)
     check_ports(recipe)
     return facts, specs
+
+
+def engine_of(spec: EngineSpec, engine: EngineConfig) -> Engine:
+    return Engine(spec, Restarts(engine.max_restarts), engine.start_timeout_s, engine.silent_timeout_s)
 
 
 def rules(model: ModelFacts) -> TokenRules:

@@ -11,6 +11,7 @@ from actor.client import EngineClient, EngineError
 from launch.engine_check import ModelFacts, check_answers, check_engine
 from launch.engines import EngineSpec, last_lines
 from launch.processes import Child, start, start_family
+from launch.pulse import Pulse
 from launch.restarts import Restarts, TooManyRestarts, how_it_ended
 from shared.keys import write_secret
 from shared.log import get_logger
@@ -24,8 +25,11 @@ class Engine:
 
     spec: EngineSpec
     restarts: Restarts
+    start_timeout_s: float = 300.0
+    silent_timeout_s: float = 120.0
     child: Child | None = None
     restart_at: float = 0.0
+    pulse: Pulse | None = None
 
     def start(self) -> None:
         spec = self.spec
@@ -37,20 +41,23 @@ class Engine:
                 write_secret(*spec.secret, anew=True)
             self.child = start_family(spec.name, spec.command, spec.log, env=spec.env, fresh=fresh)
         self.restarts.started()
+        self.pulse = Pulse(spec.url, first_s=self.start_timeout_s, silent_s=self.silent_timeout_s)
 
     def how_it_ended(self) -> str:
         """Empty while it runs."""
         return how_it_ended(self.child)
 
     def keep_alive(self) -> None:
-        """Starts an engine again that has ended, as `Restarts` says. EngineError when it has ended too often."""
+        """Starts an engine again that has ended or hangs, as `Restarts` says. EngineError when it did so too often."""
         if self.child is None:
             if time.monotonic() >= self.restart_at:
                 self.start()
             return
-        if not (how := self.how_it_ended()):
+        assert self.pulse is not None
+        if not (how := self.how_it_ended() or self.pulse.missing):
             return
-        self.child.kill()  # what it left behind
+        self.pulse.stop()
+        self.child.kill()  # itself if it hangs, and what it left behind
         try:
             pause_s = self.restarts.pause_s()
         except TooManyRestarts as error:

@@ -111,6 +111,9 @@ class EngineConfig(Section):
     )
     start_timeout_s: float = Field(300.0, gt=0, description="how long an engine may take until its first answer")
     request_timeout_s: float = Field(300.0, gt=0, description="longest wait for one turn")
+    silent_timeout_s: float = Field(
+        120.0, gt=0, description="an engine of launch/actors.py that answers nothing for so long is started again"
+    )
     max_restarts: int = Field(3, ge=0, description="an engine that ended is started again so often within an hour")
 
 

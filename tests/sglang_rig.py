@@ -15,11 +15,10 @@ from actor.client import EngineClient, EnginePool
 from actor.render import Renderer
 from actor.rollout import Player
 from actor.worker import make_player
-from launch.actors import check
+from launch.actors import check, engine_of
 from launch.engines import STAND_INS
 from launch.keeper import Engine, wait_until_serving
 from launch.processes import stop_all
-from launch.restarts import Restarts
 from launch.samples import held_out_samples
 from learner.batch import EpisodeSettings, make_episode, pack
 from learner.model import Policy
@@ -65,7 +64,7 @@ class Servers:
     def start(recipe: Recipe) -> Servers:
         model, specs = check(recipe)
         specs = (replace(specs[0], env=specs[0].env | {"PYTHONPATH": str(STAND_INS)}), *specs[1:])
-        servers = Servers(recipe, [Engine(spec, Restarts(recipe.engine.max_restarts)) for spec in specs])
+        servers = Servers(recipe, [engine_of(spec, recipe.engine) for spec in specs])
         try:
             for engine in servers.engines:
                 engine.start()

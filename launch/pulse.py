@@ -1,0 +1,46 @@
+"""Whether a server still answers: one that hangs does not end, so nobody would start it again."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from urllib.parse import urlsplit
+
+EVERY_S = 5.0
+ANSWER_S = 5.0
+
+
+class Pulse:
+    """Asks a server's /health every few seconds, in a thread of its own, until `stop`."""
+
+    def __init__(self, url: str, *, first_s: float, silent_s: float) -> None:
+        """`first_s`: longest time until its first answer; `silent_s`: longest time between two."""
+        self._url, self._limit_s, self._silent_s = urlsplit(url), first_s, silent_s
+        self._heard = time.monotonic()
+        self._over = threading.Event()
+        threading.Thread(target=self._listen, name="pulse", daemon=True).start()
+
+    @property
+    def missing(self) -> str:
+        """Empty while it answers in time; else in words that it does not."""
+        return f"gave no answer for {self._limit_s:g} s" if time.monotonic() - self._heard > self._limit_s else ""
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _listen(self) -> None:
+        while not self._over.wait(EVERY_S):
+            if self._answers():
+                self._heard, self._limit_s = time.monotonic(), self._silent_s
+
+    def _answers(self) -> bool:
+        """Whatever it says: an error is an answer."""
+        connection = http.client.HTTPConnection(self._url.hostname or "", self._url.port, timeout=ANSWER_S)
+        try:
+            connection.request("GET", "/health")
+            return bool(connection.getresponse().status)
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
