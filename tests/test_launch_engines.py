@@ -177,23 +177,23 @@ def test_an_engine_that_ended_is_started_again_and_named(tmp_path, caplog):
 
 def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("launch.pulse.EVERY_S", 0.05)
-    monkeypatch.setattr("launch.pulse.ANSWER_S", 0.2)
+    monkeypatch.setattr("launch.pulse.ANSWER_S", 1.0)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1")
     spec = EngineSpec("engine on port 1", f"http://127.0.0.1:{port}", command, {}, (), tmp_path / "log")
-    engine = Engine(spec, Restarts(2), silent_timeout_s=1.0)
+    engine = Engine(spec, Restarts(2), silent_timeout_s=2.5)
     engine.start()
     try:
         until(lambda: "GET /health" in (tmp_path / "log").read_text())  # it answers: an error is an answer
         first = engine.child.process.pid
-        time.sleep(1.5)
+        time.sleep(3.0)
         engine.keep_alive()
         assert engine.child.process.pid == first
         os.kill(first, signal.SIGSTOP)
         until(lambda: engine.keep_alive() or (engine.child is not None and engine.child.process.pid != first))
-        assert "engine on port 1 gave no answer for 1 s; starting it again" in caplog.text
+        assert "engine on port 1 gave no answer for 2.5 s; starting it again" in caplog.text
     finally:
         stop_all([engine.child])
 
