@@ -57,7 +57,9 @@ GRID = [
 def test_results_and_gradients_agree_with_float64(
     num_rows, hidden_size, vocab_size, temperature, banned, budget, dtype
 ):
-    """Gradients over several draws: in one draw of few rows, whose rounding is luckier decides."""
+    """Gradients over several draws: in one draw of few rows, whose rounding is luckier decides. A few units of float32's
+    precision on top: how exactly torch adds up is its library's choice on this processor (on Intel's with AVX-512 MKL is
+    twice as exact as the plain sums of the interpreter)."""
     if temperature == PER_ROW:
         temperature = torch.linspace(0.5, 2.0, num_rows)
     options = {"temperature": temperature, "banned_ids": banned}
@@ -81,7 +83,7 @@ def test_results_and_gradients_agree_with_float64(
             value, yardstick, truth = ours[2 + i], plain[2 + i], exact[2 + i]
             squares[:, i] += torch.stack([(v**2).sum() for v in (value - truth, yardstick - truth, truth)])
     error, torch_error, size = squares.sqrt()
-    assert (error <= 1.1 * torch_error + 2e-7 * size + 1e-7).all()
+    assert (error <= 1.1 * torch_error + 4 * torch.finfo(torch.float32).eps * size + 1e-7).all()
 
 
 def test_extreme_logits_keep_their_precision():
