@@ -57,9 +57,11 @@ GRID = [
 def test_results_and_gradients_agree_with_float64(
     num_rows, hidden_size, vocab_size, temperature, banned, budget, dtype
 ):
-    """Gradients over several draws: in one draw of few rows, whose rounding is luckier decides. A few units of float32's
-    precision on top: how exactly torch adds up is its library's choice on this processor (on Intel's with AVX-512 MKL is
-    twice as exact as the plain sums of the interpreter)."""
+    """Gradients over several draws: in one draw of few rows, whose rounding is luckier decides.
+
+    A few units of float32's precision on top: how exactly torch adds up is its library's choice on this processor (on
+    Intel's with AVX-512, MKL is twice as exact as the plain sums of Triton's interpreter).
+    """
     if temperature == PER_ROW:
         temperature = torch.linspace(0.5, 2.0, num_rows)
     options = {"temperature": temperature, "banned_ids": banned}
