@@ -18,6 +18,7 @@ from learner.batch import EpisodeSettings, is_uninformative
 from learner.behind import Behind
 from learner.intake import Intake, IntakeSettings, Interrupted
 from learner.leave import Leave
+from learner.ledger import Ledger
 from learner.results import RunResult, evaluation_metrics, rollout_metrics
 from learner.samples import SampleSource
 from learner.step import episode_settings
@@ -82,7 +83,7 @@ class Desk:
         self.metrics = MetricLogger(self.run_dir)
         self.results: dict[str, dict[str, float]] = {}
         self._running: list[str] = []
-        self._unwritten: list[str] = []  # lines of the ledger
+        self.ledger = Ledger(self.run_dir / "ledger.jsonl", state.get("ledger", ()))
         self._episodes = self._turns = 0
         self._idle_s = self._busy_s = 0.0
         self._actor_idle: list[float] = []
@@ -107,7 +108,7 @@ class Desk:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of rank 0, as JSON values."""
-        return {"run_id": self.run_id, "tickets": self.intake.state_dict()}
+        return {"run_id": self.run_id, "tickets": self.intake.state_dict(), "ledger": self.ledger.state()}
 
     def batch(self, *leave: Leave | Behind) -> list[Group]:
         """The groups of the next step; none when one of `leave` becomes true. TimeoutError names whom it waited for."""
@@ -124,15 +125,11 @@ class Desk:
         return limit > 0 and time.monotonic() - self._started > 60 * limit
 
     def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None:
-        """Closes a step: acknowledgments, the ledger, metrics; `values` are those of the trainer and the publisher.
-
-        ledger.jsonl names the tickets that each step trained on; a step that stands there again has undone its
-        earlier lines and all that followed them.
-        """
+        """Closes a step: acknowledgments, the ledger, metrics; `values` are those of the trainer and the publisher."""
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
         self.intake.commit()
-        self._enter(step, groups)
+        self.ledger.enter(step, [number_of(group.ticket_id)[0] for group in groups])
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)
         self._turns += turns
@@ -155,19 +152,6 @@ class Desk:
         for old in sorted(folder.iterdir())[:-KEPT_BAD_BATCHES]:
             shutil.rmtree(old)
         self.log.warning("step %d has no finite loss and gradient and is skipped; its batch is in %s", step, folder)
-
-    def _enter(self, step: int, groups: Sequence[Group]) -> None:
-        """What the disk refuses is written with a later step."""
-        line = json.dumps({"step": step, "tickets": [number_of(group.ticket_id)[0] for group in groups]})
-        self._unwritten.append(line + "\n")
-        try:
-            with (self.run_dir / "ledger.jsonl").open("a") as ledger:
-                ledger.write("".join(self._unwritten))
-        except OSError as error:
-            self._unwritten[0] = "\n" + self._unwritten[0].lstrip()  # a part of it may be there
-            self.log.error("the ledger lacks step %d until the disk takes it: %s", step, error)
-        else:
-            self._unwritten.clear()
 
     def _show(self, step: int, group: Group) -> None:
         """An episode to look at: its pictures and its transcript."""
