@@ -261,6 +261,7 @@ def test_a_list_that_cannot_be_read_changes_nothing_and_is_reported(house: House
             assert await answered(dealer, 100)
             if any("stays as it was" in line and "line 2" in line for line in house.lines):
                 break
+            await asyncio.sleep(0.1)  # the list is looked at once a second
         assert await answered(dealer, 100)
         dealer.close()
 
