@@ -32,16 +32,18 @@ def check_reach(recipe: Recipe) -> None:
 def check_ports(recipe: Recipe) -> None:
     """ConfigError for a port that is taken, and for an address that is not this machine's."""
     engine = recipe.engine
+    try:
+        mine = _is_mine(engine.host)
+    except (socket.gaierror, UnicodeError):
+        mine = False
+    if not mine:
+        raise ConfigError(f"engine.host = {engine.host!r} is no address of this machine")
     for port in range(engine.port, engine.port + engine.count):
         try:
             family, *_, address = socket.getaddrinfo(engine.host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if not _is_mine(engine.host):
-                    raise ConfigError(f"engine.host = {engine.host!r} is no address of this machine")
                 probe.bind(address)
-        except (socket.gaierror, UnicodeError):
-            raise ConfigError(f"engine.host = {engine.host!r} is no address of this machine") from None
         except (OSError, OverflowError):
             raise ConfigError(
                 f"engine.port = {engine.port}: port {port} is occupied; choose another one (--engine.port)"
