@@ -21,6 +21,7 @@ from shared.vision import Grid
 TEXT_ATTENTION = "pronk_packed"
 VISION_ATTENTION = "pronk_packed_flash"
 
+ROWS_AT_ONCE = 128  # queries that share one mask
 
 _varlen_allowed = True  # of this process, as torch's own choice of kernels is
 
@@ -76,17 +77,45 @@ def packed_attention(
     *,
     scaling: float,
     packing: Packing,
+    queries_at: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D]. Documents do not see each other."""
+    """query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D]. Documents do not see each other.
+
+    With `queries_at` (int64 [N], ascending) the queries are those of these places alone: [1,Hq,N,D] -> [1,N,Hq,D].
+    """
+    if queries_at is not None:
+        return _of_rows(query, key, value, queries_at, scaling, packing)[None], None
     if packing.windows is not None and getattr(module, "looks_through_windows", False):
         packing = packing.windows
-    if _varlen_allowed and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if takes_varlen(query):
         return _varlen(query, key, value, scaling, packing)[None], None
     sizes = [count * length for count, length in packing.runs]
     parts = zip(packing.runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)
     outputs = [_run(count, length, q, k, v, scaling, packing.causal) for (count, length), q, k, v in parts]
     return torch.cat(outputs)[None], None
+
+
+def takes_varlen(x: Tensor) -> bool:
+    """Whether attention over tensors like `x` goes to torch's variable-length kernel, which takes all queries."""
+    return _varlen_allowed and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _of_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scaling: float, packing: Packing) -> Tensor:
+    """Causal attention of some places, a few of one document at a time: [N,Hq,D]."""
+    starts = packing.cu_seqlens.tolist()[:-1]
+    lengths = [length for count, length in packing.runs for _ in range(count)]
+    counts = torch.searchsorted(rows, packing.cu_seqlens).diff().tolist()
+    parts = rows.split(counts), query.split(counts, 2), key.split(lengths, 2), value.split(lengths, 2)
+    grouped, outputs = query.shape[1] != key.shape[1], []
+    for start, places, q, k, v in zip(starts, *parts, strict=True):
+        for some, q_some in zip((places - start).split(ROWS_AT_ONCE), q.split(ROWS_AT_ONCE, 2), strict=True):
+            if len(some):
+                stop = int(some[-1]) + 1
+                seen = some[:, None] >= torch.arange(stop, device=some.device)
+                read = q_some, k[:, :, :stop], v[:, :, :stop]
+                outputs.append(F.scaled_dot_product_attention(*read, seen, scale=scaling, enable_gqa=grouped))
+    return torch.cat(outputs, 2)[0].transpose(0, 1)
 
 
 def _run(count: int, length: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Tensor:

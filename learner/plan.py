@@ -15,7 +15,7 @@ from learner.shapes import PUBLISHED, Shape, find, shape_of
 from shared.config import Recipe
 
 FP32 = 4
-ADAMW_STATES = 2  # float32 each
+ADAMW_STATES, MUON_STATES = 2, 1  # float32 each
 RESERVED_FRACTION = 0.06  # of a GPU: context, communication buffers, what the allocator cannot use
 
 
@@ -33,6 +33,7 @@ class Setting:
     activation_checkpointing: bool = False
     offload: bool = False
     reference: bool = False
+    optimizer: str = "adamw"
     freeze: tuple[str, ...] = ()
 
     @property
@@ -70,10 +71,11 @@ def memory(shape: Shape, setting: Setting) -> Memory:
     here = 0.0 if setting.offload else FP32 / setting.shards
     weights, gradients = here * shape.parameters, here * trained
     rows = setting.microbatch_tokens * setting.sampled_share
+    spared = shape.matrix_parameters * (ADAMW_STATES - MUON_STATES) if setting.optimizer == "muon" else 0
     return Memory(
         weights=weights,
         gradients=gradients,
-        optimizer=ADAMW_STATES * gradients,
+        optimizer=here * (ADAMW_STATES * trained - spared),
         reference=weights if setting.reference else 0.0,
         gathered=_gathered(shape, setting) if setting.sharded else 0.0,
         activations=activations(shape, setting),
@@ -99,7 +101,9 @@ def activations(shape: Shape, setting: Setting) -> float:
         kept += shape.vision_depth * shape.vision_hidden * setting.dtype_bytes * patches
         kept += max(per_token * text, per_patch * patches)
     else:
-        kept = shape.num_layers * per_token * text + shape.vision_depth * per_patch * patches
+        trimmed = shape.num_layers > shape.num_deepstack  # see learner/last_layer.py
+        last = _layer_bytes(shape, setting.dtype_bytes, asked=setting.sampled_share if trimmed else 1.0)
+        kept = ((shape.num_layers - 1) * per_token + last) * text + shape.vision_depth * per_patch * patches
     ends = _norm_bytes(shape.hidden_size, setting.dtype_bytes) * text  # the last norm
     ends += shape.hidden_size * setting.dtype_bytes * (setting.sampled_share + 1) * text  # its rows; the embeddings
     merged = setting.dtype_bytes * 4 * (1 + shape.num_deepstack) * shape.vision_hidden
@@ -111,15 +115,17 @@ def _norm_bytes(size: int, dtype_bytes: int) -> float:
     return size * (FP32 + 2 * dtype_bytes)
 
 
-def _layer_bytes(shape: Shape, dtype_bytes: int) -> float:
-    """Of one decoder layer a token (the mean over its layers, where some have experts)."""
+def _layer_bytes(shape: Shape, dtype_bytes: int, asked: float = 1.0) -> float:
+    """Of one decoder layer a token (the mean over its layers, where some have experts); `asked`: share of the tokens
+    whose output it computes."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = 2 * _norm_bytes(shape.hidden_size, dtype_bytes) + _norm_bytes(q + kv, dtype_bytes)
-    attention += dtype_bytes * (kv + 2 * q) + FP32 * shape.num_heads
+    keys = _norm_bytes(shape.hidden_size, dtype_bytes) + _norm_bytes(kv, dtype_bytes) + dtype_bytes * kv
+    queries = _norm_bytes(q, dtype_bytes) + dtype_bytes * 2 * q + FP32 * shape.num_heads
     dense = dtype_bytes * 4 * shape.intermediate_size
     routed = shape.experts_per_token * dtype_bytes * (2 * shape.hidden_size + 4 * shape.expert_size)
     sparse_share = 1 - shape.num_dense_layers / shape.num_layers
-    return attention + (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * shape.num_experts)
+    mlp = (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * shape.num_experts)
+    return keys + asked * (queries + _norm_bytes(shape.hidden_size, dtype_bytes) + mlp)
 
 
 def _block_bytes(shape: Shape, dtype_bytes: int) -> float:
@@ -165,6 +171,7 @@ def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> Non
             activation_checkpointing=learner.activation_checkpointing,
             offload=learner.offload,
             reference=learner.kl_coef != 0,
+            optimizer=learner.optimizer,
             freeze=learner.freeze,
         )
         check(shape, setting, gpu_bytes, path)
@@ -216,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--microbatch-tokens", type=int, default=16384)
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--freeze", nargs="*", choices=("vision", "projector"), default=())
     options = parser.parse_args(argv)
     setting = Setting(
@@ -226,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         logits_bytes=options.gpu_memory * 1e8,
         activation_checkpointing=options.activation_checkpointing,
         offload=options.offload,
+        optimizer=options.optimizer,
         freeze=tuple(options.freeze),
     )
     try:

@@ -56,6 +56,16 @@ class Shape:
         return self.attention_parameters + router + experts * 3 * self.hidden_size * self.expert_size
 
     @property
+    def matrix_parameters(self) -> int:
+        """Of all decoder layers' matrices, without the stacks of experts': those that Muon moves."""
+        norms = 2 * self.head_dim + 2 * self.hidden_size
+        sparse = self.num_layers - self.num_dense_layers
+        dense = self.num_dense_layers * 3 * self.hidden_size * self.intermediate_size
+        return (
+            self.num_layers * (self.attention_parameters - norms) + dense + sparse * self.num_experts * self.hidden_size
+        )
+
+    @property
     def head_parameters(self) -> int:
         return self.vocab_size * self.hidden_size
 
@@ -93,8 +103,9 @@ class Shape:
         """Of one forward over packed documents: matrix products and attention, nothing else.
 
         `documents`: tokens of each, attended to causally; `pictures`: patches of each distinct one, a product for both
-        its equal frames; `num_rows`: rows of which logits and the last layer's MLP are computed. A training step takes
-        three times as many, if nothing is recomputed.
+        its equal frames; `num_rows`: rows of which logits and, of the last layer, queries, their projections and
+        the MLP are computed (its attention is counted whole, as GPUs compute it). A training step takes three times as
+        many, if nothing is recomputed.
         """
         tokens, patches, h = sum(documents), sum(pictures), self.vision_hidden
         sparse = self.num_layers - self.num_dense_layers
@@ -104,7 +115,8 @@ class Shape:
         text = 2 * active * tokens + 2 * self.num_layers * width * sum(n * (n + 1) for n in documents)
         text += 2 * self.head_parameters * num_rows
         if self.num_layers > self.num_deepstack:  # see learner/last_layer.py
-            last = self.layer_parameters(sparse=sparse > 0, active=True) - self.attention_parameters
+            key_value = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+            last = self.layer_parameters(sparse=sparse > 0, active=True) - key_value
             text -= 2 * last * (tokens - num_rows)
         vision = 2 * (self.vision_depth * self.vision_block_parameters + h * self.patch_values // 2) * patches
         vision += 4 * self.vision_depth * h * sum(n * n for n in pictures)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from episodes import random_groups, random_trajectory
 
+import learner.attention
 from learner.batch import EpisodeSettings, make_episode, make_episodes, pack
 from learner.engine_link import call
 from learner.model import load_policy
@@ -136,16 +137,22 @@ def test_packed_equals_unpacked_with_several_pictures_per_document_in_values_and
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_no_gradient(tmp_path, spec, experts):
+def test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_no_gradient(
+    tmp_path, spec, monkeypatch, experts
+):
     folder = tiny_model_dir(tmp_path, layers=3)
     torch.manual_seed(0)
     policy = moe_policy(folder, spec) if experts else load_policy(str(folder), spec)
     torch.nn.init.normal_(policy.value_head.weight)
+    monkeypatch.setattr(learner.attention, "ROWS_AT_ONCE", 4)
     batch = packed(policy, [random_trajectory(spec, seed, turns=2) for seed in range(2)])
+    assert max(batch.lengths) > 8 and batch.num_tokens > 2 * 4
     last, found = policy.vlm.model.language_model.layers[-1], []
     for trimmed in (True, False):
         if not trimmed:
-            last.__class__, policy.trimmed = last.__class__.__mro__[2], False
+            policy.trimmed = False
+            for module in (last, last.self_attn):
+                module.__class__ = module.__class__.__mro__[2]
         policy.zero_grad()
         output = policy(batch, 1.0)
         (output.logprobs.sum() + output.values.square().sum() + output.entropies.sum()).backward()

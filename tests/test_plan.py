@@ -18,6 +18,7 @@ import learner.linear
 from learner import plan
 from learner.batch import EpisodeSettings, make_episode, pack
 from learner.model import load_policy
+from learner.optim import make_optimizer
 from learner.pictures import Pictures
 from learner.plan import Setting, activations, check, memory, report
 from learner.shapes import PUBLISHED, find, shape_of
@@ -116,15 +117,17 @@ def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, 
     assert activations(shape, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
 
 
-def test_planned_weights_gradients_and_optimizer_state_are_what_a_trainer_holds(folder, spec):
-    policy, need = load_policy(str(folder), spec), memory(find(str(folder)), Setting(dtype_bytes=4))
-    optimizer = torch.optim.AdamW(policy.vlm.parameters(), fused=True)
-    for p in policy.vlm.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
+@pytest.mark.parametrize(("optimizer", "experts"), [("adamw", False), ("muon", False), ("muon", True)])
+def test_planned_weights_gradients_and_optimizer_state_are_what_a_trainer_holds(folder, spec, optimizer, experts):
+    policy = moe_policy(folder, spec) if experts else load_policy(str(folder), spec)
+    need = memory(shape_of(policy.vlm.config.to_dict()), Setting(dtype_bytes=4, optimizer=optimizer))
+    optimizer = make_optimizer(policy, LearnerConfig(optimizer=optimizer))
     parameters = list(policy.vlm.parameters())
+    for p in parameters:
+        p.grad = torch.ones_like(p)
     assert need.weights == sum(p.nbytes for p in parameters)
     assert need.gradients == sum(p.grad.nbytes for p in parameters)
+    optimizer.step()
     states = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
     assert need.optimizer == pytest.approx(states, rel=0.01)
 
