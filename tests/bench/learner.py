@@ -7,8 +7,9 @@
 
 All train the same float32 model on the same recorded episodes with the same group-relative loss, in turns, on one
 thread. What each contestant does is told in learner_peers.py; ours is `Trainer.step`, from groups of the wire to the
-metrics. The last line is one JSON object: medians of wall and CPU seconds of a step, and their ratios to ours. CPU
-seconds do not see other processes. `grad_norm` tells that all compute the same (the peers do not ban the vision ids).
+metrics, once as the recipes have it and once with `learner.compile`. The last line is one JSON object: medians of wall
+and CPU seconds of a step, and their ratios to ours. CPU seconds do not see other processes. `grad_norm` tells that all
+compute the same (the peers do not ban the vision ids).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from shared.config import LearnerConfig
 from shared.recording import recorded
 from shared.vision import VisionSpec
 
-CONTESTANTS = ("ours", "padded", "padded_kept_logits", "sorted_kept_logits", "trl")
+CONTESTANTS = ("ours", "ours_compiled", "padded", "padded_kept_logits", "sorted_kept_logits", "trl")
 
 
 def main() -> int:
@@ -60,11 +61,12 @@ def main() -> int:
         objective="grpo", group_size=size, pg_rho_bar=None, lr=LR, clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
         max_grad_norm=MAX_NORM,
     )  # fmt: skip
-    policy = load_policy(options.model, VisionSpec.load(options.model, min_pixels=1024, max_pixels=1 << 20))
-    prepare(policy, ranks, config, torch.float32)
-    trainer = Trainer(policy, config, ranks)
+    trainer = trainer_of(options.model, config, ranks)
     episodes = make_episodes(groups, trainer.pictures, episode_settings(config))
     steps: dict[str, Callable[[], float]] = {"ours": lambda: trainer.step(groups, 0)["optim/grad_norm"]}
+    if "ours_compiled" in options.only:
+        compiled = trainer_of(options.model, config.model_copy(update={"compile": True}), ranks)
+        steps["ours_compiled"] = lambda: compiled.step(groups, 0)["optim/grad_norm"]
     for name in ("padded", "padded_kept_logits", "sorted_kept_logits"):
         if name in options.only:
             kept, by_length = name != "padded", name.startswith("sorted")
@@ -85,6 +87,12 @@ def main() -> int:
     dist.close()
     print(json.dumps(result))
     return 0
+
+
+def trainer_of(model: str, config: LearnerConfig, ranks: dist.Ranks) -> Trainer:
+    policy = load_policy(model, VisionSpec.load(model, min_pixels=1024, max_pixels=1 << 20))
+    prepare(policy, ranks, config, torch.float32)
+    return Trainer(policy, config, ranks)
 
 
 def measure(steps: dict[str, Callable[[], float]], repeats: int) -> dict[str, object]:
