@@ -88,17 +88,12 @@ def packed_attention(
         return _of_rows(query, key, value, queries_at, scaling, packing)[None], None
     if packing.windows is not None and getattr(module, "looks_through_windows", False):
         packing = packing.windows
-    if takes_varlen(query):
+    if _varlen_allowed and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query, key, value, scaling, packing)[None], None
     sizes = [count * length for count, length in packing.runs]
     parts = zip(packing.runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)
     outputs = [_run(count, length, q, k, v, scaling, packing.causal) for (count, length), q, k, v in parts]
     return torch.cat(outputs)[None], None
-
-
-def takes_varlen(x: Tensor) -> bool:
-    """Whether attention over tensors like `x` goes to torch's variable-length kernel, which takes all queries."""
-    return _varlen_allowed and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _of_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scaling: float, packing: Packing) -> Tensor:

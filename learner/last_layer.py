@@ -14,8 +14,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
 
-from learner.attention import takes_varlen
-
 
 def keep_predictors_only(model: PreTrainedModel) -> bool:
     """Makes the last decoder layer of a Qwen-VL model take `rows=`; whether it could be done.
@@ -63,11 +61,8 @@ class _LastAttention(nn.Module):
         rows: Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """hidden_states [1,T,H] and rows int64 [N] -> [1,N,H]. Keys and values are those of all T.
-
-        Variable-length kernels take no queries from places of their own: for them all are computed, then left out.
-        """
-        whole = takes_varlen(hidden_states)
+        """hidden_states [1,T,H] and rows int64 [N] -> [1,N,H]. Keys and values are those of all T."""
+        whole = _takes_all_queries(hidden_states)
         asking = hidden_states if whole else hidden_states.index_select(1, rows)
         query, key, value = (
             norm(projection(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # type: ignore[operator]
@@ -86,6 +81,11 @@ class _LastAttention(nn.Module):
         if whole:
             attended_1NAD = attended_1NAD.index_select(1, rows)
         return self.o_proj(attended_1NAD.flatten(2)), None  # type: ignore[operator]
+
+
+def _takes_all_queries(x: Tensor) -> bool:
+    """A GPU's kernels take no queries from places of their own: there all are computed, then most left out."""
+    return x.is_cuda
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from episodes import random_groups, random_trajectory
 
 import learner.attention
+import learner.last_layer
 from learner.batch import EpisodeSettings, make_episode, make_episodes, pack
 from learner.engine_link import call
 from learner.model import load_policy
@@ -136,15 +137,16 @@ def test_packed_equals_unpacked_with_several_pictures_per_document_in_values_and
         torch.testing.assert_close(together_gradients[name], expected, rtol=0, atol=2e-5 * scale + 1e-5, msg=name)
 
 
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(("experts", "gpu"), [(False, False), (True, False), (False, True)])
 def test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_no_gradient(
-    tmp_path, spec, monkeypatch, experts
+    tmp_path, spec, monkeypatch, experts, gpu
 ):
     folder = tiny_model_dir(tmp_path, layers=3)
     torch.manual_seed(0)
     policy = moe_policy(folder, spec) if experts else load_policy(str(folder), spec)
     torch.nn.init.normal_(policy.value_head.weight)
     monkeypatch.setattr(learner.attention, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(learner.last_layer, "_takes_all_queries", lambda x: gpu)
     batch = packed(policy, [random_trajectory(spec, seed, turns=2) for seed in range(2)])
     assert max(batch.lengths) > 8 and batch.num_tokens > 2 * 4
     last, found = policy.vlm.model.language_model.layers[-1], []
