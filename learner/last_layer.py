@@ -64,14 +64,10 @@ class _LastAttention(nn.Module):
         """hidden_states [1,T,H] and rows int64 [N] -> [1,N,H]. Keys and values are those of all T."""
         whole = _takes_all_queries(hidden_states)
         asking = hidden_states if whole else hidden_states.index_select(1, rows)
-        query, key, value = (
-            norm(projection(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # type: ignore[operator]
-            for projection, norm, x in (
-                (self.q_proj, self.q_norm, asking),
-                (self.k_proj, self.k_norm, hidden_states),
-                (self.v_proj, nn.Identity(), hidden_states),
-            )
-        )
+        heads = (-1, self.head_dim)
+        query = self.q_norm(self.q_proj(asking).unflatten(-1, heads)).transpose(1, 2)  # type: ignore[operator]
+        key = self.k_norm(self.k_proj(hidden_states).unflatten(-1, heads)).transpose(1, 2)  # type: ignore[operator]
+        value = self.v_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)  # type: ignore[operator]
         cos, sin = position_embeddings
         key = _turned(key, cos, sin)
         query = _turned(query, cos, sin) if whole else _turned(query, *(x.index_select(1, rows) for x in (cos, sin)))

@@ -117,15 +117,15 @@ def _norm_bytes(size: int, dtype_bytes: int) -> float:
 
 def _layer_bytes(shape: Shape, dtype_bytes: int, asked: float = 1.0) -> float:
     """Of one decoder layer a token (the mean over its layers, where some have experts); `asked`: share of the tokens
-    whose output it computes."""
+    whose output it computes. Queries are counted for all, as GPUs compute them."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    keys = _norm_bytes(shape.hidden_size, dtype_bytes) + _norm_bytes(kv, dtype_bytes) + dtype_bytes * kv
-    queries = _norm_bytes(q, dtype_bytes) + dtype_bytes * 2 * q + FP32 * shape.num_heads
+    attention = _norm_bytes(shape.hidden_size, dtype_bytes) + _norm_bytes(q + kv, dtype_bytes)
+    attention += dtype_bytes * (kv + 2 * q) + FP32 * shape.num_heads
     dense = dtype_bytes * 4 * shape.intermediate_size
     routed = shape.experts_per_token * dtype_bytes * (2 * shape.hidden_size + 4 * shape.expert_size)
     sparse_share = 1 - shape.num_dense_layers / shape.num_layers
     mlp = (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * shape.num_experts)
-    return keys + asked * (queries + _norm_bytes(shape.hidden_size, dtype_bytes) + mlp)
+    return attention + asked * (_norm_bytes(shape.hidden_size, dtype_bytes) + mlp)
 
 
 def _block_bytes(shape: Shape, dtype_bytes: int) -> float:

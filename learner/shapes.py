@@ -103,9 +103,9 @@ class Shape:
         """Of one forward over packed documents: matrix products and attention, nothing else.
 
         `documents`: tokens of each, attended to causally; `pictures`: patches of each distinct one, a product for both
-        its equal frames; `num_rows`: rows of which logits and, of the last layer, queries, their projections and
-        the MLP are computed (its attention is counted whole, as GPUs compute it). A training step takes three times as
-        many, if nothing is recomputed.
+        its equal frames; `num_rows`: rows of which logits and, of the last layer, queries, their projections and the
+        MLP are computed (its attention is counted whole; a GPU computes the queries of all rows too). A training step
+        takes three times as many, if nothing is recomputed.
         """
         tokens, patches, h = sum(documents), sum(pictures), self.vision_hidden
         sparse = self.num_layers - self.num_dense_layers
