@@ -166,9 +166,21 @@ class Saver:
             if final.exists():
                 shutil.rmtree(final)
             os.replace(partial, final)
-            for old in checkpoints(self._folder)[: -self._recipe.learner.keep_checkpoints]:
-                if old.name not in (checkpoint_name(self.best.step), checkpoint_name(self.best.candidate)):
+            self._remove_old()
+
+    def _remove_old(self) -> None:
+        for old in checkpoints(self._folder)[: -self._recipe.learner.keep_checkpoints]:
+            if old.name not in (checkpoint_name(self.best.step), checkpoint_name(self.best.candidate)):
+                try:
                     shutil.rmtree(old)
+                except OSError as error:
+                    get_logger("learner").error("the old checkpoint %s is not removed: %s", old, error)
+
+    def result_of_last(self, value: float) -> None:
+        """Rank 0 alone, when nothing is saved any more: the candidate's result, which may make another the best."""
+        self.wait()
+        if self.best.result(value):
+            self._remove_old()
 
     def wait(self) -> None:
         """Until what is being written is whole. TimeoutError; whatever went wrong with it is raised here."""

@@ -139,7 +139,7 @@ def loop(
     if evaluation.greedy:
         desk.evaluate("greedy_after", greedy=True)
     desk.finish_evaluations(trainer.num_steps, leave)
-    saver.best.result(desk.result_of_candidate(saver.best.candidate, final=True))
+    saver.result_of_last(desk.result_of_candidate(saver.best.candidate, final=True))
     log.info("%d steps, %d versions", trainer.num_steps, version)
     return desk.result(trainer.num_steps, version)
 

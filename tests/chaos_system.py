@@ -37,7 +37,7 @@ class System:
             self.no_disk = str(error)
             print(f"no faults of the disk, as none can be mounted: {error}", file=sys.stderr)
         self.run = folder / "disk" / "chaos"
-        port, self.engine_port = free_port(), free_port()
+        port, self.engine_port = free_port(), free_port(in_a_row=2)
         self.proxy = Proxy(f"tcp://127.0.0.1:{port}", seed)
         fields: dict[str, Any] = {
             "run.dir": folder / "disk", "run.name": "chaos", "env.module": "tests/chaos_env.py",

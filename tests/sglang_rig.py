@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,21 +30,6 @@ ENDS = (480, 479)
 """Tokens that end a turn of the small model: a request that bans them runs to its limit."""
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 MODEL = "launch/models/sokoban_tiny"
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that are free."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = int(probe.getsockname()[1])
-        if first + count < 65536 and all(_free(port) for port in range(first, first + count)):
-            return first
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def recipe_of(tmp: Path, **fields: object) -> Recipe:

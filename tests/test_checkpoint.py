@@ -100,6 +100,8 @@ def test_the_best_checkpoint_and_the_one_under_evaluation_are_not_removed(new_tr
         if step == 1:
             saver.best.result(0.5)
     assert [p.name[-1] for p in checkpoint.checkpoints(tmp_path)] == ["1", "3", "4"]
+    saver.result_of_last(0.7)
+    assert [p.name[-1] for p in checkpoint.checkpoints(tmp_path)] == ["3", "4"]
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):

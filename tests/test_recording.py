@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 
@@ -13,13 +12,8 @@ from episodes import random_groups
 
 from shared.recording import Recorder, files, recorded
 from shared.vision import VisionSpec
+from tests.machine import free_port
 from tiny import tiny_model_dir
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from launch.samples import held_out_samples, ready
 from shared.config import Recipe
 from shared.types import Sampling
 from shared.vision import VisionSpec
+from tests.machine import free_port
 
 AT_ONCE = (1, 8, 32)
 NEW_TOKENS = 16
@@ -112,12 +112,6 @@ async def measure(url: str, bodies: Iterator[dict[str, Any]], at_once: int, seco
         client.close()
     took = time.monotonic() - began
     return {"requests_per_s": round(num_requests / took, 1), "tokens_per_s": round(num_tokens / took, 1)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import torch
 from learner import dist
 from learner.model import load_policy
 from learner.publisher import Publisher, PublishSettings
-from sglang_rig import Servers, free_ports, recipe_of, vision_of
+from sglang_rig import Servers, recipe_of, vision_of
+from tests.machine import free_port
 
 START_S = 600  # two servers at once, on a machine that has more to do
 torch.set_num_threads(1)
@@ -21,7 +22,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory):
-    fields = {"engine.count": 2, "engine.port": free_ports(2), "engine.start_timeout_s": START_S}
+    fields = {"engine.count": 2, "engine.port": free_port(in_a_row=2), "engine.start_timeout_s": START_S}
     running = Servers.start(recipe_of(tmp_path_factory.mktemp("run"), **fields))
     yield running
     running.stop()

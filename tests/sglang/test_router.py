@@ -16,17 +16,18 @@ from launch.engine_check import ModelFacts
 from launch.engines import STAND_INS, sglang_python
 from launch.keeper import check_router
 from launch.processes import cpu_env
-from sglang_rig import free_ports, gap, player_of, tickets, vision_of
+from sglang_rig import gap, player_of, tickets, vision_of
+from tests.machine import free_port
 
 TOLERANCE = 1e-4
 
 
 @contextmanager
 def sglang_router(recipe, urls):
-    port = free_ports(1)
+    port = free_port()
     command = [str(sglang_python(recipe)), "-P", "-m", "sglang_router.launch_router", "--worker-urls", *urls]
     command += ["--policy", "cache_aware", "--disable-retries", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-port", str(free_ports(1))]
+    command += ["--prometheus-port", str(free_port())]
     log = subprocess.DEVNULL
     process = subprocess.Popen(command, env=cpu_env(1) | {"PYTHONPATH": str(STAND_INS)}, stdout=log, stderr=log)
     try:
