@@ -28,6 +28,7 @@ from shared.types import (
     Group,
     Hello,
     Receipt,
+    Refusal,
     Request,
     Stop,
     Ticket,
@@ -112,12 +113,11 @@ async def _converse(settings: ActorSettings, dealer: Dealer, desk: _Desk) -> tup
             case Tickets(tickets):
                 for ticket in tickets:
                     desk.take(ticket)
-            case Receipt(ticket_id, taken, reason):
-                if taken:
-                    desk.keep(ticket_id)
-                else:
-                    desk.forget((ticket_id,))
-                    log.warning("the learner refused the group of ticket %s: %s", ticket_id, reason)
+            case Receipt(ticket_ids):
+                desk.keep(ticket_ids)
+            case Refusal(ticket_id, reason):
+                desk.forget((ticket_id,))
+                log.warning("the learner refused the group of ticket %s: %s", ticket_id, reason)
             case Ack(ticket_ids):
                 desk.forget(ticket_ids)
             case Cancel(ticket_ids, reason):
@@ -158,11 +158,12 @@ class _Desk:
         if ticket.id not in self.held():
             self._playing[ticket.id] = self._tasks.create_task(self._play_group(ticket))
 
-    def keep(self, ticket_id: str) -> None:
-        """The learner has the group: it is not sent again, unless to another learner process."""
-        if ticket_id in self._finished:
-            self._kept[ticket_id] = self._finished.pop(ticket_id)
-            self._sent.pop(ticket_id, None)
+    def keep(self, ticket_ids: Iterable[str]) -> None:
+        """The learner has these groups: they are not sent again, unless to another learner process."""
+        for ticket_id in ticket_ids:
+            if ticket_id in self._finished:
+                self._kept[ticket_id] = self._finished.pop(ticket_id)
+                self._sent.pop(ticket_id, None)
 
     async def send_kept(self) -> None:
         """This learner process has none of the groups that an earlier one took."""

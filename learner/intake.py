@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from learner.reception import Reception, Rejects
+from learner.reception import Reception
+from learner.rejects import Rejects
 from learner.samples import SampleSource
 from learner.tickets import BookSettings, EvaluationResult, TicketBook
 from shared.codec import Message, TokenRules, WireError

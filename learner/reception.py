@@ -8,21 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from logging import Logger
-from pathlib import Path
-
-import msgpack
 
 from learner.failures import Failures
+from learner.rejects import Rejects
 from learner.selection import SelectionMeter
 from learner.tickets import TicketBook, Verdict
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
 from shared.transport import Router, Sent
-from shared.types import Ack, Bye, Cancel, Group, Hello, Receipt, Request, Stop, Ticket, Tickets, Welcome
+from shared.types import Ack, Bye, Cancel, Group, Hello, Receipt, Refusal, Request, Stop, Ticket, Tickets, Welcome
 
-KEPT_REJECTS = 20
-KEPT_BYTES = 16 * 2**20
 TICKETS_PER_MESSAGE = 16
 IDS_PER_MESSAGE = 1024
+RECEIPTS_PER_MESSAGE = 4  # few, so that an actor that sends without a pause need not wait
 KEPT_MISFITS = 1000
 NAMED_ACTORS = 8
 ENGINES_PER_ACTOR = 1024
@@ -38,37 +35,6 @@ class Actor:
     idle_frac: float
     last_seen: float
     slots: int = 0  # groups that it plays at once
-
-
-class Rejects:
-    """Counts refused messages by reason, logs the first of each peer and reason, keeps the last ones as files."""
-
-    def __init__(self, folder: Path, log: Logger) -> None:
-        self.counts: Counter[str] = Counter()
-        self._folder = folder
-        self._log = log
-        self._logged: set[tuple[str, str]] = set()
-
-    def add(self, key: str, error: WireError, frames: Sequence[Frame]) -> None:
-        """A kept file is msgpack: {"peer", "reason", "detail", "frames"}, frames cut off after 16 MiB."""
-        if (key, error.reason) not in self._logged and len(self._logged) < 1000:
-            self._logged.add((key, error.reason))
-            self._log.warning("rejected a message of %s: %s (further ones are only counted)", key, error)
-        number = self.counts.total()
-        self.counts[error.reason] += 1
-        kept, room = [], KEPT_BYTES
-        for frame in frames:
-            kept.append(bytes(frame[:room]))
-            room -= len(kept[-1])
-        record = {"peer": key, "reason": error.reason, "detail": error.detail, "frames": kept}
-        name = f"{number:08d}-{re.sub('[^A-Za-z0-9_.-]', '_', key)[:64]}-{error.reason}.msgpack"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / name).write_bytes(msgpack.packb(record))
-            for old in sorted(self._folder.glob("*.msgpack"))[:-KEPT_REJECTS]:
-                old.unlink()
-        except OSError as error_of_disk:
-            self._log.warning("could not keep a rejected message: %s", error_of_disk)
 
 
 class Reception:
@@ -101,6 +67,7 @@ class Reception:
         self._check = check
         self._clock = clock
         self.selection = SelectionMeter()
+        self._taken: dict[bytes, list[str]] = {}  # tickets whose groups' Receipt is to be sent
         self._misfits: Counter[bytes] = Counter()  # messages of peers that cannot take part
 
     # -------------------------------------------------------------- one message
@@ -185,11 +152,27 @@ class Reception:
         if verdict in (Verdict.ACCEPTED, Verdict.DROPPED):
             self.failures.add(group)
         reason = self._book.last_drop if verdict is Verdict.DROPPED else str(verdict)
-        self._send(peer, Receipt(group.ticket_id, verdict in (Verdict.ACCEPTED, Verdict.AGAIN), reason))
+        if verdict in (Verdict.ACCEPTED, Verdict.AGAIN):
+            self.confirm(peer, group.ticket_id)
+        else:
+            self._send(peer, Refusal(group.ticket_id, reason))
         if verdict is Verdict.ACCEPTED and others:
             for other, actor in list(self.actors.items()):
                 if actor.key in others:
                     self._send(other, Cancel((group.ticket_id,), "another actor was faster"))
+
+    def confirm(self, peer: bytes, ticket_id: str) -> None:
+        """A Receipt for some groups together, or when `confirm_all` is called."""
+        taken = self._taken.setdefault(peer, [])
+        taken.append(ticket_id)
+        if len(taken) == RECEIPTS_PER_MESSAGE:
+            del self._taken[peer]
+            self._send(peer, Receipt(tuple(taken)))
+
+    def confirm_all(self) -> None:
+        while self._taken:
+            peer, taken = self._taken.popitem()
+            self._send(peer, Receipt(tuple(taken)))
 
     def _refuse(self, peer: bytes, key: str, error: WireError, frames: Sequence[Frame]) -> None:
         self.rejects.add(key, error, frames)
@@ -198,7 +181,7 @@ class Reception:
         if error.ticket_id:
             if key in self._book.holders(error.ticket_id):
                 self._book.reject(error.ticket_id, f"malformed_{error.reason}", error.detail)
-            self._send(peer, Receipt(error.ticket_id, False, str(error)))
+            self._send(peer, Refusal(error.ticket_id, str(error)))
 
     def _send_home(self, peer: bytes, reason: str) -> None:
         """Who cannot take part is told so when it says so twice: one message may have been damaged on its way."""
@@ -213,7 +196,8 @@ class Reception:
     # -------------------------------------------------------------- between messages
 
     def tick(self, drained: bool) -> None:
-        """Leases, actors that fell silent (if all that came was read: `drained`), and tickets for free slots."""
+        """Receipts, leases, actors that fell silent (if all that came was read: `drained`), tickets for free slots."""
+        self.confirm_all()
         late = self._clock() - self._actor_timeout_s
         for peer, actor in list(self.actors.items()):
             if drained and actor.last_seen < late:

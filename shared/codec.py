@@ -20,15 +20,29 @@ import msgpack
 import numpy as np
 
 from shared.fields import DTYPES, check_lengths, codec_of
-from shared.types import Ack, Bye, Cancel, Group, Hello, Image, Receipt, Request, Stop, Tickets, Trajectory, Welcome
+from shared.types import (
+    Ack,
+    Bye,
+    Cancel,
+    Group,
+    Hello,
+    Image,
+    Receipt,
+    Refusal,
+    Request,
+    Stop,
+    Tickets,
+    Trajectory,
+    Welcome,
+)
 from shared.wire import DEFAULT_LIMITS, Frame, Limits, Sink, Source, WireError, digest
 
 __all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode"]
 
-SCHEMA_VERSION = 3
-_KINDS = (Hello, Request, Bye, Group, Welcome, Tickets, Receipt, Ack, Cancel, Stop)
+SCHEMA_VERSION = 4
+_KINDS = (Hello, Request, Bye, Group, Welcome, Tickets, Receipt, Refusal, Ack, Cancel, Stop)
 MESSAGES: dict[str, type] = {m.__name__: m for m in _KINDS}
-Message = Hello | Request | Bye | Group | Welcome | Tickets | Receipt | Ack | Cancel | Stop
+Message = Hello | Request | Bye | Group | Welcome | Tickets | Receipt | Refusal | Ack | Cancel | Stop
 
 
 def encode(message: Message, limits: Limits = DEFAULT_LIMITS) -> list[Frame]:

@@ -18,7 +18,8 @@ import zmq
 from shared.codec import Frame, Limits, Message, WireError, decode, encode
 from shared.gate import Door, Knock
 
-COPIED_BYTES = 2**16  # of a frame; a larger one is cheaper to share than to copy
+SENT_COPY_BYTES = 2**16  # of a frame; a larger one is cheaper to share with ZeroMQ than to copy
+RECEIVED_COPY_BYTES = 2**14
 _AT_ONCE, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 Secure = Callable[[zmq.Socket], Door | None]
 
@@ -59,8 +60,8 @@ def _send(socket: zmq.Socket, frames: Sequence[Frame]) -> None:
     """At once or not at all: zmq.Again if the queue is full. Plain integers as flags, since pyzmq's enumerations cost
     more than the sending of a small frame."""
     for frame in frames[:-1]:
-        socket.send(frame, _MORE, copy=len(frame) < COPIED_BYTES)
-    socket.send(frames[-1], _AT_ONCE, copy=len(frames[-1]) < COPIED_BYTES)
+        socket.send(frame, _MORE, copy=len(frame) < SENT_COPY_BYTES)
+    socket.send(frames[-1], _AT_ONCE, copy=len(frames[-1]) < SENT_COPY_BYTES)
 
 
 def _receive(socket: zmq.Socket) -> tuple[zmq.Frame, list[Frame]] | None:
@@ -70,7 +71,7 @@ def _receive(socket: zmq.Socket) -> tuple[zmq.Frame, list[Frame]] | None:
     try:
         first = frame = socket.recv(_AT_ONCE, copy=False)
         while True:
-            frames.append(frame.bytes if len(frame) < COPIED_BYTES else frame.buffer.toreadonly())
+            frames.append(frame.bytes if len(frame) < RECEIVED_COPY_BYTES else frame.buffer.toreadonly())
             if not frame.more:
                 return first, frames
             frame = socket.recv(_AT_ONCE, copy=False)

@@ -193,11 +193,17 @@ class Tickets:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The group of `ticket_id` came: `taken`, to be kept until its Ack, or refused with the reason, to be forgotten."""
+    """The groups of these tickets came and are taken; to be kept until their Ack."""
+
+    ticket_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The group of `ticket_id` came and is of no use; to be forgotten."""
 
     ticket_id: str
-    taken: bool
-    reason: str = ""
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,24 +22,9 @@ from pathlib import Path
 import msgpack
 
 from shared.codec import Frame, Limits, WireError, check_trajectory, decode, encode
-from shared.types import (
-    Ack,
-    Bye,
-    Cancel,
-    Ending,
-    Group,
-    Hello,
-    Image,
-    Receipt,
-    Request,
-    Sample,
-    Sampling,
-    Stop,
-    Ticket,
-    Tickets,
-    Welcome,
-)
-from tests.wires import RULES, episode, failed_episode, sealed
+from shared.types import Group
+from tests.codec_rig import EXAMPLES, raw
+from tests.wires import RULES, sealed
 
 LIMITS = Limits(message_bytes=2**20, header_bytes=2**16, frames=64, items=256, text_chars=4096, trajectory_tokens=4096)
 SLOW_S = 5.0
@@ -54,21 +39,7 @@ ODD = (
 
 def seeds() -> list[list[bytes]]:
     """Valid messages of every kind, as frames."""
-    sample = Sample("s", ({"role": "user", "content": [{"type": "image"}]},), (Image.of(b"png"),), "4", {"seed": 3})
-    ticket = Ticket("t-1", sample, 2, 3, Sampling(), 60.0, seed=5)
-    messages = [
-        Hello("a", ("http://127.0.0.1:1",), 100, ("t-1", "t-2"), 0.5),
-        Request(4),
-        Bye("done"),
-        Group("t-1", "a", (episode(), episode(2, picture=b"other"), failed_episode(Ending.ENV_TIMEOUT)), 1.5),
-        Welcome("run", 3, "p"),
-        Tickets((ticket, ticket)),
-        Receipt("t-1", True, ""),
-        Ack(("t-1", "t-2")),
-        Cancel(("t-1",), "late"),
-        Stop("over", True),
-    ]
-    return [[bytes(frame) for frame in encode(message, LIMITS)] for message in messages]
+    return [raw(encode(message, LIMITS)) for message in EXAMPLES]
 
 
 def nodes(tree: object) -> list[tuple[list | dict, int | str]]:

@@ -10,7 +10,7 @@ import zmq
 
 from learner.intake import Intake
 from shared.codec import decode, encode
-from shared.types import Hello, Request, Ticket, Tickets
+from shared.types import Hello, Receipt, Request, Ticket, Tickets
 from tests.wires import VOCAB, start_intake
 
 
@@ -51,6 +51,15 @@ class Peer:
             message = self.expect(Tickets)
             assert isinstance(message, Tickets)
             got += message.tickets
+        return got
+
+    def taken(self, count: int) -> list[str]:
+        """The tickets of the next Receipts."""
+        got: list[str] = []
+        while len(got) < count:
+            message = self.expect(Receipt)
+            assert isinstance(message, Receipt)
+            got += message.ticket_ids
         return got
 
     def close(self) -> None:

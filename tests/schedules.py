@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.transport import Sent
-from shared.types import Ack, Cancel, Group, Receipt, Ticket, Tickets, Welcome
+from shared.types import Ack, Cancel, Group, Receipt, Refusal, Ticket, Tickets, Welcome
 
 Stamp = tuple[int, int]  # learner process, version: what an engine's weights are
 
@@ -28,10 +28,9 @@ class Actor:
         match message:
             case Tickets(tickets):
                 self.playing |= {t.id: (t, weights) for t in tickets if t.id not in self.held()}
-            case Receipt(ticket_id, True):
-                if ticket_id in self.finished:
-                    self.kept[ticket_id] = self.finished.pop(ticket_id)
-            case Receipt(ticket_id, False):
+            case Receipt(ticket_ids):
+                self.kept |= {t: self.finished.pop(t) for t in ticket_ids if t in self.finished}
+            case Refusal(ticket_id):
                 self.forget((ticket_id,))
             case Ack(ticket_ids):
                 self.forget(ticket_ids)

@@ -11,7 +11,21 @@ from actor.loop import run_actor
 from learner.samples import SeedSource
 from shared.codec import decode
 from shared.transport import SocketSettings
-from shared.types import Ack, Bye, Cancel, Ending, Group, Hello, Receipt, Request, Sampling, Ticket, Tickets, Trajectory
+from shared.types import (
+    Ack,
+    Bye,
+    Cancel,
+    Ending,
+    Group,
+    Hello,
+    Receipt,
+    Refusal,
+    Request,
+    Sampling,
+    Ticket,
+    Tickets,
+    Trajectory,
+)
 from tests.actor_rig import Learner, Stage, dismiss, start, start_with, ticket, with_learner
 from tests.wires import actor_settings, episode, start_intake
 
@@ -92,7 +106,7 @@ def test_a_group_is_sent_again_until_it_is_received_and_kept_until_it_is_acknowl
         for _ in range(3):
             assert (await learner.expect(Group)).ticket_id == "kept"
         await learner.expect(Hello, lambda m: m.held == ("kept",))
-        learner.send(Receipt("kept", True))
+        learner.send(Receipt(("kept",)))
         await learner.expect(Hello, lambda m: m.held == ("kept",))
         learner.send(Ack(("kept",)))
         await learner.expect(Hello, lambda m: m.held == ())
@@ -105,7 +119,7 @@ def test_a_group_that_one_learner_process_took_is_sent_to_the_next_one() -> None
     async def test(learner: Learner) -> None:
         actor = await start_with(learner, Stage().play, ticket("kept"))
         await learner.expect(Group)
-        learner.send(Receipt("kept", True))
+        learner.send(Receipt(("kept",)))
         await learner.expect(Hello, lambda m: m.held == ("kept",))
         await asyncio.sleep(0.5)
         while learner.socket.poll(0):
@@ -170,7 +184,7 @@ def test_an_episode_that_breaks_the_contract_or_does_not_fit_is_sent_as_a_failur
             group = await learner.expect(Group, lambda g, name=name: g.ticket_id == name)
             assert group.trajectories[0].ending is Ending.WIRE_ERROR
             assert word in group.trajectories[0].error
-            learner.send(Receipt(name, False, "wire_error"))
+            learner.send(Refusal(name, "wire_error"))
         await dismiss(learner, actor)
 
     with_learner(test)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shared.codec import MESSAGES, SCHEMA_VERSION, Limits, WireError, decode, encode
-from shared.types import Group, Hello, Image, Receipt, Request, Sample, Stop, Tickets
+from shared.types import Group, Hello, Image, Refusal, Request, Sample, Stop, Tickets
 from shared.wire import digest
 from tests.codec_rig import EXAMPLES, GROUP, SAMPLE, STOP, TICKET, changed_header, raw, with_header
 from tests.wires import episode
@@ -105,7 +105,7 @@ def test_a_group_with_a_wrong_field_is_refused_and_names_its_ticket(path: list, 
         (Tickets((TICKET,)), [0, 0, 2], 0, "out_of_range"),
         (Tickets((TICKET,)), [0, 0, 1, 4], {"deep": [[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]}, "too_deep"),
         (Tickets((TICKET,)), [0, 0, 1, 4], {"bytes": b"1"}, "wrong_type"),
-        (Receipt("t", True), [1], 1, "wrong_type"),
+        (Refusal("t", ""), [1], 1, "wrong_type"),
     ],
 )
 def test_a_wrong_field_is_refused(message: object, path: list, value: object, reason: str) -> None:

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from learner.reception import Reception, Rejects
+from learner.reception import Reception
+from learner.rejects import Rejects
 from learner.samples import SeedSource
 from learner.tickets import TicketBook
 from shared.types import Group, Hello, Request

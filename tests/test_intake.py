@@ -9,7 +9,7 @@ import pytest
 
 from learner.intake import Intake
 from learner.samples import SeedSource
-from shared.types import Ack, Bye, Cancel, Group, Receipt, Sampling, Stop, Tickets, Welcome
+from shared.types import Ack, Bye, Cancel, Group, Receipt, Refusal, Sampling, Stop, Tickets, Welcome
 from tests.intake_rig import Peer, intake, opened, peer
 from tests.machine import until
 from tests.wires import episode, failed_episode, group_of, start_intake
@@ -27,7 +27,7 @@ def test_tickets_groups_and_acknowledgments_make_a_batch(intake: Intake, peer: P
     tickets = peer.tickets(4)
     for ticket in tickets:
         peer.send(group_of(ticket))
-        assert peer.expect(Receipt) == Receipt(ticket.id, True, "accepted")
+        assert peer.expect(Receipt) == Receipt((ticket.id,))
     batch = intake.next_batch(4, 5.0)
     peer.hello(*(t.id for t in tickets))
     peer.expect(Welcome)
@@ -84,13 +84,12 @@ def test_a_group_sent_twice_is_trained_once(intake: Intake, peer: Peer) -> None:
     tickets = peer.tickets(4)
     for ticket in (*tickets, *tickets):
         peer.send(group_of(ticket))
-    receipts = [peer.expect(Receipt) for _ in range(8)]
-    assert [r.reason for r in receipts] == ["accepted"] * 4 + ["again"] * 4  # type: ignore[attr-defined]
+    assert peer.taken(8) == [ticket.id for ticket in (*tickets, *tickets)]
     assert len(intake.next_batch(4, 5.0)) == 4
     intake.commit()
     for ticket in tickets:
         peer.send(group_of(ticket))
-        assert peer.expect(Receipt) == Receipt(ticket.id, False, "duplicate")
+        assert peer.expect(Refusal) == Refusal(ticket.id, "duplicate")
     with pytest.raises(TimeoutError):
         intake.next_batch(1, 0.1)
     assert intake.metrics()["tickets/refused/duplicate"] == 4
@@ -134,7 +133,7 @@ def test_an_actor_that_returns_to_a_restarted_learner_is_told_what_is_void(intak
     peer.hello("5-before", "6-before")
     assert peer.expect(Cancel) == Cancel(("5-before", "6-before"), "the learner has no use for these tickets")
     peer.send(Group("5-before", "p", (episode(),)))
-    assert peer.expect(Receipt) == Receipt("5-before", False, "unknown")
+    assert peer.expect(Refusal) == Refusal("5-before", "unknown")
 
 
 def test_a_restarted_intake_goes_on_where_the_checkpoint_was(tmp_path: Path, opened: list) -> None:
@@ -194,7 +193,7 @@ def test_a_wait_without_end_names_whom_it_waited_for(intake: Intake, peer: Peer)
     intake.open()
     ticket = peer.tickets(4)[0]
     peer.send(Group(ticket.id, "p", (failed_episode(error="the moon is down"),)))
-    peer.expect(Receipt)
+    peer.expect(Refusal)
     with pytest.raises(TimeoutError, match=r"1 groups.*p#1 holds 4 tickets.*the moon is down") as caught:
         intake.next_batch(1, 0.2)
     assert "\n" not in str(caught.value)

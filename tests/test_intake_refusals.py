@@ -11,7 +11,7 @@ import pytest
 
 from learner.intake import Intake
 from shared.codec import encode
-from shared.types import Cancel, Ending, Group, Hello, Receipt, Stop, Welcome
+from shared.types import Cancel, Ending, Group, Hello, Receipt, Refusal, Stop, Welcome
 from tests.intake_rig import Peer, intake, opened, peer
 from tests.machine import until
 from tests.wires import VOCAB, episode, failed_episode, group_of
@@ -27,8 +27,7 @@ def test_what_an_actor_holds_of_another_run_is_void_and_its_group_is_refused(int
     cancel = peer.expect(Cancel)
     assert isinstance(cancel, Cancel) and cancel.ticket_ids == (foreign.id,)
     peer.send(group_of(foreign))
-    receipt = peer.expect(Receipt)
-    assert receipt == Receipt(foreign.id, False, "unknown")
+    assert peer.expect(Refusal) == Refusal(foreign.id, "unknown")
     metrics = intake.metrics()
     assert metrics["tickets/refused/unknown"] == 1
     assert metrics["tickets/trained"] == metrics["tickets/dropped"] == metrics["queue/ready_groups"] == 0
@@ -42,17 +41,15 @@ def test_a_malformed_group_is_refused_counted_kept_and_its_sample_dropped(
     ticket, other, third, fourth = peer.tickets(4)
     bad = episode(images=())  # a placeholder without its picture
     peer.send(Group(ticket.id, "p", (bad,)))
-    receipt = peer.expect(Receipt)
-    assert isinstance(receipt, Receipt)
-    assert (receipt.ticket_id, receipt.taken) == (ticket.id, False)
+    refusal = peer.expect(Refusal)
+    assert isinstance(refusal, Refusal) and refusal.ticket_id == ticket.id
     peer.send(Group(other.id, "p", (episode(token_ids=np.full(7, 1, np.int32)),)))
-    peer.expect(Receipt)
+    peer.expect(Refusal)
     peer.socket.send_multipart([b"noise", b"noise"])
     peer.send(Stop("an actor has no say in this"))
     peer.send(Group(third.id, "p", (failed_episode(Ending.ENV_TIMEOUT, "reset took 30 s"),)))
-    receipt = peer.expect(Receipt)
-    assert isinstance(receipt, Receipt)
-    assert "reset took 30 s" in receipt.reason
+    refusal = peer.expect(Refusal)
+    assert isinstance(refusal, Refusal) and "reset took 30 s" in refusal.reason
     peer.send(group_of(fourth))
     peer.expect(Receipt)
     metrics = intake.metrics()
@@ -76,8 +73,7 @@ def test_a_group_that_was_damaged_on_its_way_may_be_sent_again(intake: Intake, p
     for place, frame in enumerate(frames[1:], 1):
         peer.socket.send_multipart([*frames[:place], frame[:-1] + bytes([frame[-1] ^ 4]), *frames[place + 1 :]])
     peer.send(group_of(ticket))
-    receipt = peer.expect(Receipt)
-    assert isinstance(receipt, Receipt) and receipt.taken
+    assert peer.taken(1) == [ticket.id]
     metrics = intake.metrics()
     assert metrics["wire/rejected/digest"] == 5  # four arrays and the digest itself
     assert metrics["wire/rejected/image_hash"] == 1
@@ -98,7 +94,7 @@ def test_a_stranger_cannot_close_the_ticket_of_another_actor(intake: Intake, pee
     stranger = Peer(intake.address, "stranger")
     opened.append(stranger)
     stranger.send(Group(ticket.id, "p", (episode(images=()),)))
-    assert not stranger.expect(Receipt).taken  # type: ignore[attr-defined]
+    stranger.expect(Refusal)
     assert intake.metrics()["tickets/dropped"] == 0
 
 

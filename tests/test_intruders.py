@@ -218,7 +218,9 @@ def test_without_its_door_an_encrypted_socket_lets_nobody_in(tmp_path: Path) -> 
 
 def rewrite_list(house: House, change: Callable[[str], str]) -> None:
     path = Path(house.transport.keys) / "allowed"
-    path.write_text(change(path.read_text()))
+    new = path.with_name("new")
+    new.write_text(change(path.read_text()))
+    new.replace(path)  # at once: half a list could be read otherwise
 
 
 async def answered(dealer: Dealer, tries: int) -> bool:

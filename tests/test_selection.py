@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learner.reception import Reception, Rejects
+from learner.reception import Reception
+from learner.rejects import Rejects
 from learner.selection import SelectionMeter
 from learner.tickets import TicketBook
 from shared.types import Ending, Group, Hello, Request, Sample, Ticket, Tickets

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from shared.codec import WireError
-from shared.transport import COPIED_BYTES, Dealer, Router, Sent, SocketSettings
+from shared.transport import RECEIVED_COPY_BYTES, Dealer, Router, Sent, SocketSettings
 from shared.types import Bye, Group, Hello, Sample, Sampling, Stop, Ticket, Tickets, Welcome
 from tests.wires import episode
 
@@ -48,7 +48,7 @@ def test_messages_go_both_ways() -> None:
     asyncio.run(talk())
 
 
-@pytest.mark.parametrize("num_bytes", [100, COPIED_BYTES, 3 * COPIED_BYTES])
+@pytest.mark.parametrize("num_bytes", [100, RECEIVED_COPY_BYTES, 3 * RECEIVED_COPY_BYTES])
 def test_a_picture_comes_back_equal_whether_it_is_copied_or_shared(num_bytes: int) -> None:
     async def talk() -> None:
         router = Router(ANY)
@@ -60,7 +60,7 @@ def test_a_picture_comes_back_equal_whether_it_is_copied_or_shared(num_bytes: in
         assert isinstance(group, Group)
         image = group.trajectories[0].images[0]
         assert image == sent.trajectories[0].images[0]
-        assert isinstance(image.data, bytes) == (num_bytes < COPIED_BYTES)
+        assert isinstance(image.data, bytes) == (num_bytes < RECEIVED_COPY_BYTES)
         assert hash(image) == hash(sent.trajectories[0].images[0])
         ticket = Ticket("t", Sample("s", images=(image,)), 1, 0, Sampling(), 1.0)  # and on its way again
         assert router.send(peer, Tickets((ticket,))) is Sent.YES

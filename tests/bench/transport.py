@@ -3,9 +3,9 @@
     python tests/bench/transport.py [--rounds 7] [--mib 256]
 
 One process sends, one receives, over TCP on loopback. `pronk` is an actor's `Dealer` against the learner's `Router` and
-`Reception.read`: encoded, decoded, checked, answered by a Receipt. `bare` is a DEALER against a ROUTER that move the
-same frames and answers without looking at them. Both keep as many groups on their way as an actor plays at once. The
-two take turns; a row holds the medians of the rounds, the last line is one JSON object.
+`Reception.read`: encoded, decoded, checked, answered by Receipts as the intake sends them. `bare` is a DEALER against a
+ROUTER that move the same frames and answers each without looking at it. Both keep as many groups on their way as an
+actor plays at once. The two take turns; a row holds the medians of the rounds, the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import zmq
 
-from learner.reception import Reception, Rejects
+from learner.reception import Reception
+from learner.rejects import Rejects
 from learner.samples import SeedSource
 from learner.tickets import BookSettings, TicketBook
 from shared.codec import TokenRules, encode
@@ -39,7 +40,6 @@ PLACEHOLDER, VOCAB = 1, 151_936
 ON_THEIR_WAY = 16
 DIFFERENT = 8  # trajectories that take turns
 WAIT_S = 60.0
-RECEIPT = Receipt("12345-abcdef01", True)
 SIZES = {  # name: (tokens, turns, pictures, bytes of a picture)
     "74 KB": (4096, 3, 1, 20_000),  # a long answer about one diagram, as of geo3k in several turns
     "400 KB": (8192, 8, 8, 36_000),  # a picture before each of eight turns, as of Sokoban, and a full context
@@ -92,9 +92,10 @@ async def send_pronk(dealer: Dealer, groups: list[Group], count: int) -> None:
     while answered < count:
         while sent < count and sent - answered < ON_THEIR_WAY and await dealer.send(groups[sent % DIFFERENT]):
             sent += 1
-        if await dealer.receive(WAIT_S) is None:
-            raise TimeoutError(f"no receipt for {sent - answered} groups within {WAIT_S:g} s")
-        answered += 1
+        receipt = await dealer.receive(WAIT_S)
+        if not isinstance(receipt, Receipt):
+            raise TimeoutError(f"{receipt} for {sent - answered} groups within {WAIT_S:g} s")
+        answered += len(receipt.ticket_ids)
 
 
 async def send(bare_address: str, address: str, orders: Connection) -> None:
@@ -129,7 +130,7 @@ def sender(bare_address: str, address: str, orders: Connection) -> None:
 
 
 def receive_bare(router: zmq.Socket, count: int) -> None:
-    answer = encode(RECEIPT)
+    answer = encode(Receipt(("12345-abcdef01",)))
     for _ in range(count):
         peer, *_ = router.recv_multipart()
         router.send_multipart([peer, *answer])
@@ -146,8 +147,9 @@ def receive_pronk(router: Router, reception: Reception, count: int) -> None:
             message = reception.read(frames)
             if not isinstance(message, Group):
                 raise message if isinstance(message, Exception) else TypeError(message)
-            router.send(peer, RECEIPT)
+            reception.confirm(peer, message.ticket_id)
             got += 1
+        reception.confirm_all()
 
 
 def new_reception(router: Router, folder: Path) -> Reception:
