@@ -46,7 +46,7 @@ def policy(recipe):
 
 @pytest.fixture
 def publisher(policy, ranks):
-    settings = PublishSettings(timeout_s=8.0, call_timeout_s=30.0, health_timeout_s=3.0)
+    settings = PublishSettings(timeout_s=20.0, call_timeout_s=30.0, health_timeout_s=3.0)
     publisher = Publisher(policy, ranks, settings)
     yield publisher
     publisher.close()
