@@ -25,8 +25,8 @@ class Engine:
 
     spec: EngineSpec
     restarts: Restarts
-    start_timeout_s: float = 300.0
-    silent_timeout_s: float = 120.0
+    start_timeout_s: float
+    silent_timeout_s: float
     child: Child | None = None
     restart_at: float = 0.0
     pulse: Pulse | None = None

@@ -157,7 +157,7 @@ def test_sglang_reads_the_key_from_a_file_of_its_owners_alone(sglang, key_file):
     assert key not in " ".join(spec.command) + str(spec.env) + repr(spec)
     path = Path(spec.command[spec.command.index("--config") + 1])
     for _ in range(2):  # a restart writes it anew
-        engine = Engine(spec, Restarts(3))
+        engine = Engine(spec, Restarts(3), 60.0, 60.0)
         engine.start()
         assert engine.child is not None
         engine.child.kill()

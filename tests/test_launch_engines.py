@@ -163,7 +163,7 @@ def python(code, tmp_path):
 
 
 def test_an_engine_that_ended_is_started_again_and_named(tmp_path, caplog):
-    engine = Engine(python("import time; print('here', flush=True); time.sleep(60)", tmp_path), Restarts(2))
+    engine = Engine(python("import time; print('here', flush=True); time.sleep(60)", tmp_path), Restarts(2), 60.0, 60.0)
     engine.start()
     try:
         until(lambda: "here" in (tmp_path / "log").read_text())
@@ -184,7 +184,7 @@ def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path, caplog, monk
         port = probe.getsockname()[1]
     command = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1")
     spec = EngineSpec("engine on port 1", f"http://127.0.0.1:{port}", command, {}, (), tmp_path / "log")
-    engine = Engine(spec, Restarts(2), silent_timeout_s=2.5)
+    engine = Engine(spec, Restarts(2), start_timeout_s=60.0, silent_timeout_s=2.5)
     engine.start()
     try:
         until(lambda: "GET /health" in (tmp_path / "log").read_text())  # it answers: an error is an answer
@@ -201,7 +201,9 @@ def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path, caplog, monk
 
 def test_an_engine_that_never_answers_after_a_restart_is_no_engine(tmp_path, monkeypatch):
     monkeypatch.setattr("launch.pulse.EVERY_S", 0.05)
-    engine = Engine(python("import time; time.sleep(60)", tmp_path), Restarts(0), start_timeout_s=0.3)
+    engine = Engine(
+        python("import time; time.sleep(60)", tmp_path), Restarts(0), start_timeout_s=0.3, silent_timeout_s=60.0
+    )
     engine.start()
     try:
         until(lambda: bool(engine.pulse.missing))
@@ -212,7 +214,7 @@ def test_an_engine_that_never_answers_after_a_restart_is_no_engine(tmp_path, mon
 
 
 def test_an_engine_that_cannot_stay_alive_is_given_up(tmp_path, capfd):
-    engine = Engine(python("print('no memory'); raise SystemExit(3)", tmp_path), Restarts(0))
+    engine = Engine(python("print('no memory'); raise SystemExit(3)", tmp_path), Restarts(0), 60.0, 60.0)
     engine.start()
     until(lambda: engine.how_it_ended() == "ended with exit code 3")
     with pytest.raises(EngineError, match="ended with exit code 3, after 0 restarts"):

@@ -23,11 +23,10 @@ from transformers import AutoTokenizer
 from actor.client import EngineClient, EngineError, request_body
 from actor.render import Fragment, Renderer
 from envs.loader import load_env
-from launch.actors import check
+from launch.actors import check, engine_of
 from launch.cli import fail, load
-from launch.keeper import Engine, wait_until_serving
+from launch.keeper import wait_until_serving
 from launch.processes import stop_all
-from launch.restarts import Restarts
 from launch.samples import held_out_samples, ready
 from shared.config import Recipe
 from shared.types import Sampling
@@ -60,7 +59,7 @@ def measure_kind(recipe: Recipe, seconds: float) -> dict[str, Any]:
     """Starts the recipe's engine and measures it; {at once: figures}."""
     model, specs = check(recipe)
     bodies = cycle(prompts(recipe, model.vision))
-    engines = [Engine(spec, Restarts(0)) for spec in specs[:1]]
+    engines = [engine_of(spec, recipe.engine) for spec in specs[:1]]
     try:
         began = time.monotonic()
         engines[0].start()
