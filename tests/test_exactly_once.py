@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from learner.reception import Reception
+from learner.reception import RECEIPTS_PER_MESSAGE, Reception
 from learner.rejects import Rejects
 from learner.samples import SeedSource
 from learner.tickets import TicketBook
-from shared.types import Group, Hello, Request
+from shared.types import Group, Hello, Receipt, Request
 from tests.schedules import Actor, Stamp, Wire
 from tests.wires import RULES, VOCAB, book_settings, episode, failed_episode
 
@@ -255,3 +255,27 @@ Schedule.TestCase.settings = settings(
     max_examples=100, stateful_step_count=60, deadline=None, report_multiple_bugs=False
 )
 TestAnySchedule = Schedule.TestCase
+
+
+def test_groups_that_come_together_get_receipts_together_and_the_last_ones_none_later_than_the_next_tick() -> None:
+    wire = Wire()
+    wire.present |= {"a", "b"}
+    reception = Reception(
+        wire,  # type: ignore[arg-type]
+        TicketBook(SeedSource(), book_settings(), nonce="p"),
+        RULES,
+        Rejects(Path("/nonexistent"), LOG),
+        LOG,
+        run_id="run",
+        actor_timeout_s=TIMEOUT_S,
+    )
+    for number in range(RECEIPTS_PER_MESSAGE + 1):
+        reception.confirm(b"a", f"{number}")
+    reception.confirm(b"b", "other")
+    together = tuple(map(str, range(RECEIPTS_PER_MESSAGE)))
+    assert wire.to_actors == [("a", Receipt(together))]
+    reception.tick(drained=True)
+    rest = [("a", Receipt((str(RECEIPTS_PER_MESSAGE),))), ("b", Receipt(("other",)))]
+    assert sorted(wire.to_actors[1:], key=str) == rest
+    reception.tick(drained=True)
+    assert len(wire.to_actors) == 3
