@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
@@ -41,7 +42,13 @@ from shared.config import LearnerConfig
 from shared.recording import recorded
 from shared.vision import VisionSpec
 
-CONTESTANTS = ("ours", "ours_compiled", "padded", "padded_kept_logits", "sorted_kept_logits", "trl")
+PADDED: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "padded_to_context": {},
+    "padded_kept_logits": {"kept_logits": True},
+    "sorted_kept_logits": {"kept_logits": True, "by_length": True},
+}
+CONTESTANTS = ("ours", "ours_compiled", *PADDED, "trl")
 
 
 def main() -> int:
@@ -50,6 +57,7 @@ def main() -> int:
     parser.add_argument("--recording", required=True, help="a folder that launch/actors.py --record wrote")
     parser.add_argument("--peers", default="", help="a folder with TRL and what it needs")
     parser.add_argument("--groups", type=int, default=0, help="use this many groups; 0 = all")
+    parser.add_argument("--context", type=int, default=768, help="padded_to_context pads to it: model.max_context")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=CONTESTANTS)
     options = parser.parse_args()
@@ -67,11 +75,10 @@ def main() -> int:
     if "ours_compiled" in options.only:
         compiled = trainer_of(options.model, config.model_copy(update={"compile": True}), ranks)
         steps["ours_compiled"] = lambda: compiled.step(groups, 0)["optim/grad_norm"]
-    for name in ("padded", "padded_kept_logits", "sorted_kept_logits"):
-        if name in options.only:
-            kept, by_length = name != "padded", name.startswith("sorted")
-            loop = PaddedLoop(options.model, episodes, trainer.pictures, kept_logits=kept, by_length=by_length)
-            steps[name] = loop.step
+    for name in options.only:
+        if name in PADDED:
+            how = PADDED[name] | ({"context": options.context} if name == "padded_to_context" else {})
+            steps[name] = PaddedLoop(options.model, episodes, trainer.pictures, **how).step
     absent = {} if importlib.util.find_spec("trl") else {"trl": "not installed: give --peers"}
     if "trl" in options.only and not absent:
         steps["trl"] = TrlLoop(options.model, episodes, trainer.pictures, size).step

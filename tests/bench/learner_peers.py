@@ -60,19 +60,28 @@ def padded(batch: Sequence[Episode], pictures: Pictures, longest: int = 0) -> Pa
 class PaddedLoop:
     """Padded batches through transformers' own forward, its default attention, and AdamW.
 
-    A plain loop computes the logits of all positions and takes batches in the order of arrival. `kept_logits` computes
-    those from the first sampled token on alone, `by_length` sorts the episodes first.
+    A plain loop computes the logits of all positions, takes batches in the order of arrival and pads each to its
+    longest episode. `kept_logits` computes the logits from the first sampled token on alone, `by_length` sorts the
+    episodes first, and with `context` every batch is padded to so many tokens, as verl's are without its setting
+    use_remove_padding.
     """
 
     def __init__(
-        self, path: str, episodes: list[Episode], pictures: Pictures, *, kept_logits: bool, by_length: bool
+        self,
+        path: str,
+        episodes: list[Episode],
+        pictures: Pictures,
+        *,
+        kept_logits: bool = False,
+        by_length: bool = False,
+        context: int = 0,
     ) -> None:
         if by_length:
             episodes = sorted(episodes, key=lambda e: e.num_tokens)
         self.kept_logits = kept_logits
         self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
-        self.batches = [padded(episodes[i : i + BATCH], pictures) for i in range(0, len(episodes), BATCH)]
+        self.batches = [padded(episodes[i : i + BATCH], pictures, context) for i in range(0, len(episodes), BATCH)]
         self.num_tokens = sum(float(batch.mask.sum()) for batch in self.batches)
 
     def step(self) -> float:
