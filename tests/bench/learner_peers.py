@@ -62,8 +62,8 @@ class PaddedLoop:
 
     A plain loop computes the logits of all positions, takes batches in the order of arrival and pads each to its
     longest episode. `kept_logits` computes the logits from the first sampled token on alone, `by_length` sorts the
-    episodes first, and with `context` every batch is padded to so many tokens, as verl's are without its setting
-    use_remove_padding.
+    episodes first, and with `context` every batch is padded to so many tokens, as verl's are by default: see
+    LEARNER.md.
     """
 
     def __init__(
