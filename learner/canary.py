@@ -90,7 +90,7 @@ class Canary:
         )
         batch = pack([episode], pictures, device)
         watched = torch.tensor(self.watched, device=device)
-        return dataclasses.replace(batch, predictors=batch.predictors.expand(len(watched)), target_ids=watched)
+        return dataclasses.replace(batch, predictors=batch.predictors.repeat(len(watched)), target_ids=watched)
 
 
 def picture(spec: VisionSpec) -> Image:

@@ -25,6 +25,7 @@ from learner.pictures import Pictures
 from shared.config import Recipe, load_recipe
 from shared.types import Sampling, Ticket, Trajectory
 from shared.vision import VisionSpec
+from tests.surprise import surprise_z
 
 ENDS = (480, 479)
 """Tokens that end a turn of the small model: a request that bans them runs to its limit."""
@@ -90,8 +91,8 @@ def player_of(recipe: Recipe, urls: Sequence[str], timeout_s: float = 120.0) -> 
     return make_player(recipe, renderer, EnginePool([EngineClient(url, timeout_s=timeout_s) for url in urls]))
 
 
-def tickets(recipe: Recipe, count: int, version: int, temperature: float = 1.0) -> list[Ticket]:
-    sampling = Sampling(temperature, 1.0, -1, recipe.env.turn_tokens)
+def tickets(recipe: Recipe, count: int, version: int, temperature: float = 1.0, top_p: float = 1.0) -> list[Ticket]:
+    sampling = Sampling(temperature, top_p, -1, recipe.env.turn_tokens)
     return [Ticket(s.id, s, 1, version, sampling, 600.0) for s in held_out_samples(recipe)[:count]]
 
 
@@ -101,6 +102,17 @@ def gap(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> flo
     pictures = Pictures(policy.spec)
     batch = pack([make_episode(trajectory, 0.0, pictures, EpisodeSettings())], pictures, torch.device("cpu"))
     return float((policy(batch, temperature).logprobs - batch.behaviour_logprobs).abs().max())
+
+
+@torch.no_grad()
+def surprise(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
+    """`surprise_z` of the tokens that an engine sampled at temperature 1 with these weights."""
+    pictures = Pictures(policy.spec)
+    episodes = [make_episode(trajectory, 0.0, pictures, EpisodeSettings()) for trajectory in trajectories]
+    batch = pack(episodes, pictures, torch.device("cpu"))
+    logits_NV = policy._hidden(batch) @ policy.vlm.lm_head.weight.T
+    logits_NV[:, list(policy.banned_ids)] = -torch.inf
+    return surprise_z(logits_NV.log_softmax(-1), batch.target_ids)
 
 
 @torch.no_grad()

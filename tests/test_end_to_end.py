@@ -59,6 +59,7 @@ def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
     command = local([*places(tmp_path, **fields), "--ranks", "2"])
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
+    assert "Warning" not in run.stderr, run.stderr[:3000]
     result = json.loads(run.stdout.splitlines()[-1])
     rows = [row for row in metrics(tmp_path) if "rollout/reward" in row]
     first = sum(row["rollout/reward"] for row in rows[:2]) / 2

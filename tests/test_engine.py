@@ -10,6 +10,7 @@ from actor.client import EngineClient, EngineError
 from actor.http import HttpClient, HttpFailure
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
+from tests.surprise import surprise_z
 from tiny import load_model, picture, png, reference_logits, running_engine, tiny_tokenizer
 
 SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
@@ -139,6 +140,25 @@ def test_banned_ids_are_never_sampled(spec, engine):
     out = asyncio.run(main())
     assert set(out.token_ids) == allowed
     assert all(p <= 0 for p in out.logprobs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_are_sampled_as_often_as_their_logprobs_say(folder, spec, engine, temperature):
+    url, _ = engine
+
+    async def z(sampling):
+        client = EngineClient(url)
+        requests = [client.generate([30 + i], [], sampling, banned_ids=spec.banned_ids, seed=i) for i in range(16)]
+        rows, tokens = [], []
+        for i, out in enumerate(await asyncio.gather(*requests)):
+            ids = [30 + i, *out.token_ids]
+            rows.append(expected_logprobs(model, spec, ids, [], temperature, spec.banned_ids)[:-1])
+            tokens += out.token_ids
+        return surprise_z(torch.cat(rows), torch.tensor(tokens))
+
+    model = load_model(folder)
+    assert abs(asyncio.run(z(Sampling(temperature, max_new_tokens=100)))) < 4
+    assert asyncio.run(z(Sampling(temperature, top_p=0.8, max_new_tokens=100))) < -8  # and it would show
 
 
 def test_top_k_and_top_p_narrow_the_choice_but_not_the_logprob(folder, spec, engine):

@@ -8,19 +8,19 @@ import pytest
 
 from actor.client import EngineClient
 from launch.engine_check import ModelFacts
-from sglang_rig import ENDS, gap, move, player_of, tickets, vision_of
+from sglang_rig import ENDS, gap, move, player_of, surprise, tickets, vision_of
 from shared.types import Image, Sampling
 from tiny import picture, png
 
 TOLERANCE = 1e-4
 
 
-def play(recipe, urls, count, version, temperature=1.0):
+def play(recipe, urls, count, version, temperature=1.0, top_p=1.0):
     async def main():
         player = player_of(recipe, urls)
         try:
             return await asyncio.gather(
-                *(player.play(ticket) for ticket in tickets(recipe, count, version, temperature))
+                *(player.play(ticket) for ticket in tickets(recipe, count, version, temperature, top_p))
             )
         finally:
             player.engines.close()
@@ -43,6 +43,14 @@ def test_episodes_with_pictures_agree_with_the_learners_forward(servers, recipe,
         assert not set(sampled.tolist()) & set(vision.banned_ids)
         assert set(episode.policy_versions[episode.loss_mask == 1].tolist()) == {1}
         assert gap(policy, episode, temperature) < TOLERANCE
+
+
+def test_tokens_are_sampled_as_often_as_their_logprobs_say(servers, recipe, policy, publisher):
+    publisher.publish(4, servers.urls)
+    episodes = [episode for _ in range(2) for episode in play(recipe, servers.urls, 32, 4)]
+    assert abs(surprise(policy, episodes)) < 4
+    narrow = play(recipe, servers.urls, 32, 4, top_p=0.7)
+    assert surprise(policy, narrow) < -5  # and it would show
 
 
 def test_an_episode_does_not_begin_on_what_older_weights_made_of_its_start(servers, recipe, policy, publisher):
