@@ -151,10 +151,10 @@ class Reception:
                 self.selection.add("dropped", ticket, group)
         if verdict in (Verdict.ACCEPTED, Verdict.DROPPED):
             self.failures.add(group)
-        reason = self._book.last_drop if verdict is Verdict.DROPPED else str(verdict)
         if verdict in (Verdict.ACCEPTED, Verdict.AGAIN):
             self.confirm(peer, group.ticket_id)
         else:
+            reason = self._book.last_drop if verdict is Verdict.DROPPED else str(verdict)
             self._send(peer, Refusal(group.ticket_id, reason))
         if verdict is Verdict.ACCEPTED and others:
             for other, actor in list(self.actors.items()):

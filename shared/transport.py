@@ -19,7 +19,7 @@ from shared.codec import Frame, Limits, Message, WireError, decode, encode
 from shared.gate import Door, Knock
 
 SENT_COPY_BYTES = 2**16  # of a frame; a larger one is cheaper to share with ZeroMQ than to copy
-RECEIVED_COPY_BYTES = 2**14
+RECEIVED_COPY_BYTES = 2**14  # of a frame; a larger one is read where ZeroMQ has put it
 _AT_ONCE, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 Secure = Callable[[zmq.Socket], Door | None]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -46,20 +47,16 @@ class Peer:
         raise AssertionError(f"no {kind.__name__} came")
 
     def tickets(self, count: int) -> list[Ticket]:
-        got: list[Ticket] = []
-        while len(got) < count:
-            message = self.expect(Tickets)
-            assert isinstance(message, Tickets)
-            got += message.tickets
-        return got
+        return self._gathered(count, Tickets, lambda message: message.tickets)
 
     def taken(self, count: int) -> list[str]:
         """The tickets of the next Receipts."""
-        got: list[str] = []
+        return self._gathered(count, Receipt, lambda message: message.ticket_ids)
+
+    def _gathered(self, count: int, kind: type, items: Callable[[Any], Sequence[Any]]) -> list[Any]:
+        got: list[Any] = []
         while len(got) < count:
-            message = self.expect(Receipt)
-            assert isinstance(message, Receipt)
-            got += message.ticket_ids
+            got += items(self.expect(kind))
         return got
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from launch.keeper import Engine
 from launch.processes import start_family, stop_all
 from launch.restarts import Restarts
 from shared.config import ConfigError, EngineConfig, load_recipe
-from tests.machine import until
+from tests.machine import free_port, until
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 
@@ -179,9 +178,7 @@ def test_an_engine_that_ended_is_started_again_and_named(tmp_path, caplog):
 def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("launch.pulse.EVERY_S", 0.05)
     monkeypatch.setattr("launch.pulse.ANSWER_S", 1.0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1")
     spec = EngineSpec("engine on port 1", f"http://127.0.0.1:{port}", command, {}, (), tmp_path / "log")
     engine = Engine(spec, Restarts(2), start_timeout_s=60.0, silent_timeout_s=2.5)

@@ -44,7 +44,7 @@ from shared.vision import VisionSpec
 
 PADDED: dict[str, dict[str, Any]] = {
     "padded": {},
-    "padded_to_context": {},
+    "padded_to_context": {"context": 768},  # model.max_context of sokoban_tiny
     "padded_kept_logits": {"kept_logits": True},
     "sorted_kept_logits": {"kept_logits": True, "by_length": True},
 }
@@ -57,7 +57,6 @@ def main() -> int:
     parser.add_argument("--recording", required=True, help="a folder that launch/actors.py --record wrote")
     parser.add_argument("--peers", default="", help="a folder with TRL and what it needs")
     parser.add_argument("--groups", type=int, default=0, help="use this many groups; 0 = all")
-    parser.add_argument("--context", type=int, default=768, help="padded_to_context pads to it: model.max_context")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=CONTESTANTS)
     options = parser.parse_args()
@@ -75,9 +74,8 @@ def main() -> int:
     if "ours_compiled" in options.only:
         compiled = trainer_of(options.model, config.model_copy(update={"compile": True}), ranks)
         steps["ours_compiled"] = lambda: compiled.step(groups, 0)["optim/grad_norm"]
-    for name in options.only:
-        if name in PADDED:
-            how = PADDED[name] | ({"context": options.context} if name == "padded_to_context" else {})
+    for name, how in PADDED.items():
+        if name in options.only:
             steps[name] = PaddedLoop(options.model, episodes, trainer.pictures, **how).step
     absent = {} if importlib.util.find_spec("trl") else {"trl": "not installed: give --peers"}
     if "trl" in options.only and not absent:
