@@ -52,7 +52,7 @@ tiny-models: env
 test-long: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group fuzz
 	$(PY) -m tests.fuzz --messages 1000000 $(ARGS)
-	$(PY) -m tests.fuzz_guided --messages 200000 $(ARGS)
+	$(PY) -m tests.fuzz.guided --messages 200000 $(ARGS)
 
 lint: env
 	$(VENV)/bin/ruff check .

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actor.client import EngineClient, EngineError, EnginePool
-from actor.custom import Rollout, RolloutContext, play_custom
+from actor.custom_rollout import Rollout, RolloutContext, play_custom
 from actor.env_threads import EnvThreads, EnvTimeout
-from actor.judges import BadReward, Judge, finite
 from actor.render import Fragment, Renderer
+from actor.rewards import BadReward, Judge, finite
 from actor.stream import Stream
 from envs.base import Info, Played
 from shared.types import Completion, Ending, Sample, Ticket, Trajectory, Turn

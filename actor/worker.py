@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
-from actor.judges import EnvJudge, FunctionJudge, HttpJudge, Judge
 from actor.loop import EXIT_NO_LEARNER, EXIT_USER_ERROR, ActorSettings, run_actor
 from actor.render import Renderer
+from actor.rewards import EnvJudge, FunctionJudge, HttpJudge, Judge
 from actor.rollout import EpisodeLimits, Player
 from envs.loader import load_env, load_function, load_module
 from shared.codec import TokenRules

@@ -1,7 +1,7 @@
 r"""Geometry problems with a diagram, one turn: the model answers, its last \boxed{} is graded against the label.
 
 A sample either brings the problem in its prompt and the answer as its label (a dataset row), or only
-metadata["seed"], for which a triangle problem is drawn (with the settings of `envs.triangles`).
+metadata["seed"], for which a triangle problem is drawn (with the settings of `envs.geometry.triangles`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from envs.base import Env, Info, Observation, metadata_of, setting
+from envs.geometry.triangles import Problem, make_problem
 from envs.math_reward import LIMIT_S, Verdict, judge
-from envs.triangles import Problem, make_problem
 
 SYSTEM_PROMPT = (
     "Solve the geometry problem about the picture. Think step by step, then give the final answer in \\boxed{}, "

@@ -13,9 +13,9 @@ from typing import Any
 
 from envs.base import Info, Observation, setting
 from envs.geo3k import Geo3kEnv, GradeSettings, episode_reward, settings_of, task_of, verdict_metrics
-from envs.math_text import clean, last_box
-from envs.tool_call import ToolCall, parse_tool_call
-from envs.triangles import Problem
+from envs.geometry.tool_call import ToolCall, parse_tool_call
+from envs.geometry.triangles import Problem
+from envs.math_grading.text import clean, last_box
 
 __all__ = ["SYSTEM_PROMPT", "build_env", "episode_reward"]
 

@@ -11,9 +11,9 @@ import threading
 from dataclasses import dataclass
 from functools import cache
 
-from envs.math_compare import equal, is_foreign, parses, worth_asking
-from envs.math_text import ascending, clean, last_box
-from envs.worker_pool import WorkerFailed, WorkerPool, WorkerTimeout
+from envs.math_grading.compare import equal, is_foreign, parses, worth_asking
+from envs.math_grading.text import ascending, clean, last_box
+from envs.math_grading.worker_pool import WorkerFailed, WorkerPool, WorkerTimeout
 
 WORKERS = 2
 LIMIT_S = 2.0
@@ -90,7 +90,7 @@ def is_modest(text: str) -> bool:
 
 @cache
 def _make_pool() -> WorkerPool:
-    return WorkerPool("envs.math_library", WORKERS)
+    return WorkerPool("envs.math_grading.library", WORKERS)
 
 
 def _pool() -> WorkerPool:

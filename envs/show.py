@@ -115,8 +115,8 @@ def _written(lines: list[str], width: int) -> Image.Image:
 
 
 def _solution(env: Any) -> list[str]:
+    from envs.boards.solver import solve
     from envs.sokoban import SokobanEnv
-    from envs.sokoban_solver import solve
 
     if not isinstance(env, SokobanEnv):
         raise ValueError("--solve is for envs.sokoban: give --answers for other environments")

@@ -12,9 +12,9 @@ from random import Random
 from typing import Any
 
 from envs.base import Env, Info, Observation, metadata_of, setting
-from envs.sokoban_boards import MOVES, TARGET, WALL, Board, BoardSpec, board_from_config, make_board
-from envs.sokoban_render import render
-from envs.sokoban_solver import optimal_first_moves
+from envs.boards.generate import MOVES, TARGET, WALL, Board, BoardSpec, board_from_config, make_board
+from envs.boards.render import render
+from envs.boards.solver import optimal_first_moves
 
 SYSTEM_PROMPT = (
     "Solve Sokoban: push every yellow box onto a red target. You are the green player. Brown cells are walls, dark "

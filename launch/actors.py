@@ -16,17 +16,17 @@ import os
 import time
 
 from actor.client import EngineError
-from launch.actor_keeper import ActorFailed, ActorProcess
 from launch.cli import fail, parse, take_option
-from launch.engine_check import ModelFacts
-from launch.engines import EngineSpec, engine_specs
-from launch.gpus import claim
-from launch.keeper import Engine, check_router, wait_until_serving
-from launch.processes import Stopped, raise_on_signals, stop_all
-from launch.reach import check_ports, check_reach
+from launch.engines.commands import EngineSpec, engine_specs
+from launch.engines.gpus import claim
+from launch.engines.network import check_ports, check_reach
+from launch.engines.probe import ModelFacts
+from launch.engines.supervisor import Engine, check_router, wait_until_serving
+from launch.processes.actor_supervisor import ActorFailed, ActorProcess
+from launch.processes.children import Stopped, raise_on_signals, stop_all
+from launch.processes.restarts import Restarts
 from launch.recording import Recording, with_own_weights
-from launch.restarts import Restarts
-from launch.samples import ready
+from launch.task_samples import ready
 from shared.codec import TokenRules
 from shared.config import EngineConfig, Recipe
 from shared.keys import actor_security, read_api_key

@@ -21,11 +21,11 @@ from typing import TextIO
 import zmq
 
 from launch.cli import fail, parse, take_option
-from launch.gpus import claim, names
-from launch.processes import Stopped, die_with_parent, raise_on_signals
-from launch.samples import held_out_samples, ready, training_samples
-from learner.leave import Left
-from learner.samples import SeedSource
+from launch.engines.gpus import claim, names
+from launch.processes.children import Stopped, die_with_parent, raise_on_signals
+from launch.task_samples import held_out_samples, ready, training_samples
+from learner.shutdown import Left
+from learner.tickets.sources import SeedSource
 from shared.config import Recipe
 from shared.keys import learner_security, read_api_key
 from shared.log import get_logger

@@ -21,9 +21,9 @@ from typing import TextIO
 
 from envs.loader import load_env, load_module
 from launch.cli import fail, load, split, take_option
-from launch.engines import check_host
-from launch.processes import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
-from launch.samples import held_out_samples, ready
+from launch.engines.commands import check_host
+from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
+from launch.task_samples import held_out_samples, ready
 from shared.config import Recipe
 from shared.log import get_logger
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     result.unlink(missing_ok=True)
     try:
         arguments = ["--config", path, *overrides]
-        torchrun = [sys.executable, script("ranks"), "--standalone", "--nproc-per-node", ranks]
+        torchrun = [sys.executable, script("processes/torchrun"), "--standalone", "--nproc-per-node", ranks]
         progress = Progress(folder / "metrics.jsonl", recipe)
         children.append(
             start("learner", [*torchrun, script("learner"), *arguments], env=cpu_env(recipe.learner.threads), mute=True)

@@ -25,10 +25,12 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
-from envs import problem_data, sokoban_data, triangles
+from envs.boards import data as sokoban_data
+from envs.boards.generate import Board, BoardSpec
 from envs.datasets import write_rows
-from envs.problem_data import listed
-from envs.sokoban_boards import Board, BoardSpec
+from envs.geometry import data as problem_data
+from envs.geometry import triangles
+from envs.geometry.data import listed
 from launch.cli import fail
 from launch.hub import local_dataset
 

@@ -7,10 +7,10 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
-from launch.engines import NO_WEIGHTS, EngineSpec
-from launch.samples import training_samples
-from learner.intake import Intake, IntakeSettings
-from learner.tickets import BookSettings
+from launch.engines.commands import NO_WEIGHTS, EngineSpec
+from launch.task_samples import training_samples
+from learner.tickets.book import BookSettings
+from learner.tickets.server import Intake, IntakeSettings
 from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.log import get_logger

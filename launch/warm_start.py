@@ -4,7 +4,7 @@ in the task's format. `make tiny-models` makes the shipped ones, in stages:
     python launch/warm_start.py sokoban --out stage1 --steps 2600 --batch 4 --lr 1.5e-3
     python launch/warm_start.py sokoban --start stage1 --out stage2 --seed 1 --steps 1500 --expertise 0.5
 
-What is shown is in `launch.demonstrations`.
+What is shown is in `launch.tiny_models.demonstrations`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration
 
 from actor.render import Renderer
-from launch import tiny_model
-from launch.demonstrations import TASKS, Task
+from launch.tiny_models import build as tiny_model
+from launch.tiny_models.demonstrations import TASKS, Task
 from learner.batch import EpisodeSettings, make_episode, pack
-from learner.model import Policy
-from learner.pictures import Pictures
+from learner.images import Pictures
+from learner.model.policy import Policy
 from shared.types import Ending, Image, Trajectory, Turn
 from shared.vision import VisionSpec
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import equal, group_advantages
-from learner.pictures import Pictures
+from learner.images import Pictures
 from shared.types import Ending, Group, Image, Trajectory
 from shared.vision import expand, mrope_positions
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.model import load_policy
+from learner.model.policy import load_policy
 from shared.vision import VisionSpec
 
 FILE_BYTES = 4 * 2**30
@@ -37,7 +37,7 @@ def export(
 ) -> None:
     """Writes `weights`, whole parameters under their Hugging Face names, and `model_path`'s other files to `folder`.
 
-    A collective where gathering the weights is one (see `learner.buckets.gathered`); rank 0 alone writes. At most
+    A collective where gathering the weights is one (`learner.weights.buckets.gathered`); rank 0 alone writes. At most
     `file_bytes`, or one parameter that is larger, is held at once.
     """
     if is_main:

@@ -14,22 +14,24 @@ from pathlib import Path
 
 import torch
 
-from learner import attention_backend, checkpoint, dist
+from learner import distributed as dist
 from learner.batch import check_group
-from learner.behind import Behind
-from learner.checkpoint import Saver
-from learner.desk import Desk
-from learner.dist import Ranks
-from learner.engine_link import send_api_key
-from learner.leave import Leave, Left
-from learner.model import Policy, load_policy
+from learner.checkpoints import saver as checkpoint
+from learner.checkpoints.saver import Saver
+from learner.coordinator import Desk
+from learner.distributed import Ranks
+from learner.metrics.episodes import RunResult
+from learner.model import attention_backend
+from learner.model.policy import Policy, load_policy
+from learner.model.sharding import prepare
 from learner.plan import check_recipe
-from learner.proof import Proof, ProofSettings
-from learner.publisher import Publisher, PublishSettings
-from learner.results import RunResult
-from learner.samples import SampleSource
-from learner.sharding import prepare
-from learner.step import Trainer
+from learner.shutdown import Leave, Left
+from learner.tickets.sources import SampleSource
+from learner.trainer import Trainer
+from learner.weights.calls import send_api_key
+from learner.weights.engine_watch import Behind
+from learner.weights.publisher import Publisher, PublishSettings
+from learner.weights.verify import Proof, ProofSettings
 from shared.codec import TokenRules, decode, encode
 from shared.config import LearnerConfig, Recipe
 from shared.keys import read_api_key

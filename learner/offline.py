@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from learner import checkpoint, dist
+from learner import distributed as dist
 from learner.batch import check_group
-from learner.checkpoint import Saver
+from learner.checkpoints import saver as checkpoint
+from learner.checkpoints.saver import Saver
 from learner.loop import build_trainer, check_step
+from learner.metrics.episodes import rollout_metrics
 from learner.plan import check_recipe
-from learner.results import rollout_metrics
 from shared.config import Recipe
 from shared.metrics import MetricLogger
 from shared.recording import files, read

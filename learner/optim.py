@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from learner.dist import Ranks, all_sum
-from learner.model import Policy
+from learner.distributed import Ranks, all_sum
+from learner.model.policy import Policy
 from learner.muon import MuonAdamW
 from shared.config import LearnerConfig
 

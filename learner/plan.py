@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from learner.shapes import PUBLISHED, Shape, find, shape_of
+from learner.model.sizes import PUBLISHED, Shape, find, shape_of
 from shared.config import Recipe
 
 FP32 = 4
@@ -101,7 +101,7 @@ def activations(shape: Shape, setting: Setting) -> float:
         kept += shape.vision_depth * shape.vision_hidden * setting.dtype_bytes * patches
         kept += max(per_token * text, per_patch * patches)
     else:
-        trimmed = shape.num_layers > shape.num_deepstack  # see learner/last_layer.py
+        trimmed = shape.num_layers > shape.num_deepstack  # see learner/model/last_layer.py
         last = _layer_bytes(shape, setting.dtype_bytes, asked=setting.sampled_share if trimmed else 1.0)
         kept = ((shape.num_layers - 1) * per_token + last) * text + shape.vision_depth * per_patch * patches
     ends = _norm_bytes(shape.hidden_size, setting.dtype_bytes) * text  # the last norm

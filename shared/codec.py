@@ -20,6 +20,7 @@ import msgpack
 import numpy as np
 
 from shared.fields import DTYPES, check_lengths, codec_of
+from shared.frames import DEFAULT_LIMITS, Frame, Limits, Sink, Source, WireError, digest
 from shared.types import (
     Ack,
     Bye,
@@ -35,7 +36,6 @@ from shared.types import (
     Trajectory,
     Welcome,
 )
-from shared.wire import DEFAULT_LIMITS, Frame, Limits, Sink, Source, WireError, digest
 
 __all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode"]
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.types import Group, Hello, Image, Request, Sampling, Ticket, Trajectory, Turn, Welcome
-from shared.wire import (
+from shared.frames import (
     Codec,
     Sink,
     Source,
@@ -36,6 +35,7 @@ from shared.wire import (
     write_text,
     wrong,
 )
+from shared.types import Group, Hello, Image, Request, Sampling, Ticket, Trajectory, Turn, Welcome
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "token_ids": np.dtype("<i4"),

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import zmq
 
+from shared.auth import AllowList, ClientKeys, ServerKeys
 from shared.config import TransportConfig
-from shared.gate import AllowList, ClientKeys, ServerKeys
 from shared.transport import Secure
 
 LEARNER, ALLOWED, ENGINE = "learner", "allowed", "engine"

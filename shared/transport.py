@@ -2,7 +2,7 @@
 
 A DEALER's routing id is `NAME#RANDOM`: the name is for people, the random part tells two processes of one name apart.
 `secure` is called with each socket before it binds or connects; encryption and authentication are set there (see
-`shared.gate`), and the door that it may return is attended whenever the socket waits.
+`shared.auth`), and the door that it may return is attended whenever the socket waits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from enum import Enum
 
 import zmq
 
+from shared.auth import Door, Knock
 from shared.codec import Frame, Limits, Message, WireError, decode, encode
-from shared.gate import Door, Knock
 
 SENT_COPY_BYTES = 2**16  # of a frame; a larger one is cheaper to share with ZeroMQ than to copy
 RECEIVED_COPY_BYTES = 2**14  # of a frame; a larger one is read where ZeroMQ has put it

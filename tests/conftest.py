@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from learner import dist
+from learner import distributed as dist
 from shared.vision import VisionSpec
-from tiny import tiny_model_dir
+from tests.support.tiny import tiny_model_dir
 
 
 @pytest.fixture(scope="module")

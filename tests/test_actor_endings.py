@@ -10,8 +10,8 @@ import pytest
 
 from actor.loop import run_actor
 from shared.types import Bye, Hello, Request, Stop, Ticket, Trajectory, Welcome
-from tests.actor_rig import Learner, Stage, start, start_with, ticket, with_learner
-from tests.wires import actor_settings
+from tests.support.actor_rig import Learner, Stage, start, start_with, ticket, with_learner
+from tests.support.wires import actor_settings
 
 
 def test_an_unreachable_learner_is_one_line_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from actor.loop import run_actor
-from learner.samples import SeedSource
+from learner.tickets.sources import SeedSource
 from shared.codec import decode
 from shared.transport import SocketSettings
 from shared.types import (
@@ -26,8 +26,8 @@ from shared.types import (
     Tickets,
     Trajectory,
 )
-from tests.actor_rig import Learner, Stage, dismiss, start, start_with, ticket, with_learner
-from tests.wires import actor_settings, episode, start_intake
+from tests.support.actor_rig import Learner, Stage, dismiss, start, start_with, ticket, with_learner
+from tests.support.wires import actor_settings, episode, start_intake
 
 
 def test_actors_fill_batches_until_the_learner_says_stop(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.attention_backend import activate, choose
+from learner.model.attention_backend import activate, choose
 
 NONE: frozenset[str] = frozenset()
 FLASH3 = frozenset({"flash_attn_interface"})

@@ -8,11 +8,11 @@ import tracemalloc
 from pathlib import Path
 
 from actor.loop import run_actor
-from learner.intake import Intake, IntakeSettings
-from learner.samples import SeedSource
+from learner.tickets.server import Intake, IntakeSettings
+from learner.tickets.sources import SeedSource
 from shared.types import Ticket, Trajectory
-from tests.machine import until_async
-from tests.wires import RULES, actor_settings, book_settings, episode
+from tests.support.machine import until_async
+from tests.support.wires import RULES, actor_settings, book_settings, episode
 
 ACTORS, PLACES, PER_VERSION, STALENESS = 3, 50, 4, 2
 MAY_BE_OPEN = PER_VERSION * (1 + STALENESS)

@@ -8,7 +8,6 @@ import io
 import numpy as np
 import pytest
 import torch
-from episodes import random_groups, random_trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as PILImage
@@ -23,10 +22,11 @@ from learner.batch import (
     plan,
     plan_together,
 )
-from learner.pictures import Pictures
+from learner.images import Pictures
 from shared.types import Ending, Group, Image
 from shared.vision import VisionSpec
-from tiny import picture, png
+from tests.support.episodes import random_groups, random_trajectory
+from tests.support.tiny import picture, png
 
 SPEC = VisionSpec(image_token_id=600, min_pixels=1024, max_pixels=1 << 20)
 CPU = torch.device("cpu")

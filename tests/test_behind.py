@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from test_end_to_end import children_of, local, metrics, places
 
-from learner import behind
-from learner.behind import Behind
-from tiny import running_engine, tiny_model_dir
+from learner.weights import engine_watch as behind
+from learner.weights.engine_watch import Behind
+from tests.support.tiny import running_engine, tiny_model_dir
+from tests.test_end_to_end import children_of, local, metrics, places
 
 
 def found_within(watch, timeout_s):

@@ -12,9 +12,9 @@ import pytest
 
 from shared.codec import WireError, decode, encode
 from shared.types import Group
-from tests.chaos_proxy import corrupted, damaged, is_group
-from tests.chaos_report import Recovery, audit, slow, table
-from tests.wires import episode
+from tests.chaos.proxy import corrupted, damaged, is_group
+from tests.chaos.report import Recovery, audit, slow, table
+from tests.support.wires import episode
 
 
 def run_of(folder: Path, steps: list[list[int]], **state: Any) -> Path:

@@ -7,15 +7,15 @@ import resource
 
 import pytest
 import torch
-from episodes import random_groups
 
-from learner import checkpoint
+from learner.checkpoints import saver as checkpoint
 from learner.export import export, export_checkpoint
-from learner.model import load_policy
-from learner.publisher import gathered
-from learner.step import Trainer
+from learner.model.policy import load_policy
+from learner.trainer import Trainer
+from learner.weights.publisher import gathered
 from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe
-from tiny import load_model, tiny_model_dir
+from tests.support.episodes import random_groups
+from tests.support.tiny import load_model, tiny_model_dir
 
 CONFIG = LearnerConfig(lr=1e-3, value_lr=1e-2, lr_schedule="linear", warmup_steps=2, total_steps=10)
 

@@ -9,7 +9,7 @@ from actor.client import EngineClient, EngineError, EnginePool, parse_completion
 from actor.engine.http import HttpError, HttpServer
 from actor.http import HttpClient, HttpFailure
 from shared.types import Completion, Sampling, VersionSpan
-from tiny import running_engine, tiny_model_dir
+from tests.support.tiny import running_engine, tiny_model_dir
 
 
 def answer(**changes):

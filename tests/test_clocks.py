@@ -11,7 +11,7 @@ import pytest
 
 from actor.loop import run_actor
 from shared.types import Ticket, Trajectory
-from tests.wires import actor_settings, episode, start_intake
+from tests.support.wires import actor_settings, episode, start_intake
 
 ROOT = Path(__file__).parents[1]
 DAY_S = 86_400.0

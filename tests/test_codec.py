@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from shared.codec import MESSAGES, SCHEMA_VERSION, Limits, WireError, decode, encode
+from shared.frames import digest
 from shared.types import Group, Hello, Image, Refusal, Request, Sample, Stop, Tickets
-from shared.wire import digest
-from tests.codec_rig import EXAMPLES, GROUP, SAMPLE, STOP, TICKET, changed_header, raw, with_header
-from tests.wires import episode
+from tests.support.codec_rig import EXAMPLES, GROUP, SAMPLE, STOP, TICKET, changed_header, raw, with_header
+from tests.support.wires import episode
 
 PICTURELESS = msgpack.packb(STOP | {"pictures": ["0" * 32] * 9})
 

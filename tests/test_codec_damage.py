@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from shared.codec import WireError, check_trajectory, decode, encode
 from shared.types import Group, Trajectory, Turn
-from tests.codec_rig import EXAMPLES, GROUP, raw
-from tests.wires import PLACEHOLDER, RULES, VISION_START, episode, failed_episode, sealed
+from tests.support.codec_rig import EXAMPLES, GROUP, raw
+from tests.support.wires import PLACEHOLDER, RULES, VISION_START, episode, failed_episode, sealed
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)

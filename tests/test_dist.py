@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import Store, TCPStore
 
-from learner.dist import store_of_attempt
+from learner.distributed import store_of_attempt
 
 
 def store_of(monkeypatch: pytest.MonkeyPatch, port: int, rank: int, attempt: int, hosts: int = 1) -> Store:

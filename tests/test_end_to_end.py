@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine import free_port
+from tests.support.machine import free_port
 
 RECIPE = "launch/recipes/colour_tiny.toml"
 

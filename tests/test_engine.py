@@ -10,8 +10,8 @@ from actor.client import EngineClient, EngineError
 from actor.http import HttpClient, HttpFailure
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
-from tests.surprise import surprise_z
-from tiny import load_model, picture, png, reference_logits, running_engine, tiny_tokenizer
+from tests.support.calibration import surprise_z
+from tests.support.tiny import load_model, picture, png, reference_logits, running_engine, tiny_tokenizer
 
 SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
 

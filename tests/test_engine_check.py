@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from engines import false_engine, says
 
 from actor.client import EngineError
-from launch.engine_check import ModelFacts
-from launch.keeper import check_router, wait_until_serving
-from learner.engine_link import call
+from launch.engines.probe import ModelFacts
+from launch.engines.supervisor import check_router, wait_until_serving
+from learner.weights.calls import call
 from shared.vision import VisionSpec
-from tiny import running_engine
+from tests.support.engines import false_engine, says
+from tests.support.tiny import running_engine
 
 MODEL = "launch/models/colour_tiny"
 

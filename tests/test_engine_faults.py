@@ -7,9 +7,9 @@ import pytest
 from actor.client import EngineClient
 from actor.http import HttpClient, HttpFailure
 from shared.types import Sampling
-from tests.engine_weights_rig import GROUP, Publisher, engine
-from tests.machine import free_port
-from tiny import running_engine
+from tests.support.engine_weights_rig import GROUP, Publisher, engine
+from tests.support.machine import free_port
+from tests.support.tiny import running_engine
 
 __all__ = ["engine"]  # a fixture
 

@@ -13,15 +13,15 @@ import pytest
 from actor.client import EngineClient, EngineError
 from actor.engine.server import main as engine_main
 from actor.http import HttpClient, HttpFailure
-from launch.engines import engine_specs
-from launch.keeper import Engine
-from launch.restarts import Restarts
-from learner import engine_link
+from launch.engines.commands import engine_specs
+from launch.engines.supervisor import Engine
+from launch.processes.restarts import Restarts
+from learner.weights import calls as engine_link
 from shared.config import ConfigError, load_recipe
 from shared.keys import main as keys_main
 from shared.keys import read_api_key
 from shared.types import Sampling
-from tests.engines import EngineProcess, engine_process
+from tests.support.engines import EngineProcess, engine_process
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 

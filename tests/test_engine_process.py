@@ -14,7 +14,7 @@ import pytest
 from actor.client import EngineClient, EngineError, EnginePool
 from actor.engine.server import main
 from shared.types import Sampling
-from tests.machine import free_port, until
+from tests.support.machine import free_port, until
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper
 
 from actor.client import EngineClient
-from actor.engine.weights import parse_entries, unflatten
+from actor.engine.weight_loader import parse_entries, unflatten
 from actor.http import HttpClient
 from shared.types import Image, Sampling
-from tests.engine_weights_rig import Publisher, engine, logprobs_under, other_weights, spec, until_sampled
-from tiny import load_model, picture, png
+from tests.support.engine_weights_rig import Publisher, engine, logprobs_under, other_weights, spec, until_sampled
+from tests.support.tiny import load_model, picture, png
 
 __all__ = ["engine", "spec"]  # fixtures
 

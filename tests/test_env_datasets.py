@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 
 from envs import geo3k_multi_turn, sokoban
+from envs.boards.data import board_in_text, different, make_boards, read_boards, rows_of, split_boards
+from envs.boards.generate import BoardSpec, canonical
+from envs.boards.levels import read_levels
+from envs.boards.solver import solve
 from envs.datasets import MAX_PICTURE_BYTES, load_dataset, repair, with_images, write_rows
 from envs.geo3k import build_env
-from envs.sokoban_boards import BoardSpec, canonical
-from envs.sokoban_data import board_in_text, different, make_boards, read_boards, rows_of, split_boards
-from envs.sokoban_levels import read_levels
-from envs.sokoban_solver import solve
 
 DATA = Path(__file__).parent / "data"
 

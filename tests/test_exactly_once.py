@@ -11,13 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from learner.reception import RECEIPTS_PER_MESSAGE, Reception
-from learner.rejects import Rejects
-from learner.samples import SeedSource
-from learner.tickets import TicketBook
+from learner.tickets.book import TicketBook
+from learner.tickets.protocol import RECEIPTS_PER_MESSAGE, Reception
+from learner.tickets.rejected import Rejects
+from learner.tickets.sources import SeedSource
 from shared.types import Group, Hello, Receipt, Request
-from tests.schedules import Actor, Stamp, Wire
-from tests.wires import RULES, VOCAB, book_settings, episode, failed_episode
+from tests.support.schedules import Actor, Stamp, Wire
+from tests.support.wires import RULES, VOCAB, book_settings, episode, failed_episode
 
 SLOTS, LEASE_S, LOST_S, TIMEOUT_S = 3, 20.0, 3.0, 10.0
 LOG = logging.getLogger("test")

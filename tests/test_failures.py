@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from learner.failures import TooManyFailures
-from learner.intake import Intake, IntakeSettings
-from learner.samples import SeedSource
+from learner.tickets.failure_rate import TooManyFailures
+from learner.tickets.server import Intake, IntakeSettings
+from learner.tickets.sources import SeedSource
 from shared.types import Group
-from tests.intake_rig import Peer, opened
-from tests.wires import RULES, book_settings, failed_episode, group_of
+from tests.support.intake_rig import Peer, opened
+from tests.support.wires import RULES, book_settings, failed_episode, group_of
 
 __all__ = ["opened"]  # a fixture
 

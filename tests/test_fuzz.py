@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.codec import MESSAGES, SCHEMA_VERSION
-from tests.fuzz import judge, run, seeds
-from tests.wires import sealed
+from tests.fuzz.__main__ import judge, run, seeds
+from tests.support.wires import sealed
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=20) | st.binary(),

@@ -11,8 +11,8 @@ import pytest
 from envs import geo3k, geo3k_multi_turn
 from envs.datasets import load_dataset, write_rows
 from envs.geo3k_multi_turn import build_env, episode_reward
-from envs.tool_call import parse_tool_call
-from envs.triangles import KINDS, make_problem, rows
+from envs.geometry.tool_call import parse_tool_call
+from envs.geometry.triangles import KINDS, make_problem, rows
 from shared.types import Sample
 
 DATA = Path(__file__).parent / "data"

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from envs.datasets import load_dataset, write_rows
-from envs.triangles import rows
-from tests.machine import LocalServer, QuietHandler
-from tiny import tiny_model_dir
+from envs.geometry.triangles import rows
+from tests.support.machine import LocalServer, QuietHandler
+from tests.support.tiny import tiny_model_dir
 
 COMMIT = "1" * 40
 

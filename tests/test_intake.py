@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from learner.intake import Intake
-from learner.samples import SeedSource
+from learner.tickets.server import Intake
+from learner.tickets.sources import SeedSource
 from shared.types import Ack, Bye, Cancel, Group, Receipt, Refusal, Sampling, Stop, Tickets, Welcome
-from tests.intake_rig import Peer, intake, opened, peer
-from tests.machine import until
-from tests.wires import episode, failed_episode, group_of, start_intake
+from tests.support.intake_rig import Peer, intake, opened, peer
+from tests.support.machine import until
+from tests.support.wires import episode, failed_episode, group_of, start_intake
 
 __all__ = ["intake", "opened", "peer"]  # fixtures
 

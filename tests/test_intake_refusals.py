@@ -9,12 +9,12 @@ import msgpack
 import numpy as np
 import pytest
 
-from learner.intake import Intake
+from learner.tickets.server import Intake
 from shared.codec import encode
 from shared.types import Cancel, Ending, Group, Hello, Receipt, Refusal, Stop, Welcome
-from tests.intake_rig import Peer, intake, opened, peer
-from tests.machine import until
-from tests.wires import VOCAB, episode, failed_episode, group_of
+from tests.support.intake_rig import Peer, intake, opened, peer
+from tests.support.machine import until
+from tests.support.wires import VOCAB, episode, failed_episode, group_of
 
 __all__ = ["intake", "opened", "peer"]  # fixtures
 

@@ -14,14 +14,14 @@ import pytest
 import zmq
 
 from actor.loop import run_actor
-from learner.intake import Intake, IntakeSettings
-from learner.samples import SeedSource
+from learner.tickets.server import Intake, IntakeSettings
+from learner.tickets.sources import SeedSource
+from shared.auth import ClientKeys
 from shared.config import TransportConfig
-from shared.gate import ClientKeys
 from shared.keys import actor_security, learner_security, make_keys
 from shared.transport import Dealer, Secure
 from shared.types import Hello, Request, Ticket, Trajectory, Welcome
-from tests.wires import RULES, VOCAB, actor_settings, book_settings, episode
+from tests.support.wires import RULES, VOCAB, actor_settings, book_settings, episode
 
 PUBLIC = "tcp://0.0.0.0:*"
 

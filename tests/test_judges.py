@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from actor.client import EngineError, EnginePool
-from actor.judges import FunctionJudge, HttpJudge
+from actor.rewards import FunctionJudge, HttpJudge
 from actor.rollout import EpisodeLimits, Player
 from actor.worker import make_judge
 from envs.loader import load_function
 from shared.config import Recipe
 from shared.types import Ending, Sample, Trajectory
-from tests.machine import LocalServer, QuietHandler
-from tests.rollout_rig import Counting, Scripted, completion, renderer, threads, ticket
+from tests.support.machine import LocalServer, QuietHandler
+from tests.support.rollout_rig import Counting, Scripted, completion, renderer, threads, ticket
 
 __all__ = ["renderer", "threads"]  # fixtures
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from actor.client import EngineError
-from launch.engines import NO_WEIGHTS, EngineSpec, engine_specs, last_lines
-from launch.gpus import check_apart, claim, engine_gpus, names
-from launch.keeper import Engine
-from launch.processes import start_family, stop_all
-from launch.restarts import Restarts
+from launch.engines.commands import NO_WEIGHTS, EngineSpec, engine_specs, last_lines
+from launch.engines.gpus import check_apart, claim, engine_gpus, names
+from launch.engines.supervisor import Engine
+from launch.processes.children import start_family, stop_all
+from launch.processes.restarts import Restarts
 from shared.config import ConfigError, EngineConfig, load_recipe
-from tests.machine import free_port, until
+from tests.support.machine import free_port, until
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 
@@ -176,8 +176,8 @@ def test_an_engine_that_ended_is_started_again_and_named(tmp_path, caplog):
 
 
 def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("launch.pulse.EVERY_S", 0.05)
-    monkeypatch.setattr("launch.pulse.ANSWER_S", 1.0)
+    monkeypatch.setattr("launch.engines.health.EVERY_S", 0.05)
+    monkeypatch.setattr("launch.engines.health.ANSWER_S", 1.0)
     port = free_port()
     command = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1")
     spec = EngineSpec("engine on port 1", f"http://127.0.0.1:{port}", command, {}, (), tmp_path / "log")
@@ -197,7 +197,7 @@ def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path, caplog, monk
 
 
 def test_an_engine_that_never_answers_after_a_restart_is_no_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr("launch.pulse.EVERY_S", 0.05)
+    monkeypatch.setattr("launch.engines.health.EVERY_S", 0.05)
     engine = Engine(
         python("import time; time.sleep(60)", tmp_path), Restarts(0), start_timeout_s=0.3, silent_timeout_s=60.0
     )

@@ -10,11 +10,11 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from test_end_to_end import RECIPE, places
 
 from actor.engine.http import HttpServer
-from tests.machine import free_port
-from tiny import running_engine, tiny_model_dir
+from tests.support.machine import free_port
+from tests.support.tiny import running_engine, tiny_model_dir
+from tests.test_end_to_end import RECIPE, places
 
 
 def run(script, tmp_path, **fields):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.leave import Leave
+from learner.shutdown import Leave
 from shared.types import Stop
 from tests.test_end_to_end import RECIPE, metrics, places
 
@@ -87,7 +87,7 @@ def test_what_actors_are_told_depends_on_how_the_learner_ends(monkeypatch: pytes
 def test_a_learner_that_does_not_leave_in_time_is_ended() -> None:
     code = """
 import signal, time
-from learner.leave import Leave
+from learner.shutdown import Leave
 with Leave(0.2):
     signal.raise_signal(signal.SIGTERM)
     time.sleep(30)
@@ -99,8 +99,8 @@ with Leave(0.2):
 
 STUCK = """
 import ctypes, os, signal, threading
-from launch.processes import raise_on_signals
-from learner.leave import Leave
+from launch.processes.children import raise_on_signals
+from learner.shutdown import Leave
 raise_on_signals()
 leave = Leave({within_s})
 leave.guard()

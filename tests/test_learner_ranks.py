@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_ranks import CASES, MODES, recipe_of, train, trainer_of
 
-from learner import checkpoint, dist
-from learner.buckets import gathered
+from learner import distributed as dist
+from learner.checkpoints import saver as checkpoint
+from learner.weights.buckets import gathered
 from shared.vision import VisionSpec
-from tiny import moe_policy, running_engine, tiny_model_dir
+from tests.support.learner_ranks import CASES, MODES, recipe_of, train, trainer_of
+from tests.support.tiny import moe_policy, running_engine, tiny_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,7 +44,7 @@ def engine(folder):
 @pytest.fixture(scope="module")
 def results(folder, engine):
     """What each number of ranks found; two of them publish to the engine."""
-    script = str(ROOT / "tests" / "learner_ranks.py")
+    script = str(ROOT / "tests" / "support" / "learner_ranks.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     runs = {}

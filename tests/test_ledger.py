@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from learner.ledger import Ledger
+from learner.tickets.ledger import Ledger
 
 
 def steps(path):

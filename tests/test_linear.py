@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from learner import linear as module
-from learner.linear import FastLinear, linear, use_fast_linear
+from kernels import cpu_linear as module
+from kernels.cpu_linear import FastLinear, linear, use_fast_linear
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 5), (3, 33, 64), (257, 128)])

@@ -11,9 +11,9 @@ from random import Random
 
 import pytest
 
+from envs.math_grading.text import last_box
+from envs.math_grading.worker_pool import WorkerFailed, WorkerPool, WorkerTimeout
 from envs.math_reward import grade, judge, label_problem
-from envs.math_text import last_box
-from envs.worker_pool import WorkerFailed, WorkerPool, WorkerTimeout
 
 DATA = Path(__file__).parent / "data"
 

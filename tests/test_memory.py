@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from episodes import random_groups
 
-from learner import dist
-from learner.model import load_policy
-from learner.sharding import prepare
-from learner.step import Trainer
+from learner import distributed as dist
+from learner.model.policy import load_policy
+from learner.model.sharding import prepare
+from learner.trainer import Trainer
 from shared.config import LearnerConfig
+from tests.support.episodes import random_groups
 
 
 def trained(folder, spec, ranks, *, plain_adamw=False, dtype=torch.float32, **settings) -> Trainer:

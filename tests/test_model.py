@@ -9,19 +9,19 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from episodes import random_groups, random_trajectory
 
-import learner.attention
-import learner.last_layer
+import learner.model.attention
+import learner.model.last_layer
 from learner.batch import EpisodeSettings, make_episode, make_episodes, pack
-from learner.engine_link import call
-from learner.model import load_policy
-from learner.pictures import Pictures
-from learner.sharding import shard
-from learner.step import Trainer
+from learner.images import Pictures
+from learner.model.policy import load_policy
+from learner.model.sharding import shard
+from learner.trainer import Trainer
+from learner.weights.calls import call
 from shared.config import LearnerConfig
 from shared.types import Ending, Image, Trajectory, Turn
-from tiny import load_model, moe_policy, picture, png, reference_logits, running_engine, tiny_model_dir
+from tests.support.episodes import random_groups, random_trajectory
+from tests.support.tiny import load_model, moe_policy, picture, png, reference_logits, running_engine, tiny_model_dir
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from episodes import on_policy, random_trajectory
 from PIL import Image as PILImage
 from transformers import (
     Qwen2_5_VLConfig,
@@ -23,16 +22,17 @@ from transformers import (
 
 from actor.engine.app import load_model
 from actor.engine.server import EngineSettings
-from learner.attention import window_lengths
 from learner.batch import EpisodeSettings, make_episode, pack
-from learner.engine_link import call
-from learner.model import load_policy
-from learner.pictures import Pictures
-from learner.step import Trainer
+from learner.images import Pictures
+from learner.model.attention import window_lengths
+from learner.model.policy import load_policy
+from learner.trainer import Trainer
+from learner.weights.calls import call
 from shared.config import LearnerConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec, pixel_values
-from tiny import picture, png, reference_logits, running_engine, tiny_model_dir, tiny_tokenizer
+from tests.support.episodes import on_policy, random_trajectory
+from tests.support.tiny import picture, png, reference_logits, running_engine, tiny_model_dir, tiny_tokenizer
 
 CPU = torch.device("cpu")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from episodes import random_groups
 from torch.optim import AdamW, Muon
 
-from learner.model import load_policy
+from learner.model.policy import load_policy
 from learner.optim import make_optimizer
-from learner.step import Trainer
+from learner.trainer import Trainer
 from shared.config import LearnerConfig
+from tests.support.episodes import random_groups
 
 CONFIG = LearnerConfig(optimizer="muon", lr=1e-3, value_lr=1e-2, weight_decay=0.1, max_grad_norm=1e9)
 

@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from objective_references import REFERENCES, extras
 
 from learner.advantages import group_advantages
 from learner.objectives import OBJECTIVES, Tokens, corrected, kl_term, policy_term, value_term
 from shared.config import LearnerConfig
+from tests.support.objective_references import REFERENCES, extras
 
 
 @pytest.mark.parametrize("reward", [0.9, 6.0133, 0.1 + 0.2, -1e30, 0.0])

@@ -14,7 +14,7 @@ from PIL import Image as PILImage
 
 from actor.engine.images import PictureCache
 from envs.datasets import _image_bytes
-from learner.pictures import Pictures
+from learner.images import Pictures
 from shared.types import Image
 from shared.vision import VisionSpec
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from episodes import random_trajectory
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForImageTextToText,
@@ -14,17 +13,18 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-import learner.linear
+from kernels import cpu_linear
 from learner import plan
 from learner.batch import EpisodeSettings, make_episode, pack
-from learner.model import load_policy
+from learner.images import Pictures
+from learner.model.policy import load_policy
+from learner.model.sharding import prepare
+from learner.model.sizes import PUBLISHED, find, shape_of
 from learner.optim import make_optimizer
-from learner.pictures import Pictures
 from learner.plan import Setting, activations, check, memory, report
-from learner.shapes import PUBLISHED, find, shape_of
-from learner.sharding import prepare
 from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe
-from tiny import moe_policy, tiny_model_dir
+from tests.support.episodes import random_trajectory
+from tests.support.tiny import moe_policy, tiny_model_dir
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_planned_weights_gradients_and_optimizer_state_are_what_a_trainer_holds(
 
 @pytest.mark.parametrize("layers", [2, 3])
 def test_counted_operations_are_those_of_the_forward(tmp_path, spec, monkeypatch, layers):
-    monkeypatch.setattr(learner.linear, "_HAS_ONEDNN", False)  # its products are not counted by torch
+    monkeypatch.setattr(cpu_linear, "_HAS_ONEDNN", False)  # its products are not counted by torch
     folder = tiny_model_dir(tmp_path, layers=layers)
     policy, batch, shape = load_policy(str(folder), spec), packed(spec), find(str(folder))
     with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
@@ -194,7 +194,7 @@ def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, sing
 
 @pytest.fixture
 def single_rank():
-    from learner import dist
+    from learner import distributed as dist
 
     yield dist.init("cpu")
     dist.close()

@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from envs.boards.data import make_boards, rows_of
+from envs.boards.generate import Board, BoardSpec, board_from_config, board_of, canonical
+from envs.boards.solver import solve
 from envs.datasets import load_dataset, read_rows
-from envs.sokoban_boards import Board, BoardSpec, board_from_config, board_of, canonical
-from envs.sokoban_data import make_boards, rows_of
-from envs.sokoban_solver import solve
 from launch.prepare import main
 
 DATA = Path(__file__).parent / "data"

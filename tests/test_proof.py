@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from engines import JoiningEngine, engine_process, says
-from test_publisher import FAST, move
-from vision_cache import check_no_stale_picture
 
-from learner.model import load_policy
-from learner.proof import Proof, ProofSettings, WrongWeights
-from learner.publisher import Publisher
+from learner.model.policy import load_policy
+from learner.weights.publisher import Publisher
+from learner.weights.verify import Proof, ProofSettings, WrongWeights
 from shared.vision import VisionSpec
 from shared.weight_names import all_but, engine_name, part_of
-from tiny import running_engine
+from tests.support.engines import JoiningEngine, engine_process, says
+from tests.support.tiny import running_engine
+from tests.support.vision_cache import check_no_stale_picture
+from tests.test_publisher import FAST, move
 
 
 @pytest.fixture

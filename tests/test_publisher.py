@@ -6,14 +6,14 @@ import time
 
 import pytest
 import torch
-from engines import false_engine, is_silent, refuses
 
-from learner.buckets import buckets, gathered
-from learner.engine_link import call
-from learner.model import load_policy
-from learner.publisher import Publisher, PublishSettings
+from learner.model.policy import load_policy
+from learner.weights.buckets import buckets, gathered
+from learner.weights.calls import call
+from learner.weights.publisher import Publisher, PublishSettings
 from shared.vision import VisionSpec
-from tiny import load_model, running_engine
+from tests.support.engines import false_engine, is_silent, refuses
+from tests.support.tiny import load_model, running_engine
 
 FAST = PublishSettings(bucket_bytes=100_000, timeout_s=4.0, call_timeout_s=4.0, health_timeout_s=2.0)
 
@@ -133,8 +133,8 @@ def test_older_engines_without_begin_and_end_are_served(folder, policy, publishe
         unknown = path in ("/begin_weight_update", "/end_weight_update")
         return call(url, "/none" if unknown else path, body, timeout_s)
 
-    monkeypatch.setattr("learner.delivery.call", without)
-    monkeypatch.setattr("learner.weight_group.call", without)
+    monkeypatch.setattr("learner.weights.update.call", without)
+    monkeypatch.setattr("learner.weights.group.call", without)
     with running_engine(folder) as (url, app):
         call(url, "/begin_weight_update", {}, 5)  # it takes buckets without being told to begin
         move(policy, 0.01)

@@ -7,18 +7,27 @@ import time
 
 import pytest
 import torch
-from engines import JoiningEngine, dribbles, engine_process, false_engine, hangs_up, is_silent, refuses, talks_nonsense
-from test_publisher import assert_same, held, move
 
-from actor.engine.weights import raw_bytes
-from learner.buckets import gathered
-from learner.delivery import Delivery
-from learner.engine_link import EngineTraits, call
-from learner.model import load_policy
-from learner.publisher import Publisher, PublishSettings
+from actor.engine.weight_loader import raw_bytes
+from learner.model.policy import load_policy
+from learner.weights.buckets import gathered
+from learner.weights.calls import EngineTraits, call
+from learner.weights.publisher import Publisher, PublishSettings
+from learner.weights.update import Delivery
 from shared.vision import VisionSpec
 from shared.weight_names import checksums
-from tiny import running_engine
+from tests.support.engines import (
+    JoiningEngine,
+    dribbles,
+    engine_process,
+    false_engine,
+    hangs_up,
+    is_silent,
+    refuses,
+    talks_nonsense,
+)
+from tests.support.tiny import running_engine
+from tests.test_publisher import assert_same, held, move
 
 FAST = PublishSettings(bucket_bytes=100_000, timeout_s=2.0, call_timeout_s=2.0, health_timeout_s=1.0)
 LIMIT_S = 30.0  # of a publication with these limits, on a busy machine
@@ -39,7 +48,7 @@ def publisher(policy, ranks):
 @pytest.fixture
 def always_paused(monkeypatch):
     """Engines are spoken to as those that cannot receive beside generation."""
-    monkeypatch.setattr("learner.publisher.traits_of", lambda url, timeout_s: EngineTraits())
+    monkeypatch.setattr("learner.weights.publisher.traits_of", lambda url, timeout_s: EngineTraits())
 
 
 def holds(url, policy, version):

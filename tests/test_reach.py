@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from launch.engines import engine_specs
-from launch.reach import check_ports, check_reach
+from launch.engines.commands import engine_specs
+from launch.engines.network import check_ports, check_reach
 from shared.config import ConfigError, load_recipe
 
 ELSEWHERE = "192.0.2.7"  # an address of the documentation network: of no machine

@@ -8,10 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_end_to_end import local, metrics, places
 
 from envs.check import main as check_env
 from shared.config import field_table
+from tests.test_end_to_end import local, metrics, places
 
 README = Path("README.md").read_text(encoding="utf-8")
 

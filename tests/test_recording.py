@@ -8,12 +8,12 @@ import sys
 
 import numpy as np
 import pytest
-from episodes import random_groups
 
 from shared.recording import Recorder, files, recorded
 from shared.vision import VisionSpec
-from tests.machine import free_port
-from tiny import tiny_model_dir
+from tests.support.episodes import random_groups
+from tests.support.machine import free_port
+from tests.support.tiny import tiny_model_dir
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from actor.render import Renderer
 from shared.types import Image
 from shared.vision import VisionSpec
-from tiny import picture, png, tiny_model_dir, tiny_tokenizer
+from tests.support.tiny import picture, png, tiny_model_dir, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.actor_keeper import ActorFailed, ActorProcess
-from launch.processes import Child
-from launch.restarts import Restarts, TooManyRestarts
+from launch.processes.actor_supervisor import ActorFailed, ActorProcess
+from launch.processes.children import Child
+from launch.processes.restarts import Restarts, TooManyRestarts
 from shared.config import ActorConfig, EnvConfig, ModelConfig, Recipe
 
 
@@ -40,7 +40,7 @@ def actor_that(code: str, monkeypatch: pytest.MonkeyPatch, max_restarts: int = 1
     def start(name: str, command: list[str], *, env: dict[str, str]) -> Child:
         return Child(name, subprocess.Popen([sys.executable, "-c", code]))
 
-    monkeypatch.setattr("launch.actor_keeper.start", start)
+    monkeypatch.setattr("launch.processes.actor_supervisor.start", start)
     recipe = Recipe(
         model=ModelConfig(path="m"), env=EnvConfig(module="e"), actor=ActorConfig(max_restarts=max_restarts)
     )

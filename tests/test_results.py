@@ -8,11 +8,11 @@ import json
 
 import pytest
 
-from learner.best import Best
-from learner.results import evaluation_metrics, pass_at_k
-from learner.tickets import EvaluationResult
+from learner.checkpoints.best import Best
+from learner.metrics.episodes import evaluation_metrics, pass_at_k
+from learner.tickets.book import EvaluationResult
 from shared.types import Ending, Group, Sample, Sampling, Ticket
-from tests.wires import episode, failed_episode
+from tests.support.wires import episode, failed_episode
 
 
 def result_of(*samples: list[float]) -> EvaluationResult:

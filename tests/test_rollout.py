@@ -15,8 +15,8 @@ from actor.client import EngineClient, EngineError, EnginePool
 from actor.env_threads import EnvThreads, EnvTimeout
 from actor.rollout import EpisodeLimits, Player
 from shared.types import Completion, Ending, Image, Turn, VersionSpan
-from tests.rollout_rig import SYSTEM, Counting, Scripted, check, completion, play, renderer, threads, ticket
-from tiny import running_engine
+from tests.support.rollout_rig import SYSTEM, Counting, Scripted, check, completion, play, renderer, threads, ticket
+from tests.support.tiny import running_engine
 
 __all__ = ["renderer", "threads"]  # fixtures
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learner.reception import Reception
-from learner.rejects import Rejects
-from learner.selection import SelectionMeter
-from learner.tickets import TicketBook
+from learner.tickets.book import TicketBook
+from learner.tickets.protocol import Reception
+from learner.tickets.rejected import Rejects
+from learner.tickets.selection_bias import SelectionMeter
 from shared.types import Ending, Group, Hello, Request, Sample, Ticket, Tickets
-from tests.schedules import Wire
-from tests.wires import RULES, VOCAB, book_settings, episode, failed_episode
+from tests.support.schedules import Wire
+from tests.support.wires import RULES, VOCAB, book_settings, episode, failed_episode
 
 LOG = logging.getLogger("test")
 SLOW, TRAINED = 20, 640

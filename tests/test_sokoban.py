@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from envs import sokoban
+from envs.boards.solver import optimal_first_moves
 from envs.sokoban import LOST, build_env, episode_reward, parse_actions, random_response
-from envs.sokoban_solver import optimal_first_moves
 from shared.types import Sample
 
 DATA = Path(__file__).parent / "data"

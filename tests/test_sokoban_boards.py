@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
+from envs.boards.generate import MOVES, Board, BoardSpec, _draw, canonical, make_board, split_of
+from envs.boards.levels import parse_level, read_levels, xsb
+from envs.boards.render import render
+from envs.boards.solver import optimal_first_moves, search, solve
 from envs.sokoban import build_env
-from envs.sokoban_boards import MOVES, Board, BoardSpec, _draw, canonical, make_board, split_of
-from envs.sokoban_levels import parse_level, read_levels, xsb
-from envs.sokoban_render import render
-from envs.sokoban_solver import optimal_first_moves, search, solve
 from shared.types import Sample
 
 LEVELS = Path(__file__).parent / "data" / "boxoban" / "medium_valid_000.txt"

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import false_engine, says
 
-from launch.engines import PLUGIN
-from learner.engine_link import traits_of
+from launch.engines.commands import PLUGIN
+from learner.weights.calls import traits_of
+from tests.support.engines import false_engine, says
 
 sys.path.append(str(PLUGIN))
 import pronk_staged_weights as plugin

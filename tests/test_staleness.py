@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.staleness import age, may_issue
+from learner.tickets.staleness import age, may_issue
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])

@@ -7,15 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from episodes import on_policy, random_groups
 
 from learner.batch import EpisodeSettings, is_uninformative, make_episodes, pack
+from learner.images import Pictures
 from learner.loop import check_step
-from learner.model import load_policy
-from learner.pictures import Pictures
-from learner.step import Trainer, episode_settings
+from learner.model.policy import load_policy
+from learner.trainer import Trainer, episode_settings
 from shared.config import LearnerConfig
 from shared.types import Ending, Group
+from tests.support.episodes import on_policy, random_groups
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_end_to_end import places
+
+from tests.test_end_to_end import places
 
 
 def run(recipe: str, arguments: list[str], timeout_s: float = 250) -> subprocess.CompletedProcess[str]:

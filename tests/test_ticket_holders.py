@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from learner.tickets import TicketBook, Verdict
-from tests.ticket_rig import Clock, adds_up, issue_all, make_book
-from tests.wires import group_of
+from learner.tickets.book import TicketBook, Verdict
+from tests.support.ticket_rig import Clock, adds_up, issue_all, make_book
+from tests.support.wires import group_of
 
 
 def test_a_ticket_whose_lease_is_over_goes_to_another_actor_and_the_first_group_counts() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from learner.samples import ListSource, SeedSource
-from learner.tickets import Verdict
+from learner.tickets.book import Verdict
+from learner.tickets.sources import ListSource, SeedSource
 from shared.types import Ending, Group, Sample, Sampling, Ticket
-from tests.ticket_rig import adds_up, issue_all, make_book
-from tests.wires import episode, failed_episode, group_of
+from tests.support.ticket_rig import adds_up, issue_all, make_book
+from tests.support.wires import episode, failed_episode, group_of
 
 
 def test_tickets_are_issued_up_to_the_bound_and_again_after_a_publication() -> None:

@@ -11,7 +11,7 @@ import zmq
 from shared.codec import WireError
 from shared.transport import RECEIVED_COPY_BYTES, Dealer, Router, Sent, SocketSettings
 from shared.types import Bye, Group, Hello, Sample, Sampling, Stop, Ticket, Tickets, Welcome
-from tests.wires import episode
+from tests.support.wires import episode
 
 ANY = "tcp://127.0.0.1:*"
 

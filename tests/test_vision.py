@@ -19,7 +19,7 @@ from shared.vision import (
     patchify,
     pixel_values,
 )
-from tiny import load_model, picture
+from tests.support.tiny import load_model, picture
 
 SPEC = VisionSpec(image_token_id=9, min_pixels=1024, max_pixels=1048576)
 

@@ -17,7 +17,7 @@ from actor.engine.request import Request, parse_request
 from actor.engine.runner import Runner
 from actor.engine.scheduler import Scheduler
 from actor.engine.server import EngineSettings
-from actor.engine.updates import WeightUpdates
+from actor.engine.weight_routes import WeightUpdates
 from shared.vision import VisionSpec
 
 log = logging.getLogger("engine")

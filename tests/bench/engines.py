@@ -25,13 +25,13 @@ from actor.render import Fragment, Renderer
 from envs.loader import load_env
 from launch.actors import check, engine_of
 from launch.cli import fail, load
-from launch.keeper import wait_until_serving
-from launch.processes import stop_all
-from launch.samples import held_out_samples, ready
+from launch.engines.supervisor import wait_until_serving
+from launch.processes.children import stop_all
+from launch.task_samples import held_out_samples, ready
 from shared.config import Recipe
 from shared.types import Sampling
 from shared.vision import VisionSpec
-from tests.machine import free_port
+from tests.support.machine import free_port
 
 AT_ONCE = (1, 8, 32)
 NEW_TOKENS = 16

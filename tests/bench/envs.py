@@ -21,17 +21,17 @@ from transformers import AutoTokenizer
 
 from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
-from actor.judges import EnvJudge
 from actor.render import Renderer
+from actor.rewards import EnvJudge
 from actor.rollout import EpisodeLimits, Player
 from actor.worker import keep_collections_short
 from envs import geo3k_multi_turn, sokoban
+from envs.boards.generate import BoardSpec, make_board
+from envs.boards.levels import read_levels
+from envs.boards.render import png
+from envs.boards.solver import search
 from envs.math_reward import grade
 from envs.sokoban import build_env, random_response
-from envs.sokoban_boards import BoardSpec, make_board
-from envs.sokoban_levels import read_levels
-from envs.sokoban_render import png
-from envs.sokoban_solver import search
 from shared.types import Completion, Sample, Sampling, Ticket, VersionSpan
 from shared.vision import VisionSpec
 

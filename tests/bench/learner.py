@@ -26,21 +26,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0:0] = [str(ROOT), str(ROOT / "tests" / "bench")]
+sys.path.insert(0, str(ROOT))
 if "--peers" in sys.argv[:-1]:  # before transformers is imported, which looks for accelerate once
     sys.path.append(sys.argv[sys.argv.index("--peers") + 1])
 
 import torch
-from learner_peers import CLIP_HIGH, CLIP_LOW, LR, MAX_NORM, PaddedLoop, TrlLoop
 
-from learner import dist
+from learner import distributed as dist
 from learner.batch import make_episodes
-from learner.model import load_policy
-from learner.sharding import prepare
-from learner.step import Trainer, episode_settings
+from learner.model.policy import load_policy
+from learner.model.sharding import prepare
+from learner.trainer import Trainer, episode_settings
 from shared.config import LearnerConfig
 from shared.recording import recorded
 from shared.vision import VisionSpec
+from tests.bench.learner_peers import CLIP_HIGH, CLIP_LOW, LR, MAX_NORM, PaddedLoop, TrlLoop
 
 PADDED: dict[str, dict[str, Any]] = {
     "padded": {},

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from learner.batch import Episode
-from learner.pictures import Pictures
+from learner.images import Pictures
 from shared.vision import pixel_values
 
 BATCH = 8

@@ -23,12 +23,12 @@ import msgpack
 import numpy as np
 import zmq
 
-from learner.intake import Intake, IntakeSettings
-from learner.samples import SeedSource
-from learner.tickets import BookSettings
+from learner.tickets.book import BookSettings
+from learner.tickets.server import Intake, IntakeSettings
+from learner.tickets.sources import SeedSource
 from shared.codec import TokenRules, decode, encode
+from shared.frames import digest
 from shared.types import Ending, Group, Hello, Request, Stop, Tickets, Trajectory, Turn
-from shared.wire import digest
 
 VOCAB, PROMPT, ANSWER = 1000, 64, 64
 BEAT_S = 5.0

@@ -25,22 +25,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 import torch
-from engines import engine_process, sglang_process
 
-from actor.engine.weights import broadcast, join_group
-from launch.tiny_model import build_config, build_model, build_tokenizer, save
-from learner import dist
-from learner.buckets import buckets, gathered
-from learner.dist import Ranks
-from learner.engine_link import WeightGroup, call
-from learner.model import Policy, load_policy
-from learner.proof import Proof
-from learner.publisher import Publisher, PublishSettings
+from actor.engine.weight_loader import broadcast, join_group
+from launch.tiny_models.build import build_config, build_model, build_tokenizer, save
+from learner import distributed as dist
+from learner.distributed import Ranks
+from learner.model.policy import Policy, load_policy
+from learner.weights.buckets import buckets, gathered
+from learner.weights.calls import WeightGroup, call
+from learner.weights.publisher import Publisher, PublishSettings
+from learner.weights.verify import Proof
 from shared.config import ConfigError
 from shared.vision import VisionSpec
+from tests.support.engines import engine_process, sglang_process
 
 SIZES = {"tiny": {"hidden": 128, "layers": 4}, "large": {"hidden": 768, "layers": 7}}
 PARTS = ("seconds", "gather_s", "broadcast_s", "load_s", "pause_s", "proof_s")

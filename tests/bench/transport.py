@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import zmq
 
-from learner.reception import Reception
-from learner.rejects import Rejects
-from learner.samples import SeedSource
-from learner.tickets import BookSettings, TicketBook
+from learner.tickets.book import BookSettings, TicketBook
+from learner.tickets.protocol import Reception
+from learner.tickets.rejected import Rejects
+from learner.tickets.sources import SeedSource
 from shared.codec import TokenRules, encode
 from shared.log import get_logger
 from shared.transport import Dealer, Router

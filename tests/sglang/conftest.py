@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner import dist
-from learner.model import load_policy
-from learner.publisher import Publisher, PublishSettings
-from sglang_rig import Servers, recipe_of, vision_of
-from tests.machine import free_port
+from learner import distributed as dist
+from learner.model.policy import load_policy
+from learner.weights.publisher import Publisher, PublishSettings
+from tests.support.machine import free_port
+from tests.support.sglang_rig import Servers, recipe_of, vision_of
 
 START_S = 600  # two servers at once, on a machine that has more to do
 torch.set_num_threads(1)

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from actor.client import EngineClient
-from launch.engine_check import ModelFacts
-from sglang_rig import ENDS, gap, move, player_of, surprise, tickets, vision_of
+from launch.engines.probe import ModelFacts
 from shared.types import Image, Sampling
-from tiny import picture, png
+from tests.support.sglang_rig import ENDS, gap, move, player_of, surprise, tickets, vision_of
+from tests.support.tiny import picture, png
 
 TOLERANCE = 1e-4
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from actor.client import EngineClient
-from learner import publisher as publisher_module
-from sglang_rig import gap, move, player_of, tickets
+from learner.weights import publisher as publisher_module
 from shared.types import Ending
+from tests.support.sglang_rig import gap, move, player_of, tickets
 
 TOLERANCE = 1e-4
 

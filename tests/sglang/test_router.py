@@ -9,15 +9,15 @@ from itertools import cycle
 from urllib.parse import urlsplit
 
 import pytest
-from engines import wait_healthy
 
 from actor.client import EngineError
-from launch.engine_check import ModelFacts
-from launch.engines import STAND_INS, sglang_python
-from launch.keeper import check_router
-from launch.processes import cpu_env
-from sglang_rig import gap, player_of, tickets, vision_of
-from tests.machine import free_port
+from launch.engines.commands import STAND_INS, sglang_python
+from launch.engines.probe import ModelFacts
+from launch.engines.supervisor import check_router
+from launch.processes.children import cpu_env
+from tests.support.engines import wait_healthy
+from tests.support.machine import free_port
+from tests.support.sglang_rig import gap, player_of, tickets, vision_of
 
 TOLERANCE = 1e-4
 

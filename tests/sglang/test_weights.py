@@ -10,14 +10,14 @@ import torch
 from transformers import DynamicCache
 
 from actor.client import EngineClient
-from launch.engine_check import ModelFacts
-from learner.engine_link import EngineError, call, traits_of
-from learner.model import load_policy
-from learner.publisher import Publisher, PublishSettings
-from sglang_rig import ENDS, MODEL, move, vision_of
+from launch.engines.probe import ModelFacts
+from learner.model.policy import load_policy
+from learner.weights.calls import EngineError, call, traits_of
+from learner.weights.publisher import Publisher, PublishSettings
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec, expand, mrope_positions, patchify, pixel_values
-from tiny import load_model, picture, png, reference_logits
+from tests.support.sglang_rig import ENDS, MODEL, move, vision_of
+from tests.support.tiny import load_model, picture, png, reference_logits
 
 TOLERANCE = 1e-4
 SIZE = (64, 96)

@@ -1,0 +1,163 @@
+"""Sokoban datasets: make boards, read them from level files or from the raw public dataset, split them, write them.
+
+A written row has the columns of the public processed dataset: `prompt`, `images` (one PNG data URI) and
+`extra_info.env_config`; `extra_info.solution_length` says how difficult the board is. How it is shown and for how many
+moves it may be played is left to the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from envs.boards.generate import SYMBOLS, Board, BoardSpec, board_from_config, board_of, canonical, make_board
+from envs.boards.levels import iter_levels
+from envs.boards.render import png, render
+from envs.boards.solver import solve
+from envs.datasets import MAX_LISTED, Tick, data_uri, env_config, no_tick, read_rows
+from envs.sokoban import SYSTEM_PROMPT
+
+MAX_REPEATS = 2_000
+
+
+@dataclass(slots=True)
+class Reading:
+    """Boards that were found, and what was left out: how many, and the first few with their reasons."""
+
+    boards: list[Board] = field(default_factory=list)
+    unreadable: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def refuse(self, place: str, reason: object) -> None:
+        self.unreadable += 1
+        if self.unreadable <= MAX_LISTED:
+            self.examples.append(f"{place}: {reason}")
+
+
+def make_boards(count: int, spec: BoardSpec, seed: int = 0, tick: Tick = no_tick) -> list[Board]:
+    """`count` different solvable boards. ValueError if `spec` admits fewer."""
+    boards: list[Board] = []
+    seen: set[bytes] = set()
+    repeats = 0
+    while len(boards) < count:
+        board = make_board(f"{seed}/{len(boards)}/{repeats}", spec)
+        form = canonical(board)
+        if form in seen:
+            repeats += 1
+            if repeats > MAX_REPEATS + count:
+                raise ValueError(
+                    f"only {len(boards)} of {count} boards differ for {spec}: ask for fewer or larger ones"
+                )
+            continue
+        seen.add(form)
+        boards.append(board)
+        tick(len(boards))
+    return boards
+
+
+def different(boards: Iterable[Board]) -> tuple[list[Board], int]:
+    """The boards without those that are the same as an earlier one but for a rotation or mirror image, and how many
+    those were."""
+    kept: dict[bytes, Board] = {}
+    total = 0
+    for board in boards:
+        total += 1
+        kept.setdefault(canonical(board), board)
+    return list(kept.values()), total - len(kept)
+
+
+def split_boards(boards: Sequence[Board], num_heldout: int, seed: int = 0) -> tuple[list[Board], list[Board]]:
+    """(train, held out) at random, of boards that are all `different`. ValueError if none is left to train on."""
+    if not 0 <= num_heldout < len(boards):
+        raise ValueError(f"{num_heldout} held-out boards of {len(boards)} different ones leave none to train on")
+    shuffled = list(boards)
+    Random(seed).shuffle(shuffled)
+    return shuffled[num_heldout:], shuffled[:num_heldout]
+
+
+def read_boards(path: str | Path, tick: Tick = no_tick) -> Reading:
+    """The boards of a dataset (processed, or raw with boards drawn in `prompt`) or of a level file (XSB notation).
+
+    ValueError for a missing file, one without the needed column, or one without any board.
+    """
+    path, reading = Path(path), Reading()
+    if path.suffix in (".parquet", ".jsonl"):
+        _read_rows(path, reading, tick)
+    elif not path.is_file():
+        raise ValueError(f"no file {str(path)!r}: give a .parquet or .jsonl dataset or a level file")
+    else:
+        for number, level in enumerate(iter_levels(path)):
+            tick(number + 1)
+            if isinstance(level, ValueError):
+                reading.refuse(f"{path.name} level {number}", level)
+            else:
+                reading.boards.append(level)
+    if not reading.boards:
+        found = (
+            f"{reading.unreadable} unreadable, such as {reading.examples[0]}" if reading.examples else "no level in it"
+        )
+        raise ValueError(f"{path} holds no board: {found}")
+    return reading
+
+
+def _read_rows(path: Path, reading: Reading, tick: Tick) -> None:
+    for number, row in enumerate(read_rows(path)):
+        tick(number + 1)
+        config = env_config(row)
+        if number == 0 and config is None and "prompt" not in row:
+            raise ValueError(f"{path} has no column 'prompt' or 'extra_info'; it has: {', '.join(map(str, row))}")
+        try:
+            if config is not None and config.get("initial_base_grid") is not None:
+                reading.boards.append(board_from_config(config))
+            else:
+                reading.boards.append(board_in_text(_prompt_text(row.get("prompt"))))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            reading.refuse(f"{path.name} row {number}", error)
+
+
+def board_in_text(text: str) -> Board:
+    """The first board drawn in `text` with the symbols of the text mode. ValueError if there is none."""
+    rows: list[bytes] = []
+    for line in [*text.splitlines(), ""]:
+        cells = line.split()
+        if len(cells) >= 3 and all(len(cell) == 1 and cell in SYMBOLS for cell in cells):
+            rows.append(bytes(SYMBOLS.index(cell) for cell in cells))
+        elif len(rows) >= 3:
+            break
+        else:
+            rows = []
+    if len(rows) < 3 or len({len(row) for row in rows}) > 1:
+        raise ValueError("the text draws no board")
+    return board_of(len(rows), len(rows[0]), b"".join(rows))
+
+
+def rows_of(boards: Iterable[Board], pixels_per_cell: int = 64, max_nodes: int = 50_000) -> Iterator[dict[str, Any]]:
+    """The boards as dataset rows; one that the solver cannot solve within `max_nodes` is left out."""
+    for board in boards:
+        row = row_of(board, pixels_per_cell, max_nodes)
+        if row is not None:
+            yield row
+
+
+def row_of(board: Board, pixels_per_cell: int = 64, max_nodes: int = 50_000) -> dict[str, Any] | None:
+    """The board as a dataset row; None if the solver finds no solution within `max_nodes`, or it needs no move."""
+    moves = solve(board, max_nodes=max_nodes)
+    if not moves:
+        return None
+    picture = png(render(board.codes(), board.height, board.width, pixels_per_cell))
+    return {
+        "prompt": f"{SYSTEM_PROMPT}\n<image>",
+        "images": [data_uri(picture)],
+        "extra_info": {"env_config": board.env_config(), "solution_length": len(moves)},
+    }
+
+
+def _prompt_text(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, (list, tuple)):
+        return "\n".join(str(message["content"]) for message in prompt if isinstance(message, dict))
+    raise ValueError("a prompt is neither text nor messages")

@@ -1,0 +1,79 @@
+"""Sokoban level files in the XSB notation, as the Boxoban collection uses it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from envs.boards.generate import FLOOR, WALL, XSB, Board, board_of
+
+_ROW = re.compile(r"^[#@+$*.\-_ ]+$")
+
+
+def read_levels(path: str | Path) -> list[Board]:
+    """All levels of a file, in order. ValueError, naming file and level, for one that is no Sokoban board."""
+    boards = []
+    for number, level in enumerate(iter_levels(path)):
+        if isinstance(level, ValueError):
+            raise ValueError(f"{path}: level {number}: {level}") from level
+        boards.append(level)
+    if not boards:
+        raise ValueError(f"{path} holds no level in XSB notation")
+    return boards
+
+
+def iter_levels(path: str | Path) -> Iterator[Board | ValueError]:
+    """Each level of a file in order: its board, or what is wrong with it."""
+    for rows in _blocks(Path(path).read_text(encoding="utf-8", errors="replace")):
+        try:
+            yield parse_level(rows)
+        except ValueError as error:
+            yield error
+
+
+def parse_level(rows: list[str]) -> Board:
+    """One level from its rows. Short rows are filled with walls, as are floor cells the player cannot see."""
+    width = max(len(row) for row in rows)
+    codes = bytes(code for row in rows for code in (*(XSB[symbol] for symbol in row), *[WALL] * (width - len(row))))
+    return board_of(len(rows), width, _outside_filled(codes, width))
+
+
+def xsb(board: Board) -> str:
+    """The board as rows of XSB symbols."""
+    symbols = "# .*$@+"
+    codes = board.codes()
+    rows = [codes[start : start + board.width] for start in range(0, len(codes), board.width)]
+    return "\n".join("".join(symbols[code] for code in row) for row in rows)
+
+
+def _blocks(text: str) -> list[list[str]]:
+    """Runs of lines that look like rows of a level; titles, comments and empty lines separate them."""
+    blocks: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if _ROW.match(line) and "#" in line:
+            blocks[-1].append(line.rstrip())
+        elif blocks[-1]:
+            blocks.append([])
+    return [block for block in blocks if block]
+
+
+def _outside_filled(codes: bytes, width: int) -> bytes:
+    """`codes` with the floor outside the outer wall turned into wall; unchanged where the level is not closed."""
+    height = len(codes) // width
+    edge = [row * width + column for row in range(height) for column in range(width)
+            if row in (0, height - 1) or column in (0, width - 1)]  # fmt: skip
+    outside: set[int] = set()
+    stack = [cell for cell in edge if codes[cell] != WALL]
+    while stack:
+        cell = stack.pop()
+        if cell in outside:
+            continue
+        outside.add(cell)
+        row, column = divmod(cell, width)
+        for r, c in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
+            if 0 <= r < height and 0 <= c < width and codes[r * width + c] != WALL:
+                stack.append(r * width + c)
+    if any(codes[cell] != FLOOR for cell in outside):
+        return codes
+    return bytes(WALL if cell in outside else code for cell, code in enumerate(codes))

@@ -1,0 +1,203 @@
+"""Engines of this host: the command that starts each, in what environment, and what can be known to be wrong before."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.engines.gpus import check_apart, engine_gpus, names, num_visible
+from launch.engines.network import check_ports, check_reach, url_of
+from launch.processes.children import ROOT, cpu_env
+from shared.config import ConfigError, Recipe
+from shared.keys import is_local, read_api_key
+
+STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
+PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
+NO_WEIGHTS = "none"
+"""What an engine calls the weights it starts with: no version of any run, so that nothing sampled from them counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How one engine is started. `log`: the file its output goes to; None = this process's own stderr."""
+
+    name: str
+    url: str
+    command: tuple[str, ...]
+    env: dict[str, str]
+    gpus: tuple[str, ...] = ()  # by the machine's names
+    log: Path | None = None
+    secret: tuple[Path, str] | None = field(default=None, repr=False)  # a file that it reads, its owner's alone
+
+
+def engine_specs(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> tuple[EngineSpec, ...]:
+    """All engines of the recipe. ConfigError for GPUs that are not there or an environment that is not built."""
+    engine = recipe.engine
+    gpus = engine_gpus(engine, num_visible() if engine.device == "cuda" else 0)
+    make = {"embedded": _embedded, "sglang": _sglang}[engine.kind]
+    return tuple(
+        make(recipe, index, engine.port + index, names(own, environ), environ) for index, own in enumerate(gpus)
+    )
+
+
+def check_host(recipe: Recipe, num_ranks: int) -> None:
+    """ConfigError for engines that cannot be started beside `num_ranks` ranks of the learner on this machine."""
+    if recipe.engine.urls:
+        return
+    check_reach(recipe)
+    engine_specs(recipe)
+    check_ports(recipe)
+    if recipe.engine.device == recipe.learner.device == "cuda":
+        check_apart(engine_gpus(recipe.engine, num_visible()), num_ranks)
+
+
+def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], environ: Mapping[str, str]) -> EngineSpec:
+    engine, model = recipe.engine, recipe.model
+    command = [sys.executable, "-m", "actor.engine.server", "--model-path", model.path, "--port", str(port)]
+    command += [
+        "--host",
+        engine.host,
+        "--device",
+        engine.device,
+        "--dtype",
+        model.dtype,
+        "--threads",
+        str(engine.threads),
+    ]
+    command += ["--max-batch", str(engine.max_batch), "--max-context", str(model.max_context)]
+    command += ["--min-pixels", str(model.min_pixels), "--max-pixels", str(model.max_pixels)]
+    command += ["--weight-version", NO_WEIGHTS]
+    if engine.api_key_file:
+        read_api_key(engine.api_key_file)  # what is wrong with it is said now
+        command += ["--api-key-file", engine.api_key_file]
+    env = cpu_env(engine.threads) | _visible(gpus)
+    return EngineSpec(f"engine on port {port}", url_of(engine.host, port), tuple(command), env, gpus)
+
+
+def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], environ: Mapping[str, str]) -> EngineSpec:
+    python = sglang_python(recipe)
+    log = Path(recipe.run.dir).resolve() / "engines" / f"{recipe.run.name}-{port}.log"
+    flags, secret = sglang_flags(recipe, index, port), sglang_key(recipe, log.with_suffix(".yaml"))
+    if secret is not None:
+        flags["config"] = secret[0]
+    command = [str(python), "-P", "-m", "sglang.launch_server", *_flags(flags)]
+    env = cpu_env(recipe.engine.threads) | _visible(gpus)
+    env |= {
+        "PATH": f"{python.parent}{os.pathsep}{environ.get('PATH', os.defpath)}",  # ninja, for kernels built late
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",  # the vision tower trains: a kept embedding would be of older weights
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else every /health takes a second, and fails while paused
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # a server whose model process died ends at once
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    }
+    paths = [PLUGIN] if stages_weights(recipe) else []
+    if recipe.engine.device == "cpu":
+        # compiling costs minutes at the first pictures and gains nothing on a CPU
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        paths.append(STAND_INS)
+    env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    return EngineSpec(
+        f"engine on port {port}", url_of(recipe.engine.host, port), tuple(command), env, gpus, log, secret
+    )
+
+
+def stages_weights(recipe: Recipe) -> bool:
+    """Whether weights arrive beside generation, in memory of the host, and are installed between two steps."""
+    return {"auto": recipe.engine.device == "cpu", "on": True, "off": False}[recipe.engine.stage_weights]
+
+
+def sglang_key(recipe: Recipe, path: Path) -> tuple[Path, str] | None:
+    """The API key as one of SGLang's YAML configurations, with the place to write it; None = there is no key. A flag
+    would show it to every user of the machine. ConfigError for such a flag, and for a public host without a key."""
+    flags = {name.lstrip("-").replace("_", "-"): value for name, value in recipe.engine.flags.items()}
+    key = read_api_key(recipe.engine.api_key_file)
+    for name in ("api-key", "admin-api-key"):
+        if name in flags:
+            raise ConfigError(f"engine.flags holds {name}, which ps would show; use engine.api_key_file instead")
+    if key and "config" in flags:
+        raise ConfigError("engine.flags holds config, which engine.api_key_file needs for itself; leave one out")
+    if not key and not is_local(f"tcp://{flags.get('host', recipe.engine.host)}:0"):
+        raise ConfigError(f"host = {flags.get('host', recipe.engine.host)!r} is not loopback; set engine.api_key_file")
+    return (path, f"api-key: {json.dumps(key)}\n") if key else None
+
+
+def sglang_python(recipe: Recipe) -> Path:
+    """The interpreter of SGLang's environment. ConfigError if it is not built, or built for the other device."""
+    folder = ROOT / recipe.engine.sglang_env
+    python = folder / "bin" / "python"
+    if not python.exists() or not any(folder.glob("lib/python*/site-packages/sglang/launch_server.py")):
+        raise ConfigError(
+            f"engine.kind = 'sglang', but there is no SGLang in engine.sglang_env = {recipe.engine.sglang_env!r}; "
+            "build it with: make sglang-env"
+        )
+    built_for = "cuda" if any(folder.glob("lib/python*/site-packages/sgl_kernel")) else "cpu"
+    if built_for != recipe.engine.device:
+        raise ConfigError(
+            f"engine.device = {recipe.engine.device!r}, but the environment {recipe.engine.sglang_env!r} is built for "
+            f"{built_for}; set engine.device = {built_for!r}, or build another one with: make sglang-env"
+        )
+    return python
+
+
+def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
+    """Flags of SGLang's server, without the dashes; those of `engine.flags` win."""
+    engine, model = recipe.engine, recipe.model
+    size = {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}
+    path = Path(model.path)
+    flags: dict[str, Any] = {
+        "model-path": str(path.resolve()) if path.exists() else model.path,
+        "host": engine.host,
+        "port": port,
+        "device": engine.device,
+        "dtype": model.dtype,
+        "tensor-parallel-size": engine.tensor_parallel,
+        "max-running-requests": engine.max_batch,
+        "random-seed": recipe.run.seed + index,  # engines with one seed would sample the same tokens
+        "mm-process-config": {"image": {"size": size}},
+        "weight-version": NO_WEIGHTS,
+        "skip-server-warmup": True,  # ours has a picture
+    }
+    if engine.device == "cpu":
+        flags |= {
+            "attention-backend": "torch_native",
+            "disable-overlap-schedule": True,
+            "max-total-tokens": engine.max_batch * model.max_context,
+            "mem-fraction-static": 0.1,
+        }
+    if engine.mem_fraction:
+        flags["mem-fraction-static"] = engine.mem_fraction
+    if engine.attention_backend:
+        flags["attention-backend"] = engine.attention_backend
+    if engine.mm_attention_backend:
+        flags["mm-attention-backend"] = engine.mm_attention_backend
+    return flags | {name.lstrip("-").replace("_", "-"): value for name, value in engine.flags.items()}
+
+
+def _flags(flags: Mapping[str, Any]) -> list[str]:
+    """True is a bare flag, false none at all; a list is several values, a table JSON."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if value is False:
+            continue
+        arguments.append(f"--{name}")
+        if isinstance(value, list | tuple):
+            arguments += [str(item) for item in value]
+        elif value is not True:
+            arguments.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return arguments
+
+
+def _visible(gpus: tuple[str, ...]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+
+def last_lines(log: Path | None, count: int = 12) -> str:
+    """The end of an engine's log, for an error message."""
+    if log is None or not log.exists():
+        return "its last lines are above"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"its log {log} ends:\n" + "\n".join(f"    {line[:300]}" for line in lines[-count:])

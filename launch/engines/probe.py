@@ -1,0 +1,93 @@
+"""Whether an engine serves the recipe's model: its kind and its vocabulary, and an answer to a picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image as PILImage
+from tokenizers import Tokenizer
+
+from actor.client import EngineClient, EngineError
+from shared.types import Image
+from shared.vision import VisionSpec
+
+PROBE = "Picture 12: <answer>up, left</answer> \u00e9\u6f22<|im_end|>"
+CALL_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What an engine can be asked about its model. `probe_ids`: the tokens of PROBE; `picture_ids`: those of a picture
+    in the compact stream."""
+
+    path: str
+    model_type: str
+    vocab_size: int
+    probe_ids: tuple[int, ...]
+    picture_ids: tuple[int, int, int]
+    vision: VisionSpec
+
+    @staticmethod
+    def load(path: str, vision: VisionSpec) -> ModelFacts:
+        """From a model's folder. ValueError for a missing tokenizer."""
+        config = json.loads((Path(path) / "config.json").read_text())
+        file = Path(path) / "tokenizer.json"
+        if not file.exists():
+            raise ValueError(f"model.path = {path!r} has no tokenizer.json")
+        ids = tuple(Tokenizer.from_file(str(file)).encode(PROBE).ids)
+        vocab_size = config["text_config"]["vocab_size"]
+        picture = (config["vision_start_token_id"], vision.image_token_id, config["vision_end_token_id"])
+        return ModelFacts(path, config["model_type"], vocab_size, ids, picture, vision)
+
+
+async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
+    """Waits until the engine answers a picture. EngineError: silent for `timeout_s`, or it serves another model."""
+    await client.wait_healthy(timeout_s)
+    info = await client.model_info(CALL_S)
+    if not isinstance(info, dict) or "model_path" not in info:
+        raise EngineError(f"{client.url} answers, but is no engine: /model_info says {str(info)[:80]!r}")
+    other = f"{client.url} serves another model ({info['model_path']}) than model.path = {model.path!r}"
+    if info.get("model_type", model.model_type) != model.model_type:
+        raise EngineError(f"{other}: a {info['model_type']}, not a {model.model_type}")
+    if info.get("vocab_size", model.vocab_size) != model.vocab_size:
+        raise EngineError(f"{other}: a vocabulary of {info['vocab_size']} tokens, not {model.vocab_size}")
+    ids = await _probe_tokens(client)
+    if ids is not None and ids != model.probe_ids:
+        raise EngineError(f"{other}: its vocabulary makes other tokens of the same text")
+    await check_answers(client, model, timeout_s)
+
+
+async def check_answers(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
+    """What every way to an engine must keep: a picture's size, and the bans of tokens. EngineError if it does not."""
+    width, height = 2 * model.vision.patch_size * model.vision.merge_size, model.vision.patch_size
+    picture = _picture(width, height)
+    num_tokens, likeliest = await client.warm_up(model.picture_ids, [picture], timeout_s)
+    expected = model.vision.num_tokens(model.vision.grid(width, height)) + 2
+    if num_tokens != expected:
+        raise EngineError(
+            f"{client.url} makes {num_tokens} tokens of a prompt with a picture, the learner {expected}; give it "
+            "the bounds model.min_pixels and model.max_pixels, as launch/engines/commands.py does"
+        )
+    if (await client.warm_up(model.picture_ids, [picture], timeout_s, (likeliest,)))[1] == likeliest:
+        raise EngineError(
+            f"{client.url} samples a token that the request bans: it loses logit_bias (sglang-router 0.3.2 does), "
+            "and every logprob would be a little wrong; use a proxy that passes requests on as they are"
+        )
+
+
+def _picture(width: int, height: int) -> Image:
+    buffer = io.BytesIO()
+    PILImage.new("RGB", (width, height), (200, 120, 40)).save(buffer, "PNG")
+    return Image.of(buffer.getvalue())
+
+
+async def _probe_tokens(client: EngineClient) -> tuple[int, ...] | None:
+    """The engine's tokens of PROBE; None from a server that has no such route."""
+    try:
+        answer = await client.call("/tokenize", {"prompt": PROBE, "add_special_tokens": False}, CALL_S)
+    except EngineError:
+        return None
+    return tuple(answer["tokens"]) if isinstance(answer, dict) and "tokens" in answer else None

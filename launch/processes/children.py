@@ -1,0 +1,134 @@
+"""Starts child processes, watches them, and ends them: each by its own pid, none left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TERMINATE_S = 6.0
+PR_SET_PDEATHSIG = 1
+LARGE = str(8 * 2**30)
+
+
+def cpu_env(threads: int) -> dict[str, str]:
+    """For a process that computes on the CPU: idle threads sleep, and glibc keeps freed tensors instead of returning
+    them to the kernel, whose page faults cost a fifth of a training step."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "MALLOC_MMAP_THRESHOLD_": LARGE,
+        "MALLOC_TRIM_THRESHOLD_": LARGE,
+    }
+
+
+@dataclass(slots=True)
+class Child:
+    """One child process. `required`: its end ends the others too."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    required: bool = True
+    family: bool = False  # it leads a process group of its own, which ends with it
+
+    def kill(self) -> None:
+        """SIGKILL, to the whole family where there is one; and collects the child."""
+        if self.family:
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(self.process.pid, signal.SIGKILL)
+        else:
+            self.process.kill()
+        self.process.wait()
+
+
+def start(name: str, command: Sequence[str], *, env: dict[str, str] | None = None, mute: bool = False) -> Child:
+    """Starts `command` (no shell); `mute` discards its stdout. The kernel of Linux ends it when its parent dies."""
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        stdout=subprocess.DEVNULL if mute else None,
+        preexec_fn=die_with_parent,
+    )
+    return Child(name, process)
+
+
+def start_family(name: str, command: Sequence[str], log: Path, *, env: dict[str, str], fresh: bool = True) -> Child:
+    """Starts a server that starts processes of its own: in a process group that `Child.kill` ends as a whole, outside
+    the repository's folder, its output going to `log` (its owner's alone; appended unless `fresh`)."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb" if fresh else "ab") as output:
+        os.fchmod(output.fileno(), 0o600)  # SGLang writes its API key into it
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            cwd=log.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, signal.SIGKILL),
+        )
+    return Child(name, process, family=True)
+
+
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """In a child: the kernel sends it this signal when its parent is gone. Only Linux offers that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM arrived."""
+
+
+def raise_on_signals() -> None:
+    """From here on SIGINT and SIGTERM raise `Stopped` in the main thread, once; further ones are ignored."""
+
+    def handler(number: int, _frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Stopped(signal.Signals(number).name)
+
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
+
+
+def wait_for_any(children: Sequence[Child], *, tick: Callable[[], None] | None = None, every_s: float = 0.2) -> Child:
+    """Returns the first required child that has ended; calls `tick` meanwhile."""
+    while True:
+        for child in children:
+            if child.required and child.process.poll() is not None:
+                return child
+        if tick is not None:
+            tick()
+        time.sleep(every_s)
+
+
+def stop_all(children: Sequence[Child], *, within_s: float = TERMINATE_S) -> None:
+    """SIGTERM to all that still run, SIGKILL to those that have not ended in time, and collects them.
+
+    Signals are ignored from here on: the end is under way already.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    running = [child for child in children if child.process.poll() is None]
+    for child in running:
+        child.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + within_s
+    for child in running:
+        try:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+    for child in children:
+        if child.family:
+            child.kill()  # what its leader has left behind

@@ -1,0 +1,71 @@
+"""From a recipe to samples: training and held-out, with the task's system prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envs.datasets import load_dataset
+from envs.loader import load_env, load_function, load_module, system_prompt
+from launch.hub import with_local_model
+from learner.tickets.sources import ListSource, SampleSource, SeedSource
+from shared.config import ConfigError, Recipe
+from shared.log import get_logger
+from shared.types import Sample
+from shared.vision import VisionSpec
+
+
+def ready(recipe: Recipe) -> Recipe:
+    """The recipe with its model on this machine. ValueError, in one line, for an environment, a function or a model
+    that cannot be used: all that can be known to be wrong before anything heavy starts."""
+    check_env(recipe)
+    recipe = with_local_model(recipe)
+    VisionSpec.load(recipe.model.path)
+    return recipe
+
+
+def check_env(recipe: Recipe) -> None:
+    """Loads the environment's module and builds one, and loads the recipe's functions. ValueError if that fails."""
+    build_env = load_env(recipe.env.module)
+    for function in (recipe.env.reward, recipe.rollout.path):
+        if function:
+            load_function(function)
+    if recipe.reward.url and not recipe.reward.url.startswith(("http://", "https://")):
+        raise ConfigError(f"reward.url = {recipe.reward.url!r}: write it as http://host:port/path")
+    try:
+        build_env(sample=Sample("check", metadata={"seed": 0}), args=recipe.env.args).close()
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+        raise ValueError(f"env.module = {recipe.env.module!r}: build_env failed with env.args: {words}") from error
+
+
+def prompt(recipe: Recipe) -> tuple[dict[str, Any], ...]:
+    """The messages before the first observation."""
+    text = system_prompt(load_module(recipe.env.module), recipe.env.args)
+    return ({"role": "system", "content": text},) if text else ()
+
+
+def training_samples(recipe: Recipe) -> SampleSource:
+    """Seeds, or the rows of a dataset in an order that `run.seed` decides."""
+    if recipe.data.source == "seeds":
+        return SeedSource(recipe.data.first_seed, recipe.data.num_samples, prompt(recipe), split="train")
+    return ListSource(rows(recipe, recipe.data.source), recipe.run.seed)
+
+
+def held_out_samples(recipe: Recipe) -> list[Sample]:
+    """The first `eval.samples` of the held-out dataset, or of the seeds never trained on. The latter are marked as
+    held out, for environments that split by more than the seed."""
+    count = recipe.eval.samples
+    if recipe.data.source == "seeds":
+        source = SeedSource(recipe.data.eval_first_seed, max(1, count), prompt(recipe), split="heldout")
+        return [source.sample(i) for i in range(count)]
+    if count and not recipe.data.eval_source:
+        raise ConfigError(f"eval.samples = {count}, but data.eval_source is empty; name a held-out dataset file")
+    return rows(recipe, recipe.data.eval_source)[:count] if count else []
+
+
+def rows(recipe: Recipe, path: str) -> list[Sample]:
+    """A dataset's usable rows; what was left out is logged. ValueError for a missing file or column."""
+    text = system_prompt(load_module(recipe.env.module), recipe.env.args)
+    dataset = load_dataset(path, system_prompt=text)
+    get_logger("data").info("%s: %s", path, dataset.report.summary())
+    return dataset.samples

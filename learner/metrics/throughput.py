@@ -1,0 +1,68 @@
+"""Where a step's time goes, and how much of the hardware it uses."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import torch
+
+from learner.distributed import Ranks
+
+# Dense bfloat16 products, operations a second, by a part of the device's name (the makers' data sheets).
+PEAK_FLOPS = {"B200": 2.25e15, "H200": 9.89e14, "H100": 9.89e14, "A100": 3.12e14, "L40S": 3.62e14}
+
+
+class Clock:
+    """Seconds by name, and their sum. On a GPU they are those of its queue, read once, at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = [("", self._now())]
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, name: str) -> None:
+        """What happened since the last lap counts as `name`."""
+        self._marks.append((name, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Waits for the GPU."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        found: dict[str, float] = {}
+        for (_, before), (name, after) in pairwise(self._marks):
+            if isinstance(before, float) and isinstance(after, float):
+                took = after - before
+            else:
+                assert isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event)
+                took = before.elapsed_time(after) / 1000
+            found[name] = found.get(name, 0.0) + took
+        return found
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds().values())
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{name}_s": seconds for name, seconds in self.seconds().items()}
+
+
+def speed(flops: float, seconds: float, ranks: Ranks) -> dict[str, float]:
+    """`flops` of all ranks' products: TFLOP/s of a rank and, on a known GPU, MFU (Chowdhery et al., 2022, appendix B).
+
+    MFU is the share of the peak that the model's own products use; what is computed again does not count.
+    """
+    rate = flops / max(seconds, 1e-9) / ranks.size
+    values = {"speed/tflops_per_rank": rate / 1e12}
+    if ranks.device.type == "cuda":
+        name = torch.cuda.get_device_name(ranks.device)
+        peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+        if peak is not None:
+            values["speed/mfu"] = rate / peak
+    return values

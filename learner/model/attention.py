@@ -1,0 +1,149 @@
+"""Attention over packed documents, without a T x T mask; registered with transformers under two names.
+
+Shape suffixes: T = packed tokens, H = heads, D = head size; documents lie one after another along T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from shared.vision import Grid
+
+# A name with `flash` in it makes transformers' vision towers hand over all pictures at once, not one after another.
+TEXT_ATTENTION = "pronk_packed"
+VISION_ATTENTION = "pronk_packed_flash"
+
+ROWS_AT_ONCE = 128  # queries that share one mask
+
+_varlen_allowed = True  # of this process, as torch's own choice of kernels is
+
+
+def use_varlen(allowed: bool) -> None:
+    """Whether half precision on a GPU takes torch's variable-length attention; see learner/model/attention_backend"""
+    global _varlen_allowed
+    _varlen_allowed = allowed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """Where documents begin and end. `runs`: neighbours of equal length as (how many, length).
+
+    `windows` is the finer packing of vision blocks that only look inside a window, for towers that have such blocks.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    cu_seqlens: Tensor  # int32 [documents+1]
+    max_length: int
+    causal: bool
+    windows: Packing | None = None
+
+
+def packing_of(lengths: tuple[int, ...], *, causal: bool, device: torch.device) -> Packing:
+    runs = tuple((len(list(group)), length) for length, group in groupby(lengths))
+    cu_seqlens = torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
+    return Packing(runs, cu_seqlens, max(lengths), causal)
+
+
+def window_lengths(grids: Iterable[Grid], *, merge_size: int, window_tokens: int) -> tuple[int, ...]:
+    """Patches of each window of pictures with these grids, in Qwen2.5-VL's order: picture by picture, row by row.
+
+    A window is a square of `window_tokens` x `window_tokens` visual tokens, smaller at the right and lower edges.
+    """
+    lengths = []
+    for frames, height, width in grids:
+        rows, columns = (_pieces(side // merge_size, window_tokens) for side in (height, width))
+        lengths += [row * column * merge_size**2 for row in rows for column in columns] * frames
+    return tuple(lengths)
+
+
+def _pieces(side: int, most: int) -> list[int]:
+    return [min(most, side - start) for start in range(0, side, most)]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    packing: Packing,
+    queries_at: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D]. Documents do not see each other.
+
+    With `queries_at` (int64 [N], ascending) the queries are those of these places alone: [1,Hq,N,D] -> [1,N,Hq,D].
+    """
+    if queries_at is not None:
+        return _of_rows(query, key, value, queries_at, scaling, packing)[None], None
+    if packing.windows is not None and getattr(module, "looks_through_windows", False):
+        packing = packing.windows
+    if _varlen_allowed and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, scaling, packing)[None], None
+    sizes = [count * length for count, length in packing.runs]
+    parts = zip(packing.runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)
+    outputs = [_run(count, length, q, k, v, scaling, packing.causal) for (count, length), q, k, v in parts]
+    return torch.cat(outputs)[None], None
+
+
+def _of_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scaling: float, packing: Packing) -> Tensor:
+    """Causal attention of some places, a few of one document at a time: [N,Hq,D]."""
+    starts = packing.cu_seqlens.tolist()[:-1]
+    lengths = [length for count, length in packing.runs for _ in range(count)]
+    counts = torch.searchsorted(rows, packing.cu_seqlens).diff().tolist()
+    parts = rows.split(counts), query.split(counts, 2), key.split(lengths, 2), value.split(lengths, 2)
+    grouped, outputs = query.shape[1] != key.shape[1], []
+    for start, places, q, k, v in zip(starts, *parts, strict=True):
+        for some, q_some in zip((places - start).split(ROWS_AT_ONCE), q.split(ROWS_AT_ONCE, 2), strict=True):
+            if len(some):
+                stop = int(some[-1]) + 1
+                seen = some[:, None] >= torch.arange(stop, device=some.device)
+                read = q_some, k[:, :, :stop], v[:, :, :stop]
+                outputs.append(F.scaled_dot_product_attention(*read, seen, scale=scaling, enable_gqa=grouped))
+    return torch.cat(outputs, 2)[0].transpose(0, 1)
+
+
+def _run(count: int, length: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Tensor:
+    """`count` documents of `length` tokens as one batch: [H,count*length,D] -> [count*length,H,D]."""
+    q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    window = (-1, 0) if packing.causal else (-1, -1)
+    cu, longest, grouped = packing.cu_seqlens, packing.max_length, q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=grouped)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Makes the text and vision parts of a Qwen-VL model take `packing=` and compute documents apart."""
+    ALL_ATTENTION_FUNCTIONS.register(TEXT_ATTENTION, packed_attention)
+    ALL_ATTENTION_FUNCTIONS.register(VISION_ATTENTION, packed_attention)
+    model.config.text_config._attn_implementation = TEXT_ATTENTION
+    model.config.vision_config._attn_implementation = VISION_ATTENTION
+    visual = model.model.visual
+    for index, block in enumerate(visual.blocks if hasattr(visual, "fullatt_block_indexes") else ()):
+        block.attn.looks_through_windows = index not in visual.fullatt_block_indexes
+
+
+def keep_attention_out_of_graphs() -> None:
+    """For compiled blocks: where documents begin and end differs in each microbatch, and would compile anew."""
+    for name in (TEXT_ATTENTION, VISION_ATTENTION):
+        ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(packed_attention))

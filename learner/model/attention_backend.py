@@ -1,0 +1,79 @@
+"""Which attention kernel a GPU gets: known from its compute capability, what is installed, and the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from learner.model import attention
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    majors: range  # of the compute capabilities that it runs on
+    module: str  # what must be installed; empty = torch has it
+    torch_name: str  # under which torch takes it in; empty = its default
+
+
+KERNELS = {
+    "flash2": Kernel(range(8, 13), "", ""),
+    "flash3": Kernel(range(9, 10), "flash_attn_interface", "FA3"),
+    "flash4": Kernel(range(9, 11), "flash_attn.cute", "FA4"),
+}
+
+
+def choose(setting: str, dtype: str, capability: tuple[int, int] | None, installed: frozenset[str]) -> str:
+    """`flash2`, `flash3`, `flash4` or `sdpa` (one call for each length of document, any device and dtype).
+
+    Args:
+        setting: learner.attention. `auto` is torch's own flash2 in bfloat16 on a GPU, else sdpa.
+        dtype: model.dtype.
+        capability: of the GPU, (major, minor); None on a CPU.
+        installed: which of the modules of `KERNELS` are.
+
+    Raises ValueError, in one line with the cure, where the kernel cannot run, or none is known for a newer GPU.
+    """
+    if setting == "sdpa" or (setting == "auto" and (capability is None or dtype != "bfloat16" or capability[0] < 8)):
+        return "sdpa"
+    if capability is None or dtype != "bfloat16":
+        where = "a CPU" if capability is None else "a GPU"
+        raise ValueError(
+            f"learner.attention = {setting!r} is for bfloat16 on a GPU, this is {dtype} on {where}; set it to 'auto'"
+        )
+    major, minor = capability
+    usable = [name for name, k in KERNELS.items() if major in k.majors and (not k.module or k.module in installed)]
+    cure = f"set learner.attention = {usable[0] if usable else 'sdpa'!r}"
+    if setting == "auto" and not usable:
+        raise ValueError(f"no flash attention is known to run on a GPU of compute capability {major}.{minor}; {cure}")
+    name = "flash2" if setting == "auto" else setting
+    kernel = KERNELS[name]
+    if major not in kernel.majors:
+        runs_on = " or ".join(f"{m}.x" for m in kernel.majors)
+        raise ValueError(
+            f"learner.attention = {name!r} runs on compute capability {runs_on}, this GPU has {major}.{minor}; {cure}"
+        )
+    if kernel.module and kernel.module not in installed:
+        raise ValueError(f"learner.attention = {name!r} needs the module {kernel.module}; install it, or {cure}")
+    return name
+
+
+def activate(setting: str, dtype: str, device: torch.device) -> str:
+    """Chooses for this process's device, and makes it this process's kernel. ValueError as `choose`."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    modules = {kernel.module for kernel in KERNELS.values() if kernel.module}
+    name = choose(setting, dtype, capability, frozenset(m for m in modules if _installed(m)))
+    attention.use_varlen(name != "sdpa")
+    if name != "sdpa" and KERNELS[name].torch_name:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(KERNELS[name].torch_name)
+    return name
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False

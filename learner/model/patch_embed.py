@@ -1,0 +1,35 @@
+"""The vision tower's first layer, straight on uint8 patches of still pictures."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kernels.cpu_linear import linear
+from shared.vision import VisionSpec
+
+
+class StillPatchEmbed(nn.Module):
+    """Equals normalising the pixels, repeating the picture along time and the tower's own convolution.
+
+    The convolution's window is its stride, so it is one matrix product; what is the same for every patch (mean,
+    standard deviation, the sum over the repeated picture) goes into the weight. The parameters keep their names.
+    """
+
+    def __init__(self, proj: nn.Conv3d, spec: VisionSpec) -> None:
+        super().__init__()
+        self.proj = proj
+        self.scale: Tensor
+        self.shift: Tensor
+        self.register_buffer("scale", 1.0 / (255.0 * torch.tensor(spec.std)), persistent=False)
+        self.register_buffer("shift", torch.tensor(spec.mean) / torch.tensor(spec.std), persistent=False)
+        self.compute_dtype = torch.float32
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """uint8 [P,3,patch,patch] -> [P, hidden] in `compute_dtype`, computed in float32."""
+        weight = self.proj.weight.float().sum(2)  # [hidden, 3, patch, patch]
+        bias = -(weight.sum((2, 3)) * self.shift).sum(1)
+        if self.proj.bias is not None:
+            bias = bias + self.proj.bias.float()
+        weight = weight * self.scale[:, None, None]
+        return linear(patches.flatten(1).float(), weight.flatten(1), bias).to(self.compute_dtype)

@@ -1,0 +1,126 @@
+"""The policy: a Qwen-VL model with a value head, on packed documents.
+
+Shape suffixes: T = packed tokens, N = sampled tokens, H = hidden size, V = vocabulary, P = patches, M = visual tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from kernels.cpu_linear import use_fast_linear
+from kernels.linear_logprob import linear_logprob
+from learner.batch import Microbatch
+from learner.model.attention import packing_of, use_packed_attention, window_lengths
+from learner.model.last_layer import keep_predictors_only
+from learner.model.patch_embed import StillPatchEmbed
+from shared.vision import VisionSpec, banned_ids
+
+SUPPORTED_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
+
+
+class PolicyOutput(NamedTuple):
+    """All float32 [N], differentiable: of the sampled tokens, at the temperature they were sampled with."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    values: Tensor
+
+
+class Policy(nn.Module):
+    """`forward` gives logprobs, entropies and values of a microbatch's sampled tokens; logits are never kept."""
+
+    def __init__(self, vlm: PreTrainedModel, spec: VisionSpec) -> None:
+        super().__init__()
+        self.vlm = vlm
+        self.spec = spec
+        self.dtype = torch.float32  # of forward and backward, and of what engines are given
+        vlm.model.visual.patch_embed = StillPatchEmbed(vlm.model.visual.patch_embed.proj, spec)
+        self.value_head = nn.Linear(vlm.config.text_config.hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        self.banned_ids = banned_ids(vlm.config)
+        window = getattr(vlm.config.vision_config, "window_size", 0)  # pixels; 0 = no block looks through windows
+        self.window_tokens = window // (spec.patch_size * spec.merge_size)
+        self.trimmed = keep_predictors_only(vlm)
+        use_packed_attention(vlm)
+        use_fast_linear(vlm)
+
+    def forward(self, batch: Microbatch, temperature: float) -> PolicyOutput:
+        hidden_NH = self._hidden(batch)
+        logprobs, entropies = linear_logprob(
+            hidden_NH, self.vlm.lm_head.weight, batch.target_ids, temperature=temperature, banned_ids=self.banned_ids
+        )
+        values = self.value_head(hidden_NH.float())
+        return PolicyOutput(logprobs.clone(), entropies.clone(), values.sum(-1))  # FSDP warns of views
+
+    def _hidden(self, batch: Microbatch) -> Tensor:
+        """Final hidden states [N,H] that predict the sampled tokens."""
+        text = self.vlm.model.language_model
+        embeds_TH = text.embed_tokens(batch.input_ids)[0]
+        features, deepstack = self._vision(batch)
+        if len(batch.visual_rows):
+            embeds_TH = embeds_TH.index_copy(0, batch.visual_positions, features.to(embeds_TH.dtype))
+        else:  # the tower's parameters take part in every step, with gradient 0
+            embeds_TH = embeds_TH + 0.0 * sum(x.sum() for x in (features, *deepstack))
+        extra: dict[str, object] = {}
+        if deepstack and len(batch.visual_rows):
+            visual_mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+            visual_mask[0, batch.visual_positions] = True
+            extra = {"visual_pos_masks": visual_mask, "deepstack_visual_embeds": deepstack}
+        if self.trimmed:
+            extra["rows"] = batch.predictors
+        output = text(
+            inputs_embeds=embeds_TH[None],
+            position_ids=batch.position_ids,
+            use_cache=False,
+            **extra,
+            packing=packing_of(batch.lengths, causal=True, device=embeds_TH.device),
+        )
+        hidden = output.last_hidden_state[0]
+        return hidden if self.trimmed else hidden.index_select(0, batch.predictors)
+
+    def _vision(self, batch: Microbatch) -> tuple[Tensor, list[Tensor]]:
+        """Features of the visual tokens [M,H], and each deepstack layer's; of a blank picture if there is none."""
+        spec, grids, patches, lengths = self.spec, batch.grids_thw, batch.patches, batch.picture_lengths
+        if not lengths:
+            lengths = (spec.merge_size**2,)
+            patches = patches.new_zeros(lengths[0], *patches.shape[1:])
+            grids = grids.new_tensor([[1, spec.merge_size, spec.merge_size]])
+        packing = packing_of(lengths, causal=False, device=patches.device)
+        if self.window_tokens:
+            sizes = [(t, h, w) for t, h, w in grids.tolist()]
+            windows = window_lengths(sizes, merge_size=spec.merge_size, window_tokens=self.window_tokens)
+            packing = replace(packing, windows=packing_of(windows, causal=False, device=patches.device))
+        vision = self.vlm.model.visual(patches, grid_thw=grids, packing=packing)
+        deepstack = list(getattr(vision, "deepstack_features", None) or ())
+        if not batch.picture_lengths:
+            return vision.pooler_output, deepstack
+        rows = batch.visual_rows
+        return vision.pooler_output[rows], [layer[rows] for layer in deepstack]
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The language-vision model's parameters under their Hugging Face names; a tied output head is left out."""
+        yield from self.vlm.named_parameters()
+
+
+def load_policy(path: str, spec: VisionSpec) -> Policy:
+    """Loads a Qwen3-VL (dense or mixture of experts) or Qwen2.5-VL model from a folder, as float32 on the CPU."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"model.path = {path!r} holds no readable config.json: {reason}") from error
+    if config.model_type not in SUPPORTED_TYPES:
+        raise ValueError(
+            f"model.path = {path!r} is a {config.model_type!r} model; the learner trains {', '.join(SUPPORTED_TYPES)}"
+        )
+    transformers_logging.disable_progress_bar()
+    vlm = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
+    return Policy(vlm, spec)

@@ -1,0 +1,81 @@
+"""How a policy lies in memory: frozen parts, recomputed activations, compiled blocks, shards over ranks (FSDP2).
+
+None of it changes what is computed, beyond rounding; what is frozen is simply not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from kernels.cpu_linear import use_plain_linear
+from learner.distributed import Ranks
+from learner.model.attention import keep_attention_out_of_graphs
+from learner.model.policy import Policy
+from shared.config import LearnerConfig
+
+
+def prepare(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
+    """Makes `policy` as the recipe wants it, in place, on the ranks' device; before an optimizer is made.
+
+    It is sharded where there are several ranks, a dtype other than float32, or an offload.
+    """
+    freeze(policy, config.freeze)
+    if config.activation_checkpointing:
+        for block in _blocks(policy):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if config.compile:
+        compile_blocks(policy)
+    if ranks.size > 1 or dtype != torch.float32 or config.offload:
+        shard(policy, ranks.mesh, dtype, offload=config.offload)
+    else:
+        policy.to(ranks.device)
+
+
+def freeze(policy: Policy, parts: tuple[str, ...]) -> None:
+    """Takes `vision` (the tower) or `projector` (what merges its patches into tokens) out of training."""
+    visual = policy.vlm.model.visual
+    mergers = {id(p) for name, p in visual.named_parameters() if "merger" in name}
+    for p in visual.parameters():
+        p.requires_grad_(("projector" if id(p) in mergers else "vision") not in parts)
+
+
+def compile_blocks(policy: Policy) -> None:
+    """torch.compile of each decoder layer and vision block; attention stays outside of the graphs."""
+    keep_attention_out_of_graphs()
+    use_plain_linear(policy.vlm)
+    for block in _blocks(policy):
+        block.compile(dynamic=True)
+
+
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool = False) -> None:
+    """FSDP2 in place: each decoder layer and vision block, the value head (float32), and the rest.
+
+    Parameters and gradients are float32, forward and backward run in `dtype`. Gradients are summed over ranks. A mesh
+    of two dimensions replicates over the first and shards over the second. `offload`: what is sharded, its gradients
+    and its optimizer state rest in the memory of the CPU.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    pinned = mesh.device_type == "cuda"
+    place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    for block in _blocks(policy):
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
+    whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+    fully_shard(policy.value_head, mesh=mesh, mp_policy=whole, offload_policy=place)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=place)
+    policy.dtype = policy.vlm.model.visual.patch_embed.compute_dtype = dtype
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _blocks(policy: Policy) -> Iterator[nn.Module]:
+    yield from policy.vlm.model.visual.blocks
+    yield from policy.vlm.model.language_model.layers

@@ -1,0 +1,209 @@
+"""The sizes of a Qwen3-VL model, from its config.json alone: parameters and floating-point operations by part.
+
+Also the table of the published models, so that a run can be planned without downloading anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes as config.json names them. `num_experts` 0: every layer is dense."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_dense_layers: int  # of the layers, those without experts
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    tied: bool
+    max_context: int
+    vision_depth: int
+    vision_hidden: int
+    vision_intermediate: int
+    vision_positions: int
+    patch_values: int  # colours x frames x height x width of a patch
+    merge: int  # patches of one visual token
+    num_deepstack: int
+
+    # ------------------------------------------------------------------ parameters
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one decoder layer's projections and norms."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.hidden_size * (2 * q + 2 * kv) + 2 * self.head_dim + 2 * self.hidden_size
+
+    def layer_parameters(self, *, sparse: bool, active: bool = False) -> int:
+        """Of one decoder layer; `active`: those that one token passes through."""
+        if not sparse:
+            return self.attention_parameters + 3 * self.hidden_size * self.intermediate_size
+        experts = self.experts_per_token if active else self.num_experts
+        router = self.num_experts * self.hidden_size
+        return self.attention_parameters + router + experts * 3 * self.hidden_size * self.expert_size
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Of all decoder layers' matrices, without the stacks of experts': those that Muon moves."""
+        norms = 2 * self.head_dim + 2 * self.hidden_size
+        sparse = self.num_layers - self.num_dense_layers
+        dense = self.num_dense_layers * 3 * self.hidden_size * self.intermediate_size
+        return (
+            self.num_layers * (self.attention_parameters - norms) + dense + sparse * self.num_experts * self.hidden_size
+        )
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def text_parameters(self) -> int:
+        sparse = self.num_layers - self.num_dense_layers
+        layers = sparse * self.layer_parameters(sparse=True) if sparse else 0
+        layers += self.num_dense_layers * self.layer_parameters(sparse=False)
+        return layers + self.hidden_size + self.head_parameters * (1 if self.tied else 2)
+
+    @property
+    def vision_block_parameters(self) -> int:
+        h, i = self.vision_hidden, self.vision_intermediate
+        return 4 * h + 4 * h * h + 4 * h + 2 * h * i + i + h
+
+    @property
+    def vision_parameters(self) -> int:
+        h = self.vision_hidden
+        return self.vision_depth * self.vision_block_parameters + h * (self.patch_values + 1 + self.vision_positions)
+
+    @property
+    def projector_parameters(self) -> int:
+        """Of what merges patches into visual tokens, the deepstack's included."""
+        wide = self.merge * self.vision_hidden
+        linear = wide * wide + wide + wide * self.hidden_size + self.hidden_size
+        return (1 + self.num_deepstack) * linear + 2 * self.vision_hidden + self.num_deepstack * 2 * wide
+
+    @property
+    def parameters(self) -> int:
+        return self.text_parameters + self.vision_parameters + self.projector_parameters
+
+    # ------------------------------------------------------------------ floating-point operations
+
+    def forward_flops(self, documents: Sequence[int], pictures: Sequence[int], num_rows: int) -> float:
+        """Of one forward over packed documents: matrix products and attention, nothing else.
+
+        `documents`: tokens of each, attended to causally; `pictures`: patches of each distinct one, a product for both
+        its equal frames; `num_rows`: rows of which logits and, of the last layer, queries, their projections and the
+        MLP are computed (its attention is counted whole; a GPU computes the queries of all rows too). A training step
+        takes three times as many, if nothing is recomputed.
+        """
+        tokens, patches, h = sum(documents), sum(pictures), self.vision_hidden
+        sparse = self.num_layers - self.num_dense_layers
+        active = self.num_dense_layers * self.layer_parameters(sparse=False)
+        active += sparse * self.layer_parameters(sparse=True, active=True) if sparse else 0
+        width = self.num_heads * self.head_dim
+        text = 2 * active * tokens + 2 * self.num_layers * width * sum(n * (n + 1) for n in documents)
+        text += 2 * self.head_parameters * num_rows
+        if self.num_layers > self.num_deepstack:  # see learner/model/last_layer.py
+            key_value = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+            last = self.layer_parameters(sparse=sparse > 0, active=True) - key_value
+            text -= 2 * last * (tokens - num_rows)
+        vision = 2 * (self.vision_depth * self.vision_block_parameters + h * self.patch_values // 2) * patches
+        vision += 4 * self.vision_depth * h * sum(n * n for n in pictures)
+        return text + vision + 2 * self.projector_parameters * patches / self.merge
+
+
+def shape_of(config: dict[str, Any]) -> Shape | None:
+    """Of a config.json; None for a model type whose sizes are not known here."""
+    if config.get("model_type") not in MODEL_TYPES:
+        return None
+    text, vision = config["text_config"], config["vision_config"]
+    experts = text.get("num_experts") or text.get("num_local_experts") or 0
+    step, only_dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
+    dense = [i for i in range(text["num_hidden_layers"]) if not experts or i in only_dense or (i + 1) % step]
+    patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    return Shape(
+        vocab_size=text["vocab_size"],
+        hidden_size=text["hidden_size"],
+        num_layers=text["num_hidden_layers"],
+        num_dense_layers=len(dense),
+        num_heads=text["num_attention_heads"],
+        num_kv_heads=text["num_key_value_heads"],
+        head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+        intermediate_size=text["intermediate_size"],
+        num_experts=experts,
+        experts_per_token=text.get("num_experts_per_tok") or 0,
+        expert_size=text.get("moe_intermediate_size") or 0,
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        max_context=text["max_position_embeddings"],
+        vision_depth=vision["depth"],
+        vision_hidden=vision["hidden_size"],
+        vision_intermediate=vision["intermediate_size"],
+        vision_positions=vision["num_position_embeddings"],
+        patch_values=patch,
+        merge=vision["spatial_merge_size"] ** 2,
+        num_deepstack=len(vision["deepstack_visual_indexes"]),
+    )
+
+
+def find(name: str) -> Shape:
+    """Of a folder with config.json, or of a published model by name. ValueError naming what there is."""
+    file = Path(name) / "config.json"
+    if file.exists():
+        shape = shape_of(json.loads(file.read_text()))
+        if shape is None:
+            raise ValueError(f"{file} is of no model type whose sizes are known; those are {', '.join(MODEL_TYPES)}")
+        return shape
+    short = name.rpartition("/")[2]
+    for base, shape in PUBLISHED.items():
+        if short in (base, f"{base}-Instruct", f"{base}-Thinking"):
+            return shape
+    raise ValueError(f"no sizes of {name!r}: give a folder with config.json, or one of {', '.join(PUBLISHED)}")
+
+
+def _published(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, experts: int, tower: str
+) -> Shape:
+    """`intermediate`: of the MLP or, where there are experts, of each of them."""
+    depth, h, i = {"small": (24, 1024, 4096), "large": (27, 1152, 4304)}[tower]
+    return Shape(
+        vocab_size=151936,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_dense_layers=0 if experts else layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        intermediate_size=0 if experts else intermediate,
+        num_experts=experts,
+        experts_per_token=8 if experts else 0,
+        expert_size=intermediate if experts else 0,
+        tied=tower == "small",
+        max_context=262144,
+        vision_depth=depth,
+        vision_hidden=h,
+        vision_intermediate=i,
+        vision_positions=2304,
+        patch_values=3 * 2 * 16 * 16,
+        merge=4,
+        num_deepstack=3,
+    )
+
+
+PUBLISHED = {
+    "Qwen3-VL-2B": _published(2048, 28, 16, 8, 6144, 0, "small"),
+    "Qwen3-VL-4B": _published(2560, 36, 32, 8, 9728, 0, "small"),
+    "Qwen3-VL-8B": _published(4096, 36, 32, 8, 12288, 0, "large"),
+    "Qwen3-VL-30B-A3B": _published(2048, 48, 32, 4, 768, 128, "large"),
+    "Qwen3-VL-235B-A22B": _published(4096, 94, 64, 4, 1536, 128, "large"),
+}

@@ -1,0 +1,299 @@
+"""The ticket book: which group may be played, by whom, and what became of it. No sockets, no threads.
+
+A training ticket is the n-th sample of the run; n never repeats, so n is the dataset cursor too. Its life:
+
+    issued -> leased by an actor -> ready (its group is here) -> trained -> acknowledged
+       ^           | lease over, actor gone, lost on the way
+       '-----------'              anything wrong with the group -> dropped, with the reason
+
+and always: issued = trained + dropped + open. At most one group is taken for a ticket, whoever brings it first, and
+its actor keeps it until the step on it is done. The checkpoint decides what a restart finds: tickets trained later are
+open again, and a group kept by its actor counts if its tokens are of versions that still exist. Groups are consumed
+oldest first, and a step waits for tickets that could not be trained in time afterwards, so that long episodes are
+neither thrown away nor late. Evaluation tickets live beside this: first in the queue, never trained.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from learner.tickets.evaluations import Evaluations
+from learner.tickets.leases import Leases
+from learner.tickets.records import (
+    BookSettings,
+    Entry,
+    EvaluationResult,
+    Past,
+    Verdict,
+    fault,
+    newest_version,
+    number_of,
+    oldest_version,
+)
+from learner.tickets.sources import SampleSource
+from learner.tickets.staleness import age, leaves_room, may_issue
+from shared.types import Group, PolicyVersion, Ticket
+
+__all__ = ["BookSettings", "EvaluationResult", "TicketBook", "Verdict"]
+
+KNOWN_PASTS = 16
+
+
+class TicketBook:
+    """The state machine. `nonce` must differ between two processes of one run: it tells their tickets apart."""
+
+    def __init__(
+        self, source: SampleSource, settings: BookSettings, *, nonce: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.source = source
+        self.settings = settings
+        self.version: PolicyVersion = 0
+        self.nonce = nonce
+        self.issued = self.trained = 0
+        self.dropped: Counter[str] = Counter()  # training tickets, by reason
+        self.refused: Counter[str] = Counter()  # groups that came twice, too late or from elsewhere
+        self.last_drop = ""  # the newest drop in words
+        self._clock = clock
+        self._leases = Leases(settings.lease_s, clock)
+        self._open: dict[int, Entry] = {}  # training tickets by number
+        self._open_by_version: Counter[PolicyVersion] = Counter()  # how many of them each version has issued
+        self._ready: dict[int, Entry] = {}  # those with their group
+        self._in_training: dict[int, Entry] = {}
+        self._acknowledgments: dict[str, list[str]] = {}  # by actor
+        self.evaluations = Evaluations(nonce, settings.lease_s, self._leases)
+        self._pasts: dict[str, Past] = {}  # by nonce
+
+    @property
+    def open(self) -> int:
+        return len(self._open)
+
+    @property
+    def ready(self) -> int:
+        """Groups that wait for their step."""
+        return len(self._ready)
+
+    @property
+    def reissued(self) -> int:
+        return self._leases.reissued
+
+    def _find(self, ticket_id: str) -> Entry | None:
+        """The entry of a ticket that is open or in training, also by the id that an earlier process gave it."""
+        number, nonce = number_of(ticket_id)
+        past = self._pasts.get(nonce)
+        if number >= 0 and (nonce == self.nonce or (past is not None and number < past.issued)):
+            return self._open.get(number) or self._in_training.get(number)
+        return self.evaluations.find(ticket_id)
+
+    # -------------------------------------------------------------- handing out
+
+    def issue(self, actor: str) -> Ticket | None:
+        """A ticket for `actor`: evaluation first, then one to be played again, then a new one; None = not now."""
+        entry = self._leases.next_for(actor)
+        if entry is None:
+            if not self._may_issue():
+                return None
+            entry = self._add(self.issued, self.version)
+            self.issued += 1
+        entry.attempts += 1
+        self._leases.hold(entry, actor, anew=True)
+        return entry.ticket
+
+    def _may_issue(self) -> bool:
+        s, dropped = self.settings, self.dropped.total()
+        if s.total_groups is not None and self.issued - dropped >= s.total_groups:
+            return False
+        return may_issue(self.issued, dropped, self.version, s.max_staleness, s.groups_per_version)
+
+    def _add(self, number: int, version: PolicyVersion) -> Entry:
+        s = self.settings
+        ticket = Ticket(
+            id=f"{number}-{self.nonce}",
+            sample=self.source.sample(number),
+            group_size=s.group_size,
+            version=version,
+            sampling=s.sampling,
+            lease_s=s.lease_s,
+            seed=(s.seed * 1_000_003 + number) % 2**31,
+        )
+        entry = self._open[number] = Entry(ticket, number)
+        self._open_by_version[version] += 1
+        return entry
+
+    # -------------------------------------------------------------- what actors say and do not say
+
+    def held(self, actor: str, ticket_ids: Sequence[str]) -> tuple[str, ...]:
+        """An actor names all tickets it holds. Returns the void ones; what it should hold but does not name is lost.
+
+        An actor that was thought gone, and returns with a ticket nobody else has got, keeps it; so does one that
+        comes to a restarted learner with a ticket of the earlier process that is open again.
+        """
+        void, named = [], set[str]()
+        for ticket_id in ticket_ids:
+            entry = self._find(ticket_id)
+            if entry is None or (entry.group is not None and entry.bringer != actor):
+                void.append(ticket_id)
+            elif entry.group is None:
+                named.add(entry.ticket.id)
+                if actor not in entry.holders:
+                    self._leases.hold(entry, actor, anew=False)
+        lost_since = self._clock() - self.settings.lost_after_s
+        for ticket_id, entry in list(self._leases.of(actor).items()):
+            if ticket_id not in named and entry.holders[actor] < lost_since:
+                self._leases.release(entry, actor)
+        return tuple(void)
+
+    def actor_gone(self, actor: str) -> None:
+        """What only this actor held is issued again."""
+        self._leases.gone(actor)
+        self._acknowledgments.pop(actor, None)
+
+    def expire(self) -> tuple[str, ...]:
+        """Queues the tickets whose lease is over for other actors, and returns their ids. The first group counts."""
+        return tuple(entry.ticket.id for entry in self._leases.expire())
+
+    def holders(self, ticket_id: str) -> tuple[str, ...]:
+        """The actors that have this ticket, as long as it is open and nobody has brought its group."""
+        entry = self._find(ticket_id)
+        return () if entry is None else tuple(entry.holders)
+
+    def ticket(self, ticket_id: str) -> Ticket | None:
+        """If it is open and for training."""
+        entry = self._find(ticket_id)
+        return entry.ticket if entry is not None and entry.group is None and not entry.ticket.evaluation else None
+
+    def holding(self, actor: str) -> int:
+        """How many tickets an actor has yet to bring the group of."""
+        return len(self._leases.of(actor))
+
+    def oldest_held_s(self, actor: str) -> float:
+        return max((self._clock() - e.holders[actor] for e in self._leases.of(actor).values()), default=0.0)
+
+    # -------------------------------------------------------------- what comes back
+
+    def accept(self, group: Group, actor: str) -> Verdict:
+        """Takes a well-formed group that `actor` brings, at most one for each ticket."""
+        entry = self._find(group.ticket_id)
+        if entry is None or (entry.group is not None and entry.bringer != actor):
+            return self._refuse(group.ticket_id)
+        if entry.group is not None:
+            return Verdict.AGAIN
+        past = self._pasts.get(number_of(group.ticket_id)[1])
+        last = past.version if past is not None else self.version + 1  # engines resume before the learner hears of it
+        if newest_version(group) > last:
+            self._leases.release(entry, actor)
+            self.refused[Verdict.OUTDATED] += 1
+            return Verdict.OUTDATED
+        wrong = fault(group, entry.ticket, self.settings.refuse)
+        if wrong:
+            return self.reject(group.ticket_id, *wrong)
+        self._leases.close(entry)
+        entry.group, entry.bringer = group, actor
+        if entry.ticket.evaluation:
+            self.evaluations.accept(entry)
+            self._acknowledgments.setdefault(actor, []).append(group.ticket_id)
+        else:
+            entry.oldest = oldest_version(group)
+            self._ready[entry.number] = entry
+        return Verdict.ACCEPTED
+
+    def reject(self, ticket_id: str, reason: str, detail: str = "") -> Verdict:
+        """A group of this ticket came and is of no use. Training goes on with another sample."""
+        entry = self._find(ticket_id)
+        if entry is None or entry.group is not None:
+            return self._refuse(ticket_id)
+        self.last_drop = f"{reason}: {detail}"[:300]
+        self._leases.close(entry)
+        if entry.ticket.evaluation:
+            self.evaluations.reject(entry, reason)
+        else:
+            self._drop(entry, reason)
+        return Verdict.DROPPED
+
+    def _refuse(self, ticket_id: str) -> Verdict:
+        number, nonce = number_of(ticket_id)
+        verdict = Verdict.DUPLICATE if nonce == self.nonce else Verdict.UNKNOWN
+        if past := self._pasts.get(nonce):
+            verdict = Verdict.DUPLICATE if 0 <= number < past.issued else Verdict.OUTDATED
+        self.refused[verdict.value] += 1
+        return verdict
+
+    # -------------------------------------------------------------- training
+
+    def take_groups(self, count: int) -> list[tuple[Ticket, Group]] | None:
+        """The `count` oldest groups, if there are as many and nothing becomes too old by taking them; else None.
+
+        They count as trained. `commit` must follow when the step is done.
+        """
+        while self.ready >= count:
+            batch = [self._ready[number] for number in heapq.nsmallest(count, self._ready)]
+            stale = [e for e in batch if age(self.version, e.oldest) > self.settings.max_staleness]
+            if not stale:
+                break
+            for entry in stale:
+                self.last_drop = f"stale: tokens of version {entry.oldest} at version {self.version}"
+                self._drop(entry, "stale")
+        else:
+            return None
+        others = self._open_by_version - Counter(entry.ticket.version for entry in batch)
+        s = self.settings
+        if not leaves_room(others, self.trained + count, self.version, s.max_staleness, s.groups_per_version):
+            return None
+        for entry in batch:
+            self._close(entry)
+        self.trained += count
+        self._in_training |= {entry.number: entry for entry in batch}
+        return [(e.ticket, e.group) for e in batch if e.group is not None]
+
+    def commit(self) -> None:
+        """The step on all groups taken so far is done: their actors may forget them."""
+        for entry in self._in_training.values():
+            assert entry.group is not None
+            self._acknowledgments.setdefault(entry.bringer, []).append(entry.group.ticket_id)
+        self._in_training.clear()
+
+    def acknowledgments(self) -> dict[str, list[str]]:
+        """Tickets to be acknowledged since the last call, by actor."""
+        due, self._acknowledgments = self._acknowledgments, {}
+        return due
+
+    def _drop(self, entry: Entry, reason: str) -> None:
+        self._close(entry)
+        self.dropped[reason] += 1
+
+    def _close(self, entry: Entry) -> None:
+        del self._open[entry.number]
+        self._ready.pop(entry.number, None)
+        self._open_by_version -= Counter([entry.ticket.version])
+
+    # -------------------------------------------------------------- checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values: cursor, counters, and [position, version] of each open ticket (to be issued again)."""
+        return {
+            "nonce": self.nonce,
+            "version": self.version,
+            "issued": self.issued,
+            "trained": self.trained,
+            "reissued": self.reissued,
+            "dropped": dict(self.dropped),
+            "open": [[entry.number, entry.ticket.version] for entry in self._open.values()],
+            "pasts": [[past.nonce, past.version, past.issued] for past in self._pasts.values()],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continues a run, in a new book: open tickets are issued again, with the version of their first issue.
+
+        They have new ids; groups of the earlier process count under their old ones if their versions still exist.
+        """
+        self.version, self.issued, self.trained = state["version"], state["issued"], state["trained"]
+        self.dropped = Counter(state["dropped"])
+        self._leases.reissued = state["reissued"]
+        for number, version in state["open"]:
+            self._leases.queue(self._add(number, version))
+        pasts = [*(Past(*past) for past in state["pasts"]), Past(state["nonce"], self.version, self.issued)]
+        self._pasts = {past.nonce: past for past in pasts[-KNOWN_PASTS:]}
+        assert self.issued == self.trained + self.dropped.total() + self.open, f"ticket counters do not add up: {state}"

@@ -1,0 +1,67 @@
+"""Evaluations beside the training: their tickets, what came of them, and their results. No sockets, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from learner.tickets.leases import Leases
+from learner.tickets.records import Entry, Evaluation, EvaluationResult
+from shared.types import PolicyVersion, Sample, Sampling, Ticket
+
+ATTEMPTS = 3
+
+
+class Evaluations:
+    """All that run now, by name. A ticket is played up to three times until its group is of use."""
+
+    def __init__(self, nonce: str, lease_s: float, leases: Leases) -> None:
+        self._nonce = nonce
+        self._lease_s = lease_s
+        self._leases = leases
+        self._running: dict[str, Evaluation] = {}
+
+    @property
+    def open(self) -> int:
+        """Tickets without a group."""
+        return sum(len(e.open) for e in self._running.values())
+
+    def find(self, ticket_id: str) -> Entry | None:
+        """The entry of an open ticket."""
+        evaluation = self._running.get(ticket_id.rpartition("/")[0])
+        return evaluation.open.get(ticket_id) if evaluation is not None else None
+
+    def start(
+        self, name: str, samples: Sequence[Sample], sampling: Sampling, group_size: int, version: PolicyVersion
+    ) -> None:
+        """Queues one ticket for each sample; the i-th has seed i. ValueError: name in use."""
+        if not name or name in self._running:
+            raise ValueError(f"evaluation {name!r} is running already (or has no name); give each one its own name")
+        opened: dict[str, Entry] = {}
+        for i, sample in enumerate(samples):
+            ticket_id = f"{name}/{i}-{self._nonce}"
+            ticket = Ticket(ticket_id, sample, group_size, version, sampling, self._lease_s, evaluation=name, seed=i)
+            opened[ticket_id] = Entry(ticket, i)
+        self._running[name] = Evaluation(opened)
+        self._leases.add(opened.values())
+
+    def accept(self, entry: Entry) -> None:
+        """Its group is in the entry."""
+        evaluation = self._running[entry.ticket.evaluation]
+        evaluation.done.append(evaluation.open.pop(entry.ticket.id))
+
+    def reject(self, entry: Entry, reason: str) -> None:
+        """What came is of no use; the ticket is in no queue now."""
+        if entry.attempts < ATTEMPTS:
+            self._leases.queue(entry)
+        else:
+            evaluation = self._running[entry.ticket.evaluation]
+            del evaluation.open[entry.ticket.id]
+            evaluation.lost[reason] += 1
+
+    def result(self, name: str) -> EvaluationResult | None:
+        """The result, in the samples' order, once; None = some tickets are open. KeyError: no such evaluation."""
+        if self._running[name].open:
+            return None
+        evaluation = self._running.pop(name)
+        done = sorted(evaluation.done, key=lambda e: e.number)
+        return EvaluationResult(name, tuple((e.ticket, e.group) for e in done if e.group), dict(evaluation.lost))

@@ -1,0 +1,275 @@
+"""What the learner answers to each message of an actor. One thread at a time; `learner.tickets.server` sees to that."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from logging import Logger
+
+from learner.tickets.book import TicketBook, Verdict
+from learner.tickets.failure_rate import Failures
+from learner.tickets.rejected import Rejects
+from learner.tickets.selection_bias import SelectionMeter
+from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
+from shared.transport import Router, Sent
+from shared.types import Ack, Bye, Cancel, Group, Hello, Receipt, Refusal, Request, Stop, Ticket, Tickets, Welcome
+
+TICKETS_PER_MESSAGE = 16
+IDS_PER_MESSAGE = 1024
+RECEIPTS_PER_MESSAGE = 4  # few, so that an actor that sends without a pause need not wait
+KEPT_MISFITS = 1000
+NAMED_ACTORS = 8
+ENGINES_PER_ACTOR = 1024
+ENGINE_URL = re.compile(r"http://[\w.\-\[\]:]+(/[\w.\-/]*)?")
+
+
+@dataclass(slots=True)
+class Actor:
+    """What the learner knows of one actor process; `key` is `NAME#RANDOM`."""
+
+    key: str
+    engine_urls: tuple[str, ...]
+    idle_frac: float
+    last_seen: float
+    slots: int = 0  # groups that it plays at once
+
+
+class Reception:
+    """Actors known, and the answers they get. Tickets are handed out while `issuing`."""
+
+    def __init__(
+        self,
+        router: Router,
+        book: TicketBook,
+        rules: TokenRules,
+        rejects: Rejects,
+        log: Logger,
+        *,
+        run_id: str,
+        actor_timeout_s: float,
+        check: Callable[[Group], None] | None = None,
+        max_failure_share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.actors: dict[bytes, Actor] = {}
+        self.issuing = False
+        self.rejects = rejects
+        self.failures = Failures(max_failure_share)
+        self._router = router
+        self._book = book
+        self._rules = asdict(rules)
+        self._log = log
+        self._run_id = run_id
+        self._actor_timeout_s = actor_timeout_s
+        self._check = check
+        self._clock = clock
+        self.selection = SelectionMeter()
+        self._taken: dict[bytes, list[str]] = {}  # tickets whose groups' Receipt is to be sent
+        self._misfits: Counter[bytes] = Counter()  # messages of peers that cannot take part
+
+    # -------------------------------------------------------------- one message
+
+    def read(self, frames: Sequence[Frame]) -> Message | WireError:
+        """Decodes and checks a message; the slow part, which needs no lock."""
+        try:
+            message = self._router.decode(frames)
+        except WireError as error:
+            return error
+        if isinstance(message, Group):
+            try:
+                for trajectory in message.trajectories:
+                    check_trajectory(trajectory, **self._rules)
+            except WireError as error:
+                error.ticket_id = message.ticket_id
+                return error
+            try:
+                if self._check is not None:
+                    self._check(message)
+            except ValueError as unusable:
+                refusal = WireError("unusable", str(unusable))
+                refusal.ticket_id = message.ticket_id
+                return refusal
+        return message
+
+    def answer(self, peer: bytes, message: Message | WireError, frames: Sequence[Frame]) -> None:
+        key = peer.decode("utf-8", "replace")
+        actor = self.actors.get(peer)
+        if actor is not None:
+            actor.last_seen = self._clock()
+        match message:
+            case Hello():
+                self._greet(peer, key, message)
+            case Request(slots):
+                if actor is not None:  # else it says Hello soon
+                    actor.slots = slots
+            case Group():
+                self._take(peer, key, message)
+            case Bye(reason):
+                self.forget(peer, f"left: {reason}")
+            case WireError():
+                self._refuse(peer, key, message, frames)
+            case _:
+                wrong = WireError("wrong_direction", f"{type(message).__name__} is a message of the learner's")
+                self._refuse(peer, key, wrong, frames)
+
+    def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
+        misfit = self._misfit(hello)
+        if misfit:
+            self.rejects.add(key, misfit, ())
+            self._send_home(peer, misfit.detail)
+            return
+        if peer not in self.actors:
+            self._log.info("actor %s is here, with engines %s", key, ", ".join(hello.engine_urls))
+        slots = self.actors[peer].slots if peer in self.actors else 0
+        self.actors[peer] = Actor(key, hello.engine_urls, hello.idle_frac, self._clock(), slots)
+        void = self._book.held(key, hello.held)
+        self._send(peer, Welcome(self._run_id, self._book.version, self._book.nonce))
+        if void:
+            self._send(peer, Cancel(void, "the learner has no use for these tickets"))
+
+    def _misfit(self, hello: Hello) -> WireError | None:
+        """Why this actor cannot take part."""
+        vocab_size, urls = self._rules["vocab_size"], hello.engine_urls
+        if hello.vocab_size != vocab_size:
+            detail = f"vocabulary of {hello.vocab_size} tokens, the learner's has {vocab_size}"
+            return WireError("vocab_size", f"{detail}; give actors and learner the same model.path")
+        if len(urls) > ENGINES_PER_ACTOR:
+            return WireError("engine_urls", f"{len(urls)} engines; one actor may name {ENGINES_PER_ACTOR}")
+        wrong = [url[:200] for url in urls if not ENGINE_URL.fullmatch(url)]
+        return WireError("engine_urls", f"engine url {wrong[0]!r}: write it as http://host:port") if wrong else None
+
+    def _take(self, peer: bytes, key: str, group: Group) -> None:
+        others = [other for other in self._book.holders(group.ticket_id) if other != key]
+        ticket = self._book.ticket(group.ticket_id)
+        verdict = self._book.accept(group, key)
+        if ticket is not None and verdict in (Verdict.ACCEPTED, Verdict.DROPPED):
+            self.selection.add("finished", ticket, group)
+            if verdict is Verdict.DROPPED:
+                self.selection.add("dropped", ticket, group)
+        if verdict in (Verdict.ACCEPTED, Verdict.DROPPED):
+            self.failures.add(group)
+        if verdict in (Verdict.ACCEPTED, Verdict.AGAIN):
+            self.confirm(peer, group.ticket_id)
+        else:
+            reason = self._book.last_drop if verdict is Verdict.DROPPED else str(verdict)
+            self._send(peer, Refusal(group.ticket_id, reason))
+        if verdict is Verdict.ACCEPTED and others:
+            for other, actor in list(self.actors.items()):
+                if actor.key in others:
+                    self._send(other, Cancel((group.ticket_id,), "another actor was faster"))
+
+    def confirm(self, peer: bytes, ticket_id: str) -> None:
+        """A Receipt for some groups together, or when `confirm_all` is called."""
+        taken = self._taken.setdefault(peer, [])
+        taken.append(ticket_id)
+        if len(taken) == RECEIPTS_PER_MESSAGE:
+            del self._taken[peer]
+            self._send(peer, Receipt(tuple(taken)))
+
+    def confirm_all(self) -> None:
+        while self._taken:
+            peer, taken = self._taken.popitem()
+            self._send(peer, Receipt(tuple(taken)))
+
+    def _refuse(self, peer: bytes, key: str, error: WireError, frames: Sequence[Frame]) -> None:
+        self.rejects.add(key, error, frames)
+        if error.reason == "schema_version":
+            self._send_home(peer, error.detail)
+        if error.ticket_id:
+            if key in self._book.holders(error.ticket_id):
+                self._book.reject(error.ticket_id, f"malformed_{error.reason}", error.detail)
+            self._send(peer, Refusal(error.ticket_id, str(error)))
+
+    def _send_home(self, peer: bytes, reason: str) -> None:
+        """Who cannot take part is told so when it says so twice: one message may have been damaged on its way."""
+        if peer in self.actors:
+            return
+        self._misfits[peer] += 1
+        if self._misfits[peer] > 1:
+            self._router.send(peer, Stop(reason, failed=True))
+        if len(self._misfits) > KEPT_MISFITS:
+            self._misfits.clear()
+
+    # -------------------------------------------------------------- between messages
+
+    def tick(self, drained: bool) -> None:
+        """Receipts, leases, actors that fell silent (if all that came was read: `drained`), tickets for free slots."""
+        self.confirm_all()
+        late = self._clock() - self._actor_timeout_s
+        for peer, actor in list(self.actors.items()):
+            if drained and actor.last_seen < late:
+                self.forget(peer, f"silent for {self._actor_timeout_s:g} s")
+        over = self._book.expire()
+        if over:
+            self._log.warning("lease over, to be issued again: %s", ", ".join(over))
+        self._acknowledge()
+        if self.issuing:
+            self._hand_out()
+
+    def forget(self, peer: bytes, why: str) -> None:
+        actor = self.actors.pop(peer, None)
+        if actor is not None:
+            self._log.info("actor %s is gone (%s)", actor.key, why)
+            self._book.actor_gone(actor.key)
+
+    def _acknowledge(self) -> None:
+        """An acknowledgment that is lost comes as a Cancel, once the actor names the ticket again."""
+        due = self._book.acknowledgments()
+        for peer, actor in list(self.actors.items()) if due else ():
+            ticket_ids = due.get(actor.key, [])
+            for start in range(0, len(ticket_ids), IDS_PER_MESSAGE):
+                self._send(peer, Ack(tuple(ticket_ids[start : start + IDS_PER_MESSAGE])))
+
+    def _hand_out(self) -> None:
+        """One ticket to each actor with a free place in turn, as long as there are any."""
+        given: dict[bytes, list[Ticket]] = {}
+        free = {peer: actor.slots - self._book.holding(actor.key) for peer, actor in self.actors.items()}
+        wanting = [peer for peer, places in free.items() if places > 0]
+        while wanting:
+            for peer in list(wanting):
+                before = self._book.issued
+                ticket = self._book.issue(self.actors[peer].key)
+                if ticket is not None:
+                    if self._book.issued > before:
+                        self.selection.issued(ticket)
+                    given.setdefault(peer, []).append(ticket)
+                    free[peer] -= 1
+                if ticket is None or not free[peer]:
+                    wanting.remove(peer)
+        for peer, tickets in given.items():
+            for start in range(0, len(tickets), TICKETS_PER_MESSAGE):
+                self._send(peer, Tickets(tuple(tickets[start : start + TICKETS_PER_MESSAGE])))
+
+    def whom(self, address: str) -> str:
+        """One line: what is here, what is missing, and who has it."""
+        book, actors, now = self._book, list(self.actors.values()), self._clock()
+        parts = [f"{book.ready} groups ready, {book.open + book.evaluations.open} tickets open, version {book.version}"]
+        if not self.issuing:
+            parts.append("tickets are not issued yet: no engine has weights")
+        if not actors:
+            parts.append(f"no actor is here; start launch/actors.py --learner {address}")
+        for actor in actors[:NAMED_ACTORS]:
+            count, oldest = book.holding(actor.key), book.oldest_held_s(actor.key)
+            seen = now - actor.last_seen
+            parts.append(f"{actor.key} holds {count} tickets, the oldest for {oldest:.0f} s, seen {seen:.0f} s ago")
+        if len(actors) > NAMED_ACTORS:
+            parts.append(f"and {len(actors) - NAMED_ACTORS} more actors")
+        if book.dropped:
+            parts.append(f"dropped {dict(book.dropped)}, last {book.last_drop!r}")
+        if book.refused:
+            parts.append(f"refused {dict(book.refused)}")
+        if self.rejects.counts:
+            parts.append(f"rejected messages {dict(self.rejects.counts)}")
+        return "; ".join(parts)
+
+    def farewell(self, stop: Stop) -> None:
+        for peer in list(self.actors):
+            self._send(peer, stop)
+
+    def _send(self, peer: bytes, message: Message) -> None:
+        """A message lost to a full queue comes again: after the next Hello, or when the ticket counts as lost."""
+        if self._router.send(peer, message) is Sent.GONE:
+            self.forget(peer, "its connection is closed")

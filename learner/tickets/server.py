@@ -1,0 +1,287 @@
+"""Rank 0's end of the wire: hands tickets to actors, takes their groups, and keeps them until the learner's step.
+
+One thread owns the socket. It consumes Hello, Request, Group and Bye; it produces Welcome, Tickets, Receipt, Ack,
+Cancel and Stop. It waits for messages and for the learner, who unblocks it by `open`, `set_version`, `commit`,
+`start_evaluation` or `stop`. The learner waits in `next_batch` and `evaluation_result`, and the thread unblocks it
+when groups have come.
+What waits here is bounded by the tickets that may be open at once, never by what actors send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from learner.tickets.book import BookSettings, EvaluationResult, TicketBook
+from learner.tickets.protocol import Reception
+from learner.tickets.rejected import Rejects
+from learner.tickets.sources import SampleSource
+from shared.codec import Message, TokenRules, WireError
+from shared.log import get_logger
+from shared.metrics import Distribution
+from shared.transport import Router, Secure, SocketSettings
+from shared.types import Bye, Group, PolicyVersion, Sample, Sampling, Stop, Ticket
+
+Batch = list[tuple[Ticket, Group]]
+Answer = TypeVar("Answer")
+TICK_S = 0.2
+FAREWELL_S = 2.0
+MESSAGES_PER_TICK = 256
+POLL_S = 0.5
+SAY_EVERY_S = 30.0
+
+
+class Interrupted(Exception):
+    """The learner was asked to leave while it waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeSettings:
+    address: str
+    run_dir: Path
+    run_id: str
+    rules: TokenRules
+    actor_timeout_s: float = 10.0  # an actor silent for so long is gone
+    sockets: SocketSettings = field(default_factory=SocketSettings)
+    secure: Secure | None = None
+    check: Callable[[Group], None] | None = None  # raises ValueError for a group that no step could train on
+    max_failure_share: float = 1.0  # of the last episodes; beyond it the learner's waits raise TooManyFailures
+
+
+class Intake:
+    """Listens at once, issues tickets from `open` on. Its methods are for one thread, the learner's.
+
+    ValueError: the address cannot be used.
+    """
+
+    def __init__(self, source: SampleSource, book: BookSettings, settings: IntakeSettings) -> None:
+        self._log = get_logger("intake")
+        self._router = Router(settings.address, settings.sockets, settings.secure)
+        self.address = self._router.address
+        self.max_staleness_seen = 0
+        self._changed = threading.Condition()  # guards the book and the reception
+        self._book = TicketBook(source, book, nonce=os.urandom(4).hex())
+        self._reception = Reception(
+            self._router,
+            self._book,
+            settings.rules,
+            Rejects(settings.run_dir / "rejected", self._log),
+            self._log,
+            run_id=settings.run_id,
+            actor_timeout_s=settings.actor_timeout_s,
+            check=settings.check,
+            max_failure_share=settings.max_failure_share,
+        )
+        self._token_staleness = Distribution()
+        self._group_staleness = Distribution()
+        self._played_s = Distribution()
+        self._stop: Stop | None = None
+        self._silent = False
+        self._failure: BaseException | None = None
+        self._wake_receive, self._wake_send = socket.socketpair()
+        self._wake_receive.setblocking(False)
+        self._wake_send.setblocking(False)
+        self._router.watch(self._wake_receive.fileno())
+        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------------------- the learner's side
+
+    def open(self, version: PolicyVersion | None = None) -> None:
+        """Engines have weights (of `version`): tickets may be issued."""
+        with self._changed:
+            if version is not None:
+                self._book.version = version
+            self._reception.issuing = True
+        self._wake()
+
+    def set_version(self, version: PolicyVersion) -> None:
+        """The engines have the weights of `version`: more tickets may be issued."""
+        with self._changed:
+            self._book.version = version
+        self._wake()
+
+    def next_batch(self, num_groups: int, timeout_s: float, *leave: object) -> Batch:
+        """The oldest `num_groups` groups; they count as trained now, and `commit` follows when they are.
+
+        TimeoutError: it names whom it waited for. Interrupted: one of `leave` has become true.
+        """
+        what = f"no batch of {num_groups} groups"
+        batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, what, *leave)
+        with self._changed:
+            self._measure(batch, self._book.version)
+        self._wake()  # a group that was too old makes room for a new ticket
+        return batch
+
+    def commit(self) -> None:
+        """The step on the last batch is done: its actors may forget their groups."""
+        with self._changed:
+            self._book.commit()
+        self._wake()
+
+    def start_evaluation(self, name: str, samples: Sequence[Sample], sampling: Sampling, group_size: int = 1) -> None:
+        """Queues one ticket for each sample before all training tickets. ValueError: the name is in use."""
+        with self._changed:
+            self._book.evaluations.start(name, samples, sampling, group_size, self._book.version)
+        self._wake()
+
+    def evaluation_result(self, name: str, timeout_s: float, *leave: object) -> EvaluationResult:
+        """Waits for all its tickets; can be asked for once. Raises what `next_batch` raises."""
+        what = f"no result of evaluation {name!r}"
+        return self._wait(lambda: self._book.evaluations.result(name), timeout_s, what, *leave)
+
+    def engines(self) -> frozenset[str]:
+        """The engines that the actors now here use."""
+        with self._changed:
+            return frozenset(url for actor in self._reception.actors.values() for url in actor.engine_urls)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values; consistent with the batches that `next_batch` has returned."""
+        with self._changed:
+            return self._book.state_dict()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Before `open`."""
+        with self._changed:
+            self._book.load_state(state)
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since the run began, distributions since the last call."""
+        with self._changed:
+            book, actors = self._book, self._reception.actors.values()
+            values: dict[str, float] = {
+                "queue/ready_groups": book.ready,
+                "tickets/issued": book.issued,
+                "tickets/open": book.open,
+                "tickets/open_evaluation": book.evaluations.open,
+                "tickets/trained": book.trained,
+                "tickets/reissued": book.reissued,
+                "tickets/dropped": book.dropped.total(),
+                "wire/rejected": self._reception.rejects.counts.total(),
+                "actors/known": len(actors),
+            }
+            if actors:
+                values["actors/idle_frac"] = sum(actor.idle_frac for actor in actors) / len(actors)
+            values |= {f"tickets/dropped/{reason}": n for reason, n in book.dropped.items()}
+            values |= {f"tickets/refused/{reason}": n for reason, n in book.refused.items()}
+            values |= {f"wire/rejected/{reason}": n for reason, n in self._reception.rejects.counts.items()}
+            values |= self._token_staleness.drain("staleness/token") | self._group_staleness.drain("staleness/group")
+            values |= self._reception.selection.metrics()
+            return values | self._played_s.drain("actors/group_s")
+
+    def selection_table(self) -> str:
+        """Markdown: whether what is trained is what was issued."""
+        with self._changed:
+            return self._reception.selection.table()
+
+    def go_silently(self) -> None:
+        """Closes the socket; actors keep their groups and wait for another learner process."""
+        with self._changed:
+            self._silent = True
+        self.stop("the learner leaves")
+
+    def stop(self, reason: str, *, failed: bool = False) -> None:
+        """Tells all actors that the run is over, well or not, and closes the socket. May be called again."""
+        with self._changed:
+            self._stop = self._stop or Stop(reason, failed)
+        self._wake()
+        self._thread.join(5.0)
+
+    def _measure(self, batch: Batch, version: PolicyVersion) -> None:
+        for ticket, group in batch:
+            self._reception.selection.add("trained", ticket, group)
+            played = [t.policy_versions[t.loss_mask == 1] for t in group.trajectories if t.trainable]
+            ages = np.maximum(version - np.concatenate(played), 0)
+            self._token_staleness.add(ages)
+            self._group_staleness.add(float(ages.max()))
+            self._played_s.add(group.played_s)
+            self.max_staleness_seen = max(self.max_staleness_seen, int(ages.max()))
+
+    def _wait(self, ask: Callable[[], Answer | None], timeout_s: float, what: str, *leave: object) -> Answer:
+        started = said = time.monotonic()
+        with self._changed:
+            while True:
+                if any(leave):
+                    raise Interrupted
+                if self._failure is not None:
+                    raise RuntimeError(f"the intake stopped: {self._failure}") from self._failure
+                if self._stop is not None:
+                    raise RuntimeError(f"the intake is stopped: {self._stop.reason}")
+                self._reception.failures.check()
+                answer = ask()
+                if answer is not None:
+                    return answer
+                now = time.monotonic()
+                if now - started >= timeout_s:
+                    raise TimeoutError(f"{what} within {timeout_s:g} s: {self._reception.whom(self.address)}")
+                if now - said >= SAY_EVERY_S:
+                    said = now
+                    self._log.info("%s since %.0f s: %s", what, now - started, self._reception.whom(self.address))
+                self._changed.wait(min(POLL_S, started + timeout_s - now))
+
+    # -------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        try:
+            while self._stop is None:
+                self._router.wait(TICK_S)
+                self._serve()
+        except BaseException as error:  # noqa: BLE001 - the learner's thread raises it, see _wait
+            self._failure = error
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+            if not self._silent:
+                self._part(self._stop or Stop(f"the learner failed: {self._failure}", failed=True))
+            self._router.close()
+            self._wake_receive.close()
+            self._wake_send.close()
+
+    def _part(self, stop: Stop) -> None:
+        """Says Stop until all actors have said Bye or closed their connection; for `FAREWELL_S` at most."""
+        say_at = time.monotonic()
+        deadline = say_at + FAREWELL_S
+        while self._reception.actors and (now := time.monotonic()) < deadline:
+            if now >= say_at:
+                self._reception.farewell(stop)
+                say_at = now + TICK_S
+            self._router.wait(TICK_S)
+            self._forget_wakes()
+            while (received := self._router.receive()) is not None:
+                peer, frames = received
+                if isinstance(self._reception.read(frames), Bye):
+                    self._reception.forget(peer, "left")
+
+    def _serve(self) -> None:
+        """Answers what is waiting; only an empty queue can prove an actor silent."""
+        self._forget_wakes()
+        drained = False
+        for _ in range(MESSAGES_PER_TICK):
+            received = self._router.receive()
+            drained = received is None
+            if received is None:
+                break
+            peer, frames = received
+            message: Message | WireError = self._reception.read(frames)
+            with self._changed:
+                self._reception.answer(peer, message, frames)
+        with self._changed:
+            self._reception.tick(drained)
+            self._changed.notify_all()
+
+    def _forget_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_receive.recv(4096)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: there is nothing to wake
+            self._wake_send.send(b"\0")

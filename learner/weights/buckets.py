@@ -1,0 +1,63 @@
+"""Whole parameters, one bucket of bounded size at a time; never the whole model in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from learner.model.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Parameters laid end to end as bytes, without padding: `flat` uint8 [bytes]."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    flat: Tensor
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, its values as they are sent, one after the other), as views where their place allows it."""
+        begin = 0
+        for name, dtype_name, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            dtype = getattr(torch, dtype_name)
+            part = self.flat[begin : begin + math.prod(shape) * dtype.itemsize]
+            yield name, (part if begin % dtype.itemsize == 0 else part.clone()).view(dtype)
+            begin += len(part)
+
+
+def gathered(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole parameter) on every rank; a collective where the policy is sharded."""
+    for name, parameter in policy.named_weights():
+        tensor = parameter.detach()
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int) -> Iterator[Bucket]:
+    """Cuts `weights`, cast to `dtype`, into buckets of at most `max_bytes`, or of one parameter that is larger."""
+    held: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    for name, tensor in weights:
+        size = tensor.numel() * dtype.itemsize
+        if held and num_bytes + size > max_bytes:
+            yield _bucket(held)
+            held, num_bytes = [], 0
+        held.append((name, tensor.to(dtype)))
+        num_bytes += size
+    if held:
+        yield _bucket(held)
+
+
+def _bucket(named: list[tuple[str, Tensor]]) -> Bucket:
+    return Bucket(
+        names=tuple(name for name, _ in named),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in named),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in named),
+        flat=torch.cat([tensor.contiguous().flatten().view(torch.uint8) for _, tensor in named]),
+    )

@@ -1,0 +1,111 @@
+"""A fixed prompt with a picture, and the logprobs of fixed tokens after it: the learner's, and those of an engine."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image as PILImage
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoTokenizer
+
+from learner.batch import Episode, Microbatch, pack
+from learner.images import Pictures
+from learner.model.policy import Policy
+from shared.types import Image
+from shared.vision import VisionSpec, expand, mrope_positions
+
+NUM_WATCHED = 16
+BAN = -100.0
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Which colour?"}, {"type": "image"}]}]
+
+
+class Canary:
+    """The watched tokens are spread over the vocabulary; all of them are candidates for the first generated one."""
+
+    def __init__(self, policy: Policy, model_path: str, device: torch.device) -> None:
+        self._policy = policy
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+        self.token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        self.image = picture(policy.spec)
+        allowed = np.setdiff1d(np.arange(policy.vlm.config.text_config.vocab_size), policy.banned_ids)
+        self.watched = [int(allowed[i]) for i in np.linspace(0, len(allowed) - 1, NUM_WATCHED).round().astype(int)]
+        self._batch = self._pack(Pictures(policy.spec), device)
+
+    @torch.no_grad()
+    def expected(self) -> list[float]:
+        """The learner's logprobs of the watched tokens, at temperature 1. A collective where the policy is sharded."""
+        logprobs = self._policy(self._batch, 1.0).logprobs
+        if isinstance(self._policy, FSDPModule):
+            self._policy.reshard()  # no backward does it
+        return [float(value) for value in logprobs]
+
+    def request(self, key: str) -> dict[str, Any]:
+        """The body of /generate. The engine shares nothing that it has cached under another `key`."""
+        return {
+            "input_ids": self.token_ids,
+            "image_data": ["data:image/png;base64," + base64.b64encode(self.image.data).decode()],
+            "sampling_params": {
+                "temperature": 1.0,
+                "max_new_tokens": 1,
+                "logit_bias": {str(token): BAN for token in self._policy.banned_ids},
+            },
+            "return_logprob": True,
+            "token_ids_logprob": self.watched,
+            "extra_key": key,
+        }
+
+    def read(self, answer: Any) -> list[float]:
+        """The engine's logprobs of the watched tokens. ValueError says what is missing."""
+        meta = answer.get("meta_info") if isinstance(answer, dict) else None
+        try:
+            row = meta["output_token_ids_logprobs"][0]  # type: ignore[index]
+            found = {int(token): float(logprob) for logprob, token, *_ in row}
+            return [found[token] for token in self.watched]
+        except (TypeError, KeyError, IndexError, ValueError) as error:
+            raise ValueError("the answer has no output_token_ids_logprobs of the tokens asked for") from error
+
+    def _pack(self, pictures: Pictures, device: torch.device) -> Microbatch:
+        spec, grid = self._policy.spec, pictures.grid(self.image)
+        ids, _ = expand(self.token_ids, [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+        ids = np.append(ids, self.watched[0])  # whatever follows the last token of the prompt
+        rope = mrope_positions(ids, [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+        zero = np.zeros(1, dtype=np.float32)
+        episode = Episode(
+            input_ids=ids,
+            position_ids=np.concatenate([np.arange(len(ids))[None], rope]),
+            images=(self.image,),
+            targets=np.array([len(ids) - 1]),
+            behaviour_logprobs=zero,
+            versions=np.zeros(1, dtype=np.int32),
+            rewards=zero,
+            turn_end=np.ones(1, dtype=bool),
+            advantage=0.0,
+        )
+        batch = pack([episode], pictures, device)
+        watched = torch.tensor(self.watched, device=device)
+        return dataclasses.replace(batch, predictors=batch.predictors.repeat(len(watched)), target_ids=watched)
+
+
+def picture(spec: VisionSpec) -> Image:
+    """Smooth bands of colour, no two patches alike, in the smallest square that is not resized."""
+    unit = spec.patch_size * spec.merge_size
+    side = unit * max(2, math.ceil(math.sqrt(spec.min_pixels) / unit))
+    rows, columns = np.mgrid[:side, :side]
+    waves = (np.sin(rows / 9), np.cos(columns / 13), np.sin((rows + columns) / 23))
+    pixels = np.stack([127.5 + 127.5 * wave for wave in waves], axis=-1).astype(np.uint8)
+    buffer = io.BytesIO()
+    PILImage.fromarray(pixels).save(buffer, "PNG")
+    return Image.of(buffer.getvalue())
+
+
+def gap(own: list[float], theirs: list[float]) -> float:
+    """The mean absolute difference; infinite if either holds what is no number."""
+    value = sum(abs(a - b) for a, b in zip(own, theirs, strict=True)) / len(own)
+    return value if math.isfinite(value) else math.inf

@@ -1,0 +1,147 @@
+"""New weights to all engines: gathered bucket by bucket, broadcast, and confirmed; a failing engine is left behind.
+
+    rank 0                                   engine
+    (group, once) init_weights_update_group ─▶ joins as rank 1, 2, ... (one for each of its tensor-parallel ranks)
+    pause_generation, begin_weight_update ───▶ requests and KV stay
+    per bucket: update_weights_from_distributed + broadcast, while the next one is gathered
+    end_weight_update, continue_generation ──▶ generates with the new version
+    weights_checker, generate ───────────────▶ proof that it does (`learner.weights.verify`)
+
+Every rank gathers; only rank 0 talks. An HTTP error or silence on either side ends the pass: the engine at fault is
+named and left out, the others get the weights in another pass, and the next publication tries it again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import partial
+
+from learner.distributed import Ranks, agree
+from learner.model.policy import Policy
+from learner.weights.buckets import buckets, gathered
+from learner.weights.calls import EngineTraits, each, failures, traits_of
+from learner.weights.group import Membership
+from learner.weights.update import Delivery, DeliverySettings, Seconds
+from learner.weights.verify import Proof
+from shared.log import get_logger
+from shared.types import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class PublishSettings:
+    backend: str = "gloo"  # nccl when learner and engines are on GPUs
+    bucket_bytes: int = 256 << 20
+    timeout_s: float = 120.0  # of one bucket, and of joining
+    call_timeout_s: float = 30.0  # of the other calls
+    health_timeout_s: float = 10.0
+    pause_mode: str = "in_place"
+    give_up_s: float = 600.0  # without any engine that takes weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What one pass over all buckets did."""
+
+    num_bytes: int = 0
+    failed: dict[str, str] = field(default_factory=dict)  # engine -> reason
+
+
+class Publisher:
+    """`publish` is a collective of the learner's ranks."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        settings: PublishSettings = PublishSettings(),
+        proof: Proof | None = None,
+    ) -> None:
+        self.policy, self.ranks, self.settings, self.proof = policy, ranks, settings, proof
+        self._log = get_logger("publisher")
+        self._membership = Membership(settings.backend, settings.timeout_s)
+        self._served_at: float | None = None  # when an engine last took weights
+
+    def publish(self, version: PolicyVersion, engines: Collection[str]) -> dict[str, float]:
+        """Gives the policy's weights, as `version`, to all `engines` (rank 0's; ignored elsewhere) that work.
+
+        Returns metrics. An engine's fault is no error and costs no more time than the settings say; TimeoutError, on
+        all ranks, when there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when
+        one holds other weights than it was given.
+        """
+        started = time.monotonic()
+        dropped: dict[str, str] = {}
+        members = self._healthy(engines, dropped) if self.ranks.is_main else {}
+        num_bytes, seconds = 0, Seconds()
+        proof = self.proof if self.proof and self.proof.due() else None
+        while True:
+            done = self._one_pass(version, members, seconds, proof)
+            dropped |= done.failed
+            num_bytes += done.num_bytes
+            members = {url: traits for url, traits in members.items() if url not in done.failed}
+            if not agree(bool(done.failed) and bool(members), self.ranks):
+                break
+        for url, reason in dropped.items():
+            self._log.warning("engine %s did not take version %d: %s", url, version, reason)
+        self._check_somebody_is_served(bool(members), dropped)
+        proven: dict[str, float] = {}
+        if proof and agree(bool(members), self.ranks):
+            with seconds.of("proof"):
+                proven = proof.check(version, members)
+        return proven | {
+            "publish/seconds": time.monotonic() - started,
+            **{f"publish/{name}_s": value for name, value in seconds.values.items()},
+            "publish/bytes": float(num_bytes),
+            "publish/engines": float(len(members)),
+            "publish/dropped": float(len(dropped)),
+        }
+
+    def close(self) -> None:
+        """Leaves the group; engines that are gone are no error."""
+        self._membership.leave()
+
+    def _one_pass(
+        self, version: PolicyVersion, members: dict[str, EngineTraits], seconds: Seconds, proof: Proof | None
+    ) -> _Pass:
+        """Every rank walks all buckets, whatever happens to the engines."""
+        delivery: Delivery | None = None
+        if members:
+            settings = DeliverySettings(self.settings.call_timeout_s, self.settings.pause_mode)
+            delivery = Delivery(self._membership, members, version, settings, seconds)
+        num_bytes = 0
+        walk = buckets(gathered(self.policy), self.policy.dtype, self.settings.bucket_bytes)
+        while True:
+            with seconds.of("gather"):
+                bucket = next(walk, None)
+            if bucket is None:
+                break
+            if delivery and num_bytes == 0 and delivery.working:
+                delivery.begin()  # no earlier: the engines generate while the first bucket is gathered
+            if delivery and delivery.working:
+                delivery.send(bucket)
+                if proof:
+                    proof.keep(bucket)
+                num_bytes += bucket.flat.numel()
+        if delivery is None:
+            return _Pass()
+        delivery.end()
+        return _Pass(num_bytes, delivery.failed)
+
+    def _healthy(self, engines: Collection[str], dropped: dict[str, str]) -> dict[str, EngineTraits]:
+        limit = self.settings.health_timeout_s
+        found = each(sorted(engines), partial(traits_of, timeout_s=limit), 2 * limit + 1)
+        dropped |= failures(found)
+        return {url: traits for url, traits in found.items() if isinstance(traits, EngineTraits)}
+
+    def _check_somebody_is_served(self, served: bool, dropped: dict[str, str]) -> None:
+        now = time.monotonic()
+        if served or self._served_at is None:
+            self._served_at = now
+        silent_s = now - self._served_at
+        if agree(bool(dropped) and not served and silent_s > self.settings.give_up_s, self.ranks):
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in dropped.items())
+            raise TimeoutError(
+                f"no engine has taken new weights for {silent_s:.0f} s (learner.wait_timeout_s = "
+                f"{self.settings.give_up_s:g}): {reasons or 'see the log of rank 0'}; restart the engines, then resume"
+            )

@@ -1,0 +1,161 @@
+"""The real system that the chaos run breaks: two learner ranks, two engines, two actors behind a proxy, one disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.disk import Disk
+from tests.chaos.proxy import Peer, Proxy
+from tests.support.machine import free_port
+from tests.test_end_to_end import children_of
+
+RECIPE = "launch/recipes/colour_tiny.toml"
+PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "launch/learner.py"}
+ASK_S = 0.5
+STEP_S = 0.7  # of an environment, as real ones take time: with it the machine is not busy throughout
+KEPT = ("step", "rollout/reward", "policy_version")
+
+
+class System:
+    """Starts everything, and the learner again when it has ended; tells what runs, and how far it is."""
+
+    def __init__(self, folder: Path, seed: int, disk: bool) -> None:
+        self.folder = folder
+        self.flags = folder / "flags"  # what the environment looks at
+        self.flags.mkdir()
+        self.disk, self.no_disk = None, "" if disk else "not wanted"
+        try:
+            self.disk = Disk(folder / "disk") if disk else None
+        except OSError as error:
+            self.no_disk = str(error)
+            print(f"no faults of the disk, as none can be mounted: {error}", file=sys.stderr)
+        self.run = folder / "disk" / "chaos"
+        port, self.engine_port = free_port(), free_port(in_a_row=2)
+        self.proxy = Proxy(f"tcp://127.0.0.1:{port}", seed)
+        fields: dict[str, Any] = {
+            "run.dir": folder / "disk", "run.name": "chaos", "env.module": "tests/chaos/env.py",
+            "env.args": json.dumps({"folder": str(self.flags), "hang_s": 3.0, "step_s": STEP_S}),
+            "env.timeout_s": 2, "env.threads": 32,
+            "learner.bind": f"tcp://127.0.0.1:{port}", "actor.learner": self.proxy.address,
+            "actor.processes": 2, "actor.groups": 8, "actor.max_restarts": 10000, "actor.heartbeat_s": 1,
+            "actor.connect_timeout_s": 300,
+            "engine.count": 2, "engine.port": self.engine_port, "engine.max_restarts": 10000,
+            "engine.request_timeout_s": 10, "learner.total_steps": 1000000, "learner.resume": "auto",
+            "learner.checkpoint_every": 5, "learner.lease_s": 20, "learner.actor_timeout_s": 6,
+            "learner.publish_timeout_s": 8, "eval.samples": 0,
+        }  # fmt: skip
+        self._arguments = ["--config", RECIPE, *(part for k, v in fields.items() for part in (f"--{k}", str(v)))]
+        self.log = (folder / "output.log").open("wb")
+        self._metrics = _Rows(self.run / "metrics.jsonl")
+        self.actors = self._start([sys.executable, "launch/actors.py", *self._arguments])
+        self.learner = self._start_learner()
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command, stdout=self.log, stderr=self.log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def _start_learner(self) -> subprocess.Popen[bytes]:
+        torchrun = ["launch/processes/torchrun.py", "--standalone", "--nproc-per-node", "2", "--max-restarts", "10000"]
+        return self._start([sys.executable, *torchrun, "launch/learner.py", *self._arguments])
+
+    def tend(self) -> None:
+        """SystemExit for what must never end."""
+        if self.learner.poll() is not None:
+            self.learner = self._start_learner()
+        if self.actors.poll() is not None:
+            raise SystemExit(f"the actors' supervisor ended with {self.actors.returncode}; see {self.log.name}")
+        if not self.proxy.alive:
+            raise SystemExit("the proxy's thread ended; this is a fault of the test")
+
+    def members(self, kind: str) -> dict[int, int]:
+        """Slot -> pid of the living actors (by index), engines (by number) or learner ranks."""
+        parent = self.learner if kind == "learner" else self.actors
+        found = {}
+        for pid in children_of(parent.pid):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                if PARTS[kind] in command and "launch/processes/torchrun.py" not in command:
+                    found[self._slot(kind, pid, command)] = pid
+            except (OSError, KeyError):  # it ended, or has not become what it will be
+                continue
+        return found
+
+    def _slot(self, kind: str, pid: int, command: list[str]) -> int:
+        if kind == "engine":
+            return int(command[command.index("--port") + 1]) - self.engine_port
+        pairs = (pair.partition("=") for pair in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0"))
+        environ = {name: value for name, _, value in pairs}
+        return int(environ["RANK"]) if kind == "learner" else int(json.loads(environ["PRONK_ACTOR"])["index"])
+
+    # ------------------------------------------------------------------ how far it is
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each trained step, with what is `KEPT` of it, in the order of training; a restart repeats some."""
+        return self._metrics.read()
+
+    def checkpoint_at(self) -> float:
+        """When the last whole checkpoint was written, in seconds since the epoch."""
+        found = (self.run / "checkpoints").glob("step_*/meta.json")
+        return max((path.stat().st_mtime for path in found), default=0.0)
+
+    def weights_of(self, slot: int) -> int | None:
+        """The version that an engine serves; -1 = none of this run's, None = it does not answer."""
+        try:
+            url = f"http://127.0.0.1:{self.engine_port + slot}/model_info"
+            with urllib.request.urlopen(url, timeout=ASK_S) as answer:
+                version = str(json.load(answer)["weight_version"])
+        except (OSError, ValueError, KeyError, urllib.error.URLError):
+            return None
+        return int(version) if version.isdigit() else -1
+
+    def peers_of(self, slot: int) -> list[Peer]:
+        return [peer for peer in list(self.proxy.peers.values()) if peer.name.endswith(f"-actor{slot}")]
+
+    def stop(self) -> None:
+        """Lets the learner write its last checkpoint."""
+        if self.disk:
+            self.disk.thaw()
+            self.disk.free()
+        try:
+            for process, limit_s in ((self.learner, 120), (self.actors, 60)):
+                process.terminate()
+                process.wait(limit_s)
+        finally:
+            self.proxy.close()
+            self.log.close()
+            if self.disk:
+                self.disk.close(self.folder / "kept")
+                self.run = self.folder / "kept" / "chaos"
+
+
+class _Rows:
+    """The rows of a growing metrics.jsonl that stand for a trained step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._rest = path, 0, ""
+        self._rows: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+            self._offset += len(new)
+            *lines, self._rest = (self._rest + new.decode(errors="replace")).split("\n")
+            rows = (row for row in map(as_json, lines) if "rollout/reward" in row)
+            self._rows += [{name: row[name] for name in KEPT} for row in rows]
+        return self._rows
+
+
+def as_json(line: str) -> dict[str, Any]:
+    """A line that a kill or a full disk cut off is nothing."""
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError):
+        return {}

@@ -1,0 +1,107 @@
+"""A stage that plays episodes without an engine, and a bare learner in the test's hands."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import zmq
+
+from actor.loop import run_actor
+from learner.tickets.sources import SeedSource
+from shared.codec import decode, encode
+from shared.types import Hello, Request, Sampling, Stop, Ticket, Tickets, Trajectory, Welcome
+from tests.support.wires import actor_settings, episode
+
+Play = Callable[[Ticket, int], Coroutine[Any, Any, Trajectory]]
+
+
+class Stage:
+    """Plays episodes; counts what runs at once. `gate` holds every episode back until it is set."""
+
+    def __init__(self, *, gated: bool = False) -> None:
+        self.gate = asyncio.Event()
+        if not gated:
+            self.gate.set()
+        self.running: list[tuple[str, int]] = []
+        self.most = 0
+        self.cancelled: list[str] = []
+
+    async def play(self, ticket: Ticket, index: int) -> Trajectory:
+        self.running.append((ticket.id, index))
+        self.most = max(self.most, len({ticket_id for ticket_id, _ in self.running}))
+        try:
+            await asyncio.sleep(0.001)
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(ticket.id)
+            raise
+        finally:
+            self.running.remove((ticket.id, index))
+        return episode(ticket.version, reward=float(index))
+
+
+class Learner:
+    """A bare ROUTER in the test's hands."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+        self.peer = b""
+        self.process_id = "first"
+
+    async def expect(self, kind: type, where: Callable[[Any], bool] = lambda _: True) -> Any:
+        """The next message of this kind for which `where` holds; each Hello is welcomed."""
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            if not self.socket.poll(0):
+                await asyncio.sleep(0.005)
+                continue
+            self.peer, *frames = self.socket.recv_multipart()
+            message = decode(frames)
+            if isinstance(message, Hello):
+                self.send(Welcome("run-1", 0, self.process_id))
+            if isinstance(message, kind) and where(message):
+                return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def send(self, message: Any) -> None:
+        self.socket.send_multipart([self.peer, *encode(message)])
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+def ticket(name: str, group_size: int = 1) -> Ticket:
+    return Ticket(name, SeedSource().sample(0), group_size, 0, Sampling(), 60.0)
+
+
+def with_learner(test: Callable[[Learner], Coroutine[Any, Any, None]]) -> None:
+    learner = Learner()
+    try:
+        asyncio.run(asyncio.wait_for(test(learner), 20))
+    finally:
+        learner.close()
+
+
+def start(learner: Learner, play: Play, **changes: Any) -> asyncio.Task[int]:
+    return asyncio.create_task(run_actor(actor_settings(learner.address, **changes), play))
+
+
+async def start_with(learner: Learner, play: Play, *tickets: Ticket) -> asyncio.Task[int]:
+    """An actor that has asked for tickets and is sent these."""
+    actor = start(learner, play)
+    await learner.expect(Request)
+    learner.send(Tickets(tickets))
+    return actor
+
+
+async def dismiss(learner: Learner, actor: asyncio.Task[int]) -> None:
+    learner.send(Stop("over"))
+    assert await actor == 0

@@ -1,0 +1,195 @@
+"""Engines for tests of the publisher: real ones as processes, and servers that misbehave on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actor.engine.weight_loader import broadcast, join_group, parse_entries
+from learner.weights.calls import EngineError, call
+from tests.support.machine import LocalServer, QuietHandler, free_port
+
+ROOT = Path(__file__).parents[2]
+Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+
+@contextmanager
+def engine_process(folder: Path, *more: str) -> Iterator[EngineProcess]:
+    """The embedded engine as a process of its own, on a free port."""
+    port = free_port()
+    command = [sys.executable, "-m", "actor.engine.server", "--model-path", str(folder), "--port", str(port), *more]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    engine = EngineProcess(f"http://127.0.0.1:{port}", process)
+    try:
+        wait_healthy(engine.url, 180.0)
+        yield engine
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def wait_healthy(url: str, limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            call(url, "/health", None, 5.0)
+            return
+        except EngineError:
+            assert time.monotonic() < deadline, f"{url} does not come up"
+            time.sleep(0.1)
+
+
+@contextmanager
+def false_engine(answers: Mapping[str, Answer]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """A server that answers each path as told, and all others with success: (url, the requests that it saw)."""
+    seen: list[tuple[str, Any]] = []
+
+    class Handler(QuietHandler):
+        def answer(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
+            seen.append((self.path, body))
+            answers.get(self.path, says({"success": True}))(self, body)
+
+        do_GET = do_POST = answer
+
+    server = LocalServer(Handler)
+    try:
+        yield server.url, seen
+    finally:
+        server.close()
+
+
+def says(content: Any, status: int = 200) -> Answer:
+    def answer(request: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        request.send_response(status)
+        request.send_header("content-length", str(len(data)))
+        request.end_headers()
+        request.wfile.write(data)
+
+    return answer
+
+
+def refuses(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    says({"success": False, "message": "as the test wants"}, 400)(request, body)
+
+
+def hangs_up(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    request.connection.shutdown(socket.SHUT_RDWR)
+
+
+def is_silent(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    time.sleep(30)
+
+
+def dribbles(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    """Sends a byte now and then, so that no single read ever waits long."""
+    request.send_response(200)
+    request.send_header("content-length", "1000")
+    request.end_headers()
+    for _ in range(60):
+        try:
+            request.wfile.write(b" ")
+            request.wfile.flush()
+        except OSError:
+            return
+        time.sleep(0.5)
+
+
+def talks_nonsense(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    request.wfile.write(b"\x00\xff garbage\r\n\r\n")
+
+
+class JoiningEngine:
+    """A false engine that really joins the weight group, with as many ranks as it announces."""
+
+    def __init__(self, answers, num_ranks=1):
+        self.received, self.num_ranks, self._groups = [], num_ranks, []
+        own = {
+            "/init_weights_update_group": self._join,
+            "/update_weights_from_distributed": self._receive,
+            "/server_info": says({"tp_size": num_ranks}),
+        }
+        self._server = false_engine(own | answers)
+
+    def __enter__(self):
+        self.url, self.seen = self._server.__enter__()
+        return self.url if self.num_ranks == 1 else self
+
+    def __exit__(self, *exception):
+        self._server.__exit__(*exception)
+
+    def _join(self, request, body):
+        names = {"address": "master_address", "port": "master_port", "world_size": "world_size"}
+        common = {key: body[name] for key, name in names.items()}
+        common |= {"name": body["group_name"], "backend": body["backend"], "timeout_s": 10}
+
+        def join(place):
+            self._groups[place] = join_group(rank=body["rank_offset"] + place, **common)
+
+        self._groups = [None] * self.num_ranks
+        self._on_all_ranks(join)
+        says({"success": True})(request, body)
+
+    def _receive(self, request, body):
+        entries = parse_entries(body["names"], body["dtypes"], body["shapes"])
+
+        def receive(place):
+            flat = torch.empty(sum(entry.nbytes for entry in entries), dtype=torch.uint8)
+            broadcast(self._groups[place], flat, 10)
+            self.received.append((place, flat))
+
+        self._on_all_ranks(receive)
+        says({"success": True})(request, body)
+
+    def _on_all_ranks(self, function):
+        threads = [threading.Thread(target=function, args=(place,), daemon=True) for place in range(self.num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+
+
+@contextmanager
+def sglang_process(folder: Path) -> Iterator[EngineProcess]:
+    """SGLang's server as a process of its own, on a free port, from the environment that `make sglang-env` builds."""
+    from launch.engines.commands import engine_specs
+    from shared.config import load_recipe
+
+    port = free_port()
+    fields = {"model.path": folder, "engine.kind": "sglang", "engine.port": port, "engine.start_timeout_s": 300}
+    arguments = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
+    spec = engine_specs(load_recipe(str(ROOT / "launch/recipes/colour_tiny.toml"), arguments))[0]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | spec.env
+    process = subprocess.Popen(
+        spec.command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_healthy(spec.url, 300.0)
+        yield EngineProcess(spec.url, process)
+    finally:
+        process.terminate()
+        process.wait(60)

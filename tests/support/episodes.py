@@ -1,0 +1,76 @@
+"""Random episodes for tests of the learner: real PNG pictures, several turns, behaviour logprobs as asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from learner.batch import EpisodeSettings, make_episode, pack
+from learner.images import Pictures
+from learner.model.policy import Policy
+from shared.types import Ending, Group, Image, Trajectory, Turn
+from shared.vision import VisionSpec
+from tests.support.tiny import picture, png
+
+
+def random_trajectory(
+    spec: VisionSpec,
+    seed: int,
+    *,
+    turns: int = 3,
+    turn_tokens: tuple[int, int] = (3, 8),
+    prompt_tokens: int = 5,
+    vocab_size: int = 300,
+    sides: tuple[int, ...] = (64, 96),
+    pictures: bool = True,
+    version: int = 0,
+) -> Trajectory:
+    """A prompt, then per turn a picture, some text and some sampled tokens; behaviour logprobs are about -3."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(1, vocab_size, prompt_tokens).tolist()
+    mask, images, spans = [0] * prompt_tokens, [], []
+    for turn in range(turns):
+        observation = rng.integers(1, vocab_size, 4).tolist()
+        if pictures:
+            width, height = rng.choice(sides, 2)
+            images.append(Image.of(png(picture(int(width), int(height), seed * 100 + turn))))
+            observation.insert(1, spec.image_token_id)
+        written = rng.integers(1, vocab_size, rng.integers(*turn_tokens)).tolist()
+        start = len(ids) + len(observation)
+        spans.append(Turn(start, start + len(written), float(rng.normal())))
+        ids += observation + written
+        mask += [0] * len(observation) + [1] * len(written)
+    loss_mask = np.array(mask, dtype=np.uint8)
+    logprobs = np.where(loss_mask, -3 + 0.1 * rng.normal(size=len(ids)), 0).astype(np.float32)
+    return Trajectory(
+        token_ids=np.array(ids, dtype=np.int32),
+        loss_mask=loss_mask,
+        behaviour_logprobs=logprobs,
+        policy_versions=np.where(loss_mask, version, -1).astype(np.int32),
+        turns=tuple(spans),
+        reward=float(sum(turn.reward for turn in spans)),
+        images=tuple(images),
+        ending=Ending.COMPLETED,
+    )
+
+
+def random_groups(spec: VisionSpec, num_groups: int, *, group_size: int = 1, seed: int = 0, **kwargs) -> list[Group]:
+    groups = []
+    for g in range(num_groups):
+        seeds = range((seed + g) * 1000, (seed + g) * 1000 + group_size)
+        groups.append(Group(f"g{seed + g}", "tester", tuple(random_trajectory(spec, s, **kwargs) for s in seeds)))
+    return groups
+
+
+@torch.no_grad()
+def on_policy(policy: Policy, trajectory: Trajectory, *, noise: float = 0.0, temperature: float = 1.0) -> Trajectory:
+    """The trajectory with `policy`'s own logprobs, plus `noise` times a normal draw, as those of the behaviour."""
+    pictures = Pictures(policy.spec)
+    episode = make_episode(trajectory, 0.0, pictures, EpisodeSettings())
+    logprobs = policy(pack([episode], pictures, torch.device("cpu")), temperature).logprobs.numpy()
+    logprobs = logprobs + noise * np.random.default_rng(len(logprobs)).normal(size=len(logprobs))
+    behaviour = np.zeros(len(trajectory.token_ids), dtype=np.float32)
+    behaviour[np.flatnonzero(trajectory.loss_mask)] = np.minimum(logprobs, 0)
+    return replace(trajectory, behaviour_logprobs=behaviour)

@@ -1,0 +1,87 @@
+"""An intake with real sockets and its real thread, and actors that are bare sockets and say what the test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from learner.tickets.server import Intake
+from shared.codec import decode, encode
+from shared.types import Hello, Receipt, Request, Ticket, Tickets
+from tests.support.wires import VOCAB, start_intake
+
+
+class Peer:
+    """A DEALER that sends what it is told and collects what comes."""
+
+    def __init__(self, address: str, name: str = "p", slots: int = 4, number: int = 1) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.routing_id = f"{name}#{number}".encode()
+        self.socket.connect(address)
+        self.name = name
+        self.slots = slots
+
+    def hello(self, *held: str, vocab_size: int = VOCAB) -> None:
+        self.send(Hello(self.name, (f"http://{self.name}",), vocab_size, held, 0.5))
+        self.send(Request(self.slots))
+
+    def send(self, message: object) -> None:
+        self.socket.send_multipart(encode(message))  # type: ignore[arg-type]
+
+    def receive(self, timeout_s: float = 5.0) -> object:
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return None
+        return decode(self.socket.recv_multipart())
+
+    def expect(self, kind: type) -> object:
+        """The next message of this kind; others are skipped."""
+        while (message := self.receive()) is not None:
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def tickets(self, count: int) -> list[Ticket]:
+        return self._gathered(count, Tickets, lambda message: message.tickets)
+
+    def taken(self, count: int) -> list[str]:
+        """The tickets of the next Receipts."""
+        return self._gathered(count, Receipt, lambda message: message.ticket_ids)
+
+    def _gathered(self, count: int, kind: type, items: Callable[[Any], Sequence[Any]]) -> list[Any]:
+        got: list[Any] = []
+        while len(got) < count:
+            got += items(self.expect(kind))
+        return got
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def opened() -> Iterator[list]:
+    things: list = []
+    yield things
+    for thing in reversed(things):
+        if isinstance(thing, Intake):
+            thing.stop("test over")
+        else:
+            thing.close()
+
+
+@pytest.fixture
+def intake(tmp_path: Path, opened: list) -> Intake:
+    opened.append(start_intake(tmp_path, lost_after_s=0.3))
+    return opened[-1]
+
+
+@pytest.fixture
+def peer(intake: Intake, opened: list) -> Peer:
+    opened.append(Peer(intake.address))
+    return opened[-1]

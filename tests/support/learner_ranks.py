@@ -1,0 +1,180 @@
+"""What each rank of test_learner_ranks.py runs: `torchrun learner_ranks.py MODEL OUT [ENGINE]`, or python."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]  # before tests/, which is the script's own first entry
+
+import torch  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
+
+from learner import distributed as dist  # noqa: E402
+from learner.checkpoints import saver as checkpoint  # noqa: E402
+from learner.distributed import Ranks  # noqa: E402
+from learner.model.policy import Policy, load_policy  # noqa: E402
+from learner.model.sharding import prepare  # noqa: E402
+from learner.muon import MuonAdamW  # noqa: E402
+from learner.trainer import Trainer  # noqa: E402
+from learner.weights.buckets import gathered  # noqa: E402
+from learner.weights.publisher import Publisher, PublishSettings  # noqa: E402
+from learner.weights.verify import Proof  # noqa: E402
+from shared.codec import decode, encode  # noqa: E402
+from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe  # noqa: E402
+from shared.types import Group  # noqa: E402
+from shared.vision import VisionSpec  # noqa: E402
+from tests.support.episodes import random_groups  # noqa: E402
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "vtrace": ({}, 3),
+    "empty_shard": ({}, 0),  # one episode of text alone, for two ranks
+    "grpo": ({"objective": "grpo", "entropy_coef": 0.0, "group_size": 2}, 3),
+    "uneven": ({"microbatch_tokens": 400, "max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
+    "muon": ({"optimizer": "muon"}, 3),
+    "reference": ({"kl_coef": 0.5, "objective": "grpo"}, 3),
+    "frozen": ({"freeze": ("vision",)}, 2),
+    "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
+    "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
+}
+MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to be as the case "vtrace" on one
+    "checkpointing": (2, {"activation_checkpointing": True}),
+    "offload": (2, {"offload": True}),
+    "replicas": (2, {"shard_size": 1}),
+    "replicas_of_shards": (4, {"shard_size": 2}),
+}
+
+
+def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
+    policy = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
+    torch.nn.init.constant_(policy.value_head.weight, 0.01)
+    config = LearnerConfig(lr=1e-3, value_lr=1e-2, microbatch_tokens=90, entropy_coef=0.01, warmup_steps=2)
+    config = config.model_copy(update=changes)
+    mesh = dist.make_mesh("cpu", ranks.size, config.shard_size)
+    ranks = replace(ranks, mesh=mesh)
+    prepare(policy, ranks, config, torch.float32)
+    return Trainer(policy, config, ranks, reference=reference_of(folder, ranks, config) if config.kl_coef else None)
+
+
+def reference_of(folder: str, ranks: Ranks, config: LearnerConfig) -> Policy:
+    """Other weights than the policy's, so that the first gradient has a part of it."""
+    reference = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
+    with torch.no_grad():
+        for p in reference.vlm.parameters():
+            p.mul_(1.1)
+    prepare(reference, ranks, config, torch.float32)
+    return reference.requires_grad_(False)
+
+
+def recipe_of(config: LearnerConfig) -> Recipe:
+    return Recipe(model=ModelConfig(path="none"), env=EnvConfig(module="none"), learner=config)
+
+
+def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
+    groups = random_groups(spec, num_groups, seed=10 * step, turns=2, group_size=2)
+    return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, pictures=False)
+
+
+def shared_groups(ranks: Ranks, groups: list[Group]) -> list[Group]:
+    """Rank 0's groups, over the wire's own frames."""
+    received = []
+    for group in groups:
+        frames = dist.broadcast_frames(encode(group) if ranks.is_main else None, ranks)
+        received.append(decode(frames))
+    return received
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def train(trainer: Trainer, ranks: Ranks, steps: range, num_groups: int) -> list[dict[str, float]]:
+    spec = trainer.policy.spec
+    return [trainer.step(shared_groups(ranks, groups_of_step(spec, s, num_groups)), version=1) for s in steps]
+
+
+def first_gradients(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[str, torch.Tensor]:
+    """The gradient of one step, and no change of weights."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(*_: object) -> None:
+        found.update({name: whole(p.grad) for name, p in trainer.policy.named_parameters() if p.requires_grad})
+
+    trainer.config = trainer.config.model_copy(update={"max_grad_norm": 1e9})
+    trainer.optimizer.step = note  # type: ignore[method-assign]
+    train(trainer, ranks, range(1), num_groups)
+    return found
+
+
+def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> tuple[Trainer, dict[str, Any]]:
+    """First gradients; weights and metrics after three steps."""
+    gradients = first_gradients(trainer_of(folder, ranks, **changes), ranks, num_groups)
+    trainer = trainer_of(folder, ranks, **changes)
+    metrics = train(trainer, ranks, range(3), num_groups)
+    weights = {n: t.clone() for n, t in gathered(trainer.policy)}
+    weights |= {n: whole(p) for n, p in trainer.policy.value_head.named_parameters(prefix="value_head")}
+    return trainer, {"gradients": gradients, "metrics": metrics, "weights": weights}
+
+
+def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, folder: Path, engines: list[str]) -> dict[str, Any]:
+    saver = checkpoint.Saver(folder, trainer, ranks, recipe_of(trainer.config))
+    path = saver.save(3, {"cursor": 5})
+    settings, proof = PublishSettings(bucket_bytes=100_000, timeout_s=30), Proof(trainer.policy, sys.argv[1], ranks)
+    publisher = Publisher(trainer.policy, ranks, settings, proof)
+    published = publisher.publish(3, engines if ranks.is_main else ())
+    publisher.close()
+    train(trainer, ranks, range(3, 5), CASES["vtrace"][1])
+    saver.wait()
+    uninterrupted = {n: t.clone() for n, t in gathered(trainer.policy)}
+    return {"published": published, "uninterrupted": uninterrupted, "checkpoint": str(path)}
+
+
+def muon_alone(ranks: Ranks) -> list[torch.Tensor]:
+    """Two matrices after three steps on gradients that are the same for any number of ranks; 37 rows divide by none."""
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(rows: int) -> torch.Tensor:
+        whole = torch.randn(rows, 57 - rows, generator=draw)
+        return distribute_tensor(whole, ranks.mesh, [Shard(0)]) if ranks.size > 1 else whole
+
+    matrices = [torch.nn.Parameter(drawn(rows)) for rows in (37, 20)]
+    optimizer = MuonAdamW([{"params": matrices, "muon": True}], lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        for p in matrices:
+            p.grad = drawn(len(p))
+        optimizer.step()
+    return [whole(p) for p in matrices]
+
+
+def expert_shards(trainer: Trainer) -> list[tuple[int, int]]:
+    """(experts here, of how many) of each tensor of experts."""
+    experts = [p for name, p in trainer.policy.named_parameters() if "experts" in name and p.ndim == 3]
+    return [(len(p.to_local() if hasattr(p, "to_local") else p), len(p)) for p in experts]
+
+
+def main() -> None:
+    folder, out, engines = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    torch.set_num_threads(1)
+    ranks = dist.init("cpu", timeout_s=120)
+    result: dict[str, Any] = {}
+    for name, (changes, num_groups) in CASES.items() if ranks.size < 4 else ():
+        model = str(Path(folder).parent / "moe") if name == "experts" else folder
+        trainer, result[name] = run(model, ranks, changes, num_groups)
+        if name == "experts":
+            result["expert_shards"] = expert_shards(trainer)
+        if name == "vtrace" and ranks.size < 3:
+            result |= save_publish_and_go_on(trainer, ranks, out.parent / f"checkpoints_{ranks.size}", engines)
+    result["muon_alone"] = muon_alone(ranks) if ranks.size < 4 else []
+    for name, (size, settings) in MODES.items():
+        if size == ranks.size:
+            _, result[name] = run(folder, ranks, settings, CASES["vtrace"][1])
+    if ranks.is_main:
+        torch.save(result, out)
+    dist.barrier(ranks, timeout_s=30)
+    dist.close()
+
+
+if __name__ == "__main__":
+    main()

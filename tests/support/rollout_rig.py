@@ -1,0 +1,97 @@
+"""An engine whose answers are given, an environment that counts, and episodes played with both."""
+
+import asyncio
+
+import pytest
+
+from actor.client import EngineClient, EnginePool
+from actor.env_threads import EnvThreads
+from actor.render import Renderer
+from actor.rewards import EnvJudge
+from actor.rollout import EpisodeLimits, Player
+from shared.codec import check_trajectory
+from shared.types import Completion, Sample, Sampling, Ticket, VersionSpan
+from shared.vision import VisionSpec
+from tests.support.tiny import picture, tiny_tokenizer
+
+SYSTEM = {"role": "system", "content": "Play."}
+
+
+@pytest.fixture(scope="module")
+def renderer(folder):
+    return Renderer(tiny_tokenizer(), VisionSpec.load(folder))
+
+
+@pytest.fixture
+def threads():
+    pool = EnvThreads(2)
+    yield pool
+    pool.close()
+
+
+class Scripted(EngineClient):
+    """An engine whose answers are known: each a text, or a Completion, or an exception."""
+
+    def __init__(self, answers):
+        super().__init__("http://scripted:1")
+        self.answers, self.requests = list(answers), []
+
+    async def generate(self, token_ids, images, sampling, **settings):
+        self.requests.append((list(token_ids), list(images), settings))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, str):
+            answer = completion(answer, version=len(self.requests))
+        return answer
+
+
+def completion(text, version=1, reason="stop"):
+    ids = tiny_tokenizer().encode(text, add_special_tokens=False)
+    if reason == "stop":
+        ids.append(tiny_tokenizer().convert_tokens_to_ids("<|im_end|>"))
+    return Completion(tuple(ids), (-0.5,) * len(ids), (VersionSpan(version, 0, len(ids)),), reason)
+
+
+class Counting:
+    """Shows a picture and counts: each answer's length is its reward; "end" ends it."""
+
+    def __init__(self, sample=None):
+        self.heard, self.closed = [], False
+
+    def reset(self):
+        return self.look("begin"), {}
+
+    def look(self, text):
+        return {"obs_str": text, "multi_modal_data": {"image": [picture(64, 64, len(self.heard))]}}
+
+    def step(self, text):
+        self.heard.append(text)
+        metrics = {"turn_metrics": {"short": len(text) < 3}, "traj_metrics": {"turns_heard": len(self.heard)}}
+        return self.look("go on"), text == "end", {"reward": float(len(text)), "metrics": metrics}
+
+    def format_observation(self, observation):
+        images = [{"type": "image", "image": i} for i in observation["multi_modal_data"]["image"]]
+        return {"role": "user", "content": [*images, {"type": "text", "text": observation["obs_str"]}]}
+
+    def close(self):
+        self.closed = True
+
+
+def ticket(**changes):
+    fields = {"id": "t", "sample": Sample("s", (SYSTEM,)), "group_size": 1, "version": 0, "lease_s": 60.0}
+    return Ticket(**(fields | {"sampling": Sampling(max_new_tokens=64)} | changes))
+
+
+def play(renderer, threads, answers, env=Counting, limits=None, episode_reward=None, **changes):
+    engine = Scripted(answers)
+    limits = limits or EpisodeLimits()
+    judge = EnvJudge(episode_reward, threads, limits.env_timeout_s) if episode_reward else None
+    player = Player(env, renderer, EnginePool([engine]), limits, threads, judge)
+    trajectory = asyncio.run(player.play(ticket(**changes)))
+    check(renderer, trajectory)
+    return trajectory, engine
+
+
+def check(renderer, trajectory):
+    check_trajectory(trajectory, placeholder_id=renderer.image_id, banned_ids=renderer.banned_ids, vocab_size=640)

@@ -1,0 +1,124 @@
+"""What tests against SGLang's real server share: engines of the small Sokoban model, a player, a publisher."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from actor.client import EngineClient, EnginePool
+from actor.render import Renderer
+from actor.rollout import Player
+from actor.worker import make_player
+from launch.actors import check, engine_of
+from launch.engines.commands import STAND_INS
+from launch.engines.supervisor import Engine, wait_until_serving
+from launch.processes.children import stop_all
+from launch.task_samples import held_out_samples
+from learner.batch import EpisodeSettings, make_episode, pack
+from learner.images import Pictures
+from learner.model.policy import Policy
+from shared.config import Recipe, load_recipe
+from shared.types import Sampling, Ticket, Trajectory
+from shared.vision import VisionSpec
+from tests.support.calibration import surprise_z
+
+ENDS = (480, 479)
+"""Tokens that end a turn of the small model: a request that bans them runs to its limit."""
+RECIPE = "launch/recipes/sokoban_tiny.toml"
+MODEL = "launch/models/sokoban_tiny"
+
+
+def recipe_of(tmp: Path, **fields: object) -> Recipe:
+    own = {"run.dir": tmp, "engine.kind": "sglang", "eval.samples": 32, **fields}
+    return load_recipe(RECIPE, [part for key, value in own.items() for part in (f"--{key}", str(value))])
+
+
+@dataclass(slots=True)
+class Servers:
+    """Two engines, started as launch/actors.py starts them: the first is paused for its weights, the second is not."""
+
+    recipe: Recipe
+    engines: list[Engine]
+
+    @staticmethod
+    def start(recipe: Recipe) -> Servers:
+        model, specs = check(recipe)
+        specs = (replace(specs[0], env=specs[0].env | {"PYTHONPATH": str(STAND_INS)}), *specs[1:])
+        servers = Servers(recipe, [engine_of(spec, recipe.engine) for spec in specs])
+        try:
+            for engine in servers.engines:
+                engine.start()
+            wait_until_serving(servers.urls, servers.engines, model, recipe.engine.start_timeout_s)
+        except BaseException:
+            servers.stop()
+            raise
+        return servers
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(engine.spec.url for engine in self.engines)
+
+    def stop(self) -> None:
+        stop_all([engine.child for engine in self.engines if engine.child])
+
+    def pid(self, index: int) -> int:
+        child = self.engines[index].child
+        assert child is not None
+        return child.process.pid
+
+    def keep_until(self, done: Callable[[], bool], timeout_s: float = 240.0) -> None:
+        """Looks after the engines, as launch/actors.py does, until `done`."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline, "the engine did not come back"
+            for engine in self.engines:
+                engine.keep_alive()
+            time.sleep(0.2)
+
+
+def vision_of(recipe: Recipe) -> VisionSpec:
+    model = recipe.model
+    return VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
+
+
+def player_of(recipe: Recipe, urls: Sequence[str], timeout_s: float = 120.0) -> Player:
+    renderer = Renderer(AutoTokenizer.from_pretrained(recipe.model.path), vision_of(recipe))
+    return make_player(recipe, renderer, EnginePool([EngineClient(url, timeout_s=timeout_s) for url in urls]))
+
+
+def tickets(recipe: Recipe, count: int, version: int, temperature: float = 1.0, top_p: float = 1.0) -> list[Ticket]:
+    sampling = Sampling(temperature, top_p, -1, recipe.env.turn_tokens)
+    return [Ticket(s.id, s, 1, version, sampling, 600.0) for s in held_out_samples(recipe)[:count]]
+
+
+@torch.no_grad()
+def gap(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> float:
+    """The largest difference between the engine's logprobs and the learner's of the same tokens."""
+    pictures = Pictures(policy.spec)
+    batch = pack([make_episode(trajectory, 0.0, pictures, EpisodeSettings())], pictures, torch.device("cpu"))
+    return float((policy(batch, temperature).logprobs - batch.behaviour_logprobs).abs().max())
+
+
+@torch.no_grad()
+def surprise(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
+    """`surprise_z` of the tokens that an engine sampled at temperature 1 with these weights."""
+    pictures = Pictures(policy.spec)
+    episodes = [make_episode(trajectory, 0.0, pictures, EpisodeSettings()) for trajectory in trajectories]
+    batch = pack(episodes, pictures, torch.device("cpu"))
+    logits_NV = policy._hidden(batch) @ policy.vlm.lm_head.weight.T
+    logits_NV[:, list(policy.banned_ids)] = -torch.inf
+    return surprise_z(logits_NV.log_softmax(-1), batch.target_ids)
+
+
+@torch.no_grad()
+def move(policy: Policy, seed: int, scale: float = 0.05) -> None:
+    """Other weights: every parameter is moved by a share of its own spread."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in policy.vlm.parameters():
+        spread = parameter.std() if parameter.numel() > 1 else parameter.abs()
+        parameter += scale * spread * torch.randn(parameter.shape, generator=generator)

@@ -1,0 +1,131 @@
+"""A tiny random Qwen3-VL folder for tests, and plain references to compare with."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image as PILImage
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+
+from actor.engine.app import EngineApp
+from actor.engine.http import HttpServer
+from actor.engine.server import EngineSettings
+from launch.tiny_models.build import build_config, build_model, build_tokenizer, save
+from learner.model.policy import Policy
+from shared.vision import VisionSpec, expand, mrope_positions, patchify, pixel_values
+
+PHRASES = [
+    "Answer with your next moves like this: <answer>up, left</answer>",
+    "<answer>up, down, left, right</answer>",
+    "Valid last actions: up, left. Provide your next move(s).",
+]
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer(PHRASES, vocab_size=640)
+
+
+def tiny_model_dir(tmp: str | Path, *, hidden: int = 64, layers: int = 2, seed: int = 0) -> Path:
+    """Writes a random tiny Qwen3-VL with tokenizer, chat template and image processor; returns its folder."""
+    folder = Path(tmp) / f"tiny-{hidden}-{layers}-{seed}"
+    if not folder.exists():
+        tokenizer = tiny_tokenizer()
+        config = build_config(tokenizer, hidden=hidden, layers=layers, vision_hidden=32, vision_depth=2)
+        save(folder, build_model(config, seed), tokenizer)
+    return folder
+
+
+def load_model(folder: str | Path) -> Qwen3VLForConditionalGeneration:
+    return Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def moe_policy(folder: str | Path, spec: VisionSpec) -> Policy:
+    """Random weights in the shape of the model in `folder`, with eight experts a layer, two of them for each token."""
+    config = Qwen3VLMoeConfig.from_dict(load_model(folder).config.to_dict())
+    for name, value in {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}.items():
+        setattr(config.text_config, name, value)
+    config.model_type = "qwen3_vl_moe"
+    return Policy(Qwen3VLMoeForConditionalGeneration(config), spec)
+
+
+def picture(width: int = 64, height: int = 64, seed: int = 0) -> PILImage.Image:
+    """Random noise: no two seeds look alike to any model."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return PILImage.fromarray(pixels)
+
+
+def png(image: PILImage.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@torch.no_grad()
+def reference_logits(
+    model: Qwen3VLForConditionalGeneration, token_ids: list[int], images: list[PILImage.Image], spec: VisionSpec
+) -> torch.Tensor:
+    """fp32 logits [T, V] at every compact position (a picture's is that of its last visual token): one plain forward
+    of transformers over the whole expanded stream, without any cache. Pictures must need no resizing."""
+    grids = [spec.grid(*image.size) for image in images]
+    ids, compact = expand(token_ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+    positions = mrope_positions(ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+    extra = {}
+    if images:
+        patches = [patchify(np.asarray(i), patch_size=spec.patch_size, merge_size=spec.merge_size) for i in images]
+        extra = {
+            "pixel_values": torch.from_numpy(np.concatenate([pixel_values(p, spec) for p in patches])),
+            "image_grid_thw": torch.tensor(grids),
+        }
+    out = model(input_ids=torch.from_numpy(ids)[None], position_ids=torch.from_numpy(positions)[:, None], **extra)
+    last = np.searchsorted(compact, np.arange(len(token_ids)), side="right") - 1
+    return out.logits[0, torch.from_numpy(last)].float()
+
+
+@contextmanager
+def running_engine(folder: str | Path, **settings: Any) -> Iterator[tuple[str, EngineApp]]:
+    """The embedded engine in this process, on a free port: (url, app). `settings` as those of EngineSettings."""
+    ready: Future[tuple[str, EngineApp, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        app = EngineApp.load(EngineSettings(**{"model_path": str(folder), "port": 0, "max_batch": 16} | settings), stop)
+        server = HttpServer(app.routes())
+        port = await server.start("127.0.0.1", 0)
+        ready.set_result((f"http://127.0.0.1:{port}", app, asyncio.get_running_loop(), stop))
+        await stop.wait()
+        server.close()
+        app.close()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error)
+            raise
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    url, app, loop, stop = ready.result(timeout=60)
+    try:
+        yield url, app
+    finally:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+        thread.join(10)

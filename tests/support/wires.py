@@ -1,0 +1,74 @@
+"""Small records for tests of the wire: trajectories that keep the contract, intakes and actors on a free port."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgpack
+import numpy as np
+
+from actor.loop import ActorSettings
+from learner.tickets.book import BookSettings
+from learner.tickets.server import Intake, IntakeSettings
+from learner.tickets.sources import SeedSource
+from shared.codec import TokenRules
+from shared.frames import Frame, digest
+from shared.types import Ending, Group, Image, Ticket, Trajectory, Turn
+
+PLACEHOLDER, VISION_START, VOCAB = 7, 8, 100
+RULES = TokenRules(PLACEHOLDER, (PLACEHOLDER, VISION_START), VOCAB)
+
+
+def episode(version: int = 0, *, reward: float = 1.0, picture: bytes = b"a picture", **changes: object) -> Trajectory:
+    """Two turns after one picture: 2 tokens and 1 token, all of `version`."""
+    fields: dict[str, object] = {
+        "token_ids": np.array([1, PLACEHOLDER, 2, 3, 4, 5, 6], np.int32),
+        "loss_mask": np.array([0, 0, 1, 1, 0, 0, 1], np.uint8),
+        "behaviour_logprobs": np.array([0, 0, -0.5, -1.5, 0, 0, -2], np.float32),
+        "policy_versions": np.array([-1, -1, version, version, -1, -1, version], np.int32),
+        "turns": (Turn(2, 4, 0.0), Turn(6, 7, reward)),
+        "reward": reward,
+        "images": (Image.of(picture),),
+        "ending": Ending.COMPLETED,
+        "metrics": {"success": reward},
+        "text": "up, left",
+    }
+    return Trajectory(**(fields | changes))  # type: ignore[arg-type]
+
+
+def failed_episode(ending: Ending = Ending.ENV_ERROR, error: str = "boom") -> Trajectory:
+    empty = np.empty(0, np.int32)
+    nothing = np.empty(0, np.uint8), np.empty(0, np.float32)
+    return Trajectory(empty, nothing[0], nothing[1], empty, (), 0.0, (), ending, error=error)
+
+
+def sealed(frames: Sequence[Frame]) -> list[bytes]:
+    """These frames (header, arrays, pictures) with the digest that is right for them, whatever they say."""
+    raw = [bytes(frame) for frame in frames]
+    try:
+        hashes = msgpack.unpackb(raw[0])["pictures"]
+        num_pictures = len(hashes) if len(hashes) < len(raw) else 0
+    except (IndexError, TypeError, KeyError, ValueError, msgpack.UnpackException):
+        num_pictures = 0
+    return [*raw, digest(raw[: len(raw) - num_pictures])]
+
+
+def group_of(ticket: Ticket, version: int | None = None) -> Group:
+    made = episode(ticket.version if version is None else version)
+    return Group(ticket.id, "tester", (made,) * ticket.group_size, 0.1)
+
+
+def book_settings(**changes: object) -> BookSettings:
+    return BookSettings(**({"group_size": 1, "groups_per_version": 4, "max_staleness": 1} | changes))  # type: ignore[arg-type]
+
+
+def start_intake(tmp: Path, *, address: str = "tcp://127.0.0.1:*", timeout_s: float = 10.0, **book: object) -> Intake:
+    settings = IntakeSettings(address, tmp, "run-1", RULES, actor_timeout_s=timeout_s)
+    return Intake(SeedSource(), book_settings(**book), settings)
+
+
+def actor_settings(learner: str, name: str = "a", **changes: object) -> ActorSettings:
+    fields = {"name": name, "learner": learner, "engine_urls": (f"http://engine-of-{name}",), "rules": RULES}
+    waits = {"heartbeat_s": 0.1, "connect_timeout_s": 5.0, "reconnect_timeout_s": 5.0}
+    return ActorSettings(**(fields | waits | {"groups": 3} | changes))  # type: ignore[arg-type]
