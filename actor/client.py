@@ -265,5 +265,5 @@ def parse_version(version: Any, url: str) -> int:
 
 @lru_cache(maxsize=2048)
 def _data_uri(data: bytes | memoryview) -> str:
-    """Every turn of an episode sends its pictures again."""
+    """Every turn of an episode sends its images again."""
     return "data:image/png;base64," + base64.b64encode(data).decode()

@@ -71,10 +71,10 @@ async def run_actor(settings: ActorSettings, play: Play) -> int:
     farewell = "failed"
     try:
         async with asyncio.TaskGroup() as tasks:
-            desk = _Desk(settings, play, dealer, tasks)
-            code, farewell = await _converse(settings, dealer, desk)
+            held_tickets = HeldTickets(settings, play, dealer, tasks)
+            code, farewell = await _converse(settings, dealer, held_tickets)
             (log.error if code else log.info)("%s", farewell)
-            desk.drop(desk.held(), farewell)
+            held_tickets.drop(held_tickets.held(), farewell)
         return code
     except asyncio.CancelledError:
         farewell = "asked to stop"
@@ -84,14 +84,14 @@ async def run_actor(settings: ActorSettings, play: Play) -> int:
         dealer.close(linger_s=0.5)
 
 
-async def _converse(settings: ActorSettings, dealer: Dealer, desk: _Desk) -> tuple[int, str]:
+async def _converse(settings: ActorSettings, dealer: Dealer, held_tickets: HeldTickets) -> tuple[int, str]:
     """The conversation with the learner; returns the exit code and why it ended."""
     log = get_logger(settings.name)
     heard, next_beat, known, misfits = time.monotonic(), 0.0, "", 0
     while True:
         now = time.monotonic()
         if now >= next_beat:
-            connected = await desk.beat()
+            connected = await held_tickets.beat()
             next_beat = now + (settings.heartbeat_s if connected else RECONNECT_S)
         try:
             message = await dealer.receive(next_beat - now)
@@ -112,26 +112,26 @@ async def _converse(settings: ActorSettings, dealer: Dealer, desk: _Desk) -> tup
         match message:
             case Tickets(tickets):
                 for ticket in tickets:
-                    desk.take(ticket)
+                    held_tickets.take(ticket)
             case Receipt(ticket_ids):
-                desk.keep(ticket_ids)
+                held_tickets.keep(ticket_ids)
             case Refusal(ticket_id, reason):
-                desk.forget((ticket_id,))
+                held_tickets.forget((ticket_id,))
                 log.warning("the learner refused the group of ticket %s: %s", ticket_id, reason)
             case Ack(ticket_ids):
-                desk.forget(ticket_ids)
+                held_tickets.forget(ticket_ids)
             case Cancel(ticket_ids, reason):
-                desk.drop(ticket_ids, reason)
+                held_tickets.drop(ticket_ids, reason)
             case Welcome(run_id, version, process_id):
                 if known != process_id:
                     log.info("learner %s is here: run %s, version %d", settings.learner, run_id, version)
-                    await desk.send_kept()
+                    await held_tickets.send_kept()
                 known = process_id
             case Stop(reason, failed):
                 return (1 if failed or not known else 0), f"the learner says stop: {reason}"
 
 
-class _Desk:
+class HeldTickets:
     """The tickets an actor holds: being played, finished, or taken by a learner that has not trained on it yet.
 
     What the learner has taken is kept for the case that it dies before its next checkpoint. Tickets that it has issued

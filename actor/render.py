@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image as PILImage
 
 from shared.types import Image
-from shared.vision import PICTURE_FORMATS, VisionSpec
+from shared.vision import IMAGE_FORMATS, VisionSpec
 
 IMAGE_PAD = "<|image_pad|>"
 END_OF_TURN = "<|im_end|>"
@@ -24,7 +24,7 @@ ANSWER = "(the model's answer)"  # stands for it where only what comes after is 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Tokens that no policy sampled: the compact ids, their pictures in order, and each picture's visual tokens."""
+    """Tokens that no policy sampled: the compact ids, their images in order, and each image's visual tokens."""
 
     token_ids: tuple[int, ...]
     images: tuple[Image, ...] = ()
@@ -32,7 +32,7 @@ class Fragment:
 
     @property
     def num_expanded(self) -> int:
-        """Tokens that the engine computes: every placeholder counts as its picture's visual tokens."""
+        """Tokens that the engine computes: every placeholder counts as its image's visual tokens."""
         return len(self.token_ids) - len(self.images) + sum(self.image_tokens)
 
 
@@ -56,15 +56,15 @@ class Renderer:
         self._shape = lru_cache(maxsize=4096)(self._observation_text)
 
     def start(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image] = ()) -> Fragment:
-        """The stream up to the model's first turn. `images` serve those picture items that hold no picture."""
-        plain, pictures = _split(messages, iter(images))
+        """The stream up to the model's first turn. `images` serve those image items that hold no image."""
+        plain, drawn_images = _split(messages, iter(images))
         text = self._render(plain, generate=True)
-        return self._fragment(text, pictures)
+        return self._fragment(text, drawn_images)
 
     def observation(self, message: Mapping[str, Any]) -> Fragment:
         """What follows a turn that ended with `<|im_end|>`: the newline owed, `message`, the generation prompt."""
-        plain, pictures = _split([message], iter(()))
-        return self._fragment(self._shape(json.dumps(plain[0])), pictures)
+        plain, images = _split([message], iter(()))
+        return self._fragment(self._shape(json.dumps(plain[0])), images)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The model's words of one turn, without the token that ended it."""
@@ -77,13 +77,11 @@ class Renderer:
         """A whole stream as readable text."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def _fragment(self, text: str, pictures: Sequence[Image | PILImage.Image]) -> Fragment:
+    def _fragment(self, text: str, images: Sequence[Image | PILImage.Image]) -> Fragment:
         token_ids = self._encode(text)
-        if token_ids.count(self.image_id) != len(pictures):
-            raise ValueError(
-                f"{len(pictures)} pictures, but the rendered text has {token_ids.count(self.image_id)} places"
-            )
-        encoded = [_encoded(picture) for picture in pictures]
+        if token_ids.count(self.image_id) != len(images):
+            raise ValueError(f"{len(images)} images, but the rendered text has {token_ids.count(self.image_id)} places")
+        encoded = [_encoded(source) for source in images]
         counts = (self.spec.num_tokens(self.spec.grid(*size)) for _, size in encoded)
         return Fragment(token_ids, tuple(image for image, _ in encoded), tuple(counts))
 
@@ -105,20 +103,20 @@ class Renderer:
 
 
 def _split(messages: Sequence[Mapping[str, Any]], spare: Any) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages without their pictures, and the pictures in order. ValueError for content that is neither."""
+    """Messages without their images, and the images in order. ValueError for content that is neither."""
     plain: list[dict[str, Any]] = []
-    pictures: list[Any] = []
+    images: list[Any] = []
     for message in messages:
         content = message["content"]
         if not isinstance(content, str):
             items = []
             for item in content:
                 if item["type"] == "image":
-                    picture = item.get("image")
-                    picture = next(spare, None) if picture is None else picture
-                    if picture is None:
-                        raise ValueError("a message shows more pictures than the sample has")
-                    pictures.append(picture)
+                    image = item.get("image")
+                    image = next(spare, None) if image is None else image
+                    if image is None:
+                        raise ValueError("a message shows more images than the sample has")
+                    images.append(image)
                     items.append({"type": "image"})
                 elif item["type"] == "text":
                     items.append({"type": "text", "text": item["text"]})
@@ -128,24 +126,24 @@ def _split(messages: Sequence[Mapping[str, Any]], spare: Any) -> tuple[list[dict
         plain.append({"role": message["role"], "content": content})
     for message in plain:
         _check_text(message["content"])
-    return plain, pictures
+    return plain, images
 
 
 def _check_text(content: Any) -> None:
-    """A text that spells a placeholder would count as a picture."""
+    """A text that spells a placeholder would count as an image."""
     texts = [content] if isinstance(content, str) else [item.get("text", "") for item in content]
     if any(IMAGE_PAD in text for text in texts):
-        raise ValueError(f"a message's text holds {IMAGE_PAD}: give the picture as an item of its own")
+        raise ValueError(f"a message's text holds {IMAGE_PAD}: give the image as an item of its own")
 
 
-def _encoded(picture: Any) -> tuple[Image, tuple[int, int]]:
+def _encoded(source: Any) -> tuple[Image, tuple[int, int]]:
     """The bytes that the engine is given, and the size (width, height)."""
-    if isinstance(picture, PILImage.Image):
+    if isinstance(source, PILImage.Image):
         buffer = io.BytesIO()
-        picture.save(buffer, "PNG", compress_level=1)
-        return Image.of(buffer.getvalue()), picture.size
-    data = picture.data if isinstance(picture, Image) else bytes(picture)
-    with PILImage.open(io.BytesIO(data), formats=PICTURE_FORMATS) as opened:
+        source.save(buffer, "PNG", compress_level=1)
+        return Image.of(buffer.getvalue()), source.size
+    data = source.data if isinstance(source, Image) else bytes(source)
+    with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as opened:
         size = opened.size
-    image = picture if isinstance(picture, Image) and picture.content_hash else Image.of(data)
+    image = source if isinstance(source, Image) and source.content_hash else Image.of(data)
     return image, size

@@ -22,7 +22,7 @@ RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_S = 0.2
 
 
-class Judge(Protocol):
+class Reward(Protocol):
     """`replaces_turns`: its reward comes at the last turn, and the environment's turn rewards are not trained on."""
 
     replaces_turns: bool
@@ -30,7 +30,7 @@ class Judge(Protocol):
     def __call__(self, played: Played) -> Awaitable[float]: ...
 
 
-class EnvJudge:
+class EnvReward:
     """The environment's own `episode_reward(env)`; in the threads of environments."""
 
     replaces_turns = False
@@ -42,7 +42,7 @@ class EnvJudge:
         return finite(await self._threads.run(lambda: self._function(played.env), self._timeout_s))
 
 
-class FunctionJudge:
+class FunctionReward:
     """A function `(played) -> float`, or an async one. It runs off the actor's event loop either way: a function in the
     threads of environments, an async one on a loop in a thread of its own."""
 
@@ -63,7 +63,7 @@ class FunctionJudge:
             return finite(await asyncio.wrap_future(running))
 
 
-class HttpJudge:
+class HttpReward:
     """Posts the episode as JSON (see `as_json`) to `url`, whose answer is a number or {"reward": number}.
 
     A server that is busy, broken or silent is asked up to `tries` times, each with `timeout_s`.

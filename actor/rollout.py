@@ -19,7 +19,7 @@ from actor.client import EngineClient, EngineError, EnginePool
 from actor.custom_rollout import Rollout, RolloutContext, play_custom
 from actor.env_threads import EnvThreads, EnvTimeout
 from actor.render import Fragment, Renderer
-from actor.rewards import BadReward, Judge, finite
+from actor.rewards import BadReward, Reward, finite
 from actor.stream import Stream
 from envs.base import Info, Played
 from shared.types import Completion, Ending, Sample, Ticket, Trajectory, Turn
@@ -30,7 +30,7 @@ BuildEnv = Callable[[Sample], Any]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """`max_tokens` and `turn_tokens` count sampled tokens, `max_context` all of them with pictures expanded."""
+    """`max_tokens` and `turn_tokens` count sampled tokens, `max_context` all of them with images expanded."""
 
     max_turns: int = 8
     max_tokens: int = 1536
@@ -51,12 +51,12 @@ class Player:
         engines: EnginePool,
         limits: EpisodeLimits,
         threads: EnvThreads,
-        judge: Judge | None = None,
+        reward_function: Reward | None = None,
         rollout: Rollout | None = None,
         env_args: dict[str, Any] | None = None,
     ) -> None:
         self.build_env, self.renderer, self.engines = build_env, renderer, engines
-        self.limits, self.threads, self.judge = limits, threads, judge
+        self.limits, self.threads, self.reward_function = limits, threads, reward_function
         self.rollout, self.env_args = rollout, env_args or {}
 
     async def play(self, ticket: Ticket, index: int = 0) -> Trajectory:
@@ -113,9 +113,9 @@ class _Episode:
         except _Stop as stop:
             ending, error = stop.ending, stop.error
         trajectory = self._trajectory(ending, error)
-        if trajectory.trainable and self._player.judge is not None:
+        if trajectory.trainable and self._player.reward_function is not None:
             try:
-                trajectory = await self._judged(trajectory, self._player.judge)
+                trajectory = await self._rewarded(trajectory, self._player.reward_function)
             except _Stop as stop:
                 trajectory = replace(trajectory, ending=stop.ending, error=stop.error)
         if not await self._close():
@@ -222,19 +222,19 @@ class _Episode:
         finally:
             self._env_s += time.monotonic() - began
 
-    async def _judged(self, trajectory: Trajectory, judge: Judge) -> Trajectory:
+    async def _rewarded(self, trajectory: Trajectory, reward_function: Reward) -> Trajectory:
         """The trajectory with the judge's reward."""
         infos, answers = tuple(self._infos), tuple(self._answers)
         began = time.monotonic()
         try:
-            reward = await judge(Played(self._ticket.sample, trajectory, answers, infos, self._env))
+            reward = await reward_function(Played(self._ticket.sample, trajectory, answers, infos, self._env))
         except (EnvTimeout, TimeoutError) as error:
             raise _Stop(Ending.REWARD_TIMEOUT, str(error) or "the reward took too long") from error
         except Exception as error:
             raise _Stop(Ending.REWARD_ERROR, f"{type(error).__name__}: {error}") from error
         metrics = trajectory.metrics | {"reward_s": time.monotonic() - began}
         turns = trajectory.turns
-        if judge.replaces_turns:
+        if reward_function.replaces_turns:
             turns = (*(replace(turn, reward=0.0) for turn in turns[:-1]), replace(turns[-1], reward=reward))
         return replace(trajectory, reward=reward, metrics=metrics, turns=turns)
 

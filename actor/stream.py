@@ -11,7 +11,7 @@ from shared.types import Completion, Ending, Image, Trajectory, Turn
 
 
 class Stream:
-    """All lists of tokens have the same length; `num_expanded` counts every picture's visual tokens."""
+    """All lists of tokens have the same length; `num_expanded` counts every image's visual tokens."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

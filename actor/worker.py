@@ -21,7 +21,7 @@ from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
 from actor.loop import EXIT_NO_LEARNER, EXIT_USER_ERROR, ActorSettings, run_actor
 from actor.render import Renderer
-from actor.rewards import EnvJudge, FunctionJudge, HttpJudge, Judge
+from actor.rewards import EnvReward, FunctionReward, HttpReward, Reward
 from actor.rollout import EpisodeLimits, Player
 from envs.loader import load_env, load_function, load_module
 from shared.codec import TokenRules
@@ -104,15 +104,15 @@ def make_player(recipe: Recipe, renderer: Renderer, engines: EnginePool) -> Play
     return Player(build, renderer, engines, limits, threads, make_judge(recipe, threads), rollout, args)
 
 
-def make_judge(recipe: Recipe, threads: EnvThreads) -> Judge | None:
+def make_judge(recipe: Recipe, threads: EnvThreads) -> Reward | None:
     """Who rewards episodes: the recipe's function or server, the environment's module, or nobody but the turns."""
     env, reward = recipe.env, recipe.reward
     if reward.url:
-        return HttpJudge(reward.url, reward.timeout_s, reward.tries)
+        return HttpReward(reward.url, reward.timeout_s, reward.tries)
     if env.reward:
-        return FunctionJudge(load_function(env.reward), threads, reward.timeout_s)
+        return FunctionReward(load_function(env.reward), threads, reward.timeout_s)
     own = getattr(load_module(env.module), "episode_reward", None)
-    return EnvJudge(own, threads, env.timeout_s) if own else None
+    return EnvReward(own, threads, env.timeout_s) if own else None
 
 
 def vocab_size(model_path: str) -> int:

@@ -1,12 +1,12 @@
 """What an environment is: the contract between a task and the actor that plays it.
 
-An environment speaks in texts and pictures only; tokens and limits belong to the actor. A module of its own offers
+An environment speaks in texts and images only; tokens and limits belong to the actor. A module of its own offers
 
     build_env(sample=None, args=None, **_) -> Env          required; reads only sample.label and sample.metadata
     SYSTEM_PROMPT: str  or  system_prompt(args) -> str     optional; used for samples without a prompt of their own
     episode_reward(env) -> float                           optional; otherwise the sum of the turns' rewards
 
-An observation is a dict: "obs_str" (text) and, with pictures, "multi_modal_data" {placeholder: [PIL images]}.
+An observation is a dict: "obs_str" (text) and, with images, "multi_modal_data" {placeholder: [PIL images]}.
 The info dict of a step may hold "reward" (float, of this turn) and "metrics" (numbers, for the logs).
 """
 
@@ -34,7 +34,7 @@ class Env(ABC):
         """Take the model's answer; return what it sees next, whether the episode is over, and the turn's info."""
 
     def format_observation(self, observation: Observation) -> dict[str, Any]:
-        """The observation as a chat message of the user: pictures first, then the text."""
+        """The observation as a chat message of the user: images first, then the text."""
         images = [image for group in observation.get("multi_modal_data", {}).values() for image in group]
         content: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
         content.append({"type": "text", "text": observation.get("obs_str", "")})

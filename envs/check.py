@@ -134,22 +134,22 @@ def _reset(check: Check, env: Any) -> Any:
 
 
 def _seen(check: Check, env: Any, observation: Any) -> Any:
-    """Text and picture bytes of an observation, after checking it and the message made of it."""
+    """Text and image bytes of an observation, after checking it and the message made of it."""
     if not isinstance(observation, dict) or not isinstance(observation.get("obs_str"), str):
         raise ValueError(f"the observation {str(observation)[:60]!r} is no dict with a text at 'obs_str'")
     if len(observation["obs_str"]) > MAX_TEXT:
         check.problem(f"obs_str has {len(observation['obs_str'])} characters; keep it under {MAX_TEXT}")
     groups = observation.get("multi_modal_data") or {}
     if not isinstance(groups, dict):
-        raise ValueError("multi_modal_data is no dict such as {'image': [picture]}")
+        raise ValueError("multi_modal_data is no dict such as {'image': [image]}")
     images = [image for group in groups.values() for image in group]
     for image in images:
         if not isinstance(image, Image.Image):
-            raise ValueError(f"a picture is {type(image).__name__}, not a PIL image")
+            raise ValueError(f"an image is {type(image).__name__}, not a PIL image")
         if image.width * image.height > MAX_PIXELS:
-            check.problem(f"a picture of {image.width}x{image.height} has over {MAX_PIXELS} pixels: draw it smaller")
+            check.problem(f"an image of {image.width}x{image.height} has over {MAX_PIXELS} pixels: draw it smaller")
     if len(images) > MAX_IMAGES:
-        check.problem(f"an observation holds {len(images)} pictures; keep it to {MAX_IMAGES}")
+        check.problem(f"an observation holds {len(images)} images; keep it to {MAX_IMAGES}")
     _check_message(check, check.call("format_observation", env.format_observation, observation), len(images))
     return observation["obs_str"], tuple((image.mode, image.size, image.tobytes()) for image in images)
 
@@ -169,9 +169,9 @@ def _check_message(check: Check, message: Any, num_images: int) -> None:
     if set(kinds) - {"image", "text"}:
         check.problem(f"a message has parts of the types {sorted(set(kinds) - {'image', 'text'})}; use image and text")
     if kinds.count("image") != num_images:
-        check.problem(f"the observation has {num_images} pictures, the message {kinds.count('image')}")
+        check.problem(f"the observation has {num_images} images, the message {kinds.count('image')}")
     if kinds != sorted(kinds):
-        check.problem("a message has text before a picture: pictures come first")
+        check.problem("a message has text before an image: images come first")
 
 
 def _reward(check: Check, info: Any) -> float:

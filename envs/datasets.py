@@ -1,7 +1,7 @@
 r"""Read a dataset file (.parquet or .jsonl) into samples, counting what had to be left out.
 
-A row holds `problem` (text, with `<image>` where a picture goes), `answer` and `images` (or one `image`); or, for
-Sokoban, `extra_info.env_config`. A picture is a data URI, a file name beside the dataset, bytes, or {"bytes", "path"}.
+A row holds `problem` (text, with `<image>` where an image goes), `answer` and `images` (or one `image`); or, for
+Sokoban, `extra_info.env_config`. An image is a data URI, a file name beside the dataset, bytes, or {"bytes", "path"}.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from PIL import Image as PILImage
 
 from envs.math_reward import label_problem
 from shared.types import Image, Sample
-from shared.vision import PICTURE_FORMATS
+from shared.vision import IMAGE_FORMATS
 
 MAX_PIXELS = 50_000_000
 MAX_PICTURE_BYTES = 64 << 20
@@ -115,14 +115,14 @@ def load_dataset(
 
 
 def with_images(sample: Sample) -> list[dict[str, Any]]:
-    """The sample's prompt with its pictures put in, for showing it to a person."""
-    pictures = iter(sample.images)
+    """The sample's prompt with its images put in, for showing it to a person."""
+    images = iter(sample.images)
     messages = []
     for message in sample.prompt:
         content = message["content"]
         if not isinstance(content, str):
             content = [
-                {"type": "image", "image": PILImage.open(io.BytesIO(next(pictures).data), formats=PICTURE_FORMATS)}
+                {"type": "image", "image": PILImage.open(io.BytesIO(next(images).data), formats=IMAGE_FORMATS)}
                 if part["type"] == "image"
                 else part
                 for part in content
@@ -201,8 +201,8 @@ def env_config(row: dict[str, Any]) -> dict[str, Any] | None:
 
 def _digest(sample: Sample) -> bytes:
     """The same for samples that differ in their place only."""
-    pictures = [image.content_hash for image in sample.images]
-    parts = (sample.prompt, sample.label, pictures, sample.metadata.get("env_config"))
+    images = [image.content_hash for image in sample.images]
+    parts = (sample.prompt, sample.label, images, sample.metadata.get("env_config"))
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
@@ -248,7 +248,7 @@ def _image_items(row: dict[str, Any]) -> list[Any]:
 
 
 def _image_bytes(item: Any, folder: Path) -> bytes:
-    """The bytes of an encoded picture that can be read; ValueError or OSError otherwise."""
+    """The bytes of an encoded image that can be read; ValueError or OSError otherwise."""
     if isinstance(item, dict):
         item = item.get("bytes") or item.get("path") or item.get("url")
     if isinstance(item, str) and item.startswith("data:"):
@@ -258,11 +258,11 @@ def _image_bytes(item: Any, folder: Path) -> bytes:
     elif isinstance(item, bytes):
         data = item
     else:
-        raise ValueError(f"a picture is {type(item).__name__}, not a data URI, file name or bytes")
-    with PILImage.open(io.BytesIO(data), formats=PICTURE_FORMATS) as picture:
-        if picture.width * picture.height > MAX_PIXELS:
-            raise ValueError(f"a picture of {picture.width}x{picture.height} is too large")
-        picture.load()
+        raise ValueError(f"an image is {type(item).__name__}, not a data URI, file name or bytes")
+    with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"an image of {image.width}x{image.height} is too large")
+        image.load()
     return data
 
 
@@ -276,12 +276,12 @@ def _read_file(path: Path) -> bytes:
 
 
 def _content(problem: str, num_images: int) -> list[dict[str, Any]]:
-    """The user's content: pictures at their `<image>` marks, or all first where there are no marks."""
+    """The user's content: images at their `<image>` marks, or all first where there are no marks."""
     pieces = problem.split("<image>")
     if len(pieces) == 1:
         pieces = [""] * num_images + [problem]
     if len(pieces) - 1 != num_images:
-        raise ValueError(f"{len(pieces) - 1} <image> marks, but {num_images} pictures")
+        raise ValueError(f"{len(pieces) - 1} <image> marks, but {num_images} images")
     content: list[dict[str, Any]] = []
     for index, piece in enumerate(pieces):
         if index:

@@ -11,10 +11,10 @@ from typing import Any
 
 from envs.base import Env, Info, Observation, metadata_of, setting
 from envs.geometry.triangles import Problem, make_problem
-from envs.math_reward import LIMIT_S, Verdict, judge
+from envs.math_reward import LIMIT_S, Verdict, reward_function
 
 SYSTEM_PROMPT = (
-    "Solve the geometry problem about the picture. Think step by step, then give the final answer in \\boxed{}, "
+    "Solve the geometry problem about the image. Think step by step, then give the final answer in \\boxed{}, "
     "like this: Answer: \\boxed{42}"
 )
 
@@ -102,4 +102,4 @@ class Geo3kEnv(Env):
 
     def grade(self, text: str) -> Verdict:
         settings = self.settings
-        return judge(text, self.label, tolerance=settings.tolerance, limit_s=settings.grade_limit_s)
+        return reward_function(text, self.label, tolerance=settings.tolerance, limit_s=settings.grade_limit_s)

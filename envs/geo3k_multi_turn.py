@@ -23,7 +23,7 @@ TOOLS = ("calc_score", "calc_geo3k_reward")
 FORM = '<tool_call>{"name": "calc_score", "arguments": {"answer": "<digits>"}}</tool_call>'
 FINAL_FORM = r"Answer: \boxed{$Answer}"
 SYSTEM_PROMPT = (
-    "Solve the geometry problem about the picture. Reason inside <think> </think>. Before you finish, check your "
+    "Solve the geometry problem about the image. Reason inside <think> </think>. Before you finish, check your "
     f"answer with the tool calc_score at least once, written as {FORM} and use the score it returns to correct "
     f"yourself. Then end with the final answer in the form {FINAL_FORM}"
 )

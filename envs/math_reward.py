@@ -34,10 +34,10 @@ def grade(response: str, label: str, *, tolerance: float | None = None) -> float
     `tolerance` is the absolute error allowed to a number: None and 0.0 demand equality, 0.05 forgives labels that were
     rounded to one decimal.
     """
-    return judge(response, label, tolerance=tolerance).score
+    return reward_function(response, label, tolerance=tolerance).score
 
 
-def judge(response: str, label: str, *, tolerance: float | None = None, limit_s: float = LIMIT_S) -> Verdict:
+def reward_function(response: str, label: str, *, tolerance: float | None = None, limit_s: float = LIMIT_S) -> Verdict:
     """As `grade`, with the outcome."""
     answer = last_box(response)
     if answer is None or not answer.strip():

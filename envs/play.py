@@ -33,10 +33,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for message in messages:
-        show(message, options.pictures, "prompt")
+        show(message, options.images, "prompt")
     observation, _ = env.reset()
     if observation:
-        show(env.format_observation(observation), options.pictures, "turn0")
+        show(env.format_observation(observation), options.images, "turn0")
     infos: list[dict[str, Any]] = []
     for turn in range(1, options.max_turns + 1):
         answer = read_answer()
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             break
         observation, done, info = env.step(answer)
         infos.append(info)
-        show(env.format_observation(observation), options.pictures, f"turn{turn}")
+        show(env.format_observation(observation), options.images, f"turn{turn}")
         print(f"reward {info.get('reward', 0.0):g}  metrics {json.dumps(info.get('metrics', {}), default=str)}")
         if done:
             break
@@ -63,7 +63,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--row", type=int, default=0, help="row of --data")
     options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of env.args")
     options.add_argument("--max-turns", type=int, default=8, help="turns of the episode")
-    options.add_argument("--pictures", type=Path, help="folder to write each picture to as PNG")
+    options.add_argument("--pictures", dest="images", type=Path, help="folder to write each image to as PNG")
     return options
 
 
@@ -101,7 +101,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(message: dict[str, Any], folder: Path | None, name: str) -> None:
-    """Print a chat message; pictures as coloured blocks (on a terminal) and as files (where asked for)."""
+    """Print a chat message; images as coloured blocks (on a terminal) and as files (where asked for)."""
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     print(f"--- {message['role']}")
@@ -110,7 +110,7 @@ def show(message: dict[str, Any], folder: Path | None, name: str) -> None:
             print(part["text"])
             continue
         image = part["image"].convert("RGB")
-        print(f"[picture {image.width}x{image.height}]")
+        print(f"[image {image.width}x{image.height}]")
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             image.save(folder / f"{name}_{index}.png")
@@ -119,7 +119,7 @@ def show(message: dict[str, Any], folder: Path | None, name: str) -> None:
 
 
 def blocks(image: Image.Image, columns: int = 48) -> str:
-    """The picture in half-block characters with 24-bit colours, at most `columns` wide."""
+    """The image in half-block characters with 24-bit colours, at most `columns` wide."""
     width = min(columns, image.width)
     height = max(2, round(image.height * width / image.width) // 2 * 2)
     small = image.resize((width, height), Image.Resampling.BOX)

@@ -1,4 +1,4 @@
-"""Draw an episode as one PNG: a strip of what the model saw, each picture with the answer that led to it.
+"""Draw an episode as one PNG: a strip of what the model saw, each image with the answer that led to it.
 
     python -m envs.show envs.sokoban --seed 3 --solve --out episode.png
     python -m envs.show envs.geo3k_multi_turn --seed 1 --answers answers.txt
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{chosen.out}: {len(frames)} pictures, {len(frames) - 1} turns, reward {reward:.4f}")
+    print(f"{chosen.out}: {len(frames)} images, {len(frames) - 1} turns, reward {reward:.4f}")
     return 0
 
 
@@ -70,14 +70,14 @@ def episode(
 
 
 def frame(message: dict[str, Any]) -> Image.Image:
-    """The pictures of a message side by side, or its text as a picture if it has none."""
+    """The images of a message side by side, or its text as an image if it has none."""
     content = message["content"]
     parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    pictures = [part["image"].convert("RGB") for part in parts if part["type"] == "image"]
-    if pictures:
-        joined = Image.new("RGB", (sum(p.width for p in pictures), max(p.height for p in pictures)), "white")
-        for index, picture in enumerate(pictures):
-            joined.paste(picture, (sum(p.width for p in pictures[:index]), 0))
+    images = [part["image"].convert("RGB") for part in parts if part["type"] == "image"]
+    if images:
+        joined = Image.new("RGB", (sum(p.width for p in images), max(p.height for p in images)), "white")
+        for index, image in enumerate(images):
+            joined.paste(image, (sum(p.width for p in images[:index]), 0))
         return joined
     text = "\n".join(part["text"] for part in parts).expandtabs(1)
     lines = [line for row in text.splitlines() for line in (textwrap.wrap(row, 40) or [""])]
@@ -87,13 +87,13 @@ def frame(message: dict[str, Any]) -> Image.Image:
 def strip(frames: list[Image.Image], captions: list[str]) -> Image.Image:
     """All frames in a row, each over its caption."""
     panels = []
-    for picture, caption in zip(frames, captions, strict=True):
-        width = max(picture.width, MIN_WIDTH)
+    for image, caption in zip(frames, captions, strict=True):
+        width = max(image.width, MIN_WIDTH)
         lines = textwrap.wrap(" ".join(caption.split()), max(16, width // 7))[:CAPTION_LINES]
         below = _written(lines, width)
-        panel = Image.new("RGB", (width, picture.height + below.height), "white")
-        panel.paste(picture, ((width - picture.width) // 2, 0))
-        panel.paste(below, (0, picture.height))
+        panel = Image.new("RGB", (width, image.height + below.height), "white")
+        panel.paste(image, ((width - image.width) // 2, 0))
+        panel.paste(below, (0, image.height))
         panels.append(panel)
     width = sum(panel.width + MARGIN for panel in panels) + MARGIN
     whole = Image.new("RGB", (width, max(panel.height for panel in panels) + 2 * MARGIN), "lightgray")
@@ -107,11 +107,11 @@ def strip(frames: list[Image.Image], captions: list[str]) -> Image.Image:
 def _written(lines: list[str], width: int) -> Image.Image:
     font = ImageFont.load_default(12)
     longest = max((int(font.getlength(line)) for line in lines), default=0)
-    picture = Image.new("RGB", (max(width, longest + 8), 15 * len(lines) + 8), "white")
-    draw = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (max(width, longest + 8), 15 * len(lines) + 8), "white")
+    draw = ImageDraw.Draw(image)
     for index, line in enumerate(lines):
         draw.text((4, 4 + 15 * index), line, fill="black", font=font)
-    return picture
+    return image
 
 
 def _solution(env: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sokoban over several turns, seen as a picture or as text.
+"""Sokoban over several turns, seen as an image or as text.
 
 A sample's metadata holds either {"seed": n, "split": "train" | "heldout" (optional)} or {"env_config": {...}} with the
 fields of the public dataset. Settings, from weak to strong: the defaults, `args`, the sample's env_config.
@@ -142,7 +142,7 @@ class SokobanEnv(Env):
         return self._observation(actions), done, info
 
     def current(self) -> Board:
-        """The present position as a board, for the solver and for pictures."""
+        """The present position as a board, for the solver and for images."""
         board = self.board
         return Board(board.height, board.width, board.cells, tuple(sorted(self.boxes)), self.player)
 
@@ -194,13 +194,13 @@ class SokobanEnv(Env):
         return reward, True
 
     def _observation(self, actions: list[str]) -> Observation:
-        pictures = self.settings.render_mode == "vision"
+        images = self.settings.render_mode == "vision"
         current = self.current()
-        grid = "(Refer to the image for the grid layout.)" if pictures else current.text()
+        grid = "(Refer to the image for the grid layout.)" if images else current.text()
         last = ", ".join(actions) or "None"
         ask = "Provide your next move(s) using Up, Down, Left, Right."
         text = f"[Observation]\n{grid}\nValid last actions: {last}\n{ask}"
-        if not pictures:
+        if not images:
             return {"obs_str": text}
         image = render(current.codes(), current.height, current.width, self.settings.pixels_per_cell)
         return {"obs_str": text, "multi_modal_data": {"image": [image]}}

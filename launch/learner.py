@@ -24,7 +24,7 @@ from launch.cli import fail, parse, take_option
 from launch.engines.gpus import claim, names
 from launch.processes.children import Stopped, die_with_parent, raise_on_signals
 from launch.task_samples import held_out_samples, ready, training_samples
-from learner.shutdown import Left
+from learner.shutdown import ShutdownRequested
 from learner.tickets.sources import SeedSource
 from shared.config import Recipe
 from shared.keys import learner_security, read_api_key
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
         samples = (training_samples(recipe), held_out_samples(recipe)) if rank == 0 else (SeedSource(), [])
         result = run(recipe, *samples)
-    except Left as left:
+    except ShutdownRequested as left:
         get_logger(f"learner[{rank}]").info("%s", left)
         return 130
     except (ValueError, TimeoutError) as error:

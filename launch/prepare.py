@@ -109,7 +109,7 @@ def problems(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[di
     duplicates = sum(part.duplicates for part in found) + repeated
     unreadable, empty, bad = (sum(getattr(part, name) for part in found) for name in
                               ("unreadable", "empty", "bad_labels"))  # fmt: skip
-    counts = f"{duplicates} duplicate, {unreadable} unreadable pictures, {empty} empty, {bad} labels that do not parse"
+    counts = f"{duplicates} duplicate, {unreadable} unreadable images, {empty} empty, {bad} labels that do not parse"
     examples = [example for part in found for example in part.examples]
     rows = [[problem_data.row_of(sample) for sample in part] for part in (samples, held_samples)]
     return rows[0], rows[1], counts + listed(examples)

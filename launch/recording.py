@@ -10,7 +10,7 @@ from pathlib import Path
 from launch.engines.commands import NO_WEIGHTS, EngineSpec
 from launch.task_samples import training_samples
 from learner.tickets.book import BookSettings
-from learner.tickets.server import Intake, IntakeSettings
+from learner.tickets.server import TicketServer, TicketServerSettings
 from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.log import get_logger
@@ -52,30 +52,30 @@ class Recording:
             total_groups=self._num_groups,
         )
         sockets = SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages)
-        settings = IntakeSettings(
+        settings = TicketServerSettings(
             "tcp://127.0.0.1:0", folder, uuid.uuid4().hex, rules, learner.actor_timeout_s, sockets=sockets
         )
-        self._intake = Intake(training_samples(recipe), book, settings)
+        self._ticket_server = TicketServer(training_samples(recipe), book, settings)
         self.recipe = recipe.model_copy(
-            update={"actor": recipe.actor.model_copy(update={"learner": self._intake.address})}
+            update={"actor": recipe.actor.model_copy(update={"learner": self._ticket_server.address})}
         )
-        self._intake.open(0)
+        self._ticket_server.open(0)
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
             for _ in range(self._num_groups):
-                for _, group in self._intake.next_batch(1, self._timeout_s):
+                for _, group in self._ticket_server.next_batch(1, self._timeout_s):
                     self._recorder.add(group)
         except (TimeoutError, OSError, RuntimeError) as error:
             LOG.error("the recording ends: %s", error)
-            self._intake.stop(f"the recording failed: {error}", failed=True)
+            self._ticket_server.stop(f"the recording failed: {error}", failed=True)
             return
         LOG.info("%d groups are in %s", self._num_groups, self._recorder.folder)
-        self._intake.stop("the recording is complete")
+        self._ticket_server.stop("the recording is complete")
 
     def close(self) -> None:
         """After the actors have ended, or instead of waiting for them. May be called again."""
-        self._intake.stop("the recording is over")
+        self._ticket_server.stop("the recording is over")
         self._thread.join(5.0)

@@ -1,4 +1,4 @@
-"""Makes a small model from nothing: builds it, then teaches it by supervised learning to read the picture and to answer
+"""Makes a small model from nothing: builds it, then teaches it by supervised learning to read the image and to answer
 in the task's format. `make tiny-models` makes the shipped ones, in stages:
 
     python launch/warm_start.py sokoban --out stage1 --steps 2600 --batch 4 --lr 1.5e-3
@@ -25,7 +25,7 @@ from actor.render import Renderer
 from launch.tiny_models import build as tiny_model
 from launch.tiny_models.demonstrations import TASKS, Task
 from learner.batch import EpisodeSettings, make_episode, pack
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from shared.types import Ending, Image, Trajectory, Turn
 from shared.vision import VisionSpec
@@ -78,7 +78,7 @@ def train(
         model.load_state_dict(Qwen3VLForConditionalGeneration.from_pretrained(start, dtype=torch.float32).state_dict())
     tiny_model.save(out, model, tokenizer)
     spec = VisionSpec.load(out)
-    policy, pictures, renderer = Policy(model, spec), Pictures(spec), Renderer(tokenizer, spec)
+    policy, decoder, renderer = Policy(model, spec), ImageDecoder(spec), Renderer(tokenizer, spec)
     settings, device = EpisodeSettings(), torch.device("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     started = time.monotonic()
@@ -88,7 +88,7 @@ def train(
         first = FIRST_SEED + seed * 10_000_000 + step * batch
         seeds = range(first, first + batch)
         shown = [demonstration(task, s, renderer, tokenizer, expertise) for s in seeds]
-        microbatch = pack([make_episode(t, 0.0, pictures, settings) for t in shown], pictures, device)
+        microbatch = pack([make_episode(t, 0.0, decoder, settings) for t in shown], decoder, device)
         loss = -policy(microbatch, 1.0).logprobs.mean()
         optimizer.zero_grad()
         loss.backward()

@@ -1,7 +1,7 @@
 """Groups of trajectories -> episodes -> packed microbatches, balanced over ranks.
 
 Shape suffixes: E = tokens of one episode with placeholders expanded, K = its sampled tokens; T = tokens of a
-microbatch, N = its sampled tokens, P = patches of its distinct pictures, I = its distinct pictures, M = its visual
+microbatch, N = its sampled tokens, P = patches of its distinct images, I = its distinct images, M = its visual
 tokens.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import equal, group_advantages
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from shared.types import Ending, Group, Image, Trajectory
 from shared.vision import expand, mrope_positions
 
@@ -63,16 +63,16 @@ def is_uninformative(group: Group, settings: EpisodeSettings) -> bool:
     return equal(episode_rewards(group, settings))
 
 
-def make_episode(trajectory: Trajectory, advantage: float, pictures: Pictures, settings: EpisodeSettings) -> Episode:
-    """Expands the placeholders. ValueError when a picture cannot be read or the first token is a sampled one."""
-    grids = [pictures.grid(image) for image in trajectory.images]
-    merge, image_token = pictures.spec.merge_size, pictures.spec.image_token_id
+def make_episode(trajectory: Trajectory, advantage: float, decoder: ImageDecoder, settings: EpisodeSettings) -> Episode:
+    """Expands the placeholders. ValueError when an image cannot be read or the first token is a sampled one."""
+    grids = [decoder.grid(image) for image in trajectory.images]
+    merge, image_token = decoder.spec.merge_size, decoder.spec.image_token_id
     ids, compact_index = expand(trajectory.token_ids, grids, image_token_id=image_token, merge_size=merge)
     rope = mrope_positions(ids, grids, image_token_id=image_token, merge_size=merge)
     targets = np.flatnonzero(trajectory.loss_mask[compact_index])
     sampled = np.flatnonzero(trajectory.loss_mask)
     if len(targets) == 0 or targets[0] == 0 or len(sampled) != len(targets):
-        raise ValueError("an episode needs a prompt, then sampled tokens, none of which is a picture's placeholder")
+        raise ValueError("an episode needs a prompt, then sampled tokens, none of which is an image's placeholder")
     rewards = np.zeros(len(sampled), dtype=np.float32)
     turn_end = np.zeros(len(sampled), dtype=bool)
     for turn in trajectory.turns:
@@ -98,7 +98,7 @@ def make_episode(trajectory: Trajectory, advantage: float, pictures: Pictures, s
     )
 
 
-def make_episodes(groups: Sequence[Group], pictures: Pictures, settings: EpisodeSettings) -> list[Episode]:
+def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, settings: EpisodeSettings) -> list[Episode]:
     """Episodes of all trainable trajectories; advantages are relative to the trainable ones of each group."""
     episodes = []
     for group in groups:
@@ -107,18 +107,18 @@ def make_episodes(groups: Sequence[Group], pictures: Pictures, settings: Episode
         advantages = group_advantages(rewards, divide_by_std=how[0], leave_one_out=how[1])
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
             if not (settings.mask_overlong and trajectory.ending in _OVERLONG):
-                episodes.append(make_episode(trajectory, float(advantage), pictures, settings))
+                episodes.append(make_episode(trajectory, float(advantage), decoder, settings))
     return episodes
 
 
-def check_group(group: Group, pictures: Pictures) -> None:
-    """Does everything that training on `group` will do with its tokens and pictures, and keeps the pictures.
+def check_group(group: Group, decoder: ImageDecoder) -> None:
+    """Does everything that training on `group` will do with its tokens and images, and keeps the images.
 
     ValueError, in one line, if it cannot be done: for the receiver of groups, so that no bad one reaches a step.
     """
-    make_episodes([group], pictures, EpisodeSettings())
+    make_episodes([group], decoder, EpisodeSettings())
     for image in (image for t in group.trajectories if t.trainable for image in t.images):
-        pictures.get(image)
+        decoder.get(image)
 
 
 def plan(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[list[int]]]:
@@ -144,9 +144,9 @@ def plan(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[list[
 
 
 def plan_together(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[list[int]]]:
-    """As `plan`, for episodes whose neighbours share pictures (those of a group): each microbatch is a stretch of them.
+    """As `plan`, for episodes whose neighbours share images (those of a group): each microbatch is a stretch of them.
 
-    A picture is then encoded once, but for groups at the seams; token sums are even up to one episode.
+    An image is then encoded once, but for groups at the seams; token sums are even up to one episode.
     """
     middles = np.cumsum(lengths) - np.asarray(lengths) / 2
     per_rank = max(1, -(-sum(lengths) // (budget * num_ranks)))
@@ -167,9 +167,9 @@ class Microbatch:
     input_ids: Tensor  # int64 [1,T]
     position_ids: Tensor  # int64 [4,1,T]
     lengths: tuple[int, ...]  # of the documents
-    patches: Tensor  # uint8 [P,3,patch,patch], of distinct pictures
+    patches: Tensor  # uint8 [P,3,patch,patch], of distinct images
     grids_thw: Tensor  # int64 [I,3]
-    picture_lengths: tuple[int, ...]  # patches of each distinct picture
+    image_lengths: tuple[int, ...]  # patches of each distinct image
     visual_positions: Tensor  # int64 [M], places of visual tokens among the T
     visual_rows: Tensor  # int64 [M], the row of the tower's output that belongs there
     predictors: Tensor  # int64 [N], places whose hidden state predicts a sampled token
@@ -188,7 +188,7 @@ class Microbatch:
         return 0 if self.empty else self.target_ids.shape[0]
 
 
-def pack(episodes: Sequence[Episode], pictures: Pictures, device: torch.device) -> Microbatch:
+def pack(episodes: Sequence[Episode], decoder: ImageDecoder, device: torch.device) -> Microbatch:
     """Packs episodes (shortest first, so that equal lengths are neighbours) into one microbatch."""
     episodes = sorted(episodes, key=lambda e: e.num_tokens)
     input_ids = np.concatenate([e.input_ids for e in episodes])
@@ -197,14 +197,14 @@ def pack(episodes: Sequence[Episode], pictures: Pictures, device: torch.device) 
     episode_end = np.zeros(len(targets), dtype=bool)
     episode_end[np.cumsum([len(e.targets) for e in episodes]) - 1] = True
 
-    row_of: dict[str, int] = {}  # hash -> first row of the picture's features in the tower's output
+    row_of: dict[str, int] = {}  # hash -> first row of the image's features in the tower's output
     distinct, rows, num_rows = [], [], 0
     for image in (image for e in episodes for image in e.images):
-        picture = pictures.get(image)
-        length = len(picture.patches) // pictures.spec.merge_size**2
+        source = decoder.get(image)
+        length = len(source.patches) // decoder.spec.merge_size**2
         if image.content_hash not in row_of:
             row_of[image.content_hash] = num_rows
-            distinct.append(picture)
+            distinct.append(source)
             num_rows += length
         rows.append(np.arange(row_of[image.content_hash], row_of[image.content_hash] + length))
 
@@ -216,15 +216,15 @@ def pack(episodes: Sequence[Episode], pictures: Pictures, device: torch.device) 
 
     counts = [len(e.targets) for e in episodes]
     advantages = np.repeat(np.array([e.advantage for e in episodes], dtype=np.float32), counts)
-    no_patches = np.zeros((0, 3, pictures.spec.patch_size, pictures.spec.patch_size), dtype=np.uint8)
+    no_patches = np.zeros((0, 3, decoder.spec.patch_size, decoder.spec.patch_size), dtype=np.uint8)
     return Microbatch(
         input_ids=tensor(input_ids[None]),
         position_ids=tensor(np.concatenate([e.position_ids for e in episodes], axis=1)[:, None]),
         lengths=tuple(e.num_tokens for e in episodes),
         patches=tensor(np.concatenate([p.patches for p in distinct]) if distinct else no_patches),
         grids_thw=tensor(np.array([p.grid for p in distinct], dtype=np.int64).reshape(-1, 3)),
-        picture_lengths=tuple(len(p.patches) for p in distinct),
-        visual_positions=tensor(np.flatnonzero(input_ids == pictures.spec.image_token_id)),
+        image_lengths=tuple(len(p.patches) for p in distinct),
+        visual_positions=tensor(np.flatnonzero(input_ids == decoder.spec.image_token_id)),
         visual_rows=tensor(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)),
         predictors=tensor(targets - 1),
         target_ids=tensor(input_ids[targets]),
@@ -238,7 +238,7 @@ def pack(episodes: Sequence[Episode], pictures: Pictures, device: torch.device) 
     )
 
 
-def empty_microbatch(pictures: Pictures, token_id: int, device: torch.device) -> Microbatch:
+def empty_microbatch(decoder: ImageDecoder, token_id: int, device: torch.device) -> Microbatch:
     """A stand-in of two tokens, so that a rank without episodes runs the same collectives; its loss counts 0."""
     ids = np.full(2, token_id, dtype=np.int64)
     episode = Episode(
@@ -252,6 +252,6 @@ def empty_microbatch(pictures: Pictures, token_id: int, device: torch.device) ->
         turn_end=np.ones(1, dtype=bool),
         advantage=0.0,
     )
-    packed = pack([episode], pictures, device)
+    packed = pack([episode], decoder, device)
     fields = {name: getattr(packed, name) for name in packed.__slots__}
     return Microbatch(**(fields | {"empty": True}))

@@ -16,14 +16,14 @@ from typing import Any
 
 from learner.batch import EpisodeSettings, is_uninformative
 from learner.metrics.episodes import RunResult, evaluation_metrics, rollout_metrics
-from learner.shutdown import Leave
+from learner.shutdown import Shutdown
 from learner.tickets.book import BookSettings
 from learner.tickets.ledger import Ledger
 from learner.tickets.records import number_of
-from learner.tickets.server import Intake, IntakeSettings, Interrupted
+from learner.tickets.server import Interrupted, TicketServer, TicketServerSettings
 from learner.tickets.sources import SampleSource
 from learner.trainer import episode_settings
-from learner.weights.engine_watch import Behind
+from learner.weights.engine_watch import EngineWatch
 from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.keys import learner_security
@@ -36,7 +36,7 @@ from shared.types import Group, PolicyVersion, Sample, Sampling, Stop
 KEPT_BAD_BATCHES = 10
 
 
-class Desk:
+class Coordinator:
     """Opens the ticket socket at once; tickets are issued from `open` on. `state` is that of a checkpoint, or empty."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Desk:
         )
         limits = SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages)
         self.run_id = str(state.get("run_id") or uuid.uuid4().hex)
-        settings = IntakeSettings(
+        settings = TicketServerSettings(
             learner.bind,
             self.run_dir,
             self.run_id,
@@ -77,9 +77,9 @@ class Desk:
             check=check,
             max_failure_share=env.max_failure_share,
         )
-        self.intake = Intake(source, book, settings)
+        self.ticket_server = TicketServer(source, book, settings)
         if state:
-            self.intake.load_state(state["tickets"])
+            self.ticket_server.load_state(state["tickets"])
         self.metrics = MetricLogger(self.run_dir)
         self.results: dict[str, dict[str, float]] = {}
         self._running: list[str] = []
@@ -92,29 +92,29 @@ class Desk:
     def wait_for_engines(self, timeout_s: float) -> frozenset[str]:
         """The engines that actors have announced. TimeoutError when nobody came."""
         deadline = time.monotonic() + timeout_s
-        while not self.intake.engines():
+        while not self.ticket_server.engines():
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"no actor came to {self.intake.address} within {timeout_s:g} s; start "
-                    f"launch/actors.py --actor.learner {self.intake.address}"
+                    f"no actor came to {self.ticket_server.address} within {timeout_s:g} s; start "
+                    f"launch/actors.py --actor.learner {self.ticket_server.address}"
                 )
             time.sleep(0.05)
-        return self.intake.engines()
+        return self.ticket_server.engines()
 
     def open(self, version: PolicyVersion) -> None:
         """Starts the clock of the run and issues tickets."""
         self._started = self._last_step = time.monotonic()
-        self.intake.open(version)
+        self.ticket_server.open(version)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of rank 0, as JSON values."""
-        return {"run_id": self.run_id, "tickets": self.intake.state_dict(), "ledger": self.ledger.state()}
+        return {"run_id": self.run_id, "tickets": self.ticket_server.state_dict(), "ledger": self.ledger.state()}
 
-    def batch(self, *leave: Leave | Behind) -> list[Group]:
+    def batch(self, *shutdown: Shutdown | EngineWatch) -> list[Group]:
         """The groups of the next step; none when one of `leave` becomes true. TimeoutError names whom it waited for."""
         started, learner = time.monotonic(), self.recipe.learner
         try:
-            batch = self.intake.next_batch(learner.groups_per_step, learner.wait_timeout_s, *leave)
+            batch = self.ticket_server.next_batch(learner.groups_per_step, learner.wait_timeout_s, *shutdown)
         except Interrupted:
             return []
         self._idle_s += time.monotonic() - started
@@ -128,12 +128,12 @@ class Desk:
         """Closes a step: acknowledgments, the ledger, metrics; `values` are those of the trainer and the publisher."""
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
-        self.intake.commit()
+        self.ticket_server.commit()
         self.ledger.enter(step, [number_of(group.ticket_id)[0] for group in groups])
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)
         self._turns += turns
-        rows = rollout_metrics(groups) | values | self.intake.metrics()
+        rows = rollout_metrics(groups) | values | self.ticket_server.metrics()
         rows |= {"time/step_s": step_s, "time/idle_s": self._idle_s - self._busy_s, "policy_version": float(version)}
         rows["learner/idle_frac"] = min(1.0, rows["time/idle_s"] / step_s)
         self._busy_s = self._idle_s
@@ -143,7 +143,7 @@ class Desk:
         self.metrics.scalars(step, rows)
         if step % 10 == 0 and groups[0].trajectories:
             self._show(step, groups[0])
-            self.metrics.text(step, "selection", self.intake.selection_table())
+            self.metrics.text(step, "selection", self.ticket_server.selection_table())
 
     def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None:
         """Writes the groups of a step that could not be made; those of the last few steps are kept."""
@@ -154,7 +154,7 @@ class Desk:
         self.log.warning("step %d has no finite loss and gradient and is skipped; its batch is in %s", step, folder)
 
     def _show(self, step: int, group: Group) -> None:
-        """An episode to look at: its pictures and its transcript."""
+        """An episode to look at: its images and its transcript."""
         episode = group.trajectories[0]
         for number, image in enumerate(episode.images[:4]):
             self.metrics.image(step, f"episode/picture_{number}", bytes(image.data))
@@ -169,15 +169,15 @@ class Desk:
             return
         temperature = 0.0 if greedy else self.sampling.temperature
         sampling = Sampling(temperature, 1.0, -1, self.sampling.max_new_tokens)
-        self.intake.start_evaluation(name, self.held_out, sampling, 1 if greedy else self.recipe.eval.repeats)
+        self.ticket_server.start_evaluation(name, self.held_out, sampling, 1 if greedy else self.recipe.eval.repeats)
         self._running.append(name)
 
-    def finish_evaluations(self, step: int, leave: Leave) -> None:
+    def finish_evaluations(self, step: int, shutdown: Shutdown) -> None:
         """Waits for all open evaluations, so that each result belongs to one version; not when asked to leave."""
         while self._running:
             name = self._running.pop(0)
             try:
-                result = self.intake.evaluation_result(name, self.recipe.learner.wait_timeout_s, leave)
+                result = self.ticket_server.evaluation_result(name, self.recipe.learner.wait_timeout_s, shutdown)
             except Interrupted:
                 return
             values = evaluation_metrics(result)
@@ -208,7 +208,7 @@ class Desk:
             episodes=self._episodes,
             optimizer_steps=steps,
             policy_versions=version,
-            max_staleness_seen=self.intake.max_staleness_seen,
+            max_staleness_seen=self.ticket_server.max_staleness_seen,
             turns_per_second=self._turns / seconds,
             learner_idle_frac=self._idle_s / seconds,
             actor_idle_frac=sum(self._actor_idle) / max(1, len(self._actor_idle)),
@@ -221,9 +221,9 @@ class Desk:
     def close(self, farewell: Stop | None) -> None:
         """Tells the actors that the run is over; None = they are to wait for the learner's return."""
         if farewell is None:
-            self.intake.go_silently()
+            self.ticket_server.go_silently()
         else:
-            self.intake.stop(farewell.reason, failed=farewell.failed)
+            self.ticket_server.stop(farewell.reason, failed=farewell.failed)
         self.metrics.close()
 
 

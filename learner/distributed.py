@@ -114,7 +114,7 @@ def all_sum(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor
 
 
-def agree(value: bool, ranks: Ranks) -> bool:
+def broadcast_flag(value: bool, ranks: Ranks) -> bool:
     """Rank 0's answer on every rank."""
     answer = torch.tensor([value], dtype=torch.int32)
     if ranks.size > 1:

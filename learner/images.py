@@ -1,4 +1,4 @@
-"""Pictures of the wire as patches of the vision tower, each distinct picture decoded once."""
+"""Images of the wire as patches of the vision tower, each distinct image decoded once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from PIL import Image as PILImage
 from PIL import UnidentifiedImageError
 
 from shared.types import Image
-from shared.vision import MAX_PICTURE_PIXELS, PICTURE_FORMATS, Grid, VisionSpec, patchify
+from shared.vision import IMAGE_FORMATS, MAX_IMAGE_PIXELS, Grid, VisionSpec, patchify
 
 MAX_GRIDS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Picture:
+class ImagePatches:
     patches: np.ndarray  # uint8 [patches, 3, patch, patch] in merge-block order
     grid: Grid
 
 
-class Pictures:
-    """Decoded pictures by content hash; the least recently used are forgotten beyond `max_bytes`. Thread-safe: the
+class ImageDecoder:
+    """Decoded images by content hash; the least recently used are forgotten beyond `max_bytes`. Thread-safe: the
     intake decodes what arrives ahead of the step that trains on it."""
 
     def __init__(self, spec: VisionSpec, max_bytes: int = 1 << 28) -> None:
@@ -32,11 +32,11 @@ class Pictures:
         self._lock = threading.Lock()
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        self._images: OrderedDict[str, ImagePatches] = OrderedDict()
         self._grids: dict[str, Grid] = {}
 
     def grid(self, image: Image) -> Grid:
-        """(1, rows, columns) in patches, read from the file's header alone. ValueError if it is no picture."""
+        """(1, rows, columns) in patches, read from the file's header alone. ValueError if it is no image."""
         with self._lock:
             if image.content_hash not in self._grids:
                 if len(self._grids) >= MAX_GRIDS:
@@ -45,20 +45,20 @@ class Pictures:
                     self._grids[image.content_hash] = self.spec.grid(*file.size)
             return self._grids[image.content_hash]
 
-    def get(self, image: Image) -> Picture:
-        """The picture, resized as the engine resizes it and cut into patches. ValueError if it is no picture."""
+    def get(self, image: Image) -> ImagePatches:
+        """The image, resized as the engine resizes it and cut into patches. ValueError if it is no image."""
         with self._lock:
-            picture = self._pictures.get(image.content_hash)
-            if picture is None:
-                picture = self._decode(image)
-                self._pictures[image.content_hash] = picture
-                self._bytes += picture.patches.nbytes
-                while self._bytes > self._max_bytes and len(self._pictures) > 1:
-                    self._bytes -= self._pictures.popitem(last=False)[1].patches.nbytes
-            self._pictures.move_to_end(image.content_hash)
-            return picture
+            source = self._images.get(image.content_hash)
+            if source is None:
+                source = self._decode(image)
+                self._images[image.content_hash] = source
+                self._bytes += source.patches.nbytes
+                while self._bytes > self._max_bytes and len(self._images) > 1:
+                    self._bytes -= self._images.popitem(last=False)[1].patches.nbytes
+            self._images.move_to_end(image.content_hash)
+            return source
 
-    def _decode(self, image: Image) -> Picture:
+    def _decode(self, image: Image) -> ImagePatches:
         spec = self.spec
         with _open(image) as file:
             height, width = spec.resized(*file.size)
@@ -69,16 +69,16 @@ class Pictures:
         if rgb.size != (width, height):
             rgb = rgb.resize((width, height), PILImage.Resampling.BICUBIC)
         patches = patchify(np.asarray(rgb), patch_size=spec.patch_size, merge_size=spec.merge_size)
-        return Picture(patches, (1, height // spec.patch_size, width // spec.patch_size))
+        return ImagePatches(patches, (1, height // spec.patch_size, width // spec.patch_size))
 
 
 def _open(image: Image) -> PILImage.Image:
     try:
-        file = PILImage.open(io.BytesIO(image.data), formats=PICTURE_FORMATS)
+        file = PILImage.open(io.BytesIO(image.data), formats=IMAGE_FORMATS)
     except (UnidentifiedImageError, PILImage.DecompressionBombError) as error:
         raise ValueError(f"image {image.content_hash[:12]} ({len(image.data)} bytes) is refused: {error}") from error
-    if file.width * file.height > MAX_PICTURE_PIXELS:
+    if file.width * file.height > MAX_IMAGE_PIXELS:
         raise ValueError(
-            f"image {image.content_hash[:12]} of {file.width}x{file.height} pixels is above {MAX_PICTURE_PIXELS}"
+            f"image {image.content_hash[:12]} of {file.width}x{file.height} pixels is above {MAX_IMAGE_PIXELS}"
         )
     return file

@@ -14,24 +14,24 @@ from pathlib import Path
 
 import torch
 
-from learner import distributed as dist
+from learner import distributed
 from learner.batch import check_group
 from learner.checkpoints import saver as checkpoint
 from learner.checkpoints.saver import Saver
-from learner.coordinator import Desk
+from learner.coordinator import Coordinator
 from learner.distributed import Ranks
 from learner.metrics.episodes import RunResult
 from learner.model import attention_backend
 from learner.model.policy import Policy, load_policy
-from learner.model.sharding import prepare
+from learner.model.sharding import parallelize
 from learner.plan import check_recipe
-from learner.shutdown import Leave, Left
+from learner.shutdown import Shutdown, ShutdownRequested
 from learner.tickets.sources import SampleSource
 from learner.trainer import Trainer
 from learner.weights.calls import send_api_key
-from learner.weights.engine_watch import Behind
+from learner.weights.engine_watch import EngineWatch
 from learner.weights.publisher import Publisher, PublishSettings
-from learner.weights.verify import Proof, ProofSettings
+from learner.weights.verify import VerifierSettings, WeightVerifier
 from shared.codec import TokenRules, decode, encode
 from shared.config import LearnerConfig, Recipe
 from shared.keys import read_api_key
@@ -48,14 +48,14 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
     """
     config = recipe.learner
     torch.set_num_threads(config.threads)
-    leave, complete = Leave(config.leave_timeout_s), False
-    leave.guard()
-    ranks = dist.init(config.device, timeout_s=config.wait_timeout_s + 600, shard_size=config.shard_size)
-    desk: Desk | None = None
+    shutdown, complete = Shutdown(config.leave_timeout_s), False
+    shutdown.guard()
+    ranks = distributed.init(config.device, timeout_s=config.wait_timeout_s + 600, shard_size=config.shard_size)
+    coordinator: Coordinator | None = None
     publisher: Publisher | None = None
     saver: Saver | None = None
     try:
-        check_recipe(recipe, ranks.size, dist.gpu_bytes(ranks))
+        check_recipe(recipe, ranks.size, distributed.gpu_bytes(ranks))
         trainer = build_trainer(recipe, ranks)
         folder = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
         chosen = checkpoint.choose(folder, config.resume)
@@ -67,12 +67,16 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
             )
         if ranks.is_main:
             send_api_key(read_api_key(recipe.engine.api_key_file))
-            check = partial(check_group, pictures=trainer.pictures)
-            desk = Desk(recipe, source, held_out, token_rules(trainer), check, restored.intake if restored else {})
-        publisher = Publisher(trainer.policy, ranks, publish_settings(config), build_proof(recipe, trainer, ranks))
+            check = partial(check_group, decoder=trainer.decoder)
+            coordinator = Coordinator(
+                recipe, source, held_out, token_rules(trainer), check, restored.ticket_server if restored else {}
+            )
+        publisher = Publisher(trainer.policy, ranks, publish_settings(config), build_verifier(recipe, trainer, ranks))
         saver = Saver(folder, trainer, ranks, recipe)
-        with leave:
-            result = loop(recipe, ranks, trainer, publisher, saver, desk, restored.version if restored else 0, leave)
+        with shutdown:
+            result = loop(
+                recipe, ranks, trainer, publisher, saver, coordinator, restored.version if restored else 0, shutdown
+            )
             saver.wait()
         complete = True
         return result
@@ -81,9 +85,9 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
             saver.close()
         if publisher is not None:
             publisher.close()  # the engines leave while the actors still keep them
-        if desk is not None:
-            desk.close(leave.farewell(complete=complete))
-        dist.close()
+        if coordinator is not None:
+            coordinator.close(shutdown.farewell(complete=complete))
+        distributed.close()
 
 
 def loop(
@@ -92,62 +96,70 @@ def loop(
     trainer: Trainer,
     publisher: Publisher,
     saver: Saver,
-    desk: Desk | None,
+    coordinator: Coordinator | None,
     version: int,
-    leave: Leave,
+    shutdown: Shutdown,
 ) -> RunResult | None:
     config, evaluation = recipe.learner, recipe.eval
     log = get_logger(f"learner[{ranks.rank}]")
-    publisher.publish(version, desk.wait_for_engines(config.wait_timeout_s) if desk else ())
-    if desk:
-        desk.open(version)
+    publisher.publish(version, coordinator.wait_for_engines(config.wait_timeout_s) if coordinator else ())
+    if coordinator:
+        coordinator.open(version)
         if trainer.num_steps == 0:
-            desk.evaluate("before")
+            coordinator.evaluate("before")
             if evaluation.greedy:
-                desk.evaluate("greedy_before", greedy=True)
+                coordinator.evaluate("greedy_before", greedy=True)
     last = False
     while not last:
         groups = next_groups(
-            desk, leave, ranks, publisher, version, fresh=trainer.num_steps % config.publish_every == 0
+            coordinator, shutdown, ranks, publisher, version, fresh=trainer.num_steps % config.publish_every == 0
         )
         if not groups:  # rank 0 was asked to leave
-            saver.save(version, desk.state() if desk else {})
+            saver.save(version, coordinator.state() if coordinator else {})
             saver.wait()
-            raise Left(f"asked to leave after step {trainer.num_steps}")
+            raise ShutdownRequested(f"asked to leave after step {trainer.num_steps}")
         values = trainer.step(groups, version)
         step = trainer.num_steps
-        check_step(trainer, desk, groups)
-        last = step == config.total_steps or dist.agree(bool(desk and desk.out_of_time()), ranks)
+        check_step(trainer, coordinator, groups)
+        last = step == config.total_steps or distributed.broadcast_flag(
+            bool(coordinator and coordinator.out_of_time()), ranks
+        )
         if step % config.publish_every == 0 or last:
-            if desk:
-                desk.finish_evaluations(step, leave)
-                saver.best.result(desk.result_of_candidate(saver.best.candidate))
+            if coordinator:
+                coordinator.finish_evaluations(step, shutdown)
+                saver.best.result(coordinator.result_of_candidate(saver.best.candidate))
             version += 1
-            values |= publisher.publish(version, desk.intake.engines() if desk else ())
-            if desk:
-                desk.intake.set_version(version)
+            values |= publisher.publish(version, coordinator.ticket_server.engines() if coordinator else ())
+            if coordinator:
+                coordinator.ticket_server.set_version(version)
         evaluated = bool(evaluation.every_steps and step % evaluation.every_steps == 0 and not last)
-        if desk:
-            desk.record(step, version, groups, values | {"checkpoint/failed": float(saver.num_failed)})
+        if coordinator:
+            coordinator.record(step, version, groups, values | {"checkpoint/failed": float(saver.num_failed)})
             if evaluated:
-                desk.evaluate(f"step_{step}")
+                coordinator.evaluate(f"step_{step}")
         due = bool(config.checkpoint_every and step % config.checkpoint_every == 0)
         if last or due or (evaluated and evaluation.best):
             saver.best.candidate = step if (last or evaluated) and evaluation.best else saver.best.candidate
-            saver.save(version, desk.state() if desk else {})
-    if not desk:
+            saver.save(version, coordinator.state() if coordinator else {})
+    if not coordinator:
         return None
-    desk.evaluate("after")
+    coordinator.evaluate("after")
     if evaluation.greedy:
-        desk.evaluate("greedy_after", greedy=True)
-    desk.finish_evaluations(trainer.num_steps, leave)
-    saver.result_of_last(desk.result_of_candidate(saver.best.candidate, final=True))
+        coordinator.evaluate("greedy_after", greedy=True)
+    coordinator.finish_evaluations(trainer.num_steps, shutdown)
+    saver.result_of_last(coordinator.result_of_candidate(saver.best.candidate, final=True))
     log.info("%d steps, %d versions", trainer.num_steps, version)
-    return desk.result(trainer.num_steps, version)
+    return coordinator.result(trainer.num_steps, version)
 
 
 def next_groups(
-    desk: Desk | None, leave: Leave, ranks: Ranks, publisher: Publisher, version: int, *, fresh: bool
+    coordinator: Coordinator | None,
+    shutdown: Shutdown,
+    ranks: Ranks,
+    publisher: Publisher,
+    version: int,
+    *,
+    fresh: bool,
 ) -> Sequence[Group]:
     """The groups of the next step, on every rank; none when rank 0 was asked to leave. An engine that comes back
     meanwhile is given `version` again. Where the weights have moved on since (not `fresh`), that waits for the next
@@ -155,20 +167,20 @@ def next_groups(
     makes their tokens younger than they say."""
     while True:
         groups: Sequence[Group] | None = None
-        if desk:
-            with Behind(desk.intake.engines, version, fresh=fresh) as behind:
-                groups = desk.batch(leave, behind)
-        groups = share(groups, ranks)
-        if groups or dist.agree(bool(desk and leave), ranks):
+        if coordinator:
+            with EngineWatch(coordinator.ticket_server.engines, version, fresh=fresh) as watch:
+                groups = coordinator.batch(shutdown, watch)
+        groups = broadcast_groups(groups, ranks)
+        if groups or distributed.broadcast_flag(bool(coordinator and shutdown), ranks):
             return groups
-        publisher.publish(version, desk.intake.engines() if desk else ())
+        publisher.publish(version, coordinator.ticket_server.engines() if coordinator else ())
 
 
-def check_step(trainer: Trainer, desk: Desk | None, groups: Sequence[Group]) -> None:
+def check_step(trainer: Trainer, coordinator: Coordinator | None, groups: Sequence[Group]) -> None:
     """Keeps the batch of a step without a finite loss and gradient; ValueError after too many in a row."""
     bad, limit = trainer.num_bad_in_a_row, trainer.config.max_bad_steps
-    if bad and desk:
-        desk.keep_bad_batch(trainer.num_steps, groups)
+    if bad and coordinator:
+        coordinator.keep_bad_batch(trainer.num_steps, groups)
     if bad >= limit:
         raise ValueError(
             f"{bad} steps in a row (learner.max_bad_steps = {limit}), the last of them {trainer.num_steps}, had a "
@@ -193,7 +205,7 @@ def build_policy(recipe: Recipe, ranks: Ranks) -> Policy:
     model = recipe.model
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
     policy = load_policy(model.path, spec)
-    prepare(policy, ranks, recipe.learner, getattr(torch, model.dtype))
+    parallelize(policy, ranks, recipe.learner, getattr(torch, model.dtype))
     return policy
 
 
@@ -208,13 +220,13 @@ def publish_settings(config: LearnerConfig) -> PublishSettings:
     )
 
 
-def build_proof(recipe: Recipe, trainer: Trainer, ranks: Ranks) -> Proof | None:
+def build_verifier(recipe: Recipe, trainer: Trainer, ranks: Ranks) -> WeightVerifier | None:
     """What checks the engines' weights at a publication, unless the recipe wants none."""
     config = recipe.learner
     if not config.proof_every:
         return None
-    settings = ProofSettings(config.proof_every, config.canary_tolerance)
-    return Proof(trainer.policy, recipe.model.path, ranks, settings)
+    settings = VerifierSettings(config.proof_every, config.canary_tolerance)
+    return WeightVerifier(trainer.policy, recipe.model.path, ranks, settings)
 
 
 def token_rules(trainer: Trainer) -> TokenRules:
@@ -222,7 +234,7 @@ def token_rules(trainer: Trainer) -> TokenRules:
     return TokenRules(config.image_token_id, trainer.policy.banned_ids, config.text_config.vocab_size)
 
 
-def share(groups: Sequence[Group] | None, ranks: Ranks) -> Sequence[Group]:
+def broadcast_groups(groups: Sequence[Group] | None, ranks: Ranks) -> Sequence[Group]:
     """Rank 0's groups on every rank, as the wire's frames; none = it was asked to leave."""
     if ranks.size == 1:
         assert groups is not None
@@ -232,7 +244,7 @@ def share(groups: Sequence[Group] | None, ranks: Ranks) -> Sequence[Group]:
         parts = [encode(group) for group in groups]
         counts = torch.tensor([len(part) for part in parts], dtype=torch.int64).numpy().tobytes()
         frames = [counts, *(frame for part in parts for frame in part)]
-    received = dist.broadcast_frames(frames, ranks)
+    received = distributed.broadcast_frames(frames, ranks)
     if groups is not None:
         return groups
     if not received[0]:

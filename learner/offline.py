@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from learner import distributed as dist
+from learner import distributed
 from learner.batch import check_group
 from learner.checkpoints import saver as checkpoint
 from learner.checkpoints.saver import Saver
@@ -34,10 +34,10 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
             f"--from-recording {recording} holds no recorded groups; make some with launch/actors.py --record"
         )
     torch.set_num_threads(config.threads)
-    ranks = dist.init(config.device, timeout_s=600, shard_size=config.shard_size)
+    ranks = distributed.init(config.device, timeout_s=600, shard_size=config.shard_size)
     metrics: MetricLogger | None = None
     try:
-        check_recipe(recipe, ranks.size, dist.gpu_bytes(ranks))
+        check_recipe(recipe, ranks.size, distributed.gpu_bytes(ranks))
         trainer = build_trainer(recipe, ranks)
         run_dir = Path(recipe.run.dir) / recipe.run.name
         chosen = checkpoint.choose(run_dir / "checkpoints", config.resume)
@@ -50,7 +50,7 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
         while trainer.num_steps < config.total_steps:
             batch = list(islice(groups, config.groups_per_step))
             for group in batch:
-                check_group(group, trainer.pictures)
+                check_group(group, trainer.decoder)
             values = rollout_metrics(batch) | trainer.step(batch, newest_version(batch))
             check_step(trainer, None, batch)
             if metrics is not None:
@@ -63,7 +63,7 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
     finally:
         if metrics is not None:
             metrics.close()
-        dist.close()
+        distributed.close()
 
 
 def endless(paths: list[Path], start: int) -> Iterator[Group]:

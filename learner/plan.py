@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from learner.model.sizes import PUBLISHED, Shape, find, shape_of
+from learner.model.sizes import PUBLISHED, ModelSizes, find, sizes_of
 from shared.config import Recipe
 
 FP32 = 4
@@ -27,7 +27,7 @@ class Setting:
     shard_size: int = 0  # ranks that share one copy; 0 = all
     dtype_bytes: int = 2  # of forward and backward
     microbatch_tokens: int = 16384
-    visual_share: float = 0.5  # of the tokens, those of pictures
+    visual_share: float = 0.5  # of the tokens, those of images
     sampled_share: float = 0.5  # of the tokens, those that are trained on
     logits_bytes: float = 14e9  # what the fused log-probability may hold of logits
     activation_checkpointing: bool = False
@@ -63,7 +63,7 @@ class Memory:
         return sum(asdict(self).values())
 
 
-def memory(shape: Shape, setting: Setting) -> Memory:
+def memory(shape: ModelSizes, setting: Setting) -> Memory:
     """Of one rank on its device."""
     trained = shape.parameters
     trained -= shape.vision_parameters if "vision" in setting.freeze else 0
@@ -83,14 +83,14 @@ def memory(shape: Shape, setting: Setting) -> Memory:
     )
 
 
-def _gathered(shape: Shape, setting: Setting) -> float:
+def _gathered(shape: ModelSizes, setting: Setting) -> float:
     """Copies of two neighbouring blocks and of all that is in no block; the gradients of one block and of the rest."""
     layer = shape.layer_parameters(sparse=shape.num_dense_layers < shape.num_layers)
     rest = shape.head_parameters * (1 if shape.tied else 2) + shape.projector_parameters
     return setting.dtype_bytes * (3 * layer + 2 * rest)
 
 
-def activations(shape: Shape, setting: Setting) -> float:
+def activations(shape: ModelSizes, setting: Setting) -> float:
     """Bytes that one microbatch's forward keeps for its backward."""
     kept: float
     text, patches = setting.microbatch_tokens, setting.microbatch_tokens * setting.visual_share * shape.merge
@@ -115,7 +115,7 @@ def _norm_bytes(size: int, dtype_bytes: int) -> float:
     return size * (FP32 + 2 * dtype_bytes)
 
 
-def _layer_bytes(shape: Shape, dtype_bytes: int, asked: float = 1.0) -> float:
+def _layer_bytes(shape: ModelSizes, dtype_bytes: int, asked: float = 1.0) -> float:
     """Of one decoder layer a token (the mean over its layers, where some have experts); `asked`: share of the tokens
     whose output it computes. Queries are counted for all, as GPUs compute them."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -128,12 +128,12 @@ def _layer_bytes(shape: Shape, dtype_bytes: int, asked: float = 1.0) -> float:
     return attention + asked * (_norm_bytes(shape.hidden_size, dtype_bytes) + mlp)
 
 
-def _block_bytes(shape: Shape, dtype_bytes: int) -> float:
+def _block_bytes(shape: ModelSizes, dtype_bytes: int) -> float:
     """Of one vision block a patch."""
     return dtype_bytes * (11 * shape.vision_hidden + 2 * shape.vision_intermediate)
 
 
-def check(shape: Shape, setting: Setting, gpu_bytes: float, name: str) -> Memory:
+def check(shape: ModelSizes, setting: Setting, gpu_bytes: float, name: str) -> Memory:
     """ValueError, with the numbers and what would help, if it does not fit."""
     need = memory(shape, setting)
     room = gpu_bytes * (1 - RESERVED_FRACTION)
@@ -153,7 +153,7 @@ def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> Non
     """
     path, learner = recipe.model.path, recipe.learner
     file = Path(path) / "config.json"
-    shape = shape_of(json.loads(file.read_text())) if file.exists() else None
+    shape = sizes_of(json.loads(file.read_text())) if file.exists() else None
     if shape is None:
         return
     if recipe.model.max_context > shape.max_context:
@@ -177,7 +177,7 @@ def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> Non
         check(shape, setting, gpu_bytes, path)
 
 
-def _cure(shape: Shape, setting: Setting, room: float) -> str:
+def _cure(shape: ModelSizes, setting: Setting, room: float) -> str:
     """The first change that would make it fit."""
     if not setting.activation_checkpointing:
         if memory(shape, replace(setting, activation_checkpointing=True)).total <= room:
@@ -196,7 +196,7 @@ def _cure(shape: Shape, setting: Setting, room: float) -> str:
     return "set learner.offload = true, or use larger GPUs"
 
 
-def report(name: str, shape: Shape, setting: Setting, gpu_bytes: float) -> tuple[str, bool]:
+def report(name: str, shape: ModelSizes, setting: Setting, gpu_bytes: float) -> tuple[str, bool]:
     """A table for people, and whether it fits."""
     need, room = memory(shape, setting), gpu_bytes * (1 - RESERVED_FRACTION)
     parts = {"text": shape.text_parameters, "vision": shape.vision_parameters, "projector": shape.projector_parameters}
@@ -204,7 +204,7 @@ def report(name: str, shape: Shape, setting: Setting, gpu_bytes: float) -> tuple
     lines[0] += f" ({', '.join(f'{part} {count / 1e9:.3f}' for part, count in parts.items())})"
     lines.append(
         f"{setting.gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, {setting.shards} a copy; "
-        f"{setting.microbatch_tokens} tokens a microbatch, {setting.visual_share:.0%} of them pictures"
+        f"{setting.microbatch_tokens} tokens a microbatch, {setting.visual_share:.0%} of them images"
     )
     lines += [f"  {kind:<12}{size / 1e9:>10.2f} GB" for kind, size in asdict(need).items()]
     lines.append(f"  {'total':<12}{need.total / 1e9:>10.2f} GB a rank, of {room / 1e9:.1f} that it may use")

@@ -23,11 +23,11 @@ EXIT_LATE = 1
 EARLY_S = 3.0
 
 
-class Left(Exception):
+class ShutdownRequested(Exception):
     """The learner was asked to leave, and has written its checkpoint."""
 
 
-class Leave:
+class Shutdown:
     """While entered, notes the first SIGTERM or SIGINT; who has not left it `within_s` later is ended."""
 
     def __init__(self, within_s: float) -> None:
@@ -52,7 +52,7 @@ class Leave:
         """Whether it was asked for."""
         return self.signal is not None
 
-    def __enter__(self) -> Leave:
+    def __enter__(self) -> Shutdown:
         self.guard()
         self._limit_s = self._within_s
         if threading.current_thread() is threading.main_thread():

@@ -24,12 +24,12 @@ from learner.batch import (
     plan_together,
 )
 from learner.distributed import Ranks, all_sum
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from learner.metrics.throughput import Clock, speed
 from learner.metrics.tokens import TokenStats, loss_columns
 from learner.model.expert_load import RouterLoad
 from learner.model.policy import Policy, PolicyOutput
-from learner.model.sizes import shape_of
+from learner.model.sizes import sizes_of
 from learner.objectives import OBJECTIVES, Tokens, corrected
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
 from shared.config import LearnerConfig
@@ -59,13 +59,13 @@ class Trainer:
         self.ranks = ranks
         self.temperature = temperature
         self.optimizer = make_optimizer(policy, config)
-        self.pictures = Pictures(policy.spec)
+        self.decoder = ImageDecoder(policy.spec)
         self.num_steps = 0
         self.num_skipped = 0
         self.num_bad_in_a_row = 0  # steps without a finite loss and gradient
         self.scale = RunningScale(config)
         self.router = RouterLoad(policy.vlm, ranks.device)
-        self._shape = shape_of(policy.vlm.config.to_dict())
+        self._shape = sizes_of(policy.vlm.config.to_dict())
         self._per_episode = config.aggregation == "sequence_mean"
 
     def step(self, groups: Sequence[Group], version: PolicyVersion) -> dict[str, float]:
@@ -74,7 +74,7 @@ class Trainer:
         A step without a trainable token, or with a non-finite loss or gradient, changes no weight and is counted.
         """
         clock = Clock(self.ranks.device)
-        episodes = make_episodes(groups, self.pictures, episode_settings(self.config))
+        episodes = make_episodes(groups, self.decoder, episode_settings(self.config))
         num_tokens = sum(len(e.targets) for e in episodes)
         microbatches = self._plan(episodes)
         scale = self.scale(episodes)
@@ -112,7 +112,7 @@ class Trainer:
         """Of forward and backward; 0 for a model whose sizes are not known."""
         if self._shape is None or batch.empty:
             return 0.0
-        return 3 * self._shape.forward_flops(batch.lengths, batch.picture_lengths, batch.num_tokens)
+        return 3 * self._shape.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides parameters and optimizer."""
@@ -139,8 +139,8 @@ class Trainer:
 
     def _pack(self, episodes: list[Episode]) -> Microbatch:
         if not episodes:
-            return empty_microbatch(self.pictures, self._harmless_id(), self.ranks.device)
-        return pack(episodes, self.pictures, self.ranks.device)
+            return empty_microbatch(self.decoder, self._harmless_id(), self.ranks.device)
+        return pack(episodes, self.decoder, self.ranks.device)
 
     def _harmless_id(self) -> int:
         return next(i for i in range(len(self.policy.banned_ids) + 1) if i not in self.policy.banned_ids)

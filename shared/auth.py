@@ -103,14 +103,14 @@ class ServerKeys:
     secret: bytes = field(repr=False)
     allowed: AllowList
 
-    def __call__(self, socket: zmq.Socket) -> Door:
+    def __call__(self, socket: zmq.Socket) -> ZapHandler:
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
         socket.zap_domain = ZAP_DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no door, no entry
-        return Door(socket, self.allowed)
+        return ZapHandler(socket, self.allowed)
 
 
-class Door:
+class ZapHandler:
     """Answers for each client whether its key is on the list; logs each that is refused once, and counts them."""
 
     def __init__(self, guarded: zmq.Socket, allowed: AllowList) -> None:
@@ -198,7 +198,7 @@ def _host_of(file_descriptor: int) -> str:
     return str(peer[0]) if isinstance(peer, tuple) and peer else UNKNOWN
 
 
-class Knock:
+class HandshakeMonitor:
     """An actor's view of its own handshakes: `trouble` says why none succeeds, "" as long as none has failed."""
 
     def __init__(self, context: zmq.Context, knocking: zmq.Socket) -> None:

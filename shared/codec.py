@@ -1,10 +1,10 @@
 """The wire format: a small msgpack header, then raw little-endian frames (arrays, image bytes). No pickle, no code.
 
-    header | arrays | pictures | digest
+    header | arrays | images | digest
 
 The header is msgpack of {"v": SCHEMA_VERSION, "kind": message class, "body": fields in order, "pictures": content
 hashes} (see `shared.fields`); the digest is that of header and arrays. Nothing of a message is believed before its
-digest and its pictures' hashes match. Arrays and large pictures are neither copied out of the caller's memory nor out
+digest and its images' hashes match. Arrays and large images are neither copied out of the caller's memory nor out
 of the received frames. Everything is checked on both ends: an unknown kind, a wrong type, a number out of range, a
 length that does not fit, a frame too many or too few: each is a `WireError` with its reason.
 """
@@ -59,7 +59,7 @@ def encode(message: Message, limits: Limits = DEFAULT_LIMITS) -> list[Frame]:
     except (UnicodeEncodeError, OverflowError) as error:
         raise WireError("out_of_range", f"{kind} holds text or a number that cannot be sent: {error}") from None
     arrays: list[Frame] = [header, *sink.frames]
-    frames = [*arrays, *sink.pictures, digest(arrays)]
+    frames = [*arrays, *sink.images, digest(arrays)]
     _check_sizes(frames, limits)
     return frames
 
@@ -69,17 +69,17 @@ def decode(frames: Sequence[Frame], limits: Limits = DEFAULT_LIMITS) -> Message:
     _check_sizes(frames, limits)
     header = _header_of(frames[0])
     kind, body, hashes = header.get("kind"), header.get("body"), header.get("pictures")
-    num_pictures = len(hashes) if type(hashes) is list and len(hashes) < len(frames) - 1 else 0
-    arrays = frames[: len(frames) - 1 - num_pictures]
+    num_images = len(hashes) if type(hashes) is list and len(hashes) < len(frames) - 1 else 0
+    arrays = frames[: len(frames) - 1 - num_images]
     if digest(arrays) != frames[-1]:
         raise WireError("digest", "damaged on its way: its digest does not match")
     if header.keys() != {"v", "kind", "body", "pictures"} or not isinstance(kind, str) or kind not in MESSAGES:
         raise WireError("unknown_kind", f"no message of kind {str(kind)[:40]!r}")
-    if type(hashes) is not list or len(hashes) != num_pictures:
-        raise WireError("missing_frame", f"header names more pictures than {len(frames)} frames hold")
-    images = [Image.of(picture) for picture in frames[len(arrays) : -1]]
+    if type(hashes) is not list or len(hashes) != num_images:
+        raise WireError("missing_frame", f"header names more images than {len(frames)} frames hold")
+    images = [Image.of(source) for source in frames[len(arrays) : -1]]
     if [image.content_hash for image in images] != hashes:
-        raise WireError("image_hash", "damaged on its way: a picture does not match its content hash")
+        raise WireError("image_hash", "damaged on its way: an image does not match its content hash")
     source = Source(arrays, limits, images)
     try:
         message = codec_of(MESSAGES[kind]).read(body, source)

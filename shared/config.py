@@ -29,9 +29,9 @@ class RunConfig(Section):
 class ModelConfig(Section):
     path: str = Field(..., description="folder or hub name of a Qwen-VL model with tokenizer and chat template")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of forward and backward")
-    max_context: int = Field(2048, gt=0, description="tokens of one episode, pictures expanded")
-    min_pixels: int = Field(1024, gt=0, description="pictures below are enlarged")
-    max_pixels: int = Field(1048576, gt=0, description="pictures above are reduced")
+    max_context: int = Field(2048, gt=0, description="tokens of one episode, images expanded")
+    min_pixels: int = Field(1024, gt=0, description="images below are enlarged")
+    max_pixels: int = Field(1048576, gt=0, description="images above are reduced")
 
 
 class EnvConfig(Section):

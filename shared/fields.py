@@ -2,7 +2,7 @@
 
 Records are lists of their fields in order; many records of numbers alone are a list of their columns, so that each
 column is checked at once. An array stands in the header as its length and takes the next frame; an image stands there
-as its row in the message's table of pictures, so the pictures that a group's episodes share travel once. Both
+as its row in the message's table of images, so the images that a group's episodes share travel once. Both
 directions check types, ranges and lengths; a violation is a `WireError`.
 """
 
@@ -95,8 +95,8 @@ def _write_images(value: Any, sink: Sink) -> list[int]:
         if row is None:
             if len(image.content_hash) != HASH_DIGITS or not isinstance(image.data, bytes | memoryview):
                 raise WireError("image_hash", " holds no bytes or no content hash; make it with Image.of")
-            row = sink.rows[image.content_hash] = len(sink.pictures)
-            sink.pictures.append(image.data)
+            row = sink.rows[image.content_hash] = len(sink.images)
+            sink.images.append(image.data)
         rows.append(row)
     return rows
 
@@ -107,7 +107,7 @@ def _read_images(value: Any, source: Source) -> tuple[Image, ...]:
     if len(value) > source.limits.items:
         raise WireError("too_many", f" has {len(value)} items, limit {source.limits.items}")
     if value and not (min(value) >= 0 and max(value) < len(source.images)):
-        raise WireError("missing_frame", f" names pictures {min(value)}..{max(value)} of {len(source.images)}")
+        raise WireError("missing_frame", f" names images {min(value)}..{max(value)} of {len(source.images)}")
     source.named.update(value)
     return tuple([source.images[row] for row in value])
 

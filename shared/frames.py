@@ -59,17 +59,17 @@ def digest(frames: Sequence[Frame]) -> bytes:
 
 @dataclass(slots=True)
 class Sink:
-    """A message being written: the frames of its arrays, and its pictures, each once."""
+    """A message being written: the frames of its arrays, and its images, each once."""
 
     limits: Limits
     frames: list[Frame] = field(default_factory=list)
-    pictures: list[Frame] = field(default_factory=list)
-    rows: dict[str, int] = field(default_factory=dict)  # of `pictures`, by content hash
+    images: list[Frame] = field(default_factory=list)
+    rows: dict[str, int] = field(default_factory=dict)  # of `images`, by content hash
 
 
 @dataclass(slots=True)
 class Source:
-    """A message being read: each frame is taken once, in order; pictures have been checked, and are named by row."""
+    """A message being read: each frame is taken once, in order; images have been checked, and are named by row."""
 
     frames: Sequence[Frame]
     limits: Limits

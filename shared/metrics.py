@@ -98,8 +98,8 @@ class MetricLogger:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         width, height = (int.from_bytes(png_bytes[i : i + 4], "big") for i in (16, 20))  # of the PNG's first chunk
-        picture = Summary.Image(encoded_image_string=png_bytes, width=width, height=height, colorspace=3)
-        self._write(step, Summary(value=[Summary.Value(tag=name, image=picture)]))
+        image = Summary.Image(encoded_image_string=png_bytes, width=width, height=height, colorspace=3)
+        self._write(step, Summary(value=[Summary.Value(tag=name, image=image)]))
 
     def text(self, step: int, name: str, markdown: str) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata

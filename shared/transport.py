@@ -15,13 +15,13 @@ from enum import Enum
 
 import zmq
 
-from shared.auth import Door, Knock
+from shared.auth import HandshakeMonitor, ZapHandler
 from shared.codec import Frame, Limits, Message, WireError, decode, encode
 
 SENT_COPY_BYTES = 2**16  # of a frame; a larger one is cheaper to share with ZeroMQ than to copy
 RECEIVED_COPY_BYTES = 2**14  # of a frame; a larger one is read where ZeroMQ has put it
 _AT_ONCE, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
-Secure = Callable[[zmq.Socket], Door | None]
+Secure = Callable[[zmq.Socket], ZapHandler | None]
 
 
 class Sent(Enum):
@@ -47,7 +47,7 @@ class SocketSettings:
 DEFAULT_SETTINGS = SocketSettings()
 
 
-def _prepare(socket: zmq.Socket, settings: SocketSettings, secure: Secure | None) -> Door | None:
+def _prepare(socket: zmq.Socket, settings: SocketSettings, secure: Secure | None) -> ZapHandler | None:
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = settings.queue_messages
     socket.maxmsgsize = settings.max_message_bytes
@@ -98,7 +98,7 @@ class Router:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
-        self._door: Door | None = None
+        self._door: ZapHandler | None = None
         try:
             self._door = _prepare(self._socket, settings, secure)
             self._socket.router_mandatory = True  # an unreachable peer is an error, not silence
@@ -174,7 +174,7 @@ class Dealer:
         self._limits = settings.limits()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._knock = Knock(self._context, self._socket)
+        self._knock = HandshakeMonitor(self._context, self._socket)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrival: asyncio.Future[None] | None = None
         self._descriptor = int(self._socket.getsockopt(zmq.FD))

@@ -37,7 +37,7 @@ TRAINABLE_ENDINGS = frozenset({Ending.COMPLETED, Ending.MAX_TURNS, Ending.OUT_OF
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One picture, as the very bytes the engine was given (an encoded file such as PNG); received large ones are
+    """One image, as the very bytes the engine was given (an encoded file such as PNG); received large ones are
     read-only views, equal to their bytes."""
 
     data: bytes | memoryview
@@ -53,7 +53,7 @@ class Sample:
     """One prompt: from a dataset row or from a seed. `build_env` reads only `label` and `metadata`.
 
     `prompt` holds chat messages that come before the environment's first observation (usually a system message);
-    `images` the pictures that the prompt's messages refer to, in order.
+    `images` the images that the prompt's messages refer to, in order.
     """
 
     id: str

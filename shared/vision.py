@@ -1,7 +1,7 @@
-"""What pictures become: placeholder expansion, M-RoPE positions, resizing arithmetic and patches, in NumPy alone.
+"""What images become: placeholder expansion, M-RoPE positions, resizing arithmetic and patches, in NumPy alone.
 
 E = tokens of the expanded stream (one placeholder per visual token), T = tokens of the compact stream (one per
-picture). A grid (t, h, w) counts the patches of one picture; its visual tokens are t * h * w / merge_size**2.
+image). A grid (t, h, w) counts the patches of one image; its visual tokens are t * h * w / merge_size**2.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 Grid = tuple[int, int, int]
 MAX_ASPECT_RATIO = 200
 
-PICTURE_FORMATS = ("PNG", "JPEG", "WEBP")  # the decoders that data from outside may reach
-MAX_PICTURE_PIXELS = 1 << 26  # a file that claims more is refused before it is decoded
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # the decoders that data from outside may reach
+MAX_IMAGE_PIXELS = 1 << 26  # a file that claims more is refused before it is decoded
 
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """How a model looks at pictures; `min_pixels` and `max_pixels` bound a picture's area after resizing."""
+    """How a model looks at images; `min_pixels` and `max_pixels` bound an image's area after resizing."""
 
     image_token_id: int
     patch_size: int = 16
@@ -40,12 +40,12 @@ class VisionSpec:
     def load(model_dir: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> VisionSpec:
         """From a model folder's config.json and preprocessor_config.json; ValueError if one is missing or unfit."""
         config = _read_json(Path(model_dir) / "config.json")
-        pictures = _read_json(Path(model_dir) / "preprocessor_config.json")
+        images = _read_json(Path(model_dir) / "preprocessor_config.json")
         if "vision_config" not in config or "image_token_id" not in config:
             raise ValueError(f"{model_dir} is not a vision-language model: config.json has no vision_config")
-        size = pictures.get("size") or {}
-        low = min_pixels or pictures.get("min_pixels") or size.get("shortest_edge") or 65536
-        high = max_pixels or pictures.get("max_pixels") or size.get("longest_edge") or 16777216
+        size = images.get("size") or {}
+        low = min_pixels or images.get("min_pixels") or size.get("shortest_edge") or 65536
+        high = max_pixels or images.get("max_pixels") or size.get("longest_edge") or 16777216
         return VisionSpec(
             image_token_id=config["image_token_id"],
             patch_size=config["vision_config"]["patch_size"],
@@ -53,21 +53,21 @@ class VisionSpec:
             temporal_patch_size=config["vision_config"]["temporal_patch_size"],
             min_pixels=low,
             max_pixels=high,
-            mean=tuple(pictures.get("image_mean") or (0.5, 0.5, 0.5)),
-            std=tuple(pictures.get("image_std") or (0.5, 0.5, 0.5)),
+            mean=tuple(images.get("image_mean") or (0.5, 0.5, 0.5)),
+            std=tuple(images.get("image_std") or (0.5, 0.5, 0.5)),
             banned_ids=tuple(sorted({config[name] for name in _VISION_IDS if config.get(name) is not None})),
         )
 
     def grid(self, width: int, height: int) -> Grid:
-        """The patch grid of a picture of `width` × `height` pixels. ValueError if it is too narrow."""
+        """The patch grid of an image of `width` × `height` pixels. ValueError if it is too narrow."""
         new_height, new_width = self.resized(width, height)
         return (1, new_height // self.patch_size, new_width // self.patch_size)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """(height, width) to which the picture is resized: multiples of a visual token, area within the bounds."""
+        """(height, width) to which the image is resized: multiples of a visual token, area within the bounds."""
         if min(width, height) < 1 or max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise ValueError(
-                f"a picture of {width}x{height} pixels: its sides may differ {MAX_ASPECT_RATIO}-fold at most"
+                f"an image of {width}x{height} pixels: its sides may differ {MAX_ASPECT_RATIO}-fold at most"
             )
         unit = self.patch_size * self.merge_size
         rows, columns = round(height / unit), round(width / unit)
@@ -81,7 +81,7 @@ class VisionSpec:
         return rows * unit, columns * unit
 
     def num_tokens(self, grid: Grid) -> int:
-        """Visual tokens of one picture."""
+        """Visual tokens of one image."""
         return grid[0] * grid[1] * grid[2] // self.merge_size**2
 
 
@@ -105,7 +105,7 @@ def expand(
     ids = np.asarray(token_ids, dtype=np.int64)
     places = np.flatnonzero(ids == image_token_id)
     if len(places) != len(grids_thw):
-        raise ValueError(f"{len(places)} image placeholders but {len(grids_thw)} pictures")
+        raise ValueError(f"{len(places)} image placeholders but {len(grids_thw)} images")
     repeats = np.ones(len(ids), dtype=np.int64)
     for place, (t, h, w) in zip(places, grids_thw, strict=True):
         repeats[place] = t * h * w // merge_size**2
@@ -118,7 +118,7 @@ def mrope_positions(
 ) -> np.ndarray:
     """int64[3, E] positions (time, height, width) of the multimodal rotary embedding.
 
-    Text advances all three axes by one per token; a picture of h × w visual tokens spans its rows and columns from
+    Text advances all three axes by one per token; an image of h × w visual tokens spans its rows and columns from
     the position it starts at, and the next text follows after max(h, w). `start` is the position of the first token,
     so that a stream can be continued: the next `start` is `next_position(positions)`.
     """
@@ -149,7 +149,7 @@ def _image_starts(ids: np.ndarray, grids: Sequence[Grid], image_token_id: int, m
     places = np.flatnonzero(ids == image_token_id)
     sizes = [t * h * w // merge_size**2 for t, h, w in grids]
     if len(places) != sum(sizes):
-        raise ValueError(f"{len(places)} visual tokens in the stream, but the pictures have {sum(sizes)}")
+        raise ValueError(f"{len(places)} visual tokens in the stream, but the images have {sum(sizes)}")
     offsets = np.cumsum([0, *sizes])[:-1]
     return [int(places[offset]) for offset in offsets]
 
@@ -169,7 +169,7 @@ def patchify(rgb: np.ndarray, *, patch_size: int, merge_size: int) -> np.ndarray
 def pixel_values(patches: np.ndarray, spec: VisionSpec) -> np.ndarray:
     """uint8 [patches, 3, patch, patch] -> float32 [patches, 3 * temporal * patch * patch], normalised.
 
-    A still picture fills the temporal patch with copies of itself, as the image processor does.
+    A still image fills the temporal patch with copies of itself, as the image processor does.
     """
     mean = np.asarray(spec.mean, dtype=np.float32)[:, None, None]
     std = np.asarray(spec.std, dtype=np.float32)[:, None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner import distributed as dist
+from learner import distributed
 from shared.vision import VisionSpec
 from tests.support.tiny import tiny_model_dir
 
@@ -21,5 +21,5 @@ def spec(folder):
 
 @pytest.fixture(scope="module")
 def ranks():
-    yield dist.init("cpu")
-    dist.close()
+    yield distributed.init("cpu")
+    distributed.close()

@@ -27,28 +27,28 @@ from shared.types import (
     Trajectory,
 )
 from tests.support.actor_rig import Learner, Stage, dismiss, start, start_with, ticket, with_learner
-from tests.support.wires import actor_settings, episode, start_intake
+from tests.support.wires import actor_settings, episode, start_ticket_server
 
 
 def test_actors_fill_batches_until_the_learner_says_stop(tmp_path: Path) -> None:
-    intake = start_intake(tmp_path, group_size=2)
+    ticket_server = start_ticket_server(tmp_path, group_size=2)
     stage_of: dict[str, Stage] = {}
 
     def learn() -> list[int]:
-        while len(intake.engines()) < 2:
+        while len(ticket_server.engines()) < 2:
             time.sleep(0.01)
-        intake.open()
+        ticket_server.open()
         seeds = []
         for version in range(6):
-            batch = intake.next_batch(4, 10.0)
+            batch = ticket_server.next_batch(4, 10.0)
             seeds += [t.sample.metadata["seed"] for t, _ in batch]
             assert all([t.reward for t in g.trajectories] == [0.0, 1.0] for _, g in batch)
-            intake.set_version(version + 1)
-        intake.start_evaluation("end", [SeedSource(900).sample(i) for i in range(7)], Sampling(), group_size=3)
-        result = intake.evaluation_result("end", 10.0)
+            ticket_server.set_version(version + 1)
+        ticket_server.start_evaluation("end", [SeedSource(900).sample(i) for i in range(7)], Sampling(), group_size=3)
+        result = ticket_server.evaluation_result("end", 10.0)
         assert [len(g.trajectories) for _, g in result.groups] == [3] * 7
-        assert intake.engines() == {"http://engine-of-a", "http://engine-of-b"}
-        intake.stop("enough")
+        assert ticket_server.engines() == {"http://engine-of-a", "http://engine-of-b"}
+        ticket_server.stop("enough")
         return seeds
 
     async def main() -> None:
@@ -57,7 +57,9 @@ def test_actors_fill_batches_until_the_learner_says_stop(tmp_path: Path) -> None
         actors = []
         for name in "ab":
             stage_of[name] = Stage()
-            actors.append(asyncio.create_task(run_actor(actor_settings(intake.address, name), stage_of[name].play)))
+            actors.append(
+                asyncio.create_task(run_actor(actor_settings(ticket_server.address, name), stage_of[name].play))
+            )
         seeds = await learned
         assert len(seeds) == len(set(seeds)) == 24
         assert set(seeds) <= set(range(28))
@@ -66,9 +68,9 @@ def test_actors_fill_batches_until_the_learner_says_stop(tmp_path: Path) -> None
     try:
         asyncio.run(asyncio.wait_for(main(), 30))
     finally:
-        intake.stop("test over")
+        ticket_server.stop("test over")
     assert all(0 < stage.most <= 3 for stage in stage_of.values())
-    assert intake.max_staleness_seen <= 1
+    assert ticket_server.max_staleness_seen <= 1
 
 
 def test_an_actor_says_who_it_is_and_how_much_it_plays_at_once() -> None:
@@ -147,7 +149,7 @@ def test_a_cancelled_ticket_is_no_longer_played_nor_sent() -> None:
 
 
 def test_an_actor_finds_a_restarted_learner_by_itself(tmp_path: Path) -> None:
-    first = start_intake(tmp_path)
+    first = start_ticket_server(tmp_path)
 
     async def main() -> None:
         actor = asyncio.create_task(run_actor(actor_settings(first.address), Stage().play))
@@ -157,7 +159,7 @@ def test_an_actor_finds_a_restarted_learner_by_itself(tmp_path: Path) -> None:
         # a learner that dies says nothing: its socket closes without a farewell
         first._part = lambda reason: None  # type: ignore[method-assign]
         first.stop("killed")
-        second = start_intake(tmp_path, address=first.address)
+        second = start_ticket_server(tmp_path, address=first.address)
         try:
             second.load_state(state)
             second.open(version=1)
@@ -174,7 +176,7 @@ def test_an_actor_finds_a_restarted_learner_by_itself(tmp_path: Path) -> None:
 
 def test_an_episode_that_breaks_the_contract_or_does_not_fit_is_sent_as_a_failure() -> None:
     async def play(ticket: Ticket, index: int) -> Trajectory:
-        return episode(images=()) if ticket.id == "broken" else episode(picture=os.urandom(100_000))
+        return episode(images=()) if ticket.id == "broken" else episode(image=os.urandom(100_000))
 
     async def test(learner: Learner) -> None:
         actor = start(learner, play, sockets=SocketSettings(max_message_bytes=50_000))

@@ -8,7 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 from actor.loop import run_actor
-from learner.tickets.server import Intake, IntakeSettings
+from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.types import Ticket, Trajectory
 from tests.support.machine import until_async
@@ -18,7 +18,7 @@ ACTORS, PLACES, PER_VERSION, STALENESS = 3, 50, 4, 2
 MAY_BE_OPEN = PER_VERSION * (1 + STALENESS)
 BEAT_S, STUCK_BEATS = 0.01, 600  # ten minutes, if an actor's heart beats once in a second
 PICTURE_BYTES = 2**18
-SLACK_BYTES = 2**20  # of 12 open groups with a picture each
+SLACK_BYTES = 2**20  # of 12 open groups with an image each
 
 
 class Stage:
@@ -30,12 +30,12 @@ class Stage:
     async def play(self, ticket: Ticket, index: int) -> Trajectory:
         self.played.append(ticket.id)
         await asyncio.sleep(0)
-        return episode(ticket.version, picture=os.urandom(PICTURE_BYTES))
+        return episode(ticket.version, image=os.urandom(PICTURE_BYTES))
 
 
-async def stand_still(intake: Intake, stage: Stage) -> tuple[int, int]:
+async def stand_still(ticket_server: TicketServer, stage: Stage) -> tuple[int, int]:
     """Ten minutes of heartbeats without a step: bytes in use by Python's objects before and after."""
-    await until_async(lambda: intake.metrics()["queue/ready_groups"] == MAY_BE_OPEN, 30.0, intake.metrics)
+    await until_async(lambda: ticket_server.metrics()["queue/ready_groups"] == MAY_BE_OPEN, 30.0, ticket_server.metrics)
     tracemalloc.start()
     await asyncio.sleep(0.5)
     before = tracemalloc.get_traced_memory()[0]
@@ -44,17 +44,17 @@ async def stand_still(intake: Intake, stage: Stage) -> tuple[int, int]:
     after = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(stage.played) == MAY_BE_OPEN
-    assert intake.metrics()["tickets/issued"] == intake.metrics()["tickets/open"] == MAY_BE_OPEN
+    assert ticket_server.metrics()["tickets/issued"] == ticket_server.metrics()["tickets/open"] == MAY_BE_OPEN
     return before, after
 
 
-async def train_on(intake: Intake, steps: int) -> list[str]:
+async def train_on(ticket_server: TicketServer, steps: int) -> list[str]:
     trained: list[str] = []
     for step in range(steps):
-        batch = await asyncio.to_thread(intake.next_batch, PER_VERSION, 30.0)
+        batch = await asyncio.to_thread(ticket_server.next_batch, PER_VERSION, 30.0)
         trained += [ticket.id for ticket, _ in batch]
-        intake.commit()
-        intake.set_version(step + 1)
+        ticket_server.commit()
+        ticket_server.set_version(step + 1)
     return trained
 
 
@@ -62,17 +62,20 @@ def test_while_the_learner_is_stuck_actors_wait_and_then_everything_is_trained(t
     async def run() -> None:
         stage, steps = Stage(), 6
         book = book_settings(groups_per_version=PER_VERSION, max_staleness=STALENESS, total_groups=steps * PER_VERSION)
-        intake = Intake(SeedSource(), book, IntakeSettings("tcp://127.0.0.1:*", tmp_path, "run-1", RULES))
-        intake.open()
+        ticket_server = TicketServer(
+            SeedSource(), book, TicketServerSettings("tcp://127.0.0.1:*", tmp_path, "run-1", RULES)
+        )
+        ticket_server.open()
         settings = [
-            actor_settings(intake.address, f"a{number}", groups=PLACES, heartbeat_s=BEAT_S) for number in range(ACTORS)
+            actor_settings(ticket_server.address, f"a{number}", groups=PLACES, heartbeat_s=BEAT_S)
+            for number in range(ACTORS)
         ]
         actors = [asyncio.create_task(run_actor(one, stage.play)) for one in settings]
-        before, after = await stand_still(intake, stage)
+        before, after = await stand_still(ticket_server, stage)
         assert after - before < SLACK_BYTES
-        trained = await train_on(intake, steps)
-        metrics = intake.metrics()
-        await asyncio.to_thread(intake.stop, "enough")
+        trained = await train_on(ticket_server, steps)
+        metrics = ticket_server.metrics()
+        await asyncio.to_thread(ticket_server.stop, "enough")
         await asyncio.gather(*actors)
         assert len(trained) == len(set(trained)) == steps * PER_VERSION
         assert set(trained) == set(stage.played)

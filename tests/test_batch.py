@@ -22,11 +22,11 @@ from learner.batch import (
     plan,
     plan_together,
 )
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from shared.types import Ending, Group, Image
 from shared.vision import VisionSpec
 from tests.support.episodes import random_groups, random_trajectory
-from tests.support.tiny import picture, png
+from tests.support.tiny import draw_image, png
 
 SPEC = VisionSpec(image_token_id=600, min_pixels=1024, max_pixels=1 << 20)
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_episodes_of_a_group_stay_together_and_ranks_are_even_up_to_one_episode(
 
 def test_a_turns_reward_stands_at_its_last_sampled_token():
     trajectory = random_trajectory(SPEC, 3, turns=3)
-    episode = make_episode(trajectory, 0.0, Pictures(SPEC), EpisodeSettings(reward_scale=2.0))
+    episode = make_episode(trajectory, 0.0, ImageDecoder(SPEC), EpisodeSettings(reward_scale=2.0))
     assert episode.turn_end.sum() == 3 and episode.turn_end[-1]
     assert episode.rewards[episode.turn_end] == pytest.approx([2 * turn.reward for turn in trajectory.turns])
     assert not episode.rewards[~episode.turn_end].any()
@@ -69,15 +69,15 @@ def test_a_turns_reward_stands_at_its_last_sampled_token():
 
 def test_the_episodes_reward_alone_stands_at_the_end_when_turns_have_none():
     trajectory = random_trajectory(SPEC, 3, turns=3)
-    episode = make_episode(trajectory, 0.0, Pictures(SPEC), EpisodeSettings(turn_rewards=False))
+    episode = make_episode(trajectory, 0.0, ImageDecoder(SPEC), EpisodeSettings(turn_rewards=False))
     assert episode.rewards[-1] == np.float32(trajectory.reward) and not episode.rewards[:-1].any()
 
 
-def test_placeholders_become_as_many_tokens_as_their_pictures_have():
+def test_placeholders_become_as_many_tokens_as_their_images_have():
     trajectory = random_trajectory(SPEC, 1, turns=2)
-    pictures = Pictures(SPEC)
-    episode = make_episode(trajectory, 0.0, pictures, EpisodeSettings())
-    visual = sum(len(pictures.get(image).patches) // 4 for image in trajectory.images)
+    decoder = ImageDecoder(SPEC)
+    episode = make_episode(trajectory, 0.0, decoder, EpisodeSettings())
+    visual = sum(len(decoder.get(image).patches) // 4 for image in trajectory.images)
     assert (episode.input_ids == SPEC.image_token_id).sum() == visual
     assert episode.num_tokens == len(trajectory.token_ids) - 2 + visual
     sampled = trajectory.loss_mask.astype(bool)
@@ -88,25 +88,25 @@ def test_failed_episodes_are_not_trained_on_and_do_not_count_in_their_group():
     good, other, bad = (random_trajectory(SPEC, seed, turns=1) for seed in range(3))
     good, other = dataclasses.replace(good, reward=1.0), dataclasses.replace(other, reward=1.0)
     bad = dataclasses.replace(bad, reward=-5.0, ending=Ending.ENV_ERROR)
-    episodes = make_episodes([Group("g", "a", (good, other, bad))], Pictures(SPEC), EpisodeSettings())
+    episodes = make_episodes([Group("g", "a", (good, other, bad))], ImageDecoder(SPEC), EpisodeSettings())
     assert [e.advantage for e in episodes] == [0.0, 0.0]
 
 
-def test_a_picture_seen_twice_is_packed_once():
+def test_an_image_seen_twice_is_packed_once():
     trajectory = random_trajectory(SPEC, 1, turns=3, sides=(64,))
     same = dataclasses.replace(trajectory, images=(trajectory.images[0],) * 3)
-    pictures = Pictures(SPEC)
-    episode = make_episode(same, 0.0, pictures, EpisodeSettings())
-    batch = pack([episode, episode], pictures, CPU)
-    assert batch.picture_lengths == (16,) and batch.patches.shape == (16, 3, 16, 16)
+    decoder = ImageDecoder(SPEC)
+    episode = make_episode(same, 0.0, decoder, EpisodeSettings())
+    batch = pack([episode, episode], decoder, CPU)
+    assert batch.image_lengths == (16,) and batch.patches.shape == (16, 3, 16, 16)
     assert batch.visual_rows.tolist() == [0, 1, 2, 3] * 6
     assert (batch.input_ids[0, batch.visual_positions] == SPEC.image_token_id).all()
 
 
 def test_packing_keeps_every_episodes_tokens_and_ends():
-    pictures = Pictures(SPEC)
-    episodes = make_episodes(random_groups(SPEC, 5), pictures, EpisodeSettings())
-    batch = pack(episodes, pictures, CPU)
+    decoder = ImageDecoder(SPEC)
+    episodes = make_episodes(random_groups(SPEC, 5), decoder, EpisodeSettings())
+    batch = pack(episodes, decoder, CPU)
     assert sum(batch.lengths) == batch.input_ids.shape[1] == batch.position_ids.shape[2]
     assert batch.position_ids.shape[:2] == (4, 1)
     starts = np.cumsum([0, *batch.lengths[:-1]])
@@ -116,7 +116,7 @@ def test_packing_keeps_every_episodes_tokens_and_ends():
     assert (batch.turn_end | ~batch.episode_end).all()
 
 
-def test_a_picture_is_resized_as_the_image_processor_of_transformers_does():
+def test_an_image_is_resized_as_the_image_processor_of_transformers_does():
     from transformers import Qwen2VLImageProcessorPil
 
     processor = Qwen2VLImageProcessorPil(
@@ -124,54 +124,54 @@ def test_a_picture_is_resized_as_the_image_processor_of_transformers_does():
     )
     spec = dataclasses.replace(SPEC, min_pixels=4096, max_pixels=20000)
     for width, height in ((64, 96), (50, 70), (20, 30), (300, 200)):
-        expected = processor([picture(width, height)], return_tensors="np")
-        got = Pictures(spec).get(Image.of(png(picture(width, height))))
+        expected = processor([draw_image(width, height)], return_tensors="np")
+        got = ImageDecoder(spec).get(Image.of(png(draw_image(width, height))))
         assert got.grid == tuple(expected["image_grid_thw"][0])
         still = expected["pixel_values"].reshape(len(got.patches), 3, 2, 16, 16)[:, :, 0]
         np.testing.assert_allclose(got.patches / 127.5 - 1, still, atol=1e-5)
 
 
-def test_what_is_no_picture_or_too_large_is_one_clear_error():
+def test_what_is_no_image_or_too_large_is_one_clear_error():
     with pytest.raises(ValueError, match="is refused: cannot identify"):
-        Pictures(SPEC).grid(Image.of(b"hello"))
+        ImageDecoder(SPEC).grid(Image.of(b"hello"))
     with pytest.raises(ValueError, match="cannot be decoded"):
-        Pictures(SPEC).get(Image.of(png(picture(64, 64))[:2000]))
+        ImageDecoder(SPEC).get(Image.of(png(draw_image(64, 64))[:2000]))
     buffer = io.BytesIO()
     PILImage.new("1", (9000, 8000)).save(buffer, "PNG")
     with pytest.raises(ValueError, match="9000x8000 pixels is above"):
-        Pictures(SPEC).get(Image.of(buffer.getvalue()))
+        ImageDecoder(SPEC).get(Image.of(buffer.getvalue()))
 
 
-def test_a_group_with_a_picture_that_cannot_be_decoded_is_found_before_it_reaches_a_step():
+def test_a_group_with_an_image_that_cannot_be_decoded_is_found_before_it_reaches_a_step():
     group = random_groups(SPEC, 1, group_size=2)[0]
-    check_group(group, Pictures(SPEC))
+    check_group(group, ImageDecoder(SPEC))
     first = group.trajectories[0]
     cut = Image.of(first.images[0].data[:200])
     spoiled = dataclasses.replace(first, images=(cut, *first.images[1:]))
     with pytest.raises(ValueError, match="cannot be decoded"):
-        check_group(dataclasses.replace(group, trajectories=(spoiled, group.trajectories[1])), Pictures(SPEC))
-    with pytest.raises(ValueError, match="3 image placeholders but 1 pictures"):
+        check_group(dataclasses.replace(group, trajectories=(spoiled, group.trajectories[1])), ImageDecoder(SPEC))
+    with pytest.raises(ValueError, match="3 image placeholders but 1 images"):
         spoiled = dataclasses.replace(first, images=first.images[:1])
-        check_group(dataclasses.replace(group, trajectories=(spoiled,)), Pictures(SPEC))
+        check_group(dataclasses.replace(group, trajectories=(spoiled,)), ImageDecoder(SPEC))
 
 
-def test_old_pictures_are_forgotten_beyond_the_limit():
-    pictures = Pictures(SPEC, max_bytes=3 * 16 * 768)
-    images = [Image.of(png(picture(64, 64, seed))) for seed in range(6)]
-    first = pictures.get(images[0])
+def test_old_images_are_forgotten_beyond_the_limit():
+    decoder = ImageDecoder(SPEC, max_bytes=3 * 16 * 768)
+    images = [Image.of(png(draw_image(64, 64, seed))) for seed in range(6)]
+    first = decoder.get(images[0])
     for image in images:
-        pictures.get(image)
-    assert pictures.get(images[0]) is not first
-    assert pictures.get(images[5]) is pictures.get(images[5])
+        decoder.get(image)
+    assert decoder.get(images[0]) is not first
+    assert decoder.get(images[5]) is decoder.get(images[5])
 
 
 def test_an_episode_that_starts_with_a_sampled_token_is_refused():
-    trajectory = random_trajectory(SPEC, 1, prompt_tokens=0, turns=1, pictures=False)
+    trajectory = random_trajectory(SPEC, 1, prompt_tokens=0, turns=1, with_images=False)
     mask = np.ones_like(trajectory.loss_mask)
     with pytest.raises(ValueError, match="needs a prompt"):
-        make_episode(dataclasses.replace(trajectory, loss_mask=mask), 0.0, Pictures(SPEC), EpisodeSettings())
+        make_episode(dataclasses.replace(trajectory, loss_mask=mask), 0.0, ImageDecoder(SPEC), EpisodeSettings())
 
 
 def test_the_stand_in_for_a_rank_without_episodes_counts_no_token():
-    batch = empty_microbatch(Pictures(SPEC), 0, CPU)
+    batch = empty_microbatch(ImageDecoder(SPEC), 0, CPU)
     assert batch.empty and batch.num_tokens == 0 and batch.target_ids.tolist() == [0]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.weights import engine_watch as behind
-from learner.weights.engine_watch import Behind
+from learner.weights import engine_watch
+from learner.weights.engine_watch import EngineWatch
 from tests.support.tiny import running_engine, tiny_model_dir
 from tests.test_end_to_end import children_of, local, metrics, places
 
@@ -25,23 +25,29 @@ def found_within(watch, timeout_s):
 
 
 def test_an_engine_with_another_version_is_noticed_and_a_silent_one_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(behind, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(engine_watch, "PATIENCE_S", 0.1)
     with running_engine(tiny_model_dir(tmp_path), weight_version="none") as (url, _):
-        with Behind(lambda: [url], 3) as watch:
+        with EngineWatch(lambda: [url], 3) as watch:
             assert found_within(watch, 20)
-        with Behind(lambda: ["http://127.0.0.1:9"], 3) as watch:
+        with EngineWatch(lambda: ["http://127.0.0.1:9"], 3) as watch:
             assert not found_within(watch, 1)
-    with running_engine(tiny_model_dir(tmp_path), weight_version="3") as (url, _), Behind(lambda: [url], 3) as watch:
+    with (
+        running_engine(tiny_model_dir(tmp_path), weight_version="3") as (url, _),
+        EngineWatch(lambda: [url], 3) as watch,
+    ):
         assert not found_within(watch, 1)
 
 
 def test_between_publications_engines_are_helped_only_when_none_is_left_with_the_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr(behind, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(engine_watch, "PATIENCE_S", 0.1)
     folder = tiny_model_dir(tmp_path)
     with running_engine(folder, weight_version="none") as (back, _):
-        with running_engine(folder, weight_version="3") as (well, _), Behind(lambda: [back, well], 3, fresh=False) as w:
+        with (
+            running_engine(folder, weight_version="3") as (well, _),
+            EngineWatch(lambda: [back, well], 3, fresh=False) as w,
+        ):
             assert not found_within(w, 1)
-        with Behind(lambda: [back, well], 3, fresh=False) as watch:  # the other is gone
+        with EngineWatch(lambda: [back, well], 3, fresh=False) as watch:  # the other is gone
             assert found_within(watch, 20)
 
 

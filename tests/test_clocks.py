@@ -11,7 +11,7 @@ import pytest
 
 from actor.loop import run_actor
 from shared.types import Ticket, Trajectory
-from tests.support.wires import actor_settings, episode, start_intake
+from tests.support.wires import actor_settings, episode, start_ticket_server
 
 ROOT = Path(__file__).parents[1]
 DAY_S = 86_400.0
@@ -46,20 +46,20 @@ def test_a_jump_of_a_day_costs_no_lease_no_actor_and_no_group(
         return episode(ticket.version)
 
     async def run() -> None:
-        intake = start_intake(tmp_path, timeout_s=60.0, lease_s=60.0, lost_after_s=60.0)
-        intake.open()
-        actor = asyncio.create_task(run_actor(actor_settings(intake.address), play))
-        while intake.metrics()["tickets/issued"] < 3:
+        ticket_server = start_ticket_server(tmp_path, timeout_s=60.0, lease_s=60.0, lost_after_s=60.0)
+        ticket_server.open()
+        actor = asyncio.create_task(run_actor(actor_settings(ticket_server.address), play))
+        while ticket_server.metrics()["tickets/issued"] < 3:
             await asyncio.sleep(0.01)
         offset[0] = jump_s
         for _ in range(5):
             await asyncio.sleep(0.1)  # heartbeats and ticks after the jump
-        assert intake.metrics()["actors/known"] == 1
+        assert ticket_server.metrics()["actors/known"] == 1
         offset[0] = -jump_s
         may_end.set()
-        batch = await asyncio.to_thread(intake.next_batch, 3, 30.0)
-        metrics = intake.metrics()
-        await asyncio.to_thread(intake.stop, "enough")
+        batch = await asyncio.to_thread(ticket_server.next_batch, 3, 30.0)
+        metrics = ticket_server.metrics()
+        await asyncio.to_thread(ticket_server.stop, "enough")
         assert await actor == 0
         assert len(batch) == 3
         assert metrics["tickets/reissued"] == metrics["tickets/dropped"] == 0

@@ -14,7 +14,7 @@ from shared.types import Group, Hello, Image, Refusal, Request, Sample, Stop, Ti
 from tests.support.codec_rig import EXAMPLES, GROUP, SAMPLE, STOP, TICKET, changed_header, raw, with_header
 from tests.support.wires import episode
 
-PICTURELESS = msgpack.packb(STOP | {"pictures": ["0" * 32] * 9})
+IMAGELESS = msgpack.packb(STOP | {"pictures": ["0" * 32] * 9})
 
 
 def same(a: object, b: object) -> bool:
@@ -48,9 +48,9 @@ def test_arrays_are_copied_neither_on_the_way_out_nor_in() -> None:
     assert not ids.flags.writeable
 
 
-def test_a_picture_that_episodes_share_travels_once() -> None:
-    one = sum(map(len, encode(Group("t", "a", (episode(picture=b"p" * 10_000),)))))
-    frames = encode(Group("t", "a", (episode(picture=b"p" * 10_000),) * 8))
+def test_an_image_that_episodes_share_travels_once() -> None:
+    one = sum(map(len, encode(Group("t", "a", (episode(image=b"p" * 10_000),)))))
+    frames = encode(Group("t", "a", (episode(image=b"p" * 10_000),) * 8))
     assert sum(map(len, frames)) < one + 4_000
     group = decode(raw(frames))
     assert isinstance(group, Group)
@@ -78,7 +78,7 @@ def test_a_picture_that_episodes_share_travels_once() -> None:
         ([2, 0, 4, 2], [1.0], "length"),
         ([2, 0, 4, 2], None, "wrong_type"),
         ([2, 0, 4], [[1], [2]], "wrong_type"),
-        ([2, 0, 6, 0], 2, "missing_frame"),  # a picture
+        ([2, 0, 6, 0], 2, "missing_frame"),  # an image
         ([2, 0, 6, 0], -1, "missing_frame"),
         ([2, 0, 6, 0], "0" * 32, "wrong_type"),
         ([2, 0, 6], [0] * 70_000, "too_many"),
@@ -136,7 +136,7 @@ def test_a_wrong_field_is_refused(message: object, path: list, value: object, re
         (with_header(STOP | {"pictures": ["0" * 32]}, b"1"), "image_hash"),
         (with_header(STOP | {"pictures": [None]}, b"1"), "image_hash"),
         (with_header(STOP | {"pictures": None}), "missing_frame"),
-        ([PICTURELESS, digest([PICTURELESS])], "missing_frame"),
+        ([IMAGELESS, digest([IMAGELESS])], "missing_frame"),
         ([b"\xdd\xff\xff\xff\xff"], "header"),
         ([b"\x91" * 100_000], "header"),
     ],

@@ -45,7 +45,7 @@ def test_frames_that_change_places_or_boundaries_are_noticed() -> None:
     for swapped in (
         [frames[0], frames[2], frames[1], *frames[3:]],
         [frames[0], frames[1] + frames[2][:1], frames[2][1:], *frames[3:]],
-        [*frames[:-3], frames[-2], frames[-3], frames[-1]],  # pictures
+        [*frames[:-3], frames[-2], frames[-3], frames[-1]],  # images
         [*frames[:-2], frames[-1]],
     ):
         with pytest.raises(WireError, match=r"digest|image_hash"):

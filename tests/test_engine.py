@@ -11,7 +11,7 @@ from actor.http import HttpClient, HttpFailure
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
 from tests.support.calibration import surprise_z
-from tests.support.tiny import load_model, picture, png, reference_logits, running_engine, tiny_tokenizer
+from tests.support.tiny import draw_image, load_model, png, reference_logits, running_engine, tiny_tokenizer
 
 SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
 
@@ -27,33 +27,33 @@ def engine(folder):
         yield url, app
 
 
-def expected_logprobs(model, spec, token_ids, pictures, temperature=1.0, banned=()):
-    logits = reference_logits(model, token_ids, pictures, spec)
+def expected_logprobs(model, spec, token_ids, images, temperature=1.0, banned=()):
+    logits = reference_logits(model, token_ids, images, spec)
     logits[:, list(banned)] = -torch.inf
     return torch.log_softmax(logits / temperature, dim=-1)
 
 
 async def play(client, spec, seed, turns=3, temperature=1.0, pause_s=0.0):
-    """One episode of random observations; returns (compact ids, [(turn start, completion)], pictures)."""
+    """One episode of random observations; returns (compact ids, [(turn start, completion)], images)."""
     rng = random.Random(seed)
-    ids, pictures, sampled = [rng.randrange(20, 200) for _ in range(rng.randint(1, 30))], [], []
+    ids, drawn_images, sampled = [rng.randrange(20, 200) for _ in range(rng.randint(1, 30))], [], []
     for _ in range(turns):
         for _ in range(rng.randint(0, 2)):
-            pictures.append(picture(*rng.choice(SIZES), seed=rng.randrange(6)))
+            drawn_images.append(draw_image(*rng.choice(SIZES), seed=rng.randrange(6)))
             ids += [21, spec.image_token_id, 22]
         ids += [rng.randrange(20, 200) for _ in range(rng.randint(1, 20))]
-        images = [Image.of(png(p)) for p in pictures]
+        images = [Image.of(png(p)) for p in drawn_images]
         sampling = Sampling(temperature=temperature, max_new_tokens=rng.randint(1, 12))
         out = await client.generate(ids, images, sampling, banned_ids=spec.banned_ids, seed=rng.randrange(1000))
         sampled.append((len(ids), out))
         ids = ids + list(out.token_ids)
         await asyncio.sleep(pause_s * rng.random())
-    return ids, sampled, pictures
+    return ids, sampled, drawn_images
 
 
 def check_episode(model, spec, episode, temperature=1.0):
-    ids, sampled, pictures = episode
-    logprobs = expected_logprobs(model, spec, ids, pictures, temperature, spec.banned_ids)
+    ids, sampled, images = episode
+    logprobs = expected_logprobs(model, spec, ids, images, temperature, spec.banned_ids)
     for start, out in sampled:
         own = logprobs[torch.arange(start - 1, start - 1 + len(out.token_ids)), torch.tensor(out.token_ids)]
         torch.testing.assert_close(torch.tensor(out.logprobs), own, atol=1e-4, rtol=0)
@@ -187,8 +187,8 @@ def test_top_k_and_top_p_narrow_the_choice_but_not_the_logprob(folder, spec, eng
         ({"input_ids": []}, "input_ids must be"),
         ({"input_ids": [640]}, "from 0 to 639"),
         ({"input_ids": [1] * 600}, "the context is 512"),
-        ({"input_ids": [30], "image_data": ["data:image/png;base64,!!"]}, "no picture"),
-        ({"input_ids": [30], "image_data": "aGVsbG8="}, "no picture"),
+        ({"input_ids": [30], "image_data": ["data:image/png;base64,!!"]}, "no image"),
+        ({"input_ids": [30], "image_data": "aGVsbG8="}, "no image"),
         ({"input_ids": [30], "sampling_params": {"temperature": -1}}, "temperature is -1"),
         ({"input_ids": [30], "sampling_params": {"logit_bias": {"999": -100}}}, "logit_bias"),
     ],
@@ -200,9 +200,9 @@ def test_a_bad_request_is_refused_with_its_reason(engine, body, words):
     assert failure.value.status == 400
 
 
-def test_as_many_pictures_as_placeholders_are_required(spec, engine):
+def test_as_many_images_as_placeholders_are_required(spec, engine):
     url, _ = engine
-    with pytest.raises(EngineError, match="1 image placeholders but 0 pictures"):
+    with pytest.raises(EngineError, match="1 image placeholders but 0 images"):
         asyncio.run(EngineClient(url).generate([30, spec.image_token_id], [], Sampling()))
 
 

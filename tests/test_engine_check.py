@@ -40,7 +40,7 @@ def passes_on(engine, *, without=(), busy=0):
     return {"/generate": answer, "/health": says(b"OK")}
 
 
-def test_an_engine_that_keeps_bans_and_pictures_serves(engine, facts):
+def test_an_engine_that_keeps_bans_and_images_serves(engine, facts):
     wait_until_serving((engine,), [], facts, 30.0)
 
 

@@ -49,7 +49,7 @@ def test_nothing_is_copied_from_what_older_weights_computed():
     assert table.place(keys(PROMPT, [1, 2, 3, 4]), 1).reused == len(PROMPT) + 3  # its own episode goes on
 
 
-def test_another_picture_in_the_same_place_is_no_common_prefix():
+def test_another_image_in_the_same_place_is_no_common_prefix():
     table = SlotTable(2, 64)
     first = computed(table, keys(PROMPT, [-5, -5], [1]))
     table.release(first.slot)

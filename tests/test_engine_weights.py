@@ -13,7 +13,7 @@ from actor.engine.weight_loader import parse_entries, unflatten
 from actor.http import HttpClient
 from shared.types import Image, Sampling
 from tests.support.engine_weights_rig import Publisher, engine, logprobs_under, other_weights, spec, until_sampled
-from tests.support.tiny import load_model, picture, png
+from tests.support.tiny import draw_image, load_model, png
 
 __all__ = ["engine", "spec"]  # fixtures
 
@@ -22,7 +22,7 @@ LONG = Sampling(max_new_tokens=300)
 
 def test_an_update_in_the_middle_of_a_request_shows_as_two_spans(folder, spec, engine):
     url, app = engine
-    pictures = [picture(64, 64, 1)]
+    drawn_images = [draw_image(64, 64, 1)]
     prompt = [30, 21, spec.image_token_id, 22, 31]
     new = other_weights(folder)
 
@@ -31,7 +31,7 @@ def test_an_update_in_the_middle_of_a_request_shows_as_two_spans(folder, spec, e
         await publisher.connect()
         client = EngineClient(url)
         banned = [*spec.banned_ids, *app.eos_ids]
-        images = [Image.of(png(p)) for p in pictures]
+        images = [Image.of(png(p)) for p in drawn_images]
         task = asyncio.create_task(client.generate(prompt, images, LONG, banned_ids=banned))
         await until_sampled(app, 20)
         await publisher.publish(new, "7", flush_cache=False)
@@ -46,36 +46,34 @@ def test_an_update_in_the_middle_of_a_request_shows_as_two_spans(folder, spec, e
     # the first part is the old weights' own
     old = load_model(folder)
     banned = [*spec.banned_ids, *app.eos_ids]
-    expected = logprobs_under(old, spec, prompt, mixed.token_ids, pictures, banned)
+    expected = logprobs_under(old, spec, prompt, mixed.token_ids, drawn_images, banned)
     own = torch.tensor(mixed.logprobs)
     torch.testing.assert_close(own[: first.end], expected[: first.end], atol=1e-4, rtol=0)
     assert (own[first.end :] - expected[first.end :]).abs().max() > 0.01
     # the second part is the new weights' over keys and values that the old ones left in place
-    expected = in_place_logprobs(old, new, spec, prompt, mixed, pictures, banned)
+    expected = in_place_logprobs(old, new, spec, prompt, mixed, drawn_images, banned)
     torch.testing.assert_close(own[first.end :], expected, atol=1e-4, rtol=0)
     # a new request sees nothing of the old weights
-    expected = logprobs_under(new, spec, [50, *prompt], fresh.token_ids, pictures)
+    expected = logprobs_under(new, spec, [50, *prompt], fresh.token_ids, drawn_images)
     assert {span.version for span in fresh.spans} == {7}
     torch.testing.assert_close(torch.tensor(fresh.logprobs), expected, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
-def in_place_logprobs(old, new, spec, prompt, mixed, pictures, banned):
+def in_place_logprobs(old, new, spec, prompt, mixed, images, banned):
     """Transformers' own cache, filled by the old weights up to the update and continued by the new ones."""
     import numpy as np
     from transformers import DynamicCache
 
     from shared.vision import expand, mrope_positions, patchify, pixel_values
 
-    grids = [spec.grid(*p.size) for p in pictures]
+    grids = [spec.grid(*p.size) for p in images]
     cut = mixed.spans[0].end
     ids, _ = expand([*prompt, *mixed.token_ids], grids, image_token_id=spec.image_token_id, merge_size=2)
     positions = torch.from_numpy(mrope_positions(ids, grids, image_token_id=spec.image_token_id, merge_size=2))[:, None]
     begin = len(ids) - len(mixed.token_ids)
     split = begin + cut - 1  # the last old token's KV is computed by the new weights
-    pixels = np.concatenate(
-        [pixel_values(patchify(np.asarray(p), patch_size=16, merge_size=2), spec) for p in pictures]
-    )
+    pixels = np.concatenate([pixel_values(patchify(np.asarray(p), patch_size=16, merge_size=2), spec) for p in images])
     cache = DynamicCache()
     old(
         input_ids=torch.from_numpy(ids[None, :split]), position_ids=positions[..., :split], past_key_values=cache,
@@ -113,27 +111,27 @@ def test_flushing_with_the_update_forgets_what_the_old_weights_computed(folder, 
 
 
 def test_a_changed_vision_tower_is_seen_at_once(folder, spec, engine):
-    """No picture's features outlive the weights that made them."""
+    """No image's features outlive the weights that made them."""
     url, _ = engine
     new = load_model(folder)
     with torch.no_grad():
         for name, parameter in new.named_parameters():
             if ".visual." in name:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    pictures = [picture(64, 64, 1)]
+    drawn_images = [draw_image(64, 64, 1)]
     prompt = [21, spec.image_token_id, 22, 31]
 
     async def main():
         publisher = Publisher(url)
         await publisher.connect()
         client = EngineClient(url)
-        images = [Image.of(png(p)) for p in pictures]
+        images = [Image.of(png(p)) for p in drawn_images]
         await client.generate(prompt, images, Sampling(max_new_tokens=3))
         await publisher.publish(new, "1")
         return await client.generate(prompt, images, Sampling(max_new_tokens=9), banned_ids=spec.banned_ids)
 
     out = asyncio.run(main())
-    expected = logprobs_under(new, spec, prompt, out.token_ids, pictures)
+    expected = logprobs_under(new, spec, prompt, out.token_ids, drawn_images)
     torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
 
 

@@ -144,7 +144,7 @@ def test_an_episode_can_be_played_by_hand(tmp_path, capsys, monkeypatch):
     assert "error: " in capsys.readouterr().err
 
 
-def test_a_geometry_row_is_played_by_hand_with_its_picture(tmp_path, capsys, monkeypatch):
+def test_a_geometry_row_is_played_by_hand_with_its_image(tmp_path, capsys, monkeypatch):
     rows = Path(__file__).parent / "data" / "geometry3k" / "problems.jsonl"
     monkeypatch.setattr("sys.stdin", io.StringIO("\\boxed{5\\sqrt{3}}\n"))
     assert play.main(["envs.geo3k", "--data", str(rows), "--row", "4", "--pictures", str(tmp_path)]) == 0

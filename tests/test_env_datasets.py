@@ -24,7 +24,7 @@ from envs.geo3k import build_env
 DATA = Path(__file__).parent / "data"
 
 
-def picture(colour="red") -> bytes:
+def image(colour="red") -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
     return buffer.getvalue()
@@ -58,16 +58,16 @@ def test_the_five_real_problems_load_render_and_are_graded():
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_bad_rows_are_counted_and_left_out(tmp_path, suffix):
-    good = {"problem": "<image>Find x.", "answer": "7", "images": [uri(picture())]}
+    good = {"problem": "<image>Find x.", "answer": "7", "images": [uri(image())]}
     rows = [
         good,
         good,
         {**good, "problem": ""},
         {**good, "answer": " "},
-        {**good, "images": [uri(b"no picture")]},
-        {**good, "images": [uri(picture()[:50])]},
+        {**good, "images": [uri(b"no image")]},
+        {**good, "images": [uri(image()[:50])]},
         {**good, "images": []},
-        {**good, "images": [uri(picture("blue"))]},
+        {**good, "images": [uri(image("blue"))]},
         {**good, "problem": "<image>Answer: \x08oxed{$Answer}"},
         {**good, "answer": "x" * 700},
     ]
@@ -80,7 +80,7 @@ def test_bad_rows_are_counted_and_left_out(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "pipe", "folder", "huge.png"])
-def test_what_is_no_picture_file_of_bounded_size_is_never_read(tmp_path, name):
+def test_what_is_no_image_file_of_bounded_size_is_never_read(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     with (tmp_path / "huge.png").open("wb") as file:
@@ -90,11 +90,11 @@ def test_what_is_no_picture_file_of_bounded_size_is_never_read(tmp_path, name):
     assert (report.samples, report.bad_images) == (1, 1)
 
 
-def test_pictures_may_be_bytes_or_files_and_marks_say_where_they_go(tmp_path):
-    (tmp_path / "a.png").write_bytes(picture())
+def test_images_may_be_bytes_or_files_and_marks_say_where_they_go(tmp_path):
+    (tmp_path / "a.png").write_bytes(image())
     rows = [
-        {"problem": "See <image> and <image>: x?", "answer": "1", "images": [{"bytes": picture(), "path": None}, None]},
-        {"problem": "See <image> and <image>: x?", "answer": "1", "images": [{"bytes": picture(), "path": None}] * 2},
+        {"problem": "See <image> and <image>: x?", "answer": "1", "images": [{"bytes": image(), "path": None}, None]},
+        {"problem": "See <image> and <image>: x?", "answer": "1", "images": [{"bytes": image(), "path": None}] * 2},
         {"problem": "No mark", "answer": "2", "images": [{"bytes": None, "path": "a.png"}]},
     ]
     data = load_dataset(write(tmp_path / "rows.parquet", rows))
@@ -102,7 +102,7 @@ def test_pictures_may_be_bytes_or_files_and_marks_say_where_they_go(tmp_path):
     marked, plain = (sample.prompt[0]["content"] for sample in data.samples)
     assert [part["type"] for part in marked] == ["text", "image", "text", "image", "text"]
     assert [part["type"] for part in plain] == ["image", "text"]
-    assert data.samples[0].images[0].data == picture()
+    assert data.samples[0].images[0].data == image()
 
 
 def test_a_missing_column_is_named_with_those_present(tmp_path):

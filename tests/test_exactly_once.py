@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from learner.tickets.book import TicketBook
-from learner.tickets.protocol import RECEIPTS_PER_MESSAGE, Reception
+from learner.tickets.protocol import RECEIPTS_PER_MESSAGE, TicketProtocol
 from learner.tickets.rejected import Rejects
 from learner.tickets.sources import SeedSource
 from shared.types import Group, Hello, Receipt, Request
@@ -50,7 +50,7 @@ class Schedule(RuleBasedStateMachine):
         leases = {"lease_s": LEASE_S, "lost_after_s": LOST_S}
         clock = lambda: self.now  # noqa: E731
         self.book = TicketBook(SeedSource(), book_settings(**shape, **leases), nonce=f"p{self.process}", clock=clock)
-        self.reception = Reception(
+        self.protocol = TicketProtocol(
             self.wire,  # type: ignore[arg-type]
             self.book,
             RULES,
@@ -60,7 +60,7 @@ class Schedule(RuleBasedStateMachine):
             actor_timeout_s=TIMEOUT_S,
             clock=clock,
         )
-        self.reception.issuing = True
+        self.protocol.issuing = True
 
     # ------------------------------------------------------------------ actors
 
@@ -127,7 +127,7 @@ class Schedule(RuleBasedStateMachine):
         if fate == "lose":
             return
         if queue is self.wire.to_learner and (key in self.wire.present or isinstance(message, Group)):
-            self.reception.answer(key.encode(), message, ())
+            self.protocol.answer(key.encode(), message, ())
         for actor in self.actors:
             if queue is self.wire.to_actors and actor.key == key:
                 actor.hear(message, self.weights)
@@ -135,7 +135,7 @@ class Schedule(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.5, 4.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.reception.tick(drained=not self.wire.to_learner)
+        self.protocol.tick(drained=not self.wire.to_learner)
 
     # ------------------------------------------------------------------ the learner
 
@@ -228,7 +228,7 @@ class Schedule(RuleBasedStateMachine):
         assert not book.dropped["stale"]
         assert book.open <= reach
         assert all(book.holding(actor.key) <= reach for actor in self.actors)
-        assert len(self.reception.actors) <= self.born
+        assert len(self.protocol.actors) <= self.born
 
     def teardown(self) -> None:
         """Once the faults end, all that is open now is trained, or dropped because its group failed."""
@@ -260,7 +260,7 @@ TestAnySchedule = Schedule.TestCase
 def test_groups_that_come_together_get_receipts_together_and_the_last_ones_none_later_than_the_next_tick() -> None:
     wire = Wire()
     wire.present |= {"a", "b"}
-    reception = Reception(
+    protocol = TicketProtocol(
         wire,  # type: ignore[arg-type]
         TicketBook(SeedSource(), book_settings(), nonce="p"),
         RULES,
@@ -270,12 +270,12 @@ def test_groups_that_come_together_get_receipts_together_and_the_last_ones_none_
         actor_timeout_s=TIMEOUT_S,
     )
     for number in range(RECEIPTS_PER_MESSAGE + 1):
-        reception.confirm(b"a", f"{number}")
-    reception.confirm(b"b", "other")
+        protocol.confirm(b"a", f"{number}")
+    protocol.confirm(b"b", "other")
     together = tuple(map(str, range(RECEIPTS_PER_MESSAGE)))
     assert wire.to_actors == [("a", Receipt(together))]
-    reception.tick(drained=True)
+    protocol.tick(drained=True)
     rest = [("a", Receipt((str(RECEIPTS_PER_MESSAGE),))), ("b", Receipt(("other",)))]
     assert sorted(wire.to_actors[1:], key=str) == rest
-    reception.tick(drained=True)
+    protocol.tick(drained=True)
     assert len(wire.to_actors) == 3

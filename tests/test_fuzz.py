@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.codec import MESSAGES, SCHEMA_VERSION
-from tests.fuzz.__main__ import judge, run, seeds
+from tests.fuzz.__main__ import reward_function, run, seeds
 from tests.support.wires import sealed
 
 VALUES = st.recursive(
@@ -26,17 +26,17 @@ def test_every_mutated_message_is_refused_with_its_reason_or_valid() -> None:
 
 
 def test_the_fuzzer_starts_from_a_valid_message_of_each_kind() -> None:
-    assert sorted(judge(frames) for frames in seeds()) == sorted(f"valid {kind}" for kind in MESSAGES)
+    assert sorted(reward_function(frames) for frames in seeds()) == sorted(f"valid {kind}" for kind in MESSAGES)
 
 
 @settings(max_examples=300, deadline=None)
 @given(kind=st.sampled_from(sorted(MESSAGES)), body=VALUES, frames=st.lists(st.binary(max_size=50), max_size=4))
 def test_any_body_of_any_kind_gets_a_verdict(kind: str, body: object, frames: list[bytes]) -> None:
     header = {"v": SCHEMA_VERSION, "kind": kind, "body": body, "pictures": []}
-    assert judge(sealed([msgpack.packb(header), *frames])) not in ("digest", "unknown_kind")
+    assert reward_function(sealed([msgpack.packb(header), *frames])) not in ("digest", "unknown_kind")
 
 
 @settings(max_examples=300, deadline=None)
 @given(frames=st.lists(st.binary(max_size=100), max_size=5))
 def test_any_bytes_get_a_verdict(frames: list[bytes]) -> None:
-    assert judge(frames)
+    assert reward_function(frames)

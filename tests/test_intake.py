@@ -7,44 +7,44 @@ from pathlib import Path
 
 import pytest
 
-from learner.tickets.server import Intake
+from learner.tickets.server import TicketServer
 from learner.tickets.sources import SeedSource
 from shared.types import Ack, Bye, Cancel, Group, Receipt, Refusal, Sampling, Stop, Tickets, Welcome
-from tests.support.intake_rig import Peer, intake, opened, peer
+from tests.support.intake_rig import Peer, opened, peer, ticket_server
 from tests.support.machine import until
-from tests.support.wires import episode, failed_episode, group_of, start_intake
+from tests.support.wires import episode, failed_episode, group_of, start_ticket_server
 
-__all__ = ["intake", "opened", "peer"]  # fixtures
+__all__ = ["opened", "peer", "ticket_server"]  # fixtures
 
 
-def test_tickets_groups_and_acknowledgments_make_a_batch(intake: Intake, peer: Peer) -> None:
+def test_tickets_groups_and_acknowledgments_make_a_batch(ticket_server: TicketServer, peer: Peer) -> None:
     peer.hello()
     welcome = peer.expect(Welcome)
     assert isinstance(welcome, Welcome)
     assert (welcome.run_id, welcome.version) == ("run-1", 0)
     assert peer.receive(0.3) is None  # no engine has weights yet
-    intake.open()
+    ticket_server.open()
     tickets = peer.tickets(4)
     for ticket in tickets:
         peer.send(group_of(ticket))
         assert peer.expect(Receipt) == Receipt((ticket.id,))
-    batch = intake.next_batch(4, 5.0)
+    batch = ticket_server.next_batch(4, 5.0)
     peer.hello(*(t.id for t in tickets))
     peer.expect(Welcome)
     assert not isinstance(peer.receive(0.3), Ack | Cancel)
-    intake.commit()
+    ticket_server.commit()
     assert peer.expect(Ack) == Ack(tuple(t.id for t in tickets))
     assert [t for t, _ in batch] == tickets
     assert all(g.ticket_id == t.id for t, g in batch)
-    metrics = intake.metrics()
+    metrics = ticket_server.metrics()
     assert metrics["tickets/trained"] == 4
     assert metrics["staleness/token/max"] == 0
     assert metrics["actors/idle_frac"] == 0.5
-    assert intake.engines() == {"http://p"}
+    assert ticket_server.engines() == {"http://p"}
 
 
-def test_an_actor_holds_no_more_tickets_than_it_has_places(intake: Intake, peer: Peer) -> None:
-    intake.open()
+def test_an_actor_holds_no_more_tickets_than_it_has_places(ticket_server: TicketServer, peer: Peer) -> None:
+    ticket_server.open()
     peer.slots = 2
     peer.hello()
     first = peer.tickets(2)
@@ -55,51 +55,51 @@ def test_an_actor_holds_no_more_tickets_than_it_has_places(intake: Intake, peer:
     assert len(peer.tickets(1)) == 1
 
 
-def test_a_publication_frees_tickets_at_once(intake: Intake, peer: Peer) -> None:
-    intake.open()
+def test_a_publication_frees_tickets_at_once(ticket_server: TicketServer, peer: Peer) -> None:
+    ticket_server.open()
     peer.slots = 100
     peer.hello()
     tickets = peer.tickets(8)
     for ticket in tickets:
         peer.send(group_of(ticket))
-    intake.next_batch(4, 5.0)
-    intake.set_version(1)
+    ticket_server.next_batch(4, 5.0)
+    ticket_server.set_version(1)
     assert [t.version for t in peer.tickets(4)] == [1] * 4
 
 
-def test_work_is_spread_over_the_actors(intake: Intake, opened: list) -> None:
-    peers = [Peer(intake.address, name) for name in "xy"]
+def test_work_is_spread_over_the_actors(ticket_server: TicketServer, opened: list) -> None:
+    peers = [Peer(ticket_server.address, name) for name in "xy"]
     opened += peers
     for one in peers:
         one.hello()
         one.expect(Welcome)
-    until(lambda: intake.metrics()["actors/known"] == 2)
-    intake.open()
+    until(lambda: ticket_server.metrics()["actors/known"] == 2)
+    ticket_server.open()
     assert [len(one.tickets(4)) for one in peers] == [4, 4]
 
 
-def test_a_group_sent_twice_is_trained_once(intake: Intake, peer: Peer) -> None:
-    intake.open()
+def test_a_group_sent_twice_is_trained_once(ticket_server: TicketServer, peer: Peer) -> None:
+    ticket_server.open()
     peer.hello()
     tickets = peer.tickets(4)
     for ticket in (*tickets, *tickets):
         peer.send(group_of(ticket))
     assert peer.taken(8) == [ticket.id for ticket in (*tickets, *tickets)]
-    assert len(intake.next_batch(4, 5.0)) == 4
-    intake.commit()
+    assert len(ticket_server.next_batch(4, 5.0)) == 4
+    ticket_server.commit()
     for ticket in tickets:
         peer.send(group_of(ticket))
         assert peer.expect(Refusal) == Refusal(ticket.id, "duplicate")
     with pytest.raises(TimeoutError):
-        intake.next_batch(1, 0.1)
-    assert intake.metrics()["tickets/refused/duplicate"] == 4
+        ticket_server.next_batch(1, 0.1)
+    assert ticket_server.metrics()["tickets/refused/duplicate"] == 4
 
 
 def test_what_a_leaving_or_silent_actor_held_goes_to_another_one(tmp_path: Path, opened: list) -> None:
-    intake = start_intake(tmp_path, timeout_s=0.5)
-    opened.append(intake)
-    intake.open()
-    first, second, third = peers = [Peer(intake.address, name, slots=8) for name in "abc"]
+    ticket_server = start_ticket_server(tmp_path, timeout_s=0.5)
+    opened.append(ticket_server)
+    ticket_server.open()
+    first, second, third = peers = [Peer(ticket_server.address, name, slots=8) for name in "abc"]
     opened += peers
     first.hello()
     tickets = first.tickets(8)
@@ -112,14 +112,14 @@ def test_what_a_leaving_or_silent_actor_held_goes_to_another_one(tmp_path: Path,
         third.hello()
         assert time.monotonic() < deadline
     assert message.tickets == tuple(tickets)
-    assert intake.metrics()["tickets/reissued"] == 16
+    assert ticket_server.metrics()["tickets/reissued"] == 16
 
 
 def test_the_slower_actor_of_a_ticket_is_told_to_stop(tmp_path: Path, opened: list) -> None:
-    intake = start_intake(tmp_path, lease_s=0.2)
-    opened.append(intake)
-    intake.open()
-    slow, fast = peers = [Peer(intake.address, name, slots=8) for name in "sf"]
+    ticket_server = start_ticket_server(tmp_path, lease_s=0.2)
+    opened.append(ticket_server)
+    ticket_server.open()
+    slow, fast = peers = [Peer(ticket_server.address, name, slots=8) for name in "sf"]
     opened += peers
     slow.hello()
     ticket = slow.tickets(8)[0]
@@ -129,7 +129,9 @@ def test_the_slower_actor_of_a_ticket_is_told_to_stop(tmp_path: Path, opened: li
     assert slow.expect(Cancel) == Cancel((ticket.id,), "another actor was faster")
 
 
-def test_an_actor_that_returns_to_a_restarted_learner_is_told_what_is_void(intake: Intake, peer: Peer) -> None:
+def test_an_actor_that_returns_to_a_restarted_learner_is_told_what_is_void(
+    ticket_server: TicketServer, peer: Peer
+) -> None:
     peer.hello("5-before", "6-before")
     assert peer.expect(Cancel) == Cancel(("5-before", "6-before"), "the learner has no use for these tickets")
     peer.send(Group("5-before", "p", (episode(),)))
@@ -139,28 +141,28 @@ def test_an_actor_that_returns_to_a_restarted_learner_is_told_what_is_void(intak
 def test_a_restarted_intake_goes_on_where_the_checkpoint_was(tmp_path: Path, opened: list) -> None:
     states = []
     for _ in range(2):
-        intake = start_intake(tmp_path)
-        peer = Peer(intake.address, slots=8)
-        opened += [intake, peer]
+        ticket_server = start_ticket_server(tmp_path)
+        peer = Peer(ticket_server.address, slots=8)
+        opened += [ticket_server, peer]
         if states:
-            intake.load_state(states[0])
-        intake.open(version=len(states))
+            ticket_server.load_state(states[0])
+        ticket_server.open(version=len(states))
         peer.hello()
         tickets = peer.tickets(8)
         for ticket in tickets[:4]:
             peer.send(group_of(ticket))
-        intake.next_batch(4, 5.0)
-        states.append(intake.state_dict())
+        ticket_server.next_batch(4, 5.0)
+        states.append(ticket_server.state_dict())
         peer.send(Bye("so that the learner need not wait"))
-        intake.stop("restart")
+        ticket_server.stop("restart")
     assert states[0]["open"] == [[n, 0] for n in (4, 5, 6, 7)]
     assert states[1]["trained"] == 8
     assert [t.sample.metadata["seed"] for t in tickets] == list(range(4, 12))
 
 
-def test_two_actors_of_one_name_are_two_actors(intake: Intake, opened: list) -> None:
-    intake.open()
-    peers = [Peer(intake.address, "twin", number=number) for number in range(2)]
+def test_two_actors_of_one_name_are_two_actors(ticket_server: TicketServer, opened: list) -> None:
+    ticket_server.open()
+    peers = [Peer(ticket_server.address, "twin", number=number) for number in range(2)]
     opened += peers
     for one in peers:
         one.hello()
@@ -168,58 +170,58 @@ def test_two_actors_of_one_name_are_two_actors(intake: Intake, opened: list) -> 
     assert not first & second
 
 
-def test_an_evaluation_is_gathered_beside_the_training(intake: Intake, peer: Peer) -> None:
-    intake.open()
+def test_an_evaluation_is_gathered_beside_the_training(ticket_server: TicketServer, peer: Peer) -> None:
+    ticket_server.open()
     peer.slots = 20
     peer.hello()
     peer.tickets(8)
     held_out = SeedSource(900)
-    intake.start_evaluation("after", [held_out.sample(i) for i in range(3)], Sampling(temperature=0.0))
+    ticket_server.start_evaluation("after", [held_out.sample(i) for i in range(3)], Sampling(temperature=0.0))
     tickets = peer.tickets(3)
     for ticket in tickets:
         peer.send(group_of(ticket))
-    result = intake.evaluation_result("after", 5.0)
+    result = ticket_server.evaluation_result("after", 5.0)
     assert [t.sample.metadata["seed"] for t, _ in result.groups] == [900, 901, 902]
-    assert intake.metrics()["tickets/trained"] == 0
+    assert ticket_server.metrics()["tickets/trained"] == 0
 
 
-def test_a_wait_without_end_names_whom_it_waited_for(intake: Intake, peer: Peer) -> None:
+def test_a_wait_without_end_names_whom_it_waited_for(ticket_server: TicketServer, peer: Peer) -> None:
     with pytest.raises(TimeoutError, match="no actor is here"):
-        intake.next_batch(1, 0.1)
+        ticket_server.next_batch(1, 0.1)
     peer.hello()
     peer.expect(Welcome)
     with pytest.raises(TimeoutError, match="no engine has weights"):
-        intake.next_batch(1, 0.1)
-    intake.open()
+        ticket_server.next_batch(1, 0.1)
+    ticket_server.open()
     ticket = peer.tickets(4)[0]
     peer.send(Group(ticket.id, "p", (failed_episode(error="the moon is down"),)))
     peer.expect(Refusal)
     with pytest.raises(TimeoutError, match=r"1 groups.*p#1 holds 4 tickets.*the moon is down") as caught:
-        intake.next_batch(1, 0.2)
+        ticket_server.next_batch(1, 0.2)
     assert "\n" not in str(caught.value)
 
 
 def test_a_sample_that_cannot_be_sent_stops_the_run_with_its_name(tmp_path: Path, opened: list) -> None:
-    intake = start_intake(tmp_path)
-    peer = Peer(intake.address)
-    opened += [intake, peer]
-    intake.start_evaluation("e", [SeedSource(prompt=({"role": object()},)).sample(0)], Sampling())
-    intake.open()
+    ticket_server = start_ticket_server(tmp_path)
+    peer = Peer(ticket_server.address)
+    opened += [ticket_server, peer]
+    ticket_server.start_evaluation("e", [SeedSource(prompt=({"role": object()},)).sample(0)], Sampling())
+    ticket_server.open()
     peer.hello()
     with pytest.raises(RuntimeError, match=r"prompt.*'role'. is object"):
-        intake.next_batch(1, 5.0)
+        ticket_server.next_batch(1, 5.0)
 
 
-def test_stop_reaches_every_actor_and_may_be_said_twice(intake: Intake, peer: Peer) -> None:
+def test_stop_reaches_every_actor_and_may_be_said_twice(ticket_server: TicketServer, peer: Peer) -> None:
     peer.hello()
     peer.expect(Welcome)
-    intake.stop("700 steps done")
-    intake.stop("again")
+    ticket_server.stop("700 steps done")
+    ticket_server.stop("again")
     assert peer.expect(Stop) == Stop("700 steps done")
     with pytest.raises(RuntimeError, match="700 steps done"):
-        intake.next_batch(1, 1.0)
+        ticket_server.next_batch(1, 1.0)
 
 
-def test_two_learners_do_not_share_a_port(intake: Intake, tmp_path: Path) -> None:
+def test_two_learners_do_not_share_a_port(ticket_server: TicketServer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in use"):
-        start_intake(tmp_path, address=intake.address)
+        start_ticket_server(tmp_path, address=ticket_server.address)

@@ -9,18 +9,20 @@ import msgpack
 import numpy as np
 import pytest
 
-from learner.tickets.server import Intake
+from learner.tickets.server import TicketServer
 from shared.codec import encode
 from shared.types import Cancel, Ending, Group, Hello, Receipt, Refusal, Stop, Welcome
-from tests.support.intake_rig import Peer, intake, opened, peer
+from tests.support.intake_rig import Peer, opened, peer, ticket_server
 from tests.support.machine import until
 from tests.support.wires import VOCAB, episode, failed_episode, group_of
 
-__all__ = ["intake", "opened", "peer"]  # fixtures
+__all__ = ["opened", "peer", "ticket_server"]  # fixtures
 
 
-def test_what_an_actor_holds_of_another_run_is_void_and_its_group_is_refused(intake: Intake, peer: Peer) -> None:
-    intake.open()
+def test_what_an_actor_holds_of_another_run_is_void_and_its_group_is_refused(
+    ticket_server: TicketServer, peer: Peer
+) -> None:
+    ticket_server.open()
     peer.hello()
     foreign = dataclasses.replace(peer.tickets(1)[0], id="0-0ther5un")
     peer.hello(foreign.id)
@@ -28,18 +30,18 @@ def test_what_an_actor_holds_of_another_run_is_void_and_its_group_is_refused(int
     assert isinstance(cancel, Cancel) and cancel.ticket_ids == (foreign.id,)
     peer.send(group_of(foreign))
     assert peer.expect(Refusal) == Refusal(foreign.id, "unknown")
-    metrics = intake.metrics()
+    metrics = ticket_server.metrics()
     assert metrics["tickets/refused/unknown"] == 1
     assert metrics["tickets/trained"] == metrics["tickets/dropped"] == metrics["queue/ready_groups"] == 0
 
 
 def test_a_malformed_group_is_refused_counted_kept_and_its_sample_dropped(
-    intake: Intake, peer: Peer, tmp_path: Path
+    ticket_server: TicketServer, peer: Peer, tmp_path: Path
 ) -> None:
-    intake.open()
+    ticket_server.open()
     peer.hello()
     ticket, other, third, fourth = peer.tickets(4)
-    bad = episode(images=())  # a placeholder without its picture
+    bad = episode(images=())  # a placeholder without its image
     peer.send(Group(ticket.id, "p", (bad,)))
     refusal = peer.expect(Refusal)
     assert isinstance(refusal, Refusal) and refusal.ticket_id == ticket.id
@@ -52,7 +54,7 @@ def test_a_malformed_group_is_refused_counted_kept_and_its_sample_dropped(
     assert isinstance(refusal, Refusal) and "reset took 30 s" in refusal.reason
     peer.send(group_of(fourth))
     peer.expect(Receipt)
-    metrics = intake.metrics()
+    metrics = ticket_server.metrics()
     assert metrics["tickets/dropped/malformed_placeholders"] == 2
     assert metrics["tickets/dropped/env_timeout"] == 1
     assert {r for r in metrics if r.startswith("wire/rejected/")} == {
@@ -61,12 +63,12 @@ def test_a_malformed_group_is_refused_counted_kept_and_its_sample_dropped(
     kept = sorted((tmp_path / "rejected").glob("*.msgpack"))
     assert len(kept) == 4
     assert msgpack.unpackb(kept[2].read_bytes())["frames"] == [b"noise", b"noise"]
-    assert len(intake.next_batch(1, 5.0)) == 1  # the run goes on
+    assert len(ticket_server.next_batch(1, 5.0)) == 1  # the run goes on
 
 
-def test_a_group_that_was_damaged_on_its_way_may_be_sent_again(intake: Intake, peer: Peer) -> None:
+def test_a_group_that_was_damaged_on_its_way_may_be_sent_again(ticket_server: TicketServer, peer: Peer) -> None:
     """Not even its ticket's id is believed, so it costs no ticket."""
-    intake.open()
+    ticket_server.open()
     peer.hello()
     ticket = peer.tickets(4)[0]
     frames = [bytes(frame) for frame in encode(group_of(ticket))]
@@ -74,32 +76,38 @@ def test_a_group_that_was_damaged_on_its_way_may_be_sent_again(intake: Intake, p
         peer.socket.send_multipart([*frames[:place], frame[:-1] + bytes([frame[-1] ^ 4]), *frames[place + 1 :]])
     peer.send(group_of(ticket))
     assert peer.taken(1) == [ticket.id]
-    metrics = intake.metrics()
+    metrics = ticket_server.metrics()
     assert metrics["wire/rejected/digest"] == 5  # four arrays and the digest itself
     assert metrics["wire/rejected/image_hash"] == 1
     assert metrics["tickets/dropped"] == 0
 
 
-def test_only_the_last_twenty_rejected_messages_are_kept(intake: Intake, peer: Peer, tmp_path: Path) -> None:
+def test_only_the_last_twenty_rejected_messages_are_kept(
+    ticket_server: TicketServer, peer: Peer, tmp_path: Path
+) -> None:
     for _ in range(30):
         peer.socket.send_multipart([b"noise"])
-    until(lambda: intake.metrics()["wire/rejected"] == 30)
+    until(lambda: ticket_server.metrics()["wire/rejected"] == 30)
     assert len(list((tmp_path / "rejected").iterdir())) == 20
 
 
-def test_a_stranger_cannot_close_the_ticket_of_another_actor(intake: Intake, peer: Peer, opened: list) -> None:
-    intake.open()
+def test_a_stranger_cannot_close_the_ticket_of_another_actor(
+    ticket_server: TicketServer, peer: Peer, opened: list
+) -> None:
+    ticket_server.open()
     peer.hello()
     ticket = peer.tickets(4)[0]
-    stranger = Peer(intake.address, "stranger")
+    stranger = Peer(ticket_server.address, "stranger")
     opened.append(stranger)
     stranger.send(Group(ticket.id, "p", (episode(images=()),)))
     stranger.expect(Refusal)
-    assert intake.metrics()["tickets/dropped"] == 0
+    assert ticket_server.metrics()["tickets/dropped"] == 0
 
 
-def test_an_actor_of_another_vocabulary_or_schema_is_sent_away_with_the_reason(intake: Intake, opened: list) -> None:
-    stranger, ancient = peers = [Peer(intake.address, name) for name in "sa"]
+def test_an_actor_of_another_vocabulary_or_schema_is_sent_away_with_the_reason(
+    ticket_server: TicketServer, opened: list
+) -> None:
+    stranger, ancient = peers = [Peer(ticket_server.address, name) for name in "sa"]
     opened += peers
     stranger.hello(vocab_size=VOCAB + 1)
     assert stranger.receive(0.3) is None  # one message alone may have been damaged
@@ -112,26 +120,28 @@ def test_an_actor_of_another_vocabulary_or_schema_is_sent_away_with_the_reason(i
     stop = ancient.expect(Stop)
     assert isinstance(stop, Stop)
     assert "999" in stop.reason
-    assert intake.metrics()["actors/known"] == 0
+    assert ticket_server.metrics()["actors/known"] == 0
 
 
 @pytest.mark.parametrize("urls", [("file:///etc/passwd",), ("http://a b",), ("",), ("http://e",) * 1025])
-def test_an_actor_that_names_no_usable_engines_is_sent_away(intake: Intake, opened: list, urls: tuple) -> None:
-    stranger = Peer(intake.address, "stranger")
+def test_an_actor_that_names_no_usable_engines_is_sent_away(
+    ticket_server: TicketServer, opened: list, urls: tuple
+) -> None:
+    stranger = Peer(ticket_server.address, "stranger")
     opened.append(stranger)
     for _ in range(2):
         stranger.send(Hello("stranger", urls, VOCAB, (), 0.5))
     stop = stranger.expect(Stop)
     assert isinstance(stop, Stop)
     assert "engine" in stop.reason
-    assert not intake.engines()
+    assert not ticket_server.engines()
 
 
-def test_a_known_actor_stays_when_one_of_its_messages_is_damaged(intake: Intake, peer: Peer) -> None:
+def test_a_known_actor_stays_when_one_of_its_messages_is_damaged(ticket_server: TicketServer, peer: Peer) -> None:
     peer.hello()
     peer.expect(Welcome)
     for _ in range(3):
         peer.hello(vocab_size=VOCAB + 1)
         peer.socket.send_multipart([msgpack.packb({"v": 66, "kind": "Hello", "body": []})])
     assert peer.receive(0.5) is None
-    assert intake.metrics()["actors/known"] == 1
+    assert ticket_server.metrics()["actors/known"] == 1

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from actor.loop import run_actor
-from learner.tickets.server import Intake, IntakeSettings
+from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.auth import ClientKeys
 from shared.config import TransportConfig
@@ -33,9 +33,9 @@ class House:
         self.transport = TransportConfig(keys=str(tmp / "keys"))
         make_keys(tmp / "keys", ["actor"])
         secure = learner_security(self.transport, PUBLIC)
-        settings = IntakeSettings("tcp://127.0.0.1:*", tmp / "run", "run-1", RULES, secure=secure)
-        self.intake = Intake(SeedSource(), book_settings(groups_per_version=1000), settings)
-        self.intake.open(0)
+        settings = TicketServerSettings("tcp://127.0.0.1:*", tmp / "run", "run-1", RULES, secure=secure)
+        self.ticket_server = TicketServer(SeedSource(), book_settings(groups_per_version=1000), settings)
+        self.ticket_server.open(0)
         self.lines: list[str] = []
 
     @property
@@ -51,8 +51,8 @@ class House:
             return episode(ticket.version)
 
         async def work() -> None:
-            actor = asyncio.create_task(run_actor(actor_settings(self.intake.address, secure=self.key), play))
-            await asyncio.to_thread(self.intake.next_batch, 2, 20.0)
+            actor = asyncio.create_task(run_actor(actor_settings(self.ticket_server.address, secure=self.key), play))
+            await asyncio.to_thread(self.ticket_server.next_batch, 2, 20.0)
             actor.cancel()
             await asyncio.gather(actor, return_exceptions=True)
 
@@ -73,7 +73,7 @@ def house(tmp_path: Path) -> Iterator[House]:
     yield house
     for logger in loggers:
         logger.removeHandler(keep)
-    house.intake.stop("the test is over")
+    house.ticket_server.stop("the test is over")
 
 
 async def knock(address: str, secure: Secure | None, tries: int = 40) -> tuple[bool, str]:
@@ -89,7 +89,7 @@ async def knock(address: str, secure: Secure | None, tries: int = 40) -> tuple[b
 
 
 def test_a_client_without_a_key_is_not_served(house: House) -> None:
-    served, trouble = asyncio.run(knock(house.intake.address, None))
+    served, trouble = asyncio.run(knock(house.ticket_server.address, None))
     assert not served and "transport.keys" in trouble
     house.trains()
     assert len([line for line in house.lines if "refused a client" in line and "it has no keys" in line]) == 1
@@ -98,7 +98,7 @@ def test_a_client_without_a_key_is_not_served(house: House) -> None:
 def test_a_client_whose_key_is_not_on_the_list_is_not_served(house: House) -> None:
     stranger = ClientKeys(*zmq.curve_keypair(), house.key.server)
     for _ in range(2):
-        served, trouble = asyncio.run(knock(house.intake.address, stranger))
+        served, trouble = asyncio.run(knock(house.ticket_server.address, stranger))
         assert not served and "allow-list" in trouble
     house.trains()
     assert len([line for line in house.lines if "is not allowed" in line]) == 1
@@ -106,7 +106,7 @@ def test_a_client_whose_key_is_not_on_the_list_is_not_served(house: House) -> No
 
 def test_a_client_that_expects_another_learner_is_not_served(house: House) -> None:
     mistaken = ClientKeys(house.key.public, house.key.secret, zmq.curve_keypair()[0])
-    served, trouble = asyncio.run(knock(house.intake.address, mistaken))
+    served, trouble = asyncio.run(knock(house.ticket_server.address, mistaken))
     assert not served and trouble
     house.trains()
     assert len([line for line in house.lines if "not encrypted for this learner's key" in line]) == 1
@@ -156,7 +156,7 @@ def test_a_recorded_conversation_opens_no_door(house: House) -> None:
         assert await dealer.receive(10.0) is not None
         dealer.close()
 
-    tap = Tap(house.intake.address)
+    tap = Tap(house.ticket_server.address)
     asyncio.run(honest(tap.address))
     assert b"READY" in tap.heard
     answers = [tap.replay() for _ in range(3)]
@@ -172,11 +172,11 @@ def test_a_listed_client_that_sends_nonsense_is_counted_and_logged_once(house: H
         client.linger = 0
         house.key(client)
         client.setsockopt(zmq.ROUTING_ID, b"fool#1")
-        client.connect(house.intake.address)
+        client.connect(house.ticket_server.address)
         for number in range(50):
             client.send_multipart([b"nonsense", bytes([number])])
         house.trains()
-        rejected = house.intake.metrics()["wire/rejected"]
+        rejected = house.ticket_server.metrics()["wire/rejected"]
         assert client.poll(0) == 0
     context.term()
     assert rejected == 50
@@ -188,7 +188,7 @@ def test_an_actor_that_was_refused_says_why_it_leaves(house: House, capsys: pyte
         raise AssertionError
 
     stranger = ClientKeys(*zmq.curve_keypair(), house.key.server)
-    settings = actor_settings(house.intake.address, "stranger", secure=stranger, connect_timeout_s=1.0)
+    settings = actor_settings(house.ticket_server.address, "stranger", secure=stranger, connect_timeout_s=1.0)
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -234,7 +234,7 @@ async def answered(dealer: Dealer, tries: int) -> bool:
 
 def test_a_key_taken_off_the_list_is_not_heard_any_more_though_it_is_connected(house: House) -> None:
     async def talk() -> None:
-        dealer = Dealer(house.intake.address, "a", secure=house.key)
+        dealer = Dealer(house.ticket_server.address, "a", secure=house.key)
         assert await answered(dealer, 100)
         make_keys(Path(house.transport.keys), ["other"])
         rewrite_list(house, lambda text: "".join(line for line in text.splitlines(True) if line.endswith("other\n")))
@@ -244,9 +244,9 @@ def test_a_key_taken_off_the_list_is_not_heard_any_more_though_it_is_connected(h
             if await dealer.receive(0.1) is None and any("no longer allowed" in line for line in house.lines):
                 break
         assert not await answered(dealer, 5)
-        assert not (await knock(house.intake.address, house.key, tries=5))[0]  # nor does it come in again
+        assert not (await knock(house.ticket_server.address, house.key, tries=5))[0]  # nor does it come in again
         other = actor_security(house.transport.model_copy(update={"key_name": "other"}), PUBLIC)
-        assert (await knock(house.intake.address, other, tries=100))[0]  # without a restart of the learner
+        assert (await knock(house.ticket_server.address, other, tries=100))[0]  # without a restart of the learner
         dealer.close()
 
     asyncio.run(talk())
@@ -258,7 +258,7 @@ def test_a_list_that_cannot_be_read_changes_nothing_and_is_reported(house: House
     rewrite_list(house, lambda text: text + "not a key\n")
 
     async def talk() -> None:
-        dealer = Dealer(house.intake.address, "a", secure=house.key)
+        dealer = Dealer(house.ticket_server.address, "a", secure=house.key)
         for _ in range(100):
             assert await answered(dealer, 100)
             if any("stays as it was" in line and "line 2" in line for line in house.lines):
@@ -273,7 +273,7 @@ def test_a_list_that_cannot_be_read_changes_nothing_and_is_reported(house: House
 
 def test_requests_of_a_listed_actor_are_served(house: House) -> None:
     async def ask() -> bool:
-        dealer = Dealer(house.intake.address, "a", secure=house.key)
+        dealer = Dealer(house.ticket_server.address, "a", secure=house.key)
         while not await dealer.send(Hello("a", (), VOCAB)):
             await asyncio.sleep(0.05)
         await dealer.send(Request(1))

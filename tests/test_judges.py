@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from actor.client import EngineError, EnginePool
-from actor.rewards import FunctionJudge, HttpJudge
+from actor.rewards import FunctionReward, HttpReward
 from actor.rollout import EpisodeLimits, Player
 from actor.worker import make_judge
 from envs.loader import load_function
@@ -26,9 +26,9 @@ __all__ = ["renderer", "threads"]  # fixtures
 SAMPLE = Sample("row-7", ({"role": "system", "content": "Play."},), label="42", metadata={"row": 7})
 
 
-def played(renderer, threads, judge=None, answers=("up", "end"), rollout=None, **limits) -> Trajectory:
+def played(renderer, threads, reward_function=None, answers=("up", "end"), rollout=None, **limits) -> Trajectory:
     engines = EnginePool([Scripted(answers)])
-    player = Player(Counting, renderer, engines, EpisodeLimits(**limits), threads, judge, rollout, {"a": 1})
+    player = Player(Counting, renderer, engines, EpisodeLimits(**limits), threads, reward_function, rollout, {"a": 1})
     return asyncio.run(player.play(ticket(sample=SAMPLE)))
 
 
@@ -40,7 +40,7 @@ def test_a_function_sees_the_episode_and_its_reward_comes_at_the_last_turn(rende
         assert not played.env.closed
         return len(played.answers) + float(played.sample.label)
 
-    trajectory = played(renderer, threads, FunctionJudge(reward, threads, 5.0))
+    trajectory = played(renderer, threads, FunctionReward(reward, threads, 5.0))
     (record,) = seen
     assert record.answers == ("up", "end")
     assert [info["reward"] for info in record.infos] == [2.0, 3.0]
@@ -53,8 +53,8 @@ def test_a_function_sees_the_episode_and_its_reward_comes_at_the_last_turn(rende
 
 def test_an_answer_that_the_environment_did_not_see_has_no_info(renderer, threads):
     seen = []
-    judge = FunctionJudge(lambda played: seen.append(played) or 0.0, threads, 5.0)
-    played(renderer, threads, judge, answers=["up", completion("half", reason="length")])
+    reward_function = FunctionReward(lambda played: seen.append(played) or 0.0, threads, 5.0)
+    played(renderer, threads, reward_function, answers=["up", completion("half", reason="length")])
     assert (seen[0].answers, len(seen[0].infos)) == (("up", "half"), 1)
 
 
@@ -65,8 +65,8 @@ def test_an_async_function_that_blocks_does_not_hold_up_the_actors_loop(renderer
         return 1.5
 
     async def main():
-        judge = FunctionJudge(reward, threads, 5.0)
-        player = Player(Counting, renderer, EnginePool([Scripted(["end"])]), EpisodeLimits(), threads, judge)
+        reward_function = FunctionReward(reward, threads, 5.0)
+        player = Player(Counting, renderer, EnginePool([Scripted(["end"])]), EpisodeLimits(), threads, reward_function)
         game = asyncio.create_task(player.play(ticket()))
         beats = 0
         while not game.done():
@@ -103,7 +103,7 @@ def test_a_function_that_fails_is_the_episodes_ending(renderer, threads, kind, r
         return sync_reward(played)
 
     reward = sync_reward if kind == "sync" else async_reward
-    trajectory = played(renderer, threads, FunctionJudge(reward, threads, 0.1))
+    trajectory = played(renderer, threads, FunctionReward(reward, threads, 0.1))
     assert trajectory.ending is ending
     assert words in trajectory.error
     assert not trajectory.trainable
@@ -149,7 +149,7 @@ def serve() -> Iterator:
 
 def test_a_server_is_posted_the_episode_and_asked_again_when_it_is_busy(renderer, threads, serve):
     server = serve((503, b"later"), (200, b'{"reward": 0.25}'))
-    trajectory = played(renderer, threads, HttpJudge(server.url, 5.0, tries=3))
+    trajectory = played(renderer, threads, HttpReward(server.url, 5.0, tries=3))
     assert trajectory.reward == 0.25
     assert [turn.reward for turn in trajectory.turns] == [0.0, 0.25]
     assert len(server.bodies) == 2
@@ -172,7 +172,7 @@ def test_a_server_is_posted_the_episode_and_asked_again_when_it_is_busy(renderer
 )
 def test_a_server_that_fails_is_the_episodes_ending_and_no_reward(renderer, threads, serve, answers, ending, asked):
     server = serve(*answers)
-    trajectory = played(renderer, threads, HttpJudge(server.url, 0.2, tries=2))
+    trajectory = played(renderer, threads, HttpReward(server.url, 0.2, tries=2))
     assert trajectory.ending is ending
     assert trajectory.error
     assert not trajectory.trainable
@@ -182,7 +182,7 @@ def test_a_server_that_fails_is_the_episodes_ending_and_no_reward(renderer, thre
 def test_a_server_that_is_not_there_is_the_episodes_ending(renderer, threads, serve):
     server = serve()
     server.close()
-    trajectory = played(renderer, threads, HttpJudge(server.url, 1.0, tries=2))
+    trajectory = played(renderer, threads, HttpReward(server.url, 1.0, tries=2))
     assert trajectory.ending is Ending.REWARD_ERROR
     assert "cannot connect" in trajectory.error
 
@@ -193,8 +193,8 @@ def test_the_recipe_names_the_judge(threads, tmp_path: Path):
     named = {**base, "env": {"module": "envs.colour", "reward": f"{tmp_path}/own.py:reward"}}
     remote = {**base, "reward": {"url": "https://host/grade"}}
     assert make_judge(Recipe.model_validate(base), threads) is None
-    assert isinstance(make_judge(Recipe.model_validate(named), threads), FunctionJudge)
-    assert isinstance(make_judge(Recipe.model_validate(remote), threads), HttpJudge)
+    assert isinstance(make_judge(Recipe.model_validate(named), threads), FunctionReward)
+    assert isinstance(make_judge(Recipe.model_validate(remote), threads), HttpReward)
 
 
 ROLLOUT = '''

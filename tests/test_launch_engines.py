@@ -203,7 +203,7 @@ def test_an_engine_that_never_answers_after_a_restart_is_no_engine(tmp_path, mon
     )
     engine.start()
     try:
-        until(lambda: bool(engine.pulse.missing))
+        until(lambda: bool(engine.probe.missing))
         with pytest.raises(EngineError, match=r"gave no answer for 0.3 s, after 0 restarts"):
             engine.keep_alive()
     finally:

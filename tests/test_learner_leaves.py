@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.shutdown import Leave
+from learner.shutdown import Shutdown
 from shared.types import Stop
 from tests.test_end_to_end import RECIPE, metrics, places
 
@@ -73,15 +73,15 @@ def test_a_learner_that_went_resumes_with_the_actors_that_waited(
 
 
 def test_what_actors_are_told_depends_on_how_the_learner_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = Leave(60.0)
-    assert leave.farewell(complete=True) == Stop("the run is complete")
-    assert leave.farewell(complete=False) == Stop("the learner failed", True)
+    shutdown = Shutdown(60.0)
+    assert shutdown.farewell(complete=True) == Stop("the run is complete")
+    assert shutdown.farewell(complete=False) == Stop("the learner failed", True)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    assert leave.farewell(complete=False) is None
-    leave.signal = signal.SIGTERM
-    assert leave.farewell(complete=False) is None
-    leave.signal = signal.SIGINT
-    assert leave.farewell(complete=False) == Stop("the learner was stopped by SIGINT", True)
+    assert shutdown.farewell(complete=False) is None
+    shutdown.signal = signal.SIGTERM
+    assert shutdown.farewell(complete=False) is None
+    shutdown.signal = signal.SIGINT
+    assert shutdown.farewell(complete=False) == Stop("the learner was stopped by SIGINT", True)
 
 
 def test_a_learner_that_does_not_leave_in_time_is_ended() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from envs.math_grading.text import last_box
 from envs.math_grading.worker_pool import WorkerFailed, WorkerPool, WorkerTimeout
-from envs.math_reward import grade, judge, label_problem
+from envs.math_reward import grade, label_problem, reward_function
 
 DATA = Path(__file__).parent / "data"
 
@@ -57,10 +57,10 @@ def test_the_last_closed_box_is_the_answer(text, box):
 
 
 def test_no_box_is_an_outcome_of_its_own():
-    assert judge("The answer is 60", "60").outcome == "no_answer"
-    assert judge(r"\boxed{}", "60").outcome == "no_answer"
-    assert judge(r"\boxed{61}", "60").outcome == "wrong"
-    assert judge(r"\boxed{60}", "60").outcome == "right"
+    assert reward_function("The answer is 60", "60").outcome == "no_answer"
+    assert reward_function(r"\boxed{}", "60").outcome == "no_answer"
+    assert reward_function(r"\boxed{61}", "60").outcome == "wrong"
+    assert reward_function(r"\boxed{60}", "60").outcome == "right"
 
 
 def test_tolerance_forgives_rounded_labels_only_when_asked():
@@ -106,15 +106,15 @@ def test_a_thousand_hostile_answers_are_graded_and_none_is_right():
     labels = ["60", r"2 \sqrt { 3 }", "x=8", "2x+3", r"x \le 3", "1,200", "x^2+y^2=1", "[1,2)", "acute", "y=2x+3"]
     for index in range(1000):
         before = r"\boxed{" * 100_000 if index % 50 == 0 else ""
-        verdict = judge(f"{before}\\boxed{{{hostile(index, rng)}}}", rng.choice(labels))
+        verdict = reward_function(f"{before}\\boxed{{{hostile(index, rng)}}}", rng.choice(labels))
         # sixty braces around 60 are only layout
         assert verdict.score == 0.0 or index % 24 in (1, 5), index
 
 
 def test_a_comparison_over_its_limit_is_a_timeout_and_the_next_one_works():
     answer, label = r"\boxed{x \geq -1 + 0}", r"[-1,\infty)"
-    assert judge(answer, label, limit_s=1e-9).outcome == "timeout"
-    assert judge(answer, label, limit_s=30.0).outcome == "right"
+    assert reward_function(answer, label, limit_s=1e-9).outcome == "timeout"
+    assert reward_function(answer, label, limit_s=30.0).outcome == "right"
 
 
 @pytest.mark.parametrize("label", ["60", r"5 \sqrt { 3 }", r"x \le 3", "acute", "x+y=1", r"1 \pm \sqrt{2}", "(1,2)"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner import distributed as dist
+from learner import distributed
 from learner.model.policy import load_policy
-from learner.model.sharding import prepare
+from learner.model.sharding import parallelize
 from learner.trainer import Trainer
 from shared.config import LearnerConfig
 from tests.support.episodes import random_groups
@@ -17,7 +17,7 @@ def trained(folder, spec, ranks, *, plain_adamw=False, dtype=torch.float32, **se
     """After three steps."""
     policy = load_policy(str(folder), spec)
     config = LearnerConfig(lr=1e-3, value_lr=1e-2, **settings)
-    prepare(policy, ranks, config, dtype)
+    parallelize(policy, ranks, config, dtype)
     trainer = Trainer(policy, config, ranks)
     for group in trainer.optimizer.param_groups if plain_adamw else ():
         group.update(fused=False, foreach=False)
@@ -75,4 +75,4 @@ def test_a_frozen_part_stays_as_it_was_and_the_rest_learns(folder, spec, ranks, 
 
 def test_ranks_that_do_not_divide_into_shards_are_one_line():
     with pytest.raises(ValueError, match=r"learner\.shard_size = 2 does not divide the 1 ranks"):
-        dist.init("cpu", shard_size=2)
+        distributed.init("cpu", shard_size=2)

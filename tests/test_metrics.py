@@ -16,7 +16,7 @@ from shared.log import get_logger
 from shared.metrics import Distribution, MetricLogger, means, summary
 
 
-def test_scalars_pictures_and_texts_are_read_back_by_tensorboard(tmp_path: Path) -> None:
+def test_scalars_images_and_texts_are_read_back_by_tensorboard(tmp_path: Path) -> None:
     png = io.BytesIO()
     PILImage.new("RGB", (6, 4), "red").save(png, "PNG")
     logger = MetricLogger(tmp_path / "run")
@@ -31,8 +31,8 @@ def test_scalars_pictures_and_texts_are_read_back_by_tensorboard(tmp_path: Path)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.5), (2, 1.0)]
-    picture = events.Images("board")[0]
-    assert (picture.width, picture.height, picture.encoded_image_string) == (6, 4, png.getvalue())
+    image = events.Images("board")[0]
+    assert (image.width, image.height, image.encoded_image_string) == (6, 4, png.getvalue())
     assert events.Tensors("sample/text_summary")[0].tensor_proto.string_val == [b"**hello**"]
 
 

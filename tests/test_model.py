@@ -13,7 +13,7 @@ import torch
 import learner.model.attention
 import learner.model.last_layer
 from learner.batch import EpisodeSettings, make_episode, make_episodes, pack
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from learner.model.policy import load_policy
 from learner.model.sharding import shard
 from learner.trainer import Trainer
@@ -21,7 +21,7 @@ from learner.weights.calls import call
 from shared.config import LearnerConfig
 from shared.types import Ending, Image, Trajectory, Turn
 from tests.support.episodes import random_groups, random_trajectory
-from tests.support.tiny import load_model, moe_policy, picture, png, reference_logits, running_engine, tiny_model_dir
+from tests.support.tiny import draw_image, load_model, moe_policy, png, reference_logits, running_engine, tiny_model_dir
 
 CPU = torch.device("cpu")
 
@@ -32,9 +32,9 @@ def policy(folder, spec):
 
 
 def packed(policy, trajectories):
-    pictures = Pictures(policy.spec)
-    episodes = [make_episode(t, 0.0, pictures, EpisodeSettings()) for t in trajectories]
-    return pack(episodes, pictures, CPU)
+    decoder = ImageDecoder(policy.spec)
+    episodes = [make_episode(t, 0.0, decoder, EpisodeSettings()) for t in trajectories]
+    return pack(episodes, decoder, CPU)
 
 
 @pytest.mark.parametrize(("temperature", "layers"), [(1.0, 2), (0.7, 2), (1.0, 3)])
@@ -43,10 +43,12 @@ def test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned(tmp_path, 
     policy = load_policy(str(folder), spec)
     assert policy.trimmed == (layers == 3)
     trajectories = [random_trajectory(spec, seed, turns=1 + seed) for seed in range(3)]
-    order = sorted(trajectories, key=lambda t: make_episode(t, 0.0, Pictures(spec), EpisodeSettings()).num_tokens)
+    order = sorted(trajectories, key=lambda t: make_episode(t, 0.0, ImageDecoder(spec), EpisodeSettings()).num_tokens)
     expected, model = [], load_model(folder)
     for t in order:
-        images = [picture(*_size(image), seed) for image, seed in zip(t.images, _seeds(trajectories, t), strict=True)]
+        images = [
+            draw_image(*_size(image), seed) for image, seed in zip(t.images, _seeds(trajectories, t), strict=True)
+        ]
         logits = reference_logits(model, t.token_ids.tolist(), images, spec) / temperature
         logits[:, list(spec.banned_ids)] = float("-inf")
         places = np.flatnonzero(t.loss_mask)
@@ -58,7 +60,7 @@ def test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned(tmp_path, 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_behaviour_logprobs_of_the_engine_equal_the_learners(folder, spec, policy, temperature):
-    images = [Image.of(png(picture(64, 96, 1))), Image.of(png(picture(96, 64, 2)))]
+    images = [Image.of(png(draw_image(64, 96, 1))), Image.of(png(draw_image(96, 64, 2)))]
     ids, turns = [5, 6, 7], []
     logprobs, mask = [0.0] * 3, [0] * 3
     with running_engine(folder, min_pixels=1024, max_pixels=1 << 20) as (url, _):
@@ -114,10 +116,10 @@ def _seeds(trajectories, trajectory):
     return [seed * 100 + turn for turn in range(len(trajectory.images))]
 
 
-def test_packed_equals_unpacked_with_several_pictures_per_document_in_values_and_gradients(policy, spec):
+def test_packed_equals_unpacked_with_several_images_per_document_in_values_and_gradients(policy, spec):
     torch.nn.init.normal_(policy.value_head.weight)
     trajectories = [random_trajectory(spec, seed, turns=3) for seed in range(3)]
-    trajectories.append(random_trajectory(spec, 9, turns=2, pictures=False))
+    trajectories.append(random_trajectory(spec, 9, turns=2, with_images=False))
 
     def run(batches):
         policy.zero_grad()
@@ -145,8 +147,8 @@ def test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_n
     torch.manual_seed(0)
     policy = moe_policy(folder, spec) if experts else load_policy(str(folder), spec)
     torch.nn.init.normal_(policy.value_head.weight)
-    monkeypatch.setattr(learner.attention, "ROWS_AT_ONCE", 4)
-    monkeypatch.setattr(learner.last_layer, "_takes_all_queries", lambda x: gpu)
+    monkeypatch.setattr(learner.model.attention, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(learner.model.last_layer, "_takes_all_queries", lambda x: gpu)
     batch = packed(policy, [random_trajectory(spec, seed, turns=2) for seed in range(2)])
     assert max(batch.lengths) > 8 and batch.num_tokens > 2 * 4
     last, found = policy.vlm.model.language_model.layers[-1], []
@@ -176,8 +178,8 @@ def test_a_document_does_not_see_its_neighbours(policy, spec):
     assert (a[:half] - b[:half]).abs().max() > 1e-3
 
 
-def test_every_parameter_takes_part_also_without_pictures(policy, spec):
-    batch = packed(policy, [random_trajectory(spec, 0, pictures=False)])
+def test_every_parameter_takes_part_also_without_images(policy, spec):
+    batch = packed(policy, [random_trajectory(spec, 0, with_images=False)])
     output = policy(batch, 1.0)
     (output.logprobs.sum() + output.values.sum()).backward()
     assert [name for name, p in policy.named_parameters() if p.grad is None] == []
@@ -199,4 +201,4 @@ def test_a_path_without_config_and_a_model_of_another_kind_are_one_line(tmp_path
 
 
 def test_episodes_can_be_made_from_what_the_test_helper_draws(spec):
-    assert len(make_episodes(random_groups(spec, 2, group_size=2), Pictures(spec), EpisodeSettings())) == 4
+    assert len(make_episodes(random_groups(spec, 2, group_size=2), ImageDecoder(spec), EpisodeSettings())) == 4

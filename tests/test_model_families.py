@@ -23,7 +23,7 @@ from transformers import (
 from actor.engine.app import load_model
 from actor.engine.server import EngineSettings
 from learner.batch import EpisodeSettings, make_episode, pack
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from learner.model.attention import window_lengths
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
@@ -32,7 +32,7 @@ from shared.config import LearnerConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec, pixel_values
 from tests.support.episodes import on_policy, random_trajectory
-from tests.support.tiny import picture, png, reference_logits, running_engine, tiny_model_dir, tiny_tokenizer
+from tests.support.tiny import draw_image, png, reference_logits, running_engine, tiny_model_dir, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -109,13 +109,13 @@ def test_packed_logprobs_equal_transformers_own_forward(family):
     spec = VisionSpec.load(folder)
     policy, model = load_policy(str(folder), spec), kind.from_pretrained(folder, dtype=torch.float32).eval()
     trajectories = [random_trajectory(spec, seed, turns=2, sides=sides) for seed in range(3)]
-    pictures = Pictures(spec)
-    episodes = [make_episode(t, 0.0, pictures, EpisodeSettings()) for t in trajectories]
-    got = policy(pack(episodes, pictures, CPU), 1.0).logprobs
+    decoder = ImageDecoder(spec)
+    episodes = [make_episode(t, 0.0, decoder, EpisodeSettings()) for t in trajectories]
+    got = policy(pack(episodes, decoder, CPU), 1.0).logprobs
     expected = []
     for seed in np.argsort([episode.num_tokens for episode in episodes], kind="stable"):
         t = trajectories[seed]
-        images = [picture(*_size(image), int(seed) * 100 + turn) for turn, image in enumerate(t.images)]
+        images = [draw_image(*_size(image), int(seed) * 100 + turn) for turn, image in enumerate(t.images)]
         logits = reference_logits(model, t.token_ids.tolist(), images, spec)
         logits[:, list(spec.banned_ids)] = float("-inf")
         places = np.flatnonzero(t.loss_mask)
@@ -124,13 +124,13 @@ def test_packed_logprobs_equal_transformers_own_forward(family):
     torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=5e-5)
 
 
-def test_the_positions_of_text_and_pictures_are_those_of_transformers(family):
+def test_the_positions_of_text_and_images_are_those_of_transformers(family):
     folder, kind, sides = family
     spec = VisionSpec.load(folder)
     model = kind.from_pretrained(folder, dtype=torch.float32)
-    episode = make_episode(random_trajectory(spec, 5, sides=sides), 0.0, Pictures(spec), EpisodeSettings())
+    episode = make_episode(random_trajectory(spec, 5, sides=sides), 0.0, ImageDecoder(spec), EpisodeSettings())
     ids = torch.from_numpy(episode.input_ids)[None]
-    grids = torch.tensor([Pictures(spec).grid(image) for image in episode.images])
+    grids = torch.tensor([ImageDecoder(spec).grid(image) for image in episode.images])
     kinds = (ids == spec.image_token_id).int()
     positions, _ = model.model.get_rope_index(ids, image_grid_thw=grids, mm_token_type_ids=kinds)
     np.testing.assert_array_equal(episode.position_ids[1:], positions[:, 0].numpy())
@@ -148,24 +148,24 @@ def test_every_parameter_is_trained_and_the_step_is_on_policy(family, ranks):
     assert [name for name in still if "deepstack_merger_list.1" not in name] == []  # added after the last of 2 layers
 
 
-def test_a_blank_picture_stands_in_where_an_episode_has_none(family):
+def test_a_blank_image_stands_in_where_an_episode_has_none(family):
     folder, _, _ = family
     spec = VisionSpec.load(folder)
     policy = load_policy(str(folder), spec)
-    pictures = Pictures(spec)
-    trajectory = random_trajectory(spec, 2, pictures=False)
-    batch = pack([make_episode(trajectory, 0.0, pictures, EpisodeSettings())], pictures, CPU)
+    decoder = ImageDecoder(spec)
+    trajectory = random_trajectory(spec, 2, with_images=False)
+    batch = pack([make_episode(trajectory, 0.0, decoder, EpisodeSettings())], decoder, CPU)
     policy(batch, 1.0).logprobs.sum().backward()
     assert all(p.grad is not None for p in policy.vlm.model.visual.parameters())
 
 
 @pytest.mark.parametrize("size", [(50, 70), (300, 200), (37, 500), (28, 28), (1400, 900)])
-def test_pictures_become_the_patches_of_the_image_processor(family, size):
+def test_images_become_the_patches_of_the_image_processor(family, size):
     folder, _, _ = family
     spec = VisionSpec.load(folder)
-    image = picture(*size, seed=3)
+    image = draw_image(*size, seed=3)
     expected = Qwen2VLImageProcessorPil.from_pretrained(folder)(image, return_tensors="np")
-    prepared = Pictures(spec).get(Image.of(png(image)))
+    prepared = ImageDecoder(spec).get(Image.of(png(image)))
     assert prepared.grid == tuple(expected["image_grid_thw"][0])
     got, wanted = pixel_values(prepared.patches, spec), expected["pixel_values"]
     if spec.resized(*size) == size[::-1]:
@@ -177,7 +177,7 @@ def test_pictures_become_the_patches_of_the_image_processor(family, size):
 def test_behaviour_logprobs_of_the_embedded_engine_equal_the_learners_for_experts(tmp_path):
     folder = qwen3_moe(tmp_path)
     spec = VisionSpec.load(folder)
-    image = Image.of(png(picture(64, 96, 1)))
+    image = Image.of(png(draw_image(64, 96, 1)))
     ids = [5, 6, spec.image_token_id, 9]
     with running_engine(folder) as (url, _):
         sampling = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
@@ -196,8 +196,8 @@ def test_behaviour_logprobs_of_the_embedded_engine_equal_the_learners_for_expert
         images=(image,),
         ending=Ending.COMPLETED,
     )
-    pictures = Pictures(spec)
-    batch = pack([make_episode(played, 0.0, pictures, EpisodeSettings())], pictures, CPU)
+    decoder = ImageDecoder(spec)
+    batch = pack([make_episode(played, 0.0, decoder, EpisodeSettings())], decoder, CPU)
     got = load_policy(str(folder), spec)(batch, 1.0).logprobs.detach().numpy()
     np.testing.assert_allclose(got, played.behaviour_logprobs[mask == 1], atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Pictures from outside: only formats that we expect, and no file that unpacks to gigabytes."""
+"""Images from outside: only formats that we expect, and no file that unpacks to gigabytes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from PIL import Image as PILImage
 
-from actor.engine.images import PictureCache
+from actor.engine.images import ImageCache
 from envs.datasets import _image_bytes
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from shared.types import Image
 from shared.vision import VisionSpec
 
@@ -38,11 +38,11 @@ def bomb(side: int) -> bytes:
 
 
 def engine(data: bytes) -> None:
-    PictureCache(SPEC).get("data:image/png;base64," + base64.b64encode(data).decode())
+    ImageCache(SPEC).get("data:image/png;base64," + base64.b64encode(data).decode())
 
 
 def learner(data: bytes) -> None:
-    Pictures(SPEC).get(Image.of(data))
+    ImageDecoder(SPEC).get(Image.of(data))
 
 
 def dataset(data: bytes) -> None:
@@ -67,6 +67,6 @@ def test_other_formats_are_refused(take: Callable[[bytes], None], kind: str) -> 
 
 @EVERYWHERE
 @pytest.mark.parametrize("side", [10_000, 60_000])
-def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(take: Callable[[bytes], None], side: int) -> None:
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(take: Callable[[bytes], None], side: int) -> None:
     with pytest.raises((ValueError, PILImage.DecompressionBombError), match=r"above|too large|exceeds|bomb"):
         take(bomb(side))

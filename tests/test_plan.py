@@ -16,10 +16,10 @@ from transformers import (
 from kernels import cpu_linear
 from learner import plan
 from learner.batch import EpisodeSettings, make_episode, pack
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from learner.model.policy import load_policy
-from learner.model.sharding import prepare
-from learner.model.sizes import PUBLISHED, find, shape_of
+from learner.model.sharding import parallelize
+from learner.model.sizes import PUBLISHED, find, sizes_of
 from learner.optim import make_optimizer
 from learner.plan import Setting, activations, check, memory, report
 from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe
@@ -67,8 +67,8 @@ def test_the_parameters_of_a_published_model_are_those_that_transformers_builds(
         model = AutoModelForImageTextToText.from_config(config)
     model.tie_weights()
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name].parameters
-    assert shape_of(config.to_dict()) == dataclasses.replace(
-        PUBLISHED[name], num_experts=shape_of(config.to_dict()).num_experts
+    assert sizes_of(config.to_dict()) == dataclasses.replace(
+        PUBLISHED[name], num_experts=sizes_of(config.to_dict()).num_experts
     )
 
 
@@ -78,11 +78,9 @@ def test_the_published_totals_are_the_known_ones():
 
 
 def packed(spec):
-    pictures = Pictures(spec)
+    decoder = ImageDecoder(spec)
     trajectories = [random_trajectory(spec, seed, turn_tokens=(20, 40)) for seed in range(6)]
-    return pack(
-        [make_episode(t, 0.0, pictures, EpisodeSettings()) for t in trajectories], pictures, torch.device("cpu")
-    )
+    return pack([make_episode(t, 0.0, decoder, EpisodeSettings()) for t in trajectories], decoder, torch.device("cpu"))
 
 
 def setting_of(batch, **changes):
@@ -111,7 +109,7 @@ def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, 
     policy, shape = load_policy(str(folder), spec), find(str(folder))
     if experts:
         policy = moe_policy(folder, spec)
-        shape = shape_of(policy.vlm.config.to_dict())
+        shape = sizes_of(policy.vlm.config.to_dict())
     assert sum(p.numel() for p in policy.vlm.parameters()) == shape.parameters
     batch = packed(spec)
     assert activations(shape, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
@@ -120,7 +118,7 @@ def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, 
 @pytest.mark.parametrize(("optimizer", "experts"), [("adamw", False), ("muon", False), ("muon", True)])
 def test_planned_weights_gradients_and_optimizer_state_are_what_a_trainer_holds(folder, spec, optimizer, experts):
     policy = moe_policy(folder, spec) if experts else load_policy(str(folder), spec)
-    need = memory(shape_of(policy.vlm.config.to_dict()), Setting(dtype_bytes=4, optimizer=optimizer))
+    need = memory(sizes_of(policy.vlm.config.to_dict()), Setting(dtype_bytes=4, optimizer=optimizer))
     optimizer = make_optimizer(policy, LearnerConfig(optimizer=optimizer))
     parameters = list(policy.vlm.parameters())
     for p in parameters:
@@ -141,10 +139,10 @@ def test_counted_operations_are_those_of_the_forward(tmp_path, spec, monkeypatch
         policy(batch, 1.0)
     names = ("mm", "addmm", "bmm", "baddbmm")
     counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).split(".")[-1] in names)
-    planned = shape.forward_flops(batch.lengths, batch.picture_lengths, batch.num_tokens)
+    planned = shape.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
     width = 4 * shape.num_layers * shape.num_heads * shape.head_dim
     attention = width / 2 * sum(n * (n + 1) for n in batch.lengths)
-    attention += 4 * shape.vision_depth * shape.vision_hidden * sum(n * n for n in batch.picture_lengths)
+    attention += 4 * shape.vision_depth * shape.vision_hidden * sum(n * n for n in batch.image_lengths)
     assert planned - attention == pytest.approx(counted, rel=0.03)
 
 
@@ -187,14 +185,14 @@ def test_the_command_prints_every_published_model_and_names_an_unknown_one(capsy
 
 def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, single_rank):
     policy, shape = load_policy(str(folder), spec), find(str(folder))
-    prepare(policy, single_rank, LearnerConfig(freeze=("vision",)), torch.float32)
+    parallelize(policy, single_rank, LearnerConfig(freeze=("vision",)), torch.float32)
     trained = sum(p.numel() for p in policy.vlm.parameters() if p.requires_grad)
     assert trained == shape.parameters - shape.vision_parameters
 
 
 @pytest.fixture
 def single_rank():
-    from learner import distributed as dist
+    from learner import distributed
 
-    yield dist.init("cpu")
-    dist.close()
+    yield distributed.init("cpu")
+    distributed.close()

@@ -30,7 +30,7 @@ def boards_in(path: Path) -> list[Board]:
     return [board_from_config(row["extra_info"]["env_config"]) for row in read_rows(path)]
 
 
-def picture(colour: object) -> bytes:
+def image(colour: object) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (40, 40), colour).save(buffer, "PNG")
     return buffer.getvalue()
@@ -75,23 +75,23 @@ def test_level_files_are_read_solved_in_parallel_and_their_faults_counted(tmp_pa
 
 
 def test_raw_problems_are_converted_into_files_that_need_nothing_beside_them(tmp_path, capsys):
-    good = {"problem": "<image>Find x.", "answer": "7", "images": [{"bytes": picture("red"), "path": None}]}
+    good = {"problem": "<image>Find x.", "answer": "7", "images": [{"bytes": image("red"), "path": None}]}
     rows = [
         good,
         good,
         {**good, "images": [{"bytes": b"none", "path": None}]},
         {**good, "answer": "x" * 700},
         {**good, "problem": " "},
-        *({**good, "images": [{"bytes": picture((i, 0, 0)), "path": None}]} for i in range(8)),
+        *({**good, "images": [{"bytes": image((i, 0, 0)), "path": None}]} for i in range(8)),
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "raw.parquet")
     line = prepare(capsys, "geo3k", "--from", tmp_path / "raw.parquet", "--out", tmp_path / "out", "--heldout", 3)
-    assert "6 to train on, 3 held out, 1 duplicate, 1 unreadable pictures, 1 empty, 1 labels that do not" in line
+    assert "6 to train on, 3 held out, 1 duplicate, 1 unreadable images, 1 empty, 1 labels that do not" in line
     assert "raw.parquet row 3: the label" in line
     train, heldout = (load_dataset(tmp_path / "out" / f"{name}.parquet").samples for name in ("train", "heldout"))
-    pictures = [{sample.images[0].content_hash for sample in part} for part in (train, heldout)]
+    images = [{sample.images[0].content_hash for sample in part} for part in (train, heldout)]
     assert (len(train), len(heldout)) == (6, 3)
-    assert not pictures[0] & pictures[1]
+    assert not images[0] & images[1]
     assert train[0].label == "7"
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from learner.model.policy import load_policy
 from learner.weights.publisher import Publisher
-from learner.weights.verify import Proof, ProofSettings, WrongWeights
+from learner.weights.verify import VerifierSettings, WeightVerifier, WrongWeights
 from shared.vision import VisionSpec
 from shared.weight_names import all_but, engine_name, part_of
 from tests.support.engines import JoiningEngine, engine_process, says
 from tests.support.tiny import running_engine
-from tests.support.vision_cache import check_no_stale_picture
+from tests.support.vision_cache import check_no_stale_image
 from tests.test_publisher import FAST, move
 
 
@@ -22,7 +22,7 @@ def policy(folder):
 
 @pytest.fixture
 def publisher(policy, folder, ranks):
-    publisher = Publisher(policy, ranks, FAST, Proof(policy, str(folder), ranks))
+    publisher = Publisher(policy, ranks, FAST, WeightVerifier(policy, str(folder), ranks))
     yield publisher
     publisher.close()
 
@@ -30,7 +30,7 @@ def publisher(policy, folder, ranks):
 def test_every_parameter_of_an_honest_engine_is_covered_in_time(folder, policy, publisher):
     names = {name for name, _ in policy.named_weights()}
     seen = []
-    real, publisher.proof._compare = publisher.proof._compare, lambda theirs: seen.extend(theirs) or real(theirs)
+    real, publisher.verifier._compare = publisher.verifier._compare, lambda theirs: seen.extend(theirs) or real(theirs)
     with running_engine(folder) as (url, _):
         for version in range(len({part_of(name) for name in names})):
             move(policy, 0.01)
@@ -70,7 +70,7 @@ def test_a_parameter_that_did_not_arrive_is_named_and_stops_the_run(folder, poli
 def test_an_engine_whose_checksums_lie_is_betrayed_by_the_canary(folder, policy, publisher):
     with running_engine(folder) as (url, app):
         app.updates.loader.load = lambda flat, entries: None
-        app.updates.loader.snapshot = lambda skip: list(publisher.proof._kept.items())
+        app.updates.loader.snapshot = lambda skip: list(publisher.verifier._kept.items())
         move(policy, 0.05)
         with pytest.raises(WrongWeights, match=f"{url}, version 8: the canary prompt's logprobs are"):
             publisher.publish(8, [url])
@@ -86,10 +86,10 @@ def test_an_engine_that_says_another_version_stops_the_run(folder, publisher):
 
 def test_the_canary_follows_a_changed_vision_tower(folder, policy, ranks):
     with engine_process(folder) as engine:
-        check_no_stale_picture(engine.url, policy, str(folder), ranks, FAST)
+        check_no_stale_image(engine.url, policy, str(folder), ranks, FAST)
 
 
-def test_a_stale_picture_stops_the_run(folder, policy, ranks):
+def test_a_stale_image_stops_the_run(folder, policy, ranks):
     with running_engine(folder) as (url, app):
         real, cache = app.scheduler.runner.encode, {}
 
@@ -103,7 +103,7 @@ def test_a_stale_picture_stops_the_run(folder, policy, ranks):
         app.scheduler.runner.encode = encode
         app.updates.loader.snapshot = lambda skip: []
         with pytest.raises(WrongWeights, match="the canary prompt's logprobs are"):
-            check_no_stale_picture(url, policy, str(folder), ranks, FAST)
+            check_no_stale_image(url, policy, str(folder), ranks, FAST)
 
 
 @pytest.mark.parametrize("answer", [says({"success": True}), says({}, 500)])
@@ -122,8 +122,8 @@ def test_a_server_without_checksums_is_proven_by_the_canary_alone(folder, policy
 
 
 def test_an_engine_of_another_dtype_holds_what_it_was_sent_rounded(folder, policy, ranks):
-    proof = Proof(policy, str(folder), ranks, ProofSettings(tolerance=0.3))
-    publisher = Publisher(policy, ranks, FAST, proof)
+    verifier = WeightVerifier(policy, str(folder), ranks, VerifierSettings(tolerance=0.3))
+    publisher = Publisher(policy, ranks, FAST, verifier)
     with running_engine(folder, dtype="bfloat16") as (url, _):
         metrics = publisher.publish(1, [url])
         assert 1e-4 < metrics["publish/canary_gap"] < 0.3
@@ -132,7 +132,7 @@ def test_an_engine_of_another_dtype_holds_what_it_was_sent_rounded(folder, polic
 
 
 def test_only_every_so_many_publications_are_proven(folder, policy, ranks):
-    publisher = Publisher(policy, ranks, FAST, Proof(policy, str(folder), ranks, ProofSettings(every=3)))
+    publisher = Publisher(policy, ranks, FAST, WeightVerifier(policy, str(folder), ranks, VerifierSettings(every=3)))
     with running_engine(folder) as (url, _):
         proven = ["publish/canary_gap" in publisher.publish(version, [url]) for version in range(5)]
         assert proven == [True, False, False, True, False]

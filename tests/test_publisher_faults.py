@@ -13,7 +13,7 @@ from learner.model.policy import load_policy
 from learner.weights.buckets import gathered
 from learner.weights.calls import EngineTraits, call
 from learner.weights.publisher import Publisher, PublishSettings
-from learner.weights.update import Delivery
+from learner.weights.update import WeightUpdate
 from shared.vision import VisionSpec
 from shared.weight_names import checksums
 from tests.support.engines import (
@@ -60,7 +60,7 @@ def holds(url, policy, version):
 
 def in_mid_update(monkeypatch, action):
     """Calls `action` once, before the third bucket."""
-    real, count = Delivery.send, [0]
+    real, count = WeightUpdate.send, [0]
 
     def send(self, bucket):
         count[0] += 1
@@ -68,7 +68,7 @@ def in_mid_update(monkeypatch, action):
             action()
         real(self, bucket)
 
-    monkeypatch.setattr(Delivery, "send", send)
+    monkeypatch.setattr(WeightUpdate, "send", send)
 
 
 def test_an_engine_killed_in_mid_update_is_the_only_one_left_behind(folder, policy, publisher, monkeypatch, caplog):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from actor.render import Renderer
 from shared.types import Image
 from shared.vision import VisionSpec
-from tests.support.tiny import picture, png, tiny_model_dir, tiny_tokenizer
+from tests.support.tiny import draw_image, png, tiny_model_dir, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -15,10 +15,10 @@ def renderer(tmp_path_factory):
     return Renderer(tiny_tokenizer(), VisionSpec.load(tiny_model_dir(tmp_path_factory.mktemp("model"))))
 
 
-def user(text, *pictures):
+def user(text, *images):
     return {
         "role": "user",
-        "content": [*({"type": "image", "image": p} for p in pictures), {"type": "text", "text": text}],
+        "content": [*({"type": "image", "image": p} for p in images), {"type": "text", "text": text}],
     }
 
 
@@ -43,11 +43,11 @@ turns = st.lists(st.tuples(texts, texts, st.integers(0, 2)), min_size=0, max_siz
 @given(system=st.none() | texts, first=texts, num_first=st.integers(0, 2), turns=turns)
 def test_the_stream_equals_the_templates_rendering(renderer, system, first, num_first, turns):
     messages = [] if system is None else [{"role": "system", "content": system}]
-    messages.append(user(first, *(picture(seed=n) for n in range(num_first))))
+    messages.append(user(first, *(draw_image(seed=n) for n in range(num_first))))
     stream = list(renderer.start(messages).token_ids)
-    for answer, text, num_pictures in turns:
+    for answer, text, num_images in turns:
         stream += sampled(answer)
-        message = user(text, *(picture(seed=n) for n in range(num_pictures)))
+        message = user(text, *(draw_image(seed=n) for n in range(num_images)))
         stream += renderer.observation(message).token_ids
         messages += [{"role": "assistant", "content": answer}, message]
     assert stream == whole(messages)
@@ -59,40 +59,40 @@ def test_the_newline_after_a_turn_is_part_of_the_next_observation(renderer):
     assert text == "\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_picture_is_one_placeholder_and_counts_as_its_visual_tokens(renderer):
-    fragment = renderer.observation(user("look", picture(64, 64), picture(96, 128)))
+def test_an_image_is_one_placeholder_and_counts_as_its_visual_tokens(renderer):
+    fragment = renderer.observation(user("look", draw_image(64, 64), draw_image(96, 128)))
     assert list(fragment.token_ids).count(renderer.image_id) == 2
     assert fragment.image_tokens == (4, 12)
     assert fragment.num_expanded == len(fragment.token_ids) + 14
 
 
-def test_a_picture_of_unwanted_size_counts_as_the_engine_resizes_it(renderer):
-    assert renderer.observation(user("look", picture(50, 70))).image_tokens == (4,)  # becomes 64 x 64
+def test_an_image_of_unwanted_size_counts_as_the_engine_resizes_it(renderer):
+    assert renderer.observation(user("look", draw_image(50, 70))).image_tokens == (4,)  # becomes 64 x 64
 
 
-def test_pictures_keep_their_bytes_and_hash(renderer):
-    data = png(picture())
+def test_images_keep_their_bytes_and_hash(renderer):
+    data = png(draw_image())
     fragment = renderer.start(
         [{"role": "user", "content": [{"type": "image"}, {"type": "image", "image": data}]}], [Image.of(data)]
     )
     assert fragment.images == (Image.of(data), Image.of(data))
 
 
-def test_a_drawn_picture_survives_its_encoding(renderer):
-    (image,) = renderer.observation(user("look", picture(seed=3))).images
+def test_a_drawn_image_survives_its_encoding(renderer):
+    (image,) = renderer.observation(user("look", draw_image(seed=3))).images
     assert image == Image.of(image.data)
     from io import BytesIO
 
     from PIL import Image as PILImage
 
-    assert PILImage.open(BytesIO(image.data)).tobytes() == picture(seed=3).tobytes()
+    assert PILImage.open(BytesIO(image.data)).tobytes() == draw_image(seed=3).tobytes()
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
         ({"role": "user", "content": "a <|image_pad|> typed by hand"}, "as an item of its own"),
-        ({"role": "user", "content": [{"type": "image"}]}, "more pictures than the sample has"),
+        ({"role": "user", "content": [{"type": "image"}]}, "more images than the sample has"),
         ({"role": "user", "content": [{"type": "video"}]}, "use text or image"),
     ],
 )
@@ -145,23 +145,23 @@ def renderer_of(template, renderer):
 
 def test_a_default_system_message_comes_once_at_the_start(renderer):
     own = renderer_of(QWEN25, renderer)
-    messages = [user("look", picture())]
-    stream = [*own.start(messages).token_ids, *sampled("up"), *own.observation(user("again", picture())).token_ids]
+    messages = [user("look", draw_image())]
+    stream = [*own.start(messages).token_ids, *sampled("up"), *own.observation(user("again", draw_image())).token_ids]
     text = own.transcript(stream)
     assert text.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n")
-    messages += [{"role": "assistant", "content": "up"}, user("again", picture())]
+    messages += [{"role": "assistant", "content": "up"}, user("again", draw_image())]
     assert text == own.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def test_a_thinking_models_turns_begin_inside_its_thoughts_and_keep_them(renderer):
     own = renderer_of(THINKING, renderer)
-    messages = [{"role": "system", "content": "Play."}, user("look", picture())]
+    messages = [{"role": "system", "content": "Play."}, user("look", draw_image())]
     first = own.start(messages)
     expected = own.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert own.transcript(first.token_ids) == expected
     assert expected.endswith("<|im_start|>assistant\n<think>\n")
     written = "left is free\n</think>\n\n<answer>left</answer>"
-    stream = [*first.token_ids, *sampled(written), *own.observation(user("and now?", picture())).token_ids]
+    stream = [*first.token_ids, *sampled(written), *own.observation(user("and now?", draw_image())).token_ids]
     after = "\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>and now?<|im_end|>\n"
     assert own.transcript(stream) == f"{expected}{written}<|im_end|>{after}<|im_start|>assistant\n<think>\n"
 

@@ -164,16 +164,16 @@ def test_the_episode_reward_is_asked_once_at_the_end(renderer, threads):
 
 
 @pytest.mark.parametrize(
-    ("judge", "ending"),
+    ("reward_function", "ending"),
     [
         (lambda env: 1 / 0, Ending.REWARD_ERROR),
         (lambda env: math.inf, Ending.REWARD_ERROR),
         (lambda env: time.sleep(1.5), Ending.REWARD_TIMEOUT),
     ],
 )
-def test_a_broken_reward_is_told_apart(renderer, threads, judge, ending):
+def test_a_broken_reward_is_told_apart(renderer, threads, reward_function, ending):
     limits = EpisodeLimits(env_timeout_s=0.1)
-    trajectory, _ = play(renderer, threads, ["end"], episode_reward=judge, limits=limits)
+    trajectory, _ = play(renderer, threads, ["end"], episode_reward=reward_function, limits=limits)
     assert trajectory.ending is ending and not trajectory.trainable
 
 

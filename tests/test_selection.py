@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from learner.tickets.book import TicketBook
-from learner.tickets.protocol import Reception
+from learner.tickets.protocol import TicketProtocol
 from learner.tickets.rejected import Rejects
 from learner.tickets.selection_bias import SelectionMeter
 from shared.types import Ending, Group, Hello, Request, Sample, Ticket, Tickets
@@ -38,14 +38,14 @@ def play(*, lose_difficult: bool) -> tuple[SelectionMeter, TicketBook]:
     book = TicketBook(Mixed(), shape, nonce="n", clock=lambda: now[0])
     wire = Wire()
     rejects = Rejects(Path("/nonexistent"), LOG)
-    reception = Reception(wire, book, RULES, rejects, LOG, run_id="r", actor_timeout_s=1e9, clock=lambda: now[0])  # type: ignore[arg-type]
-    reception.issuing = True
+    protocol = TicketProtocol(wire, book, RULES, rejects, LOG, run_id="r", actor_timeout_s=1e9, clock=lambda: now[0])  # type: ignore[arg-type]
+    protocol.issuing = True
     for actor in (b"a", b"b"):
         wire.present.add(actor.decode())
-        reception.answer(actor, Hello("a", (), VOCAB), ())
-        reception.answer(actor, Request(16), ())
+        protocol.answer(actor, Hello("a", (), VOCAB), ())
+        protocol.answer(actor, Request(16), ())
     while book.trained < TRAINED:
-        reception.tick(drained=False)
+        protocol.tick(drained=False)
         for key, message in wire.to_actors:
             for ticket in message.tickets if isinstance(message, Tickets) else ():
                 order += 1
@@ -56,13 +56,13 @@ def play(*, lose_difficult: bool) -> tuple[SelectionMeter, TicketBook]:
         hard = bool(ticket.sample.metadata["difficulty"])
         lost = lose_difficult and hard and rng.random() < 0.5
         made = failed_episode(Ending.ENV_TIMEOUT) if lost else episode(book.version)
-        reception.answer(actor, Group(ticket.id, "a", (made,), float(SLOW if hard else 1)), ())
+        protocol.answer(actor, Group(ticket.id, "a", (made,), float(SLOW if hard else 1)), ())
         for trained, group in book.take_groups(8) or ():
-            reception.selection.add("trained", trained, group)
+            protocol.selection.add("trained", trained, group)
         if book.trained >= 8 * (book.version + 1):
             book.commit()
             book.version += 1
-    return reception.selection, book
+    return protocol.selection, book
 
 
 def test_episodes_that_take_twenty_times_as_long_are_trained_in_the_proportion_in_which_they_are_issued() -> None:

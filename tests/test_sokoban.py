@@ -65,7 +65,7 @@ def test_reset_starts_the_same_episode_again():
     assert env.turn_rewards == []
 
 
-def test_pictures_have_the_asked_size_and_show_each_move():
+def test_images_have_the_asked_size_and_show_each_move():
     env = build_env(Sample("x", metadata={"seed": 3}), {"pixels_per_cell": 32, "grid_size": [6, 8]})
     before = env.reset()[0]["multi_modal_data"]["image"][0]
     assert before.mode == "P"
@@ -87,7 +87,7 @@ def test_the_colours_of_wall_floor_and_box_are_the_stated_ones():
     assert {(8, 8, 8), (233, 184, 47)} <= colours
 
 
-def test_an_observation_becomes_a_message_with_pictures_first():
+def test_an_observation_becomes_a_message_with_images_first():
     env = build_env(Sample("x", metadata={"seed": 3}))
     message = env.format_observation(env.reset()[0])
     assert message["role"] == "user"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from learner.batch import EpisodeSettings, is_uninformative, make_episodes, pack
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from learner.loop import check_step
 from learner.model.policy import load_policy
 from learner.trainer import Trainer, episode_settings
@@ -26,8 +26,8 @@ def policy(folder, spec):
 
 
 def packed(policy, trajectories):
-    pictures = Pictures(policy.spec)
-    return pack(make_episodes([Group("g", "a", tuple(trajectories))], pictures, EpisodeSettings()), pictures, CPU)
+    decoder = ImageDecoder(policy.spec)
+    return pack(make_episodes([Group("g", "a", tuple(trajectories))], decoder, EpisodeSettings()), decoder, CPU)
 
 
 def weights_of(policy):
@@ -179,7 +179,7 @@ def test_episodes_cut_off_by_a_limit_are_masked_or_penalised_as_the_recipe_says(
     group = Group("g", "a", (dataclasses.replace(first, reward=1.0), cut))
 
     def made(**settings):
-        return make_episodes([group], Pictures(spec), episode_settings(LearnerConfig(objective="grpo", **settings)))
+        return make_episodes([group], ImageDecoder(spec), episode_settings(LearnerConfig(objective="grpo", **settings)))
 
     assert [e.advantage for e in made()] == [0.0, 0.0]
     assert len(made(overlong="mask")) == 1

@@ -49,11 +49,11 @@ def test_messages_go_both_ways() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [100, RECEIVED_COPY_BYTES, 3 * RECEIVED_COPY_BYTES])
-def test_a_picture_comes_back_equal_whether_it_is_copied_or_shared(num_bytes: int) -> None:
+def test_an_image_comes_back_equal_whether_it_is_copied_or_shared(num_bytes: int) -> None:
     async def talk() -> None:
         router = Router(ANY)
         dealer = Dealer(router.address, "a")
-        sent = Group("t", "a", (episode(picture=os.urandom(num_bytes)),))
+        sent = Group("t", "a", (episode(image=os.urandom(num_bytes)),))
         await send(dealer, sent)
         peer, frames = wait_for(router)
         group = router.decode(frames)
@@ -126,7 +126,7 @@ def test_a_full_queue_refuses_the_next_message() -> None:
         router = Router(ANY, SocketSettings(queue_messages=2))
         dealer = Dealer(router.address, "a", SocketSettings(queue_messages=2))
         await send(dealer, Hello("a", (), 5))
-        group = Group("t", "a", (episode(picture=os.urandom(2**20)),))
+        group = Group("t", "a", (episode(image=os.urandom(2**20)),))
         sent = 0
         while sent < 200 and await dealer.send(group):
             sent += 1
@@ -142,7 +142,7 @@ def test_the_sender_refuses_a_message_above_the_limit() -> None:
         router = Router(ANY)
         dealer = Dealer(router.address, "a", SocketSettings(max_message_bytes=1000))
         with pytest.raises(WireError, match="too_large"):
-            await dealer.send(Group("t", "a", (episode(picture=b"x" * 2000),)))
+            await dealer.send(Group("t", "a", (episode(image=b"x" * 2000),)))
         dealer.close()
         router.close()
 

@@ -19,7 +19,7 @@ from shared.vision import (
     patchify,
     pixel_values,
 )
-from tests.support.tiny import load_model, picture
+from tests.support.tiny import draw_image, load_model
 
 SPEC = VisionSpec(image_token_id=9, min_pixels=1024, max_pixels=1048576)
 
@@ -31,8 +31,8 @@ def test_a_placeholder_becomes_one_token_per_merged_patch():
     assert ids.dtype == np.int64 and compact.dtype == np.int32
 
 
-def test_a_wrong_number_of_pictures_is_refused():
-    with pytest.raises(ValueError, match="2 image placeholders but 1 pictures"):
+def test_a_wrong_number_of_images_is_refused():
+    with pytest.raises(ValueError, match="2 image placeholders but 1 images"):
         expand([9, 9], [(1, 2, 2)], image_token_id=9, merge_size=2)
     with pytest.raises(ValueError, match="1 visual tokens"):
         mrope_positions(np.array([9]), [(1, 4, 4)], image_token_id=9, merge_size=2)
@@ -66,7 +66,7 @@ def test_positions_continue_from_a_start():
     ids, _ = expand([1, 9, 2, 3, 9, 4], [(1, 4, 8), (1, 2, 2)], image_token_id=9, merge_size=2)
     grids = [(1, 4, 8), (1, 2, 2)]
     whole = mrope_positions(ids, grids, image_token_id=9, merge_size=2)
-    cut = 10  # after the first picture and one text token
+    cut = 10  # after the first image and one text token
     head = mrope_positions(ids[:cut], grids[:1], image_token_id=9, merge_size=2)
     tail = mrope_positions(ids[cut:], grids[1:], image_token_id=9, merge_size=2, start=next_position(head))
     assert np.array_equal(whole, np.concatenate([head, tail], axis=1))
@@ -80,14 +80,14 @@ def test_resizing_agrees_with_the_image_processor(width, height):
     assert SPEC.grid(width, height) == (1, expected[0] // 16, expected[1] // 16)
 
 
-def test_too_narrow_a_picture_is_refused():
+def test_too_narrow_an_image_is_refused():
     with pytest.raises(ValueError, match="its sides may differ"):
         SPEC.grid(3000, 10)
 
 
 @pytest.mark.parametrize(("width", "height"), [(64, 64), (192, 96), (50, 70), (40, 20), (1500, 1200)])
 def test_patches_equal_the_image_processors(width, height):
-    image = picture(width, height, seed=width)
+    image = draw_image(width, height, seed=width)
     processor = Qwen2VLImageProcessorPil(
         patch_size=16,
         merge_size=2,
@@ -103,7 +103,7 @@ def test_patches_equal_the_image_processors(width, height):
     np.testing.assert_allclose(ours, expected["pixel_values"], atol=1e-6)
 
 
-def test_transparent_and_grey_pictures_are_read_as_rgb():
+def test_transparent_and_grey_images_are_read_as_rgb():
     assert load_rgb(Image.new("L", (64, 64), 7), SPEC).tolist()[0][0] == [7, 7, 7]
     assert load_rgb(Image.new("RGBA", (64, 64), (1, 2, 3, 0)), SPEC).shape == (64, 64, 3)
 

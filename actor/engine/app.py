@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from transformers.utils import logging as transformers_logging
 
 from actor.engine.http import Handler, HttpError
-from actor.engine.images import PictureCache
+from actor.engine.images import ImageCache
 from actor.engine.request import Request, parse_request
 from actor.engine.runner import Runner
 from actor.engine.scheduler import Scheduler
@@ -68,7 +68,7 @@ class EngineApp:
             on_failure=lambda: _wake(self._loop, stop),
         )
         self.updates = WeightUpdates(model, self.scheduler, self._on_model, timeout_s=settings.update_timeout_s)
-        self.pictures = PictureCache(spec)
+        self.images = ImageCache(spec)
         self.vocab_size = runner.vocab_size
         self.scheduler.start()
 
@@ -110,7 +110,7 @@ class EngineApp:
             raise HttpError(503, f"{MAX_OPEN_REQUESTS} requests are open already")
         request = parse_request(
             body,
-            self.pictures,
+            self.images,
             self.spec,
             vocab_size=self.vocab_size,
             max_context=self.settings.max_context,

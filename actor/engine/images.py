@@ -1,4 +1,4 @@
-"""Pictures of requests: data URIs to patches, with a cache, since every turn of an episode sends its pictures again."""
+"""Images of requests: data URIs to patches, with a cache, since every turn of an episode sends its images again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 from PIL import Image as PILImage
 from PIL import UnidentifiedImageError
 
-from shared.vision import MAX_PICTURE_PIXELS, PICTURE_FORMATS, Grid, VisionSpec, patchify
+from shared.vision import IMAGE_FORMATS, MAX_IMAGE_PIXELS, Grid, VisionSpec, patchify
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Picture:
-    """One picture, ready for the vision tower. `key` is a 62-bit content hash; patches uint8 [P, 3, patch, patch]."""
+class ImagePatches:
+    """One image, ready for the vision tower. `key` is a 62-bit content hash; patches uint8 [P, 3, patch, patch]."""
 
     key: int
     grid: Grid
@@ -36,38 +36,38 @@ def load_rgb(image: PILImage.Image, spec: VisionSpec) -> np.ndarray:
     return np.asarray(image)
 
 
-class PictureCache:
-    """Decoded pictures by data URI, the least recently used forgotten beyond `max_bytes`. Holds pixels, no features."""
+class ImageCache:
+    """Decoded images by data URI, the least recently used forgotten beyond `max_bytes`. Holds pixels, no features."""
 
     def __init__(self, spec: VisionSpec, max_bytes: int = 256 * 2**20) -> None:
         self._spec, self._max_bytes = spec, max_bytes
-        self._pictures: OrderedDict[str, Picture] = OrderedDict()
+        self._images: OrderedDict[str, ImagePatches] = OrderedDict()
         self._bytes = 0
 
-    def get(self, uri: str) -> Picture:
-        """The picture of a `data:...;base64,` URI (or bare base64). ValueError if it is not one."""
-        picture = self._pictures.get(uri)
-        if picture is not None:
-            self._pictures.move_to_end(uri)
-            return picture
-        picture = self._pictures[uri] = self._decode(uri)
-        self._bytes += picture.patches.nbytes + len(uri)
-        while self._bytes > self._max_bytes and len(self._pictures) > 1:
-            old_uri, old = self._pictures.popitem(last=False)
+    def get(self, uri: str) -> ImagePatches:
+        """The image of a `data:...;base64,` URI (or bare base64). ValueError if it is not one."""
+        image = self._images.get(uri)
+        if image is not None:
+            self._images.move_to_end(uri)
+            return image
+        image = self._images[uri] = self._decode(uri)
+        self._bytes += image.patches.nbytes + len(uri)
+        while self._bytes > self._max_bytes and len(self._images) > 1:
+            old_uri, old = self._images.popitem(last=False)
             self._bytes -= old.patches.nbytes + len(old_uri)
-        return picture
+        return image
 
-    def _decode(self, uri: str) -> Picture:
+    def _decode(self, uri: str) -> ImagePatches:
         spec = self._spec
         try:
             data = base64.b64decode(uri.partition(",")[2] if uri.startswith("data:") else uri, validate=True)
-            with PILImage.open(io.BytesIO(data), formats=PICTURE_FORMATS) as image:
-                if image.width * image.height > MAX_PICTURE_PIXELS:
-                    raise ValueError(f"a picture of {image.width}x{image.height} pixels is above {MAX_PICTURE_PIXELS}")
+            with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+                if image.width * image.height > MAX_IMAGE_PIXELS:
+                    raise ValueError(f"an image of {image.width}x{image.height} pixels is above {MAX_IMAGE_PIXELS}")
                 rgb = load_rgb(image, spec)
         except (binascii.Error, UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
-            raise ValueError(f"image_data holds no picture that can be read: {error}") from error
+            raise ValueError(f"image_data holds no image that can be read: {error}") from error
         patches = patchify(rgb, patch_size=spec.patch_size, merge_size=spec.merge_size)
         grid = (1, rgb.shape[0] // spec.patch_size, rgb.shape[1] // spec.patch_size)
         key = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 2
-        return Picture(key, grid, spec.num_tokens(grid), patches)
+        return ImagePatches(key, grid, spec.num_tokens(grid), patches)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from actor.engine.images import Picture, PictureCache
+from actor.engine.images import ImageCache, ImagePatches
 from actor.engine.sampling import Sampler
 from shared.vision import VisionSpec, expand, mrope_positions, next_position
 
@@ -25,13 +25,30 @@ class Request:
     """Prompt, sampler and progress. Touched by the HTTP thread before, by the scheduler's thread after `submit`."""
 
     __slots__ = (
-        "_image_starts", "arrived_s", "cached", "finish_reason", "ids", "keys", "logprobs", "max_new_tokens",
-        "next_position", "num_compact", "on_done", "pictures", "positions", "rid", "sampler", "slot", "stop_ids",
-        "tokens", "versions", "watched",
+        "_image_starts",
+        "arrived_s",
+        "cached",
+        "finish_reason",
+        "ids",
+        "images",
+        "keys",
+        "logprobs",
+        "max_new_tokens",
+        "next_position",
+        "num_compact",
+        "on_done",
+        "positions",
+        "rid",
+        "sampler",
+        "slot",
+        "stop_ids",
+        "tokens",
+        "versions",
+        "watched",
     )  # fmt: skip
 
-    def __init__(self, token_ids: Sequence[int], pictures: Sequence[Picture], spec: VisionSpec, rid: str) -> None:
-        grids = [picture.grid for picture in pictures]
+    def __init__(self, token_ids: Sequence[int], images: Sequence[ImagePatches], spec: VisionSpec, rid: str) -> None:
+        grids = [image.grid for image in images]
         self.ids, _ = expand(token_ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size)
         self.positions = mrope_positions(
             self.ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size
@@ -40,11 +57,11 @@ class Request:
         self.keys = self.ids.copy()
         visual = np.flatnonzero(self.ids == spec.image_token_id)
         self._image_starts, at = [], 0
-        for picture in pictures:
-            self.keys[visual[at : at + picture.num_tokens]] = -1 - picture.key
+        for image in images:
+            self.keys[visual[at : at + image.num_tokens]] = -1 - image.key
             self._image_starts.append(int(visual[at]))
-            at += picture.num_tokens
-        self.rid, self.pictures, self.num_compact = rid, tuple(pictures), len(token_ids)
+            at += image.num_tokens
+        self.rid, self.images, self.num_compact = rid, tuple(images), len(token_ids)
         self.sampler = Sampler(1.0, 1.0, -1, (), Random())
         self.max_new_tokens, self.stop_ids = MAX_NEW_TOKENS_DEFAULT, frozenset[int]()
         self.tokens: list[int] = []
@@ -88,21 +105,21 @@ class Request:
     def _new_generated(self) -> np.ndarray:
         return np.asarray(self.tokens[self.cached - len(self.ids) :], dtype=np.int64)
 
-    def new_pictures(self) -> list[Picture]:
-        """Pictures whose visual tokens are not computed yet."""
+    def new_images(self) -> list[ImagePatches]:
+        """Images whose visual tokens are not computed yet."""
         if self.cached >= len(self.ids):
             return []
-        return [p for p, start in zip(self.pictures, self._image_starts, strict=True) if start >= self.cached]
+        return [p for p, start in zip(self.images, self._image_starts, strict=True) if start >= self.cached]
 
     def whole_images(self, length: int) -> int:
-        """The longest prefix of at most `length` tokens that cuts no picture."""
-        for picture, start in zip(self.pictures, self._image_starts, strict=True):
-            if start < length < start + picture.num_tokens:
+        """The longest prefix of at most `length` tokens that cuts no image."""
+        for image, start in zip(self.images, self._image_starts, strict=True):
+            if start < length < start + image.num_tokens:
                 return start
         return length
 
     def keep_apart(self, extra_key: str) -> None:
-        """Shares cached tokens only with requests of the same `extra_key`. The first token is no picture's."""
+        """Shares cached tokens only with requests of the same `extra_key`. The first token is no image's."""
         self.keys[0] += (1 + zlib.crc32(extra_key.encode())) << 30
 
     def advance(self, token: int, logprob: float, version: str, watched: list[float]) -> None:
@@ -157,7 +174,7 @@ def finished(request: Request) -> str:
 
 def parse_request(
     body: Mapping[str, Any],
-    pictures: PictureCache,
+    images: ImageCache,
     spec: VisionSpec,
     *,
     vocab_size: int,
@@ -172,10 +189,10 @@ def parse_request(
     uris = [uris] if isinstance(uris, str) else uris
     if not isinstance(uris, list) or not all(isinstance(uri, str) for uri in uris):
         raise ValueError("image_data must be a list of data URIs")
-    request = Request(ids, [pictures.get(uri) for uri in uris], spec, str(body.get("rid") or uuid.uuid4().hex))
+    request = Request(ids, [images.get(uri) for uri in uris], spec, str(body.get("rid") or uuid.uuid4().hex))
     room = max_context - len(request.ids)
     if room < 1:
-        raise ValueError(f"the prompt has {len(request.ids)} tokens with its pictures; the context is {max_context}")
+        raise ValueError(f"the prompt has {len(request.ids)} tokens with its images; the context is {max_context}")
     settings = body.get("sampling_params") or {}
     if not isinstance(settings, dict):
         raise ValueError("sampling_params must be an object")

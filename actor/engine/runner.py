@@ -82,7 +82,7 @@ class Runner:
 
     @torch.inference_mode()
     def encode(self, patches: Sequence[np.ndarray], grids: Sequence[tuple[int, int, int]]) -> list[tuple[Tensor, ...]]:
-        """Features of pictures: per picture the embedding and the deepstack levels, each [tokens, hidden]."""
+        """Features of images: per image the embedding and the deepstack levels, each [tokens, hidden]."""
         return self.tower.encode(patches, grids)
 
     @torch.inference_mode()
@@ -238,7 +238,7 @@ class Runner:
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """A decoder layer with its parallel projections fused; the module's own parameters become views of the fused."""
+    """A images layer with its parallel projections fused; the module's own parameters become views of the fused."""
 
     attention: Any
     mlp: Any

@@ -184,10 +184,10 @@ class Scheduler:
         batch = sorted(self._running.values(), key=lambda r: (r.num_new() > 1, r.slot))
         if not batch:
             return
-        pictures = [r.new_pictures() for r in batch]
-        flat = [picture for own in pictures for picture in own]
+        images = [r.new_images() for r in batch]
+        flat = [image for own in images for image in own]
         features = iter(self.runner.encode([p.patches for p in flat], [p.grid for p in flat]))
-        rows = [_row(r, [next(features) for _ in own]) for r, own in zip(batch, pictures, strict=True)]
+        rows = [_row(r, [next(features) for _ in own]) for r, own in zip(batch, images, strict=True)]
         tokens, logprobs, watched = sample(self.runner.forward(rows), [r.sampler for r in batch], self._biases)
         self.steps += 1
         self.tokens_out += len(batch)

@@ -1,6 +1,6 @@
 """Which tokens are in which slot of the KV cache: reuse between the turns of an episode.
 
-A stream of keys stands for a sequence: the token id, or -(content hash) at the visual tokens of a picture, so that
+A stream of keys stands for a sequence: the token id, or -(content hash) at the visual tokens of an image, so that
 equal keys mean equal inputs. The keys of a slot are exactly the tokens whose K and V it holds.
 """
 

@@ -1,6 +1,6 @@
-"""The vision tower of the embedded engine: pictures of equal size are computed as one batch.
+"""The vision tower of the embedded engine: images of equal size are computed as one batch.
 
-Suffixes: P = patches of one picture, B = pictures of one grid.
+Suffixes: P = patches of one image, B = images of one grid.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VisionTower:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Folds the pixel normalisation and the equal frames of a still picture into one matrix; forgets tables."""
+        """Folds the pixel normalisation and the equal frames of a still image into one matrix; forgets tables."""
         self._tables.clear()
         proj = self.visual.patch_embed.proj
         with torch.no_grad():
@@ -52,7 +52,7 @@ class VisionTower:
             self._weight = (weight * scale).flatten(1).to(proj.weight.dtype)
 
     def encode(self, patches: Sequence[np.ndarray], grids: Sequence[Grid]) -> list[tuple[Tensor, ...]]:
-        """Per picture (uint8 [P, 3, patch, patch]): its embedding and each deepstack level, [tokens, hidden]."""
+        """Per image (uint8 [P, 3, patch, patch]): its embedding and each deepstack level, [tokens, hidden]."""
         by_grid: dict[Grid, list[int]] = defaultdict(list)
         for index, grid in enumerate(grids):
             by_grid[grid].append(index)

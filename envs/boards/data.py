@@ -147,10 +147,10 @@ def row_of(board: Board, pixels_per_cell: int = 64, max_nodes: int = 50_000) -> 
     moves = solve(board, max_nodes=max_nodes)
     if not moves:
         return None
-    picture = png(render(board.codes(), board.height, board.width, pixels_per_cell))
+    image = png(render(board.codes(), board.height, board.width, pixels_per_cell))
     return {
         "prompt": f"{SYSTEM_PROMPT}\n<image>",
-        "images": [data_uri(picture)],
+        "images": [data_uri(image)],
         "extra_info": {"env_config": board.env_config(), "solution_length": len(moves)},
     }
 

@@ -1,4 +1,4 @@
-"""Pictures of Sokoban boards: tiles are drawn once per size, a board is put together from them by indexing."""
+"""Images of Sokoban boards: tiles are drawn once per size, a board is put together from them by indexing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PALETTE = bytes(channel for colour in _COLOURS for channel in colour)
 
 
 def render(codes: bytes, height: int, width: int, pixels_per_cell: int) -> Image.Image:
-    """The board as a palette picture of height*p x width*p pixels; `codes` are the seen codes of the cells."""
+    """The board as a palette image of height*p x width*p pixels; `codes` are the seen codes of the cells."""
     p = pixels_per_cell
     grid = np.frombuffer(codes, dtype=np.uint8).reshape(height, width)
     pixels = _tiles(p)[grid].transpose(0, 2, 1, 3).reshape(height * p, width * p)
@@ -25,7 +25,7 @@ def render(codes: bytes, height: int, width: int, pixels_per_cell: int) -> Image
 
 
 def png(image: Image.Image) -> bytes:
-    """The picture as a PNG file; `compress_level` 1 keeps it fast, and drawn boards are small anyway."""
+    """The image as a PNG file; `compress_level` 1 keeps it fast, and drawn boards are small anyway."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

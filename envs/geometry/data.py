@@ -19,7 +19,7 @@ from PIL import Image as PILImage
 from envs.datasets import MAX_LISTED, Tick, load_dataset, no_tick, read_rows
 from envs.math_reward import label_problem
 from shared.types import Sample
-from shared.vision import PICTURE_FORMATS
+from shared.vision import IMAGE_FORMATS
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Problems:
 
 
 def read_problems(paths: Iterable[Path], tick: Tick = no_tick) -> Problems:
-    """All rows with a readable picture and a label that parses. ValueError for a missing file or column, or no row."""
+    """All rows with a readable image and a label that parses. ValueError for a missing file or column, or no row."""
     problems = Problems()
     for path in paths:
         columns = next(read_rows(path), {})
@@ -56,7 +56,7 @@ def read_problems(paths: Iterable[Path], tick: Tick = no_tick) -> Problems:
 
 
 def split_problems(samples: Iterable[Sample], num_heldout: int, seed: int = 0) -> tuple[list[Sample], list[Sample]]:
-    """(train, held out) at random; problems with the same picture stay together, so `num_heldout` may be passed by
+    """(train, held out) at random; problems with the same image stay together, so `num_heldout` may be passed by
     a few. ValueError if none is left to train on."""
     families: dict[str, list[Sample]] = {}
     for sample in samples:
@@ -100,6 +100,6 @@ def _question(sample: Sample) -> tuple[str, ...]:
 
 
 def _uri(data: bytes | memoryview) -> str:
-    with PILImage.open(io.BytesIO(data), formats=PICTURE_FORMATS) as picture:
-        kind = PILImage.MIME.get(picture.format or "", "image/png")
+    with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+        kind = PILImage.MIME.get(image.format or "", "image/png")
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"

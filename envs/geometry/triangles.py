@@ -1,6 +1,6 @@
-"""Drawn triangle problems: an endless small geometry set of the project's own, each with its picture and answer.
+"""Drawn triangle problems: an endless small geometry set of the project's own, each with its image and answer.
 
-Settings: `picture_pixels` (side of the square picture, 160), `kinds` (some of KINDS), `angle_step` (angles are
+Settings: `picture_pixels` (side of the square image, 160), `kinds` (some of KINDS), `angle_step` (angles are
 multiples of it, 5).
 """
 
@@ -129,7 +129,7 @@ def _two_angles(rng: Random, step: int) -> tuple[int, int]:
 
 
 def _draw(figure: _Figure, rng: Random, pixels: int) -> Image.Image:
-    """A palette picture, black on white, the triangle turned at random."""
+    """A palette image, black on white, the triangle turned at random."""
     if not 48 <= pixels <= 2048:
         raise ValueError(f"picture_pixels is {pixels}: use 48 to 2048")
     corners = _corners(figure.angles, rng.uniform(0, 360), pixels)

@@ -96,7 +96,7 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], enviro
     }
     paths = [PLUGIN] if stages_weights(recipe) else []
     if recipe.engine.device == "cpu":
-        # compiling costs minutes at the first pictures and gains nothing on a CPU
+        # compiling costs minutes at the first images and gains nothing on a CPU
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
         paths.append(STAND_INS)
     env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
@@ -159,7 +159,7 @@ def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
         "random-seed": recipe.run.seed + index,  # engines with one seed would sample the same tokens
         "mm-process-config": {"image": {"size": size}},
         "weight-version": NO_WEIGHTS,
-        "skip-server-warmup": True,  # ours has a picture
+        "skip-server-warmup": True,  # ours has an image
     }
     if engine.device == "cpu":
         flags |= {

@@ -11,7 +11,7 @@ EVERY_S = 5.0
 ANSWER_S = 5.0
 
 
-class Pulse:
+class HealthProbe:
     """Asks a server's /health every few seconds, in a thread of its own, until `stop`."""
 
     def __init__(self, url: str, *, first_s: float, silent_s: float) -> None:

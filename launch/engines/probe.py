@@ -1,4 +1,4 @@
-"""Whether an engine serves the recipe's model: its kind and its vocabulary, and an answer to a picture."""
+"""Whether an engine serves the recipe's model: its kind and its vocabulary, and an answer to an image."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from actor.client import EngineClient, EngineError
 from shared.types import Image
 from shared.vision import VisionSpec
 
-PROBE = "Picture 12: <answer>up, left</answer> \u00e9\u6f22<|im_end|>"
+PROBE = "Image 12: <answer>up, left</answer> \u00e9\u6f22<|im_end|>"
 CALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What an engine can be asked about its model. `probe_ids`: the tokens of PROBE; `picture_ids`: those of a picture
+    """What an engine can be asked about its model. `probe_ids`: the tokens of PROBE; `picture_ids`: those of an image
     in the compact stream."""
 
     path: str
     model_type: str
     vocab_size: int
     probe_ids: tuple[int, ...]
-    picture_ids: tuple[int, int, int]
+    image_ids: tuple[int, int, int]
     vision: VisionSpec
 
     @staticmethod
@@ -39,12 +39,12 @@ class ModelFacts:
             raise ValueError(f"model.path = {path!r} has no tokenizer.json")
         ids = tuple(Tokenizer.from_file(str(file)).encode(PROBE).ids)
         vocab_size = config["text_config"]["vocab_size"]
-        picture = (config["vision_start_token_id"], vision.image_token_id, config["vision_end_token_id"])
-        return ModelFacts(path, config["model_type"], vocab_size, ids, picture, vision)
+        image = (config["vision_start_token_id"], vision.image_token_id, config["vision_end_token_id"])
+        return ModelFacts(path, config["model_type"], vocab_size, ids, image, vision)
 
 
 async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
-    """Waits until the engine answers a picture. EngineError: silent for `timeout_s`, or it serves another model."""
+    """Waits until the engine answers an image. EngineError: silent for `timeout_s`, or it serves another model."""
     await client.wait_healthy(timeout_s)
     info = await client.model_info(CALL_S)
     if not isinstance(info, dict) or "model_path" not in info:
@@ -61,24 +61,24 @@ async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float
 
 
 async def check_answers(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
-    """What every way to an engine must keep: a picture's size, and the bans of tokens. EngineError if it does not."""
+    """What every way to an engine must keep: an image's size, and the bans of tokens. EngineError if it does not."""
     width, height = 2 * model.vision.patch_size * model.vision.merge_size, model.vision.patch_size
-    picture = _picture(width, height)
-    num_tokens, likeliest = await client.warm_up(model.picture_ids, [picture], timeout_s)
+    image = _image(width, height)
+    num_tokens, likeliest = await client.warm_up(model.image_ids, [image], timeout_s)
     expected = model.vision.num_tokens(model.vision.grid(width, height)) + 2
     if num_tokens != expected:
         raise EngineError(
-            f"{client.url} makes {num_tokens} tokens of a prompt with a picture, the learner {expected}; give it "
+            f"{client.url} makes {num_tokens} tokens of a prompt with an image, the learner {expected}; give it "
             "the bounds model.min_pixels and model.max_pixels, as launch/engines/commands.py does"
         )
-    if (await client.warm_up(model.picture_ids, [picture], timeout_s, (likeliest,)))[1] == likeliest:
+    if (await client.warm_up(model.image_ids, [image], timeout_s, (likeliest,)))[1] == likeliest:
         raise EngineError(
             f"{client.url} samples a token that the request bans: it loses logit_bias (sglang-router 0.3.2 does), "
             "and every logprob would be a little wrong; use a proxy that passes requests on as they are"
         )
 
 
-def _picture(width: int, height: int) -> Image:
+def _image(width: int, height: int) -> Image:
     buffer = io.BytesIO()
     PILImage.new("RGB", (width, height), (200, 120, 40)).save(buffer, "PNG")
     return Image.of(buffer.getvalue())

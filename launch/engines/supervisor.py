@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from actor.client import EngineClient, EngineError
 from launch.engines.commands import EngineSpec, last_lines
-from launch.engines.health import Pulse
+from launch.engines.health import HealthProbe
 from launch.engines.probe import ModelFacts, check_answers, check_engine
 from launch.processes.children import Child, start, start_family
 from launch.processes.restarts import Restarts, TooManyRestarts, how_it_ended
@@ -29,7 +29,7 @@ class Engine:
     silent_timeout_s: float
     child: Child | None = None
     restart_at: float = 0.0
-    pulse: Pulse | None = None
+    probe: HealthProbe | None = None
 
     def start(self) -> None:
         spec = self.spec
@@ -41,7 +41,7 @@ class Engine:
                 write_secret(*spec.secret, anew=True)
             self.child = start_family(spec.name, spec.command, spec.log, env=spec.env, fresh=fresh)
         self.restarts.started()
-        self.pulse = Pulse(spec.url, first_s=self.start_timeout_s, silent_s=self.silent_timeout_s)
+        self.probe = HealthProbe(spec.url, first_s=self.start_timeout_s, silent_s=self.silent_timeout_s)
 
     def how_it_ended(self) -> str:
         """Empty while it runs."""
@@ -53,10 +53,10 @@ class Engine:
             if time.monotonic() >= self.restart_at:
                 self.start()
             return
-        assert self.pulse is not None
-        if not (how := self.how_it_ended() or self.pulse.missing):
+        assert self.probe is not None
+        if not (how := self.how_it_ended() or self.probe.missing):
             return
-        self.pulse.stop()
+        self.probe.stop()
         self.child.kill()  # itself if it hangs, and what it left behind
         try:
             pause_s = self.restarts.pause_s()
@@ -70,7 +70,7 @@ class Engine:
 def wait_until_serving(
     urls: tuple[str, ...], engines: list[Engine], model: ModelFacts, timeout_s: float, api_key: str = ""
 ) -> None:
-    """Returns when every engine has answered a request with a picture; the first takes SGLang long. EngineError names
+    """Returns when every engine has answered a request with an image; the first takes SGLang long. EngineError names
     the engine that has ended, is not ready in time, or serves another model."""
 
     async def wait() -> None:

@@ -43,7 +43,7 @@ class Restored:
 
     path: Path
     version: PolicyVersion
-    intake: dict[str, Any]
+    ticket_server: dict[str, Any]
 
 
 # What a run cannot change on its way: model, task and data, and what tickets and optimizer state are made of.
@@ -104,7 +104,7 @@ class Saver:
         self._writing: Future[None] | None = None
         self.num_failed = 0
 
-    def save(self, version: PolicyVersion, intake: dict[str, Any]) -> Path:
+    def save(self, version: PolicyVersion, ticket_server: dict[str, Any]) -> Path:
         """Of the trainer's step, kept beside the last few. `intake` is rank 0's, plain JSON values."""
         self.wait()
         trainer, ranks = self._trainer, self._ranks
@@ -117,7 +117,7 @@ class Saver:
             "recipe": self._recipe.model_dump(mode="json"),
             "trainer": trainer.state(),
             "version": version,
-            "intake": intake,
+            "intake": ticket_server,
         }
         barrier(ranks, timeout_s=self._timeout_s)
         rng = _rng_state(ranks)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shared.vision import Grid
 
-# A name with `flash` in it makes transformers' vision towers hand over all pictures at once, not one after another.
+# A name with `flash` in it makes transformers' vision towers hand over all images at once, not one after another.
 TEXT_ATTENTION = "pronk_packed"
 VISION_ATTENTION = "pronk_packed_flash"
 
@@ -53,7 +53,7 @@ def packing_of(lengths: tuple[int, ...], *, causal: bool, device: torch.device) 
 
 
 def window_lengths(grids: Iterable[Grid], *, merge_size: int, window_tokens: int) -> tuple[int, ...]:
-    """Patches of each window of pictures with these grids, in Qwen2.5-VL's order: picture by picture, row by row.
+    """Patches of each window of images with these grids, in Qwen2.5-VL's order: image by image, row by row.
 
     A window is a square of `window_tokens` x `window_tokens` visual tokens, smaller at the right and lower edges.
     """

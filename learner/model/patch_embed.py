@@ -1,4 +1,4 @@
-"""The vision tower's first layer, straight on uint8 patches of still pictures."""
+"""The vision tower's first layer, straight on uint8 patches of still images."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shared.vision import VisionSpec
 
 
 class StillPatchEmbed(nn.Module):
-    """Equals normalising the pixels, repeating the picture along time and the tower's own convolution.
+    """Equals normalising the pixels, repeating the image along time and the tower's own convolution.
 
     The convolution's window is its stride, so it is one matrix product; what is the same for every patch (mean,
-    standard deviation, the sum over the repeated picture) goes into the weight. The parameters keep their names.
+    standard deviation, the sum over the repeated image) goes into the weight. The parameters keep their names.
     """
 
     def __init__(self, proj: nn.Conv3d, spec: VisionSpec) -> None:

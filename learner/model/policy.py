@@ -87,8 +87,8 @@ class Policy(nn.Module):
         return hidden if self.trimmed else hidden.index_select(0, batch.predictors)
 
     def _vision(self, batch: Microbatch) -> tuple[Tensor, list[Tensor]]:
-        """Features of the visual tokens [M,H], and each deepstack layer's; of a blank picture if there is none."""
-        spec, grids, patches, lengths = self.spec, batch.grids_thw, batch.patches, batch.picture_lengths
+        """Features of the visual tokens [M,H], and each deepstack layer's; of a blank image if there is none."""
+        spec, grids, patches, lengths = self.spec, batch.grids_thw, batch.patches, batch.image_lengths
         if not lengths:
             lengths = (spec.merge_size**2,)
             patches = patches.new_zeros(lengths[0], *patches.shape[1:])
@@ -100,7 +100,7 @@ class Policy(nn.Module):
             packing = replace(packing, windows=packing_of(windows, causal=False, device=patches.device))
         vision = self.vlm.model.visual(patches, grid_thw=grids, packing=packing)
         deepstack = list(getattr(vision, "deepstack_features", None) or ())
-        if not batch.picture_lengths:
+        if not batch.image_lengths:
             return vision.pooler_output, deepstack
         rows = batch.visual_rows
         return vision.pooler_output[rows], [layer[rows] for layer in deepstack]

@@ -21,7 +21,7 @@ from learner.model.policy import Policy
 from shared.config import LearnerConfig
 
 
-def prepare(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
+def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
     """Makes `policy` as the recipe wants it, in place, on the ranks' device; before an optimizer is made.
 
     It is sharded where there are several ranks, a dtype other than float32, or an offload.

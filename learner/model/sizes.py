@@ -15,7 +15,7 @@ MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelSizes:
     """Sizes as config.json names them. `num_experts` 0: every layer is dense."""
 
     vocab_size: int
@@ -99,15 +99,15 @@ class Shape:
 
     # ------------------------------------------------------------------ floating-point operations
 
-    def forward_flops(self, documents: Sequence[int], pictures: Sequence[int], num_rows: int) -> float:
+    def forward_flops(self, documents: Sequence[int], decoder: Sequence[int], num_rows: int) -> float:
         """Of one forward over packed documents: matrix products and attention, nothing else.
 
-        `documents`: tokens of each, attended to causally; `pictures`: patches of each distinct one, a product for both
+        `documents`: tokens of each, attended to causally; `images`: patches of each distinct one, a product for both
         its equal frames; `num_rows`: rows of which logits and, of the last layer, queries, their projections and the
         MLP are computed (its attention is counted whole; a GPU computes the queries of all rows too). A training step
         takes three times as many, if nothing is recomputed.
         """
-        tokens, patches, h = sum(documents), sum(pictures), self.vision_hidden
+        tokens, patches, h = sum(documents), sum(decoder), self.vision_hidden
         sparse = self.num_layers - self.num_dense_layers
         active = self.num_dense_layers * self.layer_parameters(sparse=False)
         active += sparse * self.layer_parameters(sparse=True, active=True) if sparse else 0
@@ -119,11 +119,11 @@ class Shape:
             last = self.layer_parameters(sparse=sparse > 0, active=True) - key_value
             text -= 2 * last * (tokens - num_rows)
         vision = 2 * (self.vision_depth * self.vision_block_parameters + h * self.patch_values // 2) * patches
-        vision += 4 * self.vision_depth * h * sum(n * n for n in pictures)
+        vision += 4 * self.vision_depth * h * sum(n * n for n in decoder)
         return text + vision + 2 * self.projector_parameters * patches / self.merge
 
 
-def shape_of(config: dict[str, Any]) -> Shape | None:
+def sizes_of(config: dict[str, Any]) -> ModelSizes | None:
     """Of a config.json; None for a model type whose sizes are not known here."""
     if config.get("model_type") not in MODEL_TYPES:
         return None
@@ -132,7 +132,7 @@ def shape_of(config: dict[str, Any]) -> Shape | None:
     step, only_dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
     dense = [i for i in range(text["num_hidden_layers"]) if not experts or i in only_dense or (i + 1) % step]
     patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    return Shape(
+    return ModelSizes(
         vocab_size=text["vocab_size"],
         hidden_size=text["hidden_size"],
         num_layers=text["num_hidden_layers"],
@@ -156,11 +156,11 @@ def shape_of(config: dict[str, Any]) -> Shape | None:
     )
 
 
-def find(name: str) -> Shape:
+def find(name: str) -> ModelSizes:
     """Of a folder with config.json, or of a published model by name. ValueError naming what there is."""
     file = Path(name) / "config.json"
     if file.exists():
-        shape = shape_of(json.loads(file.read_text()))
+        shape = sizes_of(json.loads(file.read_text()))
         if shape is None:
             raise ValueError(f"{file} is of no model type whose sizes are known; those are {', '.join(MODEL_TYPES)}")
         return shape
@@ -173,10 +173,10 @@ def find(name: str) -> Shape:
 
 def _published(
     hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, experts: int, tower: str
-) -> Shape:
+) -> ModelSizes:
     """`intermediate`: of the MLP or, where there are experts, of each of them."""
     depth, h, i = {"small": (24, 1024, 4096), "large": (27, 1152, 4304)}[tower]
-    return Shape(
+    return ModelSizes(
         vocab_size=151936,
         hidden_size=hidden,
         num_layers=layers,

@@ -25,9 +25,9 @@ from learner.tickets.evaluations import Evaluations
 from learner.tickets.leases import Leases
 from learner.tickets.records import (
     BookSettings,
-    Entry,
+    EarlierProcess,
     EvaluationResult,
-    Past,
+    TicketState,
     Verdict,
     fault,
     newest_version,
@@ -59,13 +59,13 @@ class TicketBook:
         self.last_drop = ""  # the newest drop in words
         self._clock = clock
         self._leases = Leases(settings.lease_s, clock)
-        self._open: dict[int, Entry] = {}  # training tickets by number
+        self._open: dict[int, TicketState] = {}  # training tickets by number
         self._open_by_version: Counter[PolicyVersion] = Counter()  # how many of them each version has issued
-        self._ready: dict[int, Entry] = {}  # those with their group
-        self._in_training: dict[int, Entry] = {}
+        self._ready: dict[int, TicketState] = {}  # those with their group
+        self._in_training: dict[int, TicketState] = {}
         self._acknowledgments: dict[str, list[str]] = {}  # by actor
         self.evaluations = Evaluations(nonce, settings.lease_s, self._leases)
-        self._pasts: dict[str, Past] = {}  # by nonce
+        self._pasts: dict[str, EarlierProcess] = {}  # by nonce
 
     @property
     def open(self) -> int:
@@ -80,7 +80,7 @@ class TicketBook:
     def reissued(self) -> int:
         return self._leases.reissued
 
-    def _find(self, ticket_id: str) -> Entry | None:
+    def _find(self, ticket_id: str) -> TicketState | None:
         """The entry of a ticket that is open or in training, also by the id that an earlier process gave it."""
         number, nonce = number_of(ticket_id)
         past = self._pasts.get(nonce)
@@ -92,15 +92,15 @@ class TicketBook:
 
     def issue(self, actor: str) -> Ticket | None:
         """A ticket for `actor`: evaluation first, then one to be played again, then a new one; None = not now."""
-        entry = self._leases.next_for(actor)
-        if entry is None:
+        state = self._leases.next_for(actor)
+        if state is None:
             if not self._may_issue():
                 return None
-            entry = self._add(self.issued, self.version)
+            state = self._add(self.issued, self.version)
             self.issued += 1
-        entry.attempts += 1
-        self._leases.hold(entry, actor, anew=True)
-        return entry.ticket
+        state.attempts += 1
+        self._leases.hold(state, actor, anew=True)
+        return state.ticket
 
     def _may_issue(self) -> bool:
         s, dropped = self.settings, self.dropped.total()
@@ -108,7 +108,7 @@ class TicketBook:
             return False
         return may_issue(self.issued, dropped, self.version, s.max_staleness, s.groups_per_version)
 
-    def _add(self, number: int, version: PolicyVersion) -> Entry:
+    def _add(self, number: int, version: PolicyVersion) -> TicketState:
         s = self.settings
         ticket = Ticket(
             id=f"{number}-{self.nonce}",
@@ -119,9 +119,9 @@ class TicketBook:
             lease_s=s.lease_s,
             seed=(s.seed * 1_000_003 + number) % 2**31,
         )
-        entry = self._open[number] = Entry(ticket, number)
+        state = self._open[number] = TicketState(ticket, number)
         self._open_by_version[version] += 1
-        return entry
+        return state
 
     # -------------------------------------------------------------- what actors say and do not say
 
@@ -133,17 +133,17 @@ class TicketBook:
         """
         void, named = [], set[str]()
         for ticket_id in ticket_ids:
-            entry = self._find(ticket_id)
-            if entry is None or (entry.group is not None and entry.bringer != actor):
+            state = self._find(ticket_id)
+            if state is None or (state.group is not None and state.bringer != actor):
                 void.append(ticket_id)
-            elif entry.group is None:
-                named.add(entry.ticket.id)
-                if actor not in entry.holders:
-                    self._leases.hold(entry, actor, anew=False)
+            elif state.group is None:
+                named.add(state.ticket.id)
+                if actor not in state.holders:
+                    self._leases.hold(state, actor, anew=False)
         lost_since = self._clock() - self.settings.lost_after_s
-        for ticket_id, entry in list(self._leases.of(actor).items()):
-            if ticket_id not in named and entry.holders[actor] < lost_since:
-                self._leases.release(entry, actor)
+        for ticket_id, state in list(self._leases.of(actor).items()):
+            if ticket_id not in named and state.holders[actor] < lost_since:
+                self._leases.release(state, actor)
         return tuple(void)
 
     def actor_gone(self, actor: str) -> None:
@@ -153,17 +153,17 @@ class TicketBook:
 
     def expire(self) -> tuple[str, ...]:
         """Queues the tickets whose lease is over for other actors, and returns their ids. The first group counts."""
-        return tuple(entry.ticket.id for entry in self._leases.expire())
+        return tuple(state.ticket.id for state in self._leases.expire())
 
     def holders(self, ticket_id: str) -> tuple[str, ...]:
         """The actors that have this ticket, as long as it is open and nobody has brought its group."""
-        entry = self._find(ticket_id)
-        return () if entry is None else tuple(entry.holders)
+        state = self._find(ticket_id)
+        return () if state is None else tuple(state.holders)
 
     def ticket(self, ticket_id: str) -> Ticket | None:
         """If it is open and for training."""
-        entry = self._find(ticket_id)
-        return entry.ticket if entry is not None and entry.group is None and not entry.ticket.evaluation else None
+        state = self._find(ticket_id)
+        return state.ticket if state is not None and state.group is None and not state.ticket.evaluation else None
 
     def holding(self, actor: str) -> int:
         """How many tickets an actor has yet to bring the group of."""
@@ -176,41 +176,41 @@ class TicketBook:
 
     def accept(self, group: Group, actor: str) -> Verdict:
         """Takes a well-formed group that `actor` brings, at most one for each ticket."""
-        entry = self._find(group.ticket_id)
-        if entry is None or (entry.group is not None and entry.bringer != actor):
+        state = self._find(group.ticket_id)
+        if state is None or (state.group is not None and state.bringer != actor):
             return self._refuse(group.ticket_id)
-        if entry.group is not None:
+        if state.group is not None:
             return Verdict.AGAIN
         past = self._pasts.get(number_of(group.ticket_id)[1])
         last = past.version if past is not None else self.version + 1  # engines resume before the learner hears of it
         if newest_version(group) > last:
-            self._leases.release(entry, actor)
+            self._leases.release(state, actor)
             self.refused[Verdict.OUTDATED] += 1
             return Verdict.OUTDATED
-        wrong = fault(group, entry.ticket, self.settings.refuse)
+        wrong = fault(group, state.ticket, self.settings.refuse)
         if wrong:
             return self.reject(group.ticket_id, *wrong)
-        self._leases.close(entry)
-        entry.group, entry.bringer = group, actor
-        if entry.ticket.evaluation:
-            self.evaluations.accept(entry)
+        self._leases.close(state)
+        state.group, state.bringer = group, actor
+        if state.ticket.evaluation:
+            self.evaluations.accept(state)
             self._acknowledgments.setdefault(actor, []).append(group.ticket_id)
         else:
-            entry.oldest = oldest_version(group)
-            self._ready[entry.number] = entry
+            state.oldest = oldest_version(group)
+            self._ready[state.number] = state
         return Verdict.ACCEPTED
 
     def reject(self, ticket_id: str, reason: str, detail: str = "") -> Verdict:
         """A group of this ticket came and is of no use. Training goes on with another sample."""
-        entry = self._find(ticket_id)
-        if entry is None or entry.group is not None:
+        state = self._find(ticket_id)
+        if state is None or state.group is not None:
             return self._refuse(ticket_id)
         self.last_drop = f"{reason}: {detail}"[:300]
-        self._leases.close(entry)
-        if entry.ticket.evaluation:
-            self.evaluations.reject(entry, reason)
+        self._leases.close(state)
+        if state.ticket.evaluation:
+            self.evaluations.reject(state, reason)
         else:
-            self._drop(entry, reason)
+            self._drop(state, reason)
         return Verdict.DROPPED
 
     def _refuse(self, ticket_id: str) -> Verdict:
@@ -233,26 +233,26 @@ class TicketBook:
             stale = [e for e in batch if age(self.version, e.oldest) > self.settings.max_staleness]
             if not stale:
                 break
-            for entry in stale:
-                self.last_drop = f"stale: tokens of version {entry.oldest} at version {self.version}"
-                self._drop(entry, "stale")
+            for state in stale:
+                self.last_drop = f"stale: tokens of version {state.oldest} at version {self.version}"
+                self._drop(state, "stale")
         else:
             return None
-        others = self._open_by_version - Counter(entry.ticket.version for entry in batch)
+        others = self._open_by_version - Counter(state.ticket.version for state in batch)
         s = self.settings
         if not leaves_room(others, self.trained + count, self.version, s.max_staleness, s.groups_per_version):
             return None
-        for entry in batch:
-            self._close(entry)
+        for state in batch:
+            self._close(state)
         self.trained += count
-        self._in_training |= {entry.number: entry for entry in batch}
+        self._in_training |= {state.number: state for state in batch}
         return [(e.ticket, e.group) for e in batch if e.group is not None]
 
     def commit(self) -> None:
         """The step on all groups taken so far is done: their actors may forget them."""
-        for entry in self._in_training.values():
-            assert entry.group is not None
-            self._acknowledgments.setdefault(entry.bringer, []).append(entry.group.ticket_id)
+        for state in self._in_training.values():
+            assert state.group is not None
+            self._acknowledgments.setdefault(state.bringer, []).append(state.group.ticket_id)
         self._in_training.clear()
 
     def acknowledgments(self) -> dict[str, list[str]]:
@@ -260,14 +260,14 @@ class TicketBook:
         due, self._acknowledgments = self._acknowledgments, {}
         return due
 
-    def _drop(self, entry: Entry, reason: str) -> None:
-        self._close(entry)
+    def _drop(self, state: TicketState, reason: str) -> None:
+        self._close(state)
         self.dropped[reason] += 1
 
-    def _close(self, entry: Entry) -> None:
-        del self._open[entry.number]
-        self._ready.pop(entry.number, None)
-        self._open_by_version -= Counter([entry.ticket.version])
+    def _close(self, state: TicketState) -> None:
+        del self._open[state.number]
+        self._ready.pop(state.number, None)
+        self._open_by_version -= Counter([state.ticket.version])
 
     # -------------------------------------------------------------- checkpoint
 
@@ -280,7 +280,7 @@ class TicketBook:
             "trained": self.trained,
             "reissued": self.reissued,
             "dropped": dict(self.dropped),
-            "open": [[entry.number, entry.ticket.version] for entry in self._open.values()],
+            "open": [[state.number, state.ticket.version] for state in self._open.values()],
             "pasts": [[past.nonce, past.version, past.issued] for past in self._pasts.values()],
         }
 
@@ -294,6 +294,9 @@ class TicketBook:
         self._leases.reissued = state["reissued"]
         for number, version in state["open"]:
             self._leases.queue(self._add(number, version))
-        pasts = [*(Past(*past) for past in state["pasts"]), Past(state["nonce"], self.version, self.issued)]
+        pasts = [
+            *(EarlierProcess(*past) for past in state["pasts"]),
+            EarlierProcess(state["nonce"], self.version, self.issued),
+        ]
         self._pasts = {past.nonce: past for past in pasts[-KNOWN_PASTS:]}
         assert self.issued == self.trained + self.dropped.total() + self.open, f"ticket counters do not add up: {state}"

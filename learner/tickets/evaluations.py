@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from learner.tickets.leases import Leases
-from learner.tickets.records import Entry, Evaluation, EvaluationResult
+from learner.tickets.records import Evaluation, EvaluationResult, TicketState
 from shared.types import PolicyVersion, Sample, Sampling, Ticket
 
 ATTEMPTS = 3
@@ -25,7 +25,7 @@ class Evaluations:
         """Tickets without a group."""
         return sum(len(e.open) for e in self._running.values())
 
-    def find(self, ticket_id: str) -> Entry | None:
+    def find(self, ticket_id: str) -> TicketState | None:
         """The entry of an open ticket."""
         evaluation = self._running.get(ticket_id.rpartition("/")[0])
         return evaluation.open.get(ticket_id) if evaluation is not None else None
@@ -36,26 +36,26 @@ class Evaluations:
         """Queues one ticket for each sample; the i-th has seed i. ValueError: name in use."""
         if not name or name in self._running:
             raise ValueError(f"evaluation {name!r} is running already (or has no name); give each one its own name")
-        opened: dict[str, Entry] = {}
+        opened: dict[str, TicketState] = {}
         for i, sample in enumerate(samples):
             ticket_id = f"{name}/{i}-{self._nonce}"
             ticket = Ticket(ticket_id, sample, group_size, version, sampling, self._lease_s, evaluation=name, seed=i)
-            opened[ticket_id] = Entry(ticket, i)
+            opened[ticket_id] = TicketState(ticket, i)
         self._running[name] = Evaluation(opened)
         self._leases.add(opened.values())
 
-    def accept(self, entry: Entry) -> None:
+    def accept(self, state: TicketState) -> None:
         """Its group is in the entry."""
-        evaluation = self._running[entry.ticket.evaluation]
-        evaluation.done.append(evaluation.open.pop(entry.ticket.id))
+        evaluation = self._running[state.ticket.evaluation]
+        evaluation.done.append(evaluation.open.pop(state.ticket.id))
 
-    def reject(self, entry: Entry, reason: str) -> None:
+    def reject(self, state: TicketState, reason: str) -> None:
         """What came is of no use; the ticket is in no queue now."""
-        if entry.attempts < ATTEMPTS:
-            self._leases.queue(entry)
+        if state.attempts < ATTEMPTS:
+            self._leases.queue(state)
         else:
-            evaluation = self._running[entry.ticket.evaluation]
-            del evaluation.open[entry.ticket.id]
+            evaluation = self._running[state.ticket.evaluation]
+            del evaluation.open[state.ticket.id]
             evaluation.lost[reason] += 1
 
     def result(self, name: str) -> EvaluationResult | None:

@@ -15,7 +15,7 @@ class TooManyFailures(ValueError):
     """The environment or the reward fails too often for the run to go on; one line with the first reason."""
 
 
-class Failures:
+class FailureRate:
     """The endings of the last `WINDOW` episodes; `max_share` of them may be failures (1.0: all of them)."""
 
     def __init__(self, max_share: float) -> None:

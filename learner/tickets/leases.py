@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from learner.tickets.records import Entry
+from learner.tickets.records import TicketState
 
 
 class Leases:
@@ -14,81 +14,81 @@ class Leases:
         self.reissued = 0
         self._lease_s = lease_s
         self._clock = clock
-        self._evaluation: dict[str, Entry] = {}  # waiting, before all others
-        self._training: dict[str, Entry] = {}  # waiting
-        self._held: dict[str, dict[str, Entry]] = {}  # by actor
-        self._running: dict[str, Entry] = {}  # leased and not waiting, in the order in which the leases end
+        self._evaluation: dict[str, TicketState] = {}  # waiting, before all others
+        self._training: dict[str, TicketState] = {}  # waiting
+        self._held: dict[str, dict[str, TicketState]] = {}  # by actor
+        self._running: dict[str, TicketState] = {}  # leased and not waiting, in the order in which the leases end
 
-    def _waiting(self, entry: Entry) -> dict[str, Entry]:
-        return self._evaluation if entry.ticket.evaluation else self._training
+    def _waiting(self, state: TicketState) -> dict[str, TicketState]:
+        return self._evaluation if state.ticket.evaluation else self._training
 
-    def add(self, entries: Iterable[Entry]) -> None:
+    def add(self, entries: Iterable[TicketState]) -> None:
         """New tickets, to be handed out."""
-        for entry in entries:
-            self._waiting(entry)[entry.ticket.id] = entry
+        for state in entries:
+            self._waiting(state)[state.ticket.id] = state
 
-    def queue(self, entry: Entry) -> None:
+    def queue(self, state: TicketState) -> None:
         """To be handed out again; who holds it still may bring its group."""
-        self._running.pop(entry.ticket.id, None)
-        if entry.ticket.id not in self._waiting(entry):
-            self._waiting(entry)[entry.ticket.id] = entry
+        self._running.pop(state.ticket.id, None)
+        if state.ticket.id not in self._waiting(state):
+            self._waiting(state)[state.ticket.id] = state
             self.reissued += 1
 
-    def next_for(self, actor: str) -> Entry | None:
+    def next_for(self, actor: str) -> TicketState | None:
         """The first waiting ticket that `actor` does not hold."""
         for waiting in (self._evaluation, self._training):
-            for entry in waiting.values():
-                if actor not in entry.holders:
-                    return entry
+            for state in waiting.values():
+                if actor not in state.holders:
+                    return state
         return None
 
-    def hold(self, entry: Entry, actor: str, *, anew: bool) -> None:
+    def hold(self, state: TicketState, actor: str, *, anew: bool) -> None:
         """`actor` has this ticket now; `anew` starts its lease, which else goes on if it runs."""
-        waited = self._waiting(entry).pop(entry.ticket.id, None) is not None
-        entry.holders[actor] = self._clock()
-        self._held.setdefault(actor, {})[entry.ticket.id] = entry
+        waited = self._waiting(state).pop(state.ticket.id, None) is not None
+        state.holders[actor] = self._clock()
+        self._held.setdefault(actor, {})[state.ticket.id] = state
         if anew or waited:
-            entry.deadline = self._clock() + self._lease_s
-            self._running.pop(entry.ticket.id, None)
-            self._running[entry.ticket.id] = entry
+            state.deadline = self._clock() + self._lease_s
+            self._running.pop(state.ticket.id, None)
+            self._running[state.ticket.id] = state
 
-    def of(self, actor: str) -> dict[str, Entry]:
+    def of(self, actor: str) -> dict[str, TicketState]:
         """What `actor` holds, by ticket id. Not to be changed."""
         return self._held.get(actor, {})
 
-    def release(self, entry: Entry, actor: str) -> None:
+    def release(self, state: TicketState, actor: str) -> None:
         """`actor` does not have it any more; what nobody has waits again."""
-        if entry.holders.pop(actor, None) is None:
+        if state.holders.pop(actor, None) is None:
             return
-        self._forget(actor, entry)
-        if not entry.holders:
-            self.queue(entry)
+        self._forget(actor, state)
+        if not state.holders:
+            self.queue(state)
 
     def gone(self, actor: str) -> None:
-        for entry in list(self.of(actor).values()):
-            self.release(entry, actor)
+        for state in list(self.of(actor).values()):
+            self.release(state, actor)
 
-    def close(self, entry: Entry) -> None:
+    def close(self, state: TicketState) -> None:
         """Its group is here, or is no longer wanted."""
-        self._waiting(entry).pop(entry.ticket.id, None)
-        self._running.pop(entry.ticket.id, None)
-        for actor in entry.holders:
-            self._forget(actor, entry)
-        entry.holders.clear()
+        self._waiting(state).pop(state.ticket.id, None)
+        self._running.pop(state.ticket.id, None)
+        for actor in state.holders:
+            self._forget(actor, state)
+        state.holders.clear()
 
-    def expire(self) -> list[Entry]:
+    def expire(self) -> list[TicketState]:
         """Queues the tickets whose lease is over, and returns them."""
         now, over = self._clock(), []
-        for entry in self._running.values():
-            if entry.deadline > now:
+        for state in self._running.values():
+            if state.deadline > now:
                 break
-            over.append(entry)
-        for entry in over:
-            self.queue(entry)
+            over.append(state)
+        for state in over:
+            self.queue(state)
         return over
 
-    def _forget(self, actor: str, entry: Entry) -> None:
+    def _forget(self, actor: str, state: TicketState) -> None:
         held = self._held[actor]
-        del held[entry.ticket.id]
+        del held[state.ticket.id]
         if not held:
             del self._held[actor]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from logging import Logger
 
 from learner.tickets.book import TicketBook, Verdict
-from learner.tickets.failure_rate import Failures
+from learner.tickets.failure_rate import FailureRate
 from learner.tickets.rejected import Rejects
 from learner.tickets.selection_bias import SelectionMeter
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
@@ -37,7 +37,7 @@ class Actor:
     slots: int = 0  # groups that it plays at once
 
 
-class Reception:
+class TicketProtocol:
     """Actors known, and the answers they get. Tickets are handed out while `issuing`."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Reception:
         self.actors: dict[bytes, Actor] = {}
         self.issuing = False
         self.rejects = rejects
-        self.failures = Failures(max_failure_share)
+        self.failures = FailureRate(max_failure_share)
         self._router = router
         self._book = book
         self._rules = asdict(rules)

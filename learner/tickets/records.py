@@ -44,7 +44,7 @@ class EvaluationResult:
 
 
 @dataclass(slots=True)
-class Entry:
+class TicketState:
     """A ticket that is neither trained nor dropped."""
 
     ticket: Ticket
@@ -58,7 +58,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class EarlierProcess:
     """An earlier process of this run, as of the checkpoint that ended it: what came later has been undone."""
 
     nonce: str
@@ -68,8 +68,8 @@ class Past:
 
 @dataclass(slots=True)
 class Evaluation:
-    open: dict[str, Entry]
-    done: list[Entry] = field(default_factory=list)
+    open: dict[str, TicketState]
+    done: list[TicketState] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from learner.tickets.book import BookSettings, EvaluationResult, TicketBook
-from learner.tickets.protocol import Reception
+from learner.tickets.protocol import TicketProtocol
 from learner.tickets.rejected import Rejects
 from learner.tickets.sources import SampleSource
 from shared.codec import Message, TokenRules, WireError
@@ -45,7 +45,7 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class IntakeSettings:
+class TicketServerSettings:
     address: str
     run_dir: Path
     run_id: str
@@ -57,20 +57,20 @@ class IntakeSettings:
     max_failure_share: float = 1.0  # of the last episodes; beyond it the learner's waits raise TooManyFailures
 
 
-class Intake:
+class TicketServer:
     """Listens at once, issues tickets from `open` on. Its methods are for one thread, the learner's.
 
     ValueError: the address cannot be used.
     """
 
-    def __init__(self, source: SampleSource, book: BookSettings, settings: IntakeSettings) -> None:
+    def __init__(self, source: SampleSource, book: BookSettings, settings: TicketServerSettings) -> None:
         self._log = get_logger("intake")
         self._router = Router(settings.address, settings.sockets, settings.secure)
         self.address = self._router.address
         self.max_staleness_seen = 0
         self._changed = threading.Condition()  # guards the book and the reception
         self._book = TicketBook(source, book, nonce=os.urandom(4).hex())
-        self._reception = Reception(
+        self._protocol = TicketProtocol(
             self._router,
             self._book,
             settings.rules,
@@ -101,7 +101,7 @@ class Intake:
         with self._changed:
             if version is not None:
                 self._book.version = version
-            self._reception.issuing = True
+            self._protocol.issuing = True
         self._wake()
 
     def set_version(self, version: PolicyVersion) -> None:
@@ -110,13 +110,13 @@ class Intake:
             self._book.version = version
         self._wake()
 
-    def next_batch(self, num_groups: int, timeout_s: float, *leave: object) -> Batch:
+    def next_batch(self, num_groups: int, timeout_s: float, *shutdown: object) -> Batch:
         """The oldest `num_groups` groups; they count as trained now, and `commit` follows when they are.
 
         TimeoutError: it names whom it waited for. Interrupted: one of `leave` has become true.
         """
         what = f"no batch of {num_groups} groups"
-        batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, what, *leave)
+        batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, what, *shutdown)
         with self._changed:
             self._measure(batch, self._book.version)
         self._wake()  # a group that was too old makes room for a new ticket
@@ -134,15 +134,15 @@ class Intake:
             self._book.evaluations.start(name, samples, sampling, group_size, self._book.version)
         self._wake()
 
-    def evaluation_result(self, name: str, timeout_s: float, *leave: object) -> EvaluationResult:
+    def evaluation_result(self, name: str, timeout_s: float, *shutdown: object) -> EvaluationResult:
         """Waits for all its tickets; can be asked for once. Raises what `next_batch` raises."""
         what = f"no result of evaluation {name!r}"
-        return self._wait(lambda: self._book.evaluations.result(name), timeout_s, what, *leave)
+        return self._wait(lambda: self._book.evaluations.result(name), timeout_s, what, *shutdown)
 
     def engines(self) -> frozenset[str]:
         """The engines that the actors now here use."""
         with self._changed:
-            return frozenset(url for actor in self._reception.actors.values() for url in actor.engine_urls)
+            return frozenset(url for actor in self._protocol.actors.values() for url in actor.engine_urls)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; consistent with the batches that `next_batch` has returned."""
@@ -157,7 +157,7 @@ class Intake:
     def metrics(self) -> dict[str, float]:
         """Counters since the run began, distributions since the last call."""
         with self._changed:
-            book, actors = self._book, self._reception.actors.values()
+            book, actors = self._book, self._protocol.actors.values()
             values: dict[str, float] = {
                 "queue/ready_groups": book.ready,
                 "tickets/issued": book.issued,
@@ -166,22 +166,22 @@ class Intake:
                 "tickets/trained": book.trained,
                 "tickets/reissued": book.reissued,
                 "tickets/dropped": book.dropped.total(),
-                "wire/rejected": self._reception.rejects.counts.total(),
+                "wire/rejected": self._protocol.rejects.counts.total(),
                 "actors/known": len(actors),
             }
             if actors:
                 values["actors/idle_frac"] = sum(actor.idle_frac for actor in actors) / len(actors)
             values |= {f"tickets/dropped/{reason}": n for reason, n in book.dropped.items()}
             values |= {f"tickets/refused/{reason}": n for reason, n in book.refused.items()}
-            values |= {f"wire/rejected/{reason}": n for reason, n in self._reception.rejects.counts.items()}
+            values |= {f"wire/rejected/{reason}": n for reason, n in self._protocol.rejects.counts.items()}
             values |= self._token_staleness.drain("staleness/token") | self._group_staleness.drain("staleness/group")
-            values |= self._reception.selection.metrics()
+            values |= self._protocol.selection.metrics()
             return values | self._played_s.drain("actors/group_s")
 
     def selection_table(self) -> str:
         """Markdown: whether what is trained is what was issued."""
         with self._changed:
-            return self._reception.selection.table()
+            return self._protocol.selection.table()
 
     def go_silently(self) -> None:
         """Closes the socket; actors keep their groups and wait for another learner process."""
@@ -198,7 +198,7 @@ class Intake:
 
     def _measure(self, batch: Batch, version: PolicyVersion) -> None:
         for ticket, group in batch:
-            self._reception.selection.add("trained", ticket, group)
+            self._protocol.selection.add("trained", ticket, group)
             played = [t.policy_versions[t.loss_mask == 1] for t in group.trajectories if t.trainable]
             ages = np.maximum(version - np.concatenate(played), 0)
             self._token_staleness.add(ages)
@@ -206,26 +206,26 @@ class Intake:
             self._played_s.add(group.played_s)
             self.max_staleness_seen = max(self.max_staleness_seen, int(ages.max()))
 
-    def _wait(self, ask: Callable[[], Answer | None], timeout_s: float, what: str, *leave: object) -> Answer:
+    def _wait(self, ask: Callable[[], Answer | None], timeout_s: float, what: str, *shutdown: object) -> Answer:
         started = said = time.monotonic()
         with self._changed:
             while True:
-                if any(leave):
+                if any(shutdown):
                     raise Interrupted
                 if self._failure is not None:
                     raise RuntimeError(f"the intake stopped: {self._failure}") from self._failure
                 if self._stop is not None:
                     raise RuntimeError(f"the intake is stopped: {self._stop.reason}")
-                self._reception.failures.check()
+                self._protocol.failures.check()
                 answer = ask()
                 if answer is not None:
                     return answer
                 now = time.monotonic()
                 if now - started >= timeout_s:
-                    raise TimeoutError(f"{what} within {timeout_s:g} s: {self._reception.whom(self.address)}")
+                    raise TimeoutError(f"{what} within {timeout_s:g} s: {self._protocol.whom(self.address)}")
                 if now - said >= SAY_EVERY_S:
                     said = now
-                    self._log.info("%s since %.0f s: %s", what, now - started, self._reception.whom(self.address))
+                    self._log.info("%s since %.0f s: %s", what, now - started, self._protocol.whom(self.address))
                 self._changed.wait(min(POLL_S, started + timeout_s - now))
 
     # -------------------------------------------------------------- the thread
@@ -250,16 +250,16 @@ class Intake:
         """Says Stop until all actors have said Bye or closed their connection; for `FAREWELL_S` at most."""
         say_at = time.monotonic()
         deadline = say_at + FAREWELL_S
-        while self._reception.actors and (now := time.monotonic()) < deadline:
+        while self._protocol.actors and (now := time.monotonic()) < deadline:
             if now >= say_at:
-                self._reception.farewell(stop)
+                self._protocol.farewell(stop)
                 say_at = now + TICK_S
             self._router.wait(TICK_S)
             self._forget_wakes()
             while (received := self._router.receive()) is not None:
                 peer, frames = received
-                if isinstance(self._reception.read(frames), Bye):
-                    self._reception.forget(peer, "left")
+                if isinstance(self._protocol.read(frames), Bye):
+                    self._protocol.forget(peer, "left")
 
     def _serve(self) -> None:
         """Answers what is waiting; only an empty queue can prove an actor silent."""
@@ -271,11 +271,11 @@ class Intake:
             if received is None:
                 break
             peer, frames = received
-            message: Message | WireError = self._reception.read(frames)
+            message: Message | WireError = self._protocol.read(frames)
             with self._changed:
-                self._reception.answer(peer, message, frames)
+                self._protocol.answer(peer, message, frames)
         with self._changed:
-            self._reception.tick(drained)
+            self._protocol.tick(drained)
             self._changed.notify_all()
 
     def _forget_wakes(self) -> None:

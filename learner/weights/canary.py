@@ -1,4 +1,4 @@
-"""A fixed prompt with a picture, and the logprobs of fixed tokens after it: the learner's, and those of an engine."""
+"""A fixed prompt with an image, and the logprobs of fixed tokens after it: the learner's, and those of an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 
 from learner.batch import Episode, Microbatch, pack
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from shared.types import Image
 from shared.vision import VisionSpec, expand, mrope_positions
@@ -33,10 +33,10 @@ class Canary:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
         self.token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        self.image = picture(policy.spec)
+        self.image = image(policy.spec)
         allowed = np.setdiff1d(np.arange(policy.vlm.config.text_config.vocab_size), policy.banned_ids)
         self.watched = [int(allowed[i]) for i in np.linspace(0, len(allowed) - 1, NUM_WATCHED).round().astype(int)]
-        self._batch = self._pack(Pictures(policy.spec), device)
+        self._batch = self._pack(ImageDecoder(policy.spec), device)
 
     @torch.no_grad()
     def expected(self) -> list[float]:
@@ -71,8 +71,8 @@ class Canary:
         except (TypeError, KeyError, IndexError, ValueError) as error:
             raise ValueError("the answer has no output_token_ids_logprobs of the tokens asked for") from error
 
-    def _pack(self, pictures: Pictures, device: torch.device) -> Microbatch:
-        spec, grid = self._policy.spec, pictures.grid(self.image)
+    def _pack(self, decoder: ImageDecoder, device: torch.device) -> Microbatch:
+        spec, grid = self._policy.spec, decoder.grid(self.image)
         ids, _ = expand(self.token_ids, [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
         ids = np.append(ids, self.watched[0])  # whatever follows the last token of the prompt
         rope = mrope_positions(ids, [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
@@ -88,12 +88,12 @@ class Canary:
             turn_end=np.ones(1, dtype=bool),
             advantage=0.0,
         )
-        batch = pack([episode], pictures, device)
+        batch = pack([episode], decoder, device)
         watched = torch.tensor(self.watched, device=device)
         return dataclasses.replace(batch, predictors=batch.predictors.repeat(len(watched)), target_ids=watched)
 
 
-def picture(spec: VisionSpec) -> Image:
+def image(spec: VisionSpec) -> Image:
     """Smooth bands of colour, no two patches alike, in the smallest square that is not resized."""
     unit = spec.patch_size * spec.merge_size
     side = unit * max(2, math.ceil(math.sqrt(spec.min_pixels) / unit))

@@ -13,7 +13,7 @@ PATIENCE_S = 2.0  # a wait shorter than this asks nobody
 CALL_S = 3.0
 
 
-class Behind:
+class EngineWatch:
     """While entered, asks the engines every few seconds; true once one answers that holds another version.
 
     With `fresh` false the learner's weights have moved on since `version`: then only once no engine holds it any more,
@@ -28,7 +28,7 @@ class Behind:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def __enter__(self) -> Behind:
+    def __enter__(self) -> EngineWatch:
         threading.Thread(target=self._watch, name="behind", daemon=True).start()
         return self
 

@@ -15,7 +15,7 @@ from shared.log import get_logger
 LAST_WORD_S = 2.0  # for the answers of those that waited for another
 
 
-class Failures(Exception):
+class EnginesFailed(Exception):
     """Engines at fault, with reasons."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
@@ -23,7 +23,7 @@ class Failures(Exception):
         self.reasons = reasons
 
 
-class Membership:
+class WeightGroupManager:
     """The process group of rank 0 and the engines; built anew whenever they change or anything in it failed."""
 
     def __init__(self, backend: str, timeout_s: float) -> None:
@@ -38,7 +38,7 @@ class Membership:
         """The group with exactly these engines. Failures names who did not join."""
         if self._group is not None and self._members == tuple(members):
             return self._group
-        self.leave()
+        self.shutdown()
         self._generation += 1
         size = 1 + sum(traits.num_ranks for traits in members.values())
         group = WeightGroup(f"pronk_weights_{self._nonce}_{self._generation}", size, self.backend, self.timeout_s)
@@ -59,7 +59,7 @@ class Membership:
         self.together("join the group", joins, group.connect)
         return group
 
-    def leave(self) -> None:
+    def shutdown(self) -> None:
         group, members = self._group, self._members
         self._group, self._members = None, ()
         if group is None:
@@ -97,8 +97,8 @@ class Membership:
             at_fault = self._unreachable({f: url for f, url in futures.items() if not early or f.done()})
             at_fault = at_fault or refused or dict.fromkeys(calls, f"failed to {what}")
             self._log.warning("could not %s: %s", what, ", ".join(at_fault))
-            self.leave()
-            raise Failures(at_fault)
+            self.shutdown()
+            raise EnginesFailed(at_fault)
 
     def _unreachable(self, futures: Mapping[Future[Any], str]) -> dict[str, str]:
         """Who is silent or gone, now that nobody waits for another any more."""

@@ -18,13 +18,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 
-from learner.distributed import Ranks, agree
+from learner.distributed import Ranks, broadcast_flag
 from learner.model.policy import Policy
 from learner.weights.buckets import buckets, gathered
 from learner.weights.calls import EngineTraits, each, failures, traits_of
-from learner.weights.group import Membership
-from learner.weights.update import Delivery, DeliverySettings, Seconds
-from learner.weights.verify import Proof
+from learner.weights.group import WeightGroupManager
+from learner.weights.update import Seconds, UpdateSettings, WeightUpdate
+from learner.weights.verify import WeightVerifier
 from shared.log import get_logger
 from shared.types import PolicyVersion
 
@@ -56,11 +56,11 @@ class Publisher:
         policy: Policy,
         ranks: Ranks,
         settings: PublishSettings = PublishSettings(),
-        proof: Proof | None = None,
+        verifier: WeightVerifier | None = None,
     ) -> None:
-        self.policy, self.ranks, self.settings, self.proof = policy, ranks, settings, proof
+        self.policy, self.ranks, self.settings, self.verifier = policy, ranks, settings, verifier
         self._log = get_logger("publisher")
-        self._membership = Membership(settings.backend, settings.timeout_s)
+        self._manager = WeightGroupManager(settings.backend, settings.timeout_s)
         self._served_at: float | None = None  # when an engine last took weights
 
     def publish(self, version: PolicyVersion, engines: Collection[str]) -> dict[str, float]:
@@ -74,21 +74,21 @@ class Publisher:
         dropped: dict[str, str] = {}
         members = self._healthy(engines, dropped) if self.ranks.is_main else {}
         num_bytes, seconds = 0, Seconds()
-        proof = self.proof if self.proof and self.proof.due() else None
+        verifier = self.verifier if self.verifier and self.verifier.due() else None
         while True:
-            done = self._one_pass(version, members, seconds, proof)
+            done = self._one_pass(version, members, seconds, verifier)
             dropped |= done.failed
             num_bytes += done.num_bytes
             members = {url: traits for url, traits in members.items() if url not in done.failed}
-            if not agree(bool(done.failed) and bool(members), self.ranks):
+            if not broadcast_flag(bool(done.failed) and bool(members), self.ranks):
                 break
         for url, reason in dropped.items():
             self._log.warning("engine %s did not take version %d: %s", url, version, reason)
         self._check_somebody_is_served(bool(members), dropped)
         proven: dict[str, float] = {}
-        if proof and agree(bool(members), self.ranks):
+        if verifier and broadcast_flag(bool(members), self.ranks):
             with seconds.of("proof"):
-                proven = proof.check(version, members)
+                proven = verifier.check(version, members)
         return proven | {
             "publish/seconds": time.monotonic() - started,
             **{f"publish/{name}_s": value for name, value in seconds.values.items()},
@@ -99,16 +99,20 @@ class Publisher:
 
     def close(self) -> None:
         """Leaves the group; engines that are gone are no error."""
-        self._membership.leave()
+        self._manager.shutdown()
 
     def _one_pass(
-        self, version: PolicyVersion, members: dict[str, EngineTraits], seconds: Seconds, proof: Proof | None
+        self,
+        version: PolicyVersion,
+        members: dict[str, EngineTraits],
+        seconds: Seconds,
+        verifier: WeightVerifier | None,
     ) -> _Pass:
         """Every rank walks all buckets, whatever happens to the engines."""
-        delivery: Delivery | None = None
+        update: WeightUpdate | None = None
         if members:
-            settings = DeliverySettings(self.settings.call_timeout_s, self.settings.pause_mode)
-            delivery = Delivery(self._membership, members, version, settings, seconds)
+            settings = UpdateSettings(self.settings.call_timeout_s, self.settings.pause_mode)
+            update = WeightUpdate(self._manager, members, version, settings, seconds)
         num_bytes = 0
         walk = buckets(gathered(self.policy), self.policy.dtype, self.settings.bucket_bytes)
         while True:
@@ -116,17 +120,17 @@ class Publisher:
                 bucket = next(walk, None)
             if bucket is None:
                 break
-            if delivery and num_bytes == 0 and delivery.working:
-                delivery.begin()  # no earlier: the engines generate while the first bucket is gathered
-            if delivery and delivery.working:
-                delivery.send(bucket)
-                if proof:
-                    proof.keep(bucket)
+            if update and num_bytes == 0 and update.working:
+                update.begin()  # no earlier: the engines generate while the first bucket is gathered
+            if update and update.working:
+                update.send(bucket)
+                if verifier:
+                    verifier.keep(bucket)
                 num_bytes += bucket.flat.numel()
-        if delivery is None:
+        if update is None:
             return _Pass()
-        delivery.end()
-        return _Pass(num_bytes, delivery.failed)
+        update.end()
+        return _Pass(num_bytes, update.failed)
 
     def _healthy(self, engines: Collection[str], dropped: dict[str, str]) -> dict[str, EngineTraits]:
         limit = self.settings.health_timeout_s
@@ -139,7 +143,7 @@ class Publisher:
         if served or self._served_at is None:
             self._served_at = now
         silent_s = now - self._served_at
-        if agree(bool(dropped) and not served and silent_s > self.settings.give_up_s, self.ranks):
+        if broadcast_flag(bool(dropped) and not served and silent_s > self.settings.give_up_s, self.ranks):
             reasons = "; ".join(f"{url}: {reason}" for url, reason in dropped.items())
             raise TimeoutError(
                 f"no engine has taken new weights for {silent_s:.0f} s (learner.wait_timeout_s = "

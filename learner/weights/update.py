@@ -12,7 +12,7 @@ from typing import Any
 
 from learner.weights.buckets import Bucket
 from learner.weights.calls import EngineError, EngineTraits, call, each, failures, start
-from learner.weights.group import LAST_WORD_S, Failures, Membership, post
+from learner.weights.group import LAST_WORD_S, EnginesFailed, WeightGroupManager, post
 from shared.log import get_logger
 from shared.types import PolicyVersion
 
@@ -20,7 +20,7 @@ INSTALL = "install:"  # before the version: how SGLang's server with our plugin 
 
 
 @dataclass(frozen=True, slots=True)
-class DeliverySettings:
+class UpdateSettings:
     call_timeout_s: float = 30.0
     pause_mode: str = "in_place"  # or retract: running requests are computed anew, their KV forgotten
 
@@ -43,7 +43,7 @@ class Seconds:
             self.add(name, time.monotonic() - started)
 
 
-class Delivery:
+class WeightUpdate:
     """After a failure it sends no more; `end` always continues generation. `failed` holds who failed, and why.
 
     An engine that receives beside generation is not paused: it installs the whole update between two of its steps.
@@ -51,13 +51,13 @@ class Delivery:
 
     def __init__(
         self,
-        membership: Membership,
+        manager: WeightGroupManager,
         members: Mapping[str, EngineTraits],
         version: PolicyVersion,
-        settings: DeliverySettings,
+        settings: UpdateSettings,
         seconds: Seconds,
     ) -> None:
-        self._membership, self._members, self._version = membership, members, version
+        self._manager, self._members, self._version = manager, members, version
         self._settings, self._seconds = settings, seconds
         self._log = get_logger("publisher")
         self.failed: dict[str, str] = {}
@@ -69,7 +69,7 @@ class Delivery:
 
     def begin(self) -> None:
         with self._noting():
-            self._membership.group_of(self._members)
+            self._manager.group_of(self._members)
             self._paused_at = time.monotonic()
             self._all("/pause_generation", {"mode": self._settings.pause_mode}, self._paused)
             self._raise(each(self._members, self._begin, 3 * self._settings.call_timeout_s + 1))
@@ -110,7 +110,7 @@ class Delivery:
             post(url, "/begin_weight_update", {}, limit)
 
     def _send(self, bucket: Bucket) -> None:
-        group = self._membership.group_of(self._members)
+        group = self._manager.group_of(self._members)
         body = {
             "names": bucket.names,
             "dtypes": bucket.dtypes,
@@ -129,7 +129,7 @@ class Delivery:
             group.broadcast(bucket.flat)
             sent = time.monotonic() - started
 
-        self._membership.together("send weights", calls, own)
+        self._manager.together("send weights", calls, own)
         self._seconds.add("broadcast", sent)
         self._seconds.add("load", time.monotonic() - started - sent)
 
@@ -143,7 +143,7 @@ class Delivery:
     def _noting(self) -> Iterator[None]:
         try:
             yield
-        except Failures as error:
+        except EnginesFailed as error:
             self.failed |= {url: reason for url, reason in error.reasons.items() if url not in self.failed}
             self.working = False
 
@@ -164,4 +164,4 @@ class Delivery:
 
     def _raise(self, results: Mapping[str, object]) -> None:
         if reasons := failures(results):
-            raise Failures(reasons)
+            raise EnginesFailed(reasons)

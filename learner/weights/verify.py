@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.distributed import Ranks, agree
+from learner.distributed import Ranks, broadcast_flag
 from learner.model.policy import Policy
 from learner.weights.buckets import Bucket
 from learner.weights.calls import EngineError, EngineTraits, call, each, failures, start
@@ -34,7 +34,7 @@ class WrongWeights(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class ProofSettings:
+class VerifierSettings:
     every: int = 1  # publications
     tolerance: float = 0.0  # of the canary's mean absolute gap; 0 = by the dtype
     timeout_s: float = 30.0
@@ -49,11 +49,11 @@ class Finding:
     checksums: dict[str, str] | None
 
 
-class Proof:
+class WeightVerifier:
     """`due` and `check` are for all ranks alike; `keep` is rank 0's."""
 
     def __init__(
-        self, policy: Policy, model_path: str, ranks: Ranks, settings: ProofSettings = ProofSettings()
+        self, policy: Policy, model_path: str, ranks: Ranks, settings: VerifierSettings = VerifierSettings()
     ) -> None:
         self._policy, self._ranks, self.settings = policy, ranks, settings
         self.canary = Canary(policy, model_path, ranks.device)
@@ -110,7 +110,7 @@ class Proof:
             self._log.warning("engine %s gave no proof of version %d: %s", url, version, why)
         self._turn += 1
         self._kept.clear()
-        if agree(bool(wrong), self._ranks):
+        if broadcast_flag(bool(wrong), self._ranks):
             raise WrongWeights(
                 "; ".join(f"engine {url}, version {version}: {reason}" for url, reason in wrong.items())
                 or f"an engine holds other weights than version {version}: rank 0 names it"

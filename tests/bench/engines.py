@@ -1,4 +1,4 @@
-"""Requests and tokens a second of the embedded engine and of SGLang, on the same prompts with pictures, 1, 8 and 32 at
+"""Requests and tokens a second of the embedded engine and of SGLang, on the same prompts with images, 1, 8 and 32 at
 once: python -m tests.bench.engines [--recipe R.toml] [--kinds embedded,sglang] [--seconds 10] [--section.key VALUE ...]
 
 Every request is the first turn of an episode of its own and runs to 16 new tokens. The last line is one JSON object.
@@ -75,7 +75,7 @@ def measure_kind(recipe: Recipe, seconds: float) -> dict[str, Any]:
 
 
 def prompts(recipe: Recipe, vision: VisionSpec) -> list[dict[str, Any]]:
-    """Requests for the first turns of held-out episodes; no two have the same picture where the task allows."""
+    """Requests for the first turns of held-out episodes; no two have the same image where the task allows."""
     renderer = Renderer(AutoTokenizer.from_pretrained(recipe.model.path), vision)
     build_env = load_env(recipe.env.module)
 

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
 from actor.render import Renderer
-from actor.rewards import EnvJudge
+from actor.rewards import EnvReward
 from actor.rollout import EpisodeLimits, Player
 from actor.worker import keep_collections_short
 from envs import geo3k_multi_turn, sokoban
@@ -60,7 +60,7 @@ def moves() -> int:
     return count
 
 
-def pictures() -> int:
+def images() -> int:
     env = build_env(Sample("x", metadata={"seed": 1}), {"pixels_per_cell": 32})
     for turn in range(2000):
         observation, done, _ = env.step(ANSWERS[turn % 1000])
@@ -108,9 +108,9 @@ async def longest_stall(module: Any, args: dict[str, Any], answers: list[str]) -
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     renderer = Renderer(tokenizer, VisionSpec.load(MODEL))
     threads, engines = EnvThreads(2), EnginePool([Answering(tokenizer, answers)])
-    judge = EnvJudge(module.episode_reward, threads, 30.0)
+    reward_function = EnvReward(module.episode_reward, threads, 30.0)
     limits = EpisodeLimits(max_turns=8, max_tokens=4096, max_context=8192)
-    player = Player(lambda sample: module.build_env(sample, args), renderer, engines, limits, threads, judge)
+    player = Player(lambda sample: module.build_env(sample, args), renderer, engines, limits, threads, reward_function)
     samples = [Sample(str(seed), metadata={"seed": seed}) for seed in range(EPISODES)]
     started = time.perf_counter()
     games = [asyncio.create_task(player.play(Ticket("t", s, 1, 0, Sampling(), 60.0))) for s in samples]
@@ -141,7 +141,7 @@ def stalls() -> None:
 
 if __name__ == "__main__":
     rate("Sokoban, text", "moves/s", moves)
-    rate("Sokoban, 6x6 at 32 px, with PNG", "pictures/s", pictures)
+    rate("Sokoban, 6x6 at 32 px, with PNG", "pictures/s", images)
     rate("boards made and solved", "boards/s", boards)
     rate("answers graded", "answers/s", grades)
     rate("levels searched", "levels/s", levels)

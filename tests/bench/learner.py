@@ -32,10 +32,10 @@ if "--peers" in sys.argv[:-1]:  # before transformers is imported, which looks f
 
 import torch
 
-from learner import distributed as dist
+from learner import distributed
 from learner.batch import make_episodes
 from learner.model.policy import load_policy
-from learner.model.sharding import prepare
+from learner.model.sharding import parallelize
 from learner.trainer import Trainer, episode_settings
 from shared.config import LearnerConfig
 from shared.recording import recorded
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=CONTESTANTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    ranks = dist.init("cpu")
+    ranks = distributed.init("cpu")
     groups = list(recorded(Path(options.recording)))[: options.groups or None]
     size = len(groups[0].trajectories)
     config = LearnerConfig(
@@ -69,17 +69,17 @@ def main() -> int:
         max_grad_norm=MAX_NORM,
     )  # fmt: skip
     trainer = trainer_of(options.model, config, ranks)
-    episodes = make_episodes(groups, trainer.pictures, episode_settings(config))
+    episodes = make_episodes(groups, trainer.images, episode_settings(config))
     steps: dict[str, Callable[[], float]] = {"ours": lambda: trainer.step(groups, 0)["optim/grad_norm"]}
     if "ours_compiled" in options.only:
         compiled = trainer_of(options.model, config.model_copy(update={"compile": True}), ranks)
         steps["ours_compiled"] = lambda: compiled.step(groups, 0)["optim/grad_norm"]
     for name, how in PADDED.items():
         if name in options.only:
-            steps[name] = PaddedLoop(options.model, episodes, trainer.pictures, **how).step
+            steps[name] = PaddedLoop(options.model, episodes, trainer.images, **how).step
     absent = {} if importlib.util.find_spec("trl") else {"trl": "not installed: give --peers"}
     if "trl" in options.only and not absent:
-        steps["trl"] = TrlLoop(options.model, episodes, trainer.pictures, size).step
+        steps["trl"] = TrlLoop(options.model, episodes, trainer.images, size).step
     result = {
         "episodes": len(episodes),
         "tokens": sum(e.num_tokens for e in episodes),
@@ -89,14 +89,14 @@ def main() -> int:
         **measure(steps, options.repeats),
         "absent": absent,
     }
-    dist.close()
+    distributed.close()
     print(json.dumps(result))
     return 0
 
 
-def trainer_of(model: str, config: LearnerConfig, ranks: dist.Ranks) -> Trainer:
+def trainer_of(model: str, config: LearnerConfig, ranks: distributed.Ranks) -> Trainer:
     policy = load_policy(model, VisionSpec.load(model, min_pixels=1024, max_pixels=1 << 20))
-    prepare(policy, ranks, config, torch.float32)
+    parallelize(policy, ranks, config, torch.float32)
     return Trainer(policy, config, ranks)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from learner.batch import Episode
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from shared.vision import pixel_values
 
 BATCH = 8
@@ -27,7 +27,7 @@ LR, CLIP_LOW, CLIP_HIGH, MAX_NORM = 1e-6, 0.2, 0.28, 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Padded:
-    """A batch of B episodes, padded on the right to L tokens; every picture of every episode stands for itself."""
+    """A batch of B episodes, padded on the right to L tokens; every image of every episode stands for itself."""
 
     inputs: dict[str, Tensor]  # what the model takes
     mask: Tensor  # float32 [B,L], 1 where the token was sampled
@@ -36,15 +36,15 @@ class Padded:
     num_images: list[int]
 
 
-def padded(batch: Sequence[Episode], pictures: Pictures, longest: int = 0) -> Padded:
+def padded(batch: Sequence[Episode], decoder: ImageDecoder, longest: int = 0) -> Padded:
     """To the longest episode of the batch, or to `longest` tokens."""
-    spec, longest = pictures.spec, longest or max(e.num_tokens for e in batch)
+    spec, longest = decoder.spec, longest or max(e.num_tokens for e in batch)
     ids, attention = np.zeros((2, len(batch), longest), dtype=np.int64)
     mask, behaviour = np.zeros((2, len(batch), longest), dtype=np.float32)
     for row, e in enumerate(batch):
         ids[row, : e.num_tokens], attention[row, : e.num_tokens] = e.input_ids, 1
         mask[row, e.targets], behaviour[row, e.targets] = 1, e.behaviour_logprobs
-    images = [pictures.get(image) for e in batch for image in e.images]
+    images = [decoder.get(image) for e in batch for image in e.images]
     inputs = {
         "input_ids": torch.from_numpy(ids),
         "attention_mask": torch.from_numpy(attention),
@@ -70,7 +70,7 @@ class PaddedLoop:
         self,
         path: str,
         episodes: list[Episode],
-        pictures: Pictures,
+        decoder: ImageDecoder,
         *,
         kept_logits: bool = False,
         by_length: bool = False,
@@ -81,7 +81,7 @@ class PaddedLoop:
         self.kept_logits = kept_logits
         self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
-        self.batches = [padded(episodes[i : i + BATCH], pictures, context) for i in range(0, len(episodes), BATCH)]
+        self.batches = [padded(episodes[i : i + BATCH], decoder, context) for i in range(0, len(episodes), BATCH)]
         self.num_tokens = sum(float(batch.mask.sum()) for batch in self.batches)
 
     def step(self) -> float:
@@ -115,7 +115,7 @@ class TrlLoop:
     are left out by `tool_mask`. Its defaults but for float32 on the CPU and, in its favour, no gradient checkpointing.
     """
 
-    def __init__(self, path: str, episodes: list[Episode], pictures: Pictures, group_size: int) -> None:
+    def __init__(self, path: str, episodes: list[Episode], decoder: ImageDecoder, group_size: int) -> None:
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
 
@@ -134,9 +134,9 @@ class TrlLoop:
         self.trainer.model.train()
         self.trainer.create_optimizer()
         self.trainer.current_gradient_accumulation_steps = settings["gradient_accumulation_steps"]
-        self.batches = self._batches(episodes, pictures)
+        self.batches = self._batches(episodes, decoder)
 
-    def _batches(self, episodes: list[Episode], pictures: Pictures) -> list[dict[str, Any]]:
+    def _batches(self, episodes: list[Episode], decoder: ImageDecoder) -> list[dict[str, Any]]:
         prompt = int(max(e.targets[0] for e in episodes))
         longest = max(e.num_tokens - int(e.targets[0]) for e in episodes)
         num_tokens = torch.tensor(float(sum(len(e.targets) for e in episodes)))
@@ -144,7 +144,7 @@ class TrlLoop:
         for start in range(0, len(episodes), BATCH):
             batch = episodes[start : start + BATCH]
             firsts = [int(e.targets[0]) for e in batch]
-            flat = padded(batch, pictures, prompt + longest)
+            flat = padded(batch, decoder, prompt + longest)
             moved = {
                 name: torch.stack([row.roll(prompt - first) for row, first in zip(tensor, firsts, strict=True)])
                 for name, tensor in (*flat.inputs.items(), ("mask", flat.mask), ("old", flat.behaviour_logprobs))

@@ -24,7 +24,7 @@ import numpy as np
 import zmq
 
 from learner.tickets.book import BookSettings
-from learner.tickets.server import Intake, IntakeSettings
+from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.codec import TokenRules, decode, encode
 from shared.frames import digest
@@ -121,17 +121,17 @@ def rss_mib() -> float:
     return int(fields["VmRSS"].split()[0]) / 1024
 
 
-def learn(intake: Intake, seconds: float, per_step: int) -> dict[str, float]:
+def learn(ticket_server: TicketServer, seconds: float, per_step: int) -> dict[str, float]:
     """Batches for so long; the rate does not count the first tenth."""
-    intake.open()
+    ticket_server.open()
     started = time.monotonic()
     version, counted, since, early, began = 0, 0, started, 0.0, time.process_time()
     while (now := time.monotonic()) - started < seconds:
-        batch = intake.next_batch(per_step, 60.0)
-        intake.commit()
+        batch = ticket_server.next_batch(per_step, 60.0)
+        ticket_server.commit()
         version += 1
-        intake.set_version(version)
-        intake.metrics()  # as after each step of a run
+        ticket_server.set_version(version)
+        ticket_server.metrics()  # as after each step of a run
         if now - started < seconds / 10:
             counted, since, began = 0, time.monotonic(), time.process_time()
         else:
@@ -157,21 +157,23 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         book = BookSettings(group_size=1, groups_per_version=options.groups_per_step, max_staleness=4)
-        settings = IntakeSettings("tcp://127.0.0.1:*", Path(folder), "load", TokenRules(VOCAB - 1, (), VOCAB), 30.0)
-        intake = Intake(SeedSource(), book, settings)
+        settings = TicketServerSettings(
+            "tcp://127.0.0.1:*", Path(folder), "load", TokenRules(VOCAB - 1, (), VOCAB), 30.0
+        )
+        ticket_server = TicketServer(SeedSource(), book, settings)
         share = options.actors // options.processes
         spawn = multiprocessing.get_context("spawn")
         workers = [
-            spawn.Process(target=play, args=(intake.address, i * share, share, options.slots), daemon=True)
+            spawn.Process(target=play, args=(ticket_server.address, i * share, share, options.slots), daemon=True)
             for i in range(options.processes)
         ]
         for worker in workers:
             worker.start()
-        while intake.metrics()["actors/known"] < share * options.processes:
+        while ticket_server.metrics()["actors/known"] < share * options.processes:
             time.sleep(0.1)
-        result = learn(intake, options.seconds, options.groups_per_step)
-        metrics = intake.metrics()
-        intake.stop("enough")
+        result = learn(ticket_server, options.seconds, options.groups_per_step)
+        metrics = ticket_server.metrics()
+        ticket_server.stop("enough")
         for worker in workers:
             worker.join(10.0)
     counters = {name: metrics[f"tickets/{name}"] for name in ("issued", "trained", "dropped", "open", "reissued")}

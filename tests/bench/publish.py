@@ -31,13 +31,13 @@ import torch
 
 from actor.engine.weight_loader import broadcast, join_group
 from launch.tiny_models.build import build_config, build_model, build_tokenizer, save
-from learner import distributed as dist
+from learner import distributed
 from learner.distributed import Ranks
 from learner.model.policy import Policy, load_policy
 from learner.weights.buckets import buckets, gathered
 from learner.weights.calls import WeightGroup, call
 from learner.weights.publisher import Publisher, PublishSettings
-from learner.weights.verify import Proof
+from learner.weights.verify import WeightVerifier
 from shared.config import ConfigError
 from shared.vision import VisionSpec
 from tests.support.engines import engine_process, sglang_process
@@ -115,7 +115,7 @@ def receive(port: int, sizes: list[int]) -> None:
 
 def measure(url: str, folder: Path, policy: Policy, ranks: Ranks, count: int, bucket_bytes: int) -> dict[str, Any]:
     settings = PublishSettings(bucket_bytes=bucket_bytes)
-    publisher = Publisher(policy, ranks, settings, Proof(policy, str(folder), ranks))
+    publisher = Publisher(policy, ranks, settings, WeightVerifier(policy, str(folder), ranks))
     publisher.publish(0, [url])  # joins
     flats = [bucket.flat for bucket in buckets(gathered(policy), policy.dtype, bucket_bytes)]
     rows: list[dict[str, float]] = []
@@ -160,7 +160,7 @@ def main() -> None:
     if arguments.receive:
         return receive(arguments.receive[0], arguments.receive[1:])
     torch.set_num_threads(1)
-    ranks = dist.init("cpu")
+    ranks = distributed.init("cpu")
     result: dict[str, Any] = {"engine": "sglang" if arguments.sglang else "embedded"}
     for size in arguments.model:
         with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +173,7 @@ def main() -> None:
                 )
             result[size] = found
             print(f"{size}: {found}", file=sys.stderr)
-    dist.close()
+    distributed.close()
     print(json.dumps(result))
 
 

@@ -1,4 +1,4 @@
-"""What the wire costs: trajectories with pictures through codec, sockets and all checks, beside a bare pyzmq loop.
+"""What the wire costs: trajectories with images through codec, sockets and all checks, beside a bare pyzmq loop.
 
     python tests/bench/transport.py [--rounds 7] [--mib 256]
 
@@ -28,7 +28,7 @@ import numpy as np
 import zmq
 
 from learner.tickets.book import BookSettings, TicketBook
-from learner.tickets.protocol import Reception
+from learner.tickets.protocol import TicketProtocol
 from learner.tickets.rejected import Rejects
 from learner.tickets.sources import SeedSource
 from shared.codec import TokenRules, encode
@@ -40,19 +40,19 @@ PLACEHOLDER, VOCAB = 1, 151_936
 ON_THEIR_WAY = 16
 DIFFERENT = 8  # trajectories that take turns
 WAIT_S = 60.0
-SIZES = {  # name: (tokens, turns, pictures, bytes of a picture)
+SIZES = {  # name: (tokens, turns, images, bytes of an image)
     "74 KB": (4096, 3, 1, 20_000),  # a long answer about one diagram, as of geo3k in several turns
-    "400 KB": (8192, 8, 8, 36_000),  # a picture before each of eight turns, as of Sokoban, and a full context
+    "400 KB": (8192, 8, 8, 36_000),  # an image before each of eight turns, as of Sokoban, and a full context
     "4 MB": (8192, 8, 8, 486_000),  # the same with photographs
 }
 
 
-def trajectory(tokens: int, turns: int, pictures: int, picture_bytes: int, rng: np.random.Generator) -> Trajectory:
-    """Turns of equal length, the first ones after a picture; half of each turn's tokens are sampled."""
+def trajectory(tokens: int, turns: int, images: int, image_bytes: int, rng: np.random.Generator) -> Trajectory:
+    """Turns of equal length, the first ones after an image; half of each turn's tokens are sampled."""
     span = tokens // turns
     mask = np.tile(np.repeat(np.array([0, 1], np.uint8), [span - span // 2, span // 2]), turns)
     ids = rng.integers(2, VOCAB, len(mask), dtype=np.int32)
-    ids[: span * pictures : span] = PLACEHOLDER
+    ids[: span * images : span] = PLACEHOLDER
     ends = range(span, len(mask) + 1, span)
     return Trajectory(
         token_ids=ids,
@@ -61,7 +61,7 @@ def trajectory(tokens: int, turns: int, pictures: int, picture_bytes: int, rng: 
         policy_versions=np.where(mask, 3, -1).astype(np.int32),
         turns=tuple(Turn(end - span // 2, end, 0.5) for end in ends),
         reward=1.0,
-        images=tuple(Image.of(rng.bytes(picture_bytes)) for _ in range(pictures)),
+        images=tuple(Image.of(rng.bytes(image_bytes)) for _ in range(images)),
         ending=Ending.COMPLETED,
         metrics={"success": 1.0},
         text="an answer " * 20,
@@ -136,7 +136,7 @@ def receive_bare(router: zmq.Socket, count: int) -> None:
         router.send_multipart([peer, *answer])
 
 
-def receive_pronk(router: Router, reception: Reception, count: int) -> None:
+def receive_pronk(router: Router, protocol: TicketProtocol, count: int) -> None:
     """As the intake's thread: waits, then reads what is there."""
     got = 0
     while got < count:
@@ -144,21 +144,23 @@ def receive_pronk(router: Router, reception: Reception, count: int) -> None:
             raise TimeoutError(f"group {got} of {count} did not come within {WAIT_S:g} s")
         while got < count and (received := router.receive()) is not None:
             peer, frames = received
-            message = reception.read(frames)
+            message = protocol.read(frames)
             if not isinstance(message, Group):
                 raise message if isinstance(message, Exception) else TypeError(message)
-            reception.confirm(peer, message.ticket_id)
+            protocol.confirm(peer, message.ticket_id)
             got += 1
-        reception.confirm_all()
+        protocol.confirm_all()
 
 
-def new_reception(router: Router, folder: Path) -> Reception:
+def new_reception(router: Router, folder: Path) -> TicketProtocol:
     book = TicketBook(SeedSource(), BookSettings(group_size=1, groups_per_version=1, max_staleness=1), nonce="abcdef01")
     rules, log = TokenRules(PLACEHOLDER, (PLACEHOLDER,), VOCAB), get_logger("bench")
-    return Reception(router, book, rules, Rejects(folder, log), log, run_id="bench", actor_timeout_s=WAIT_S)
+    return TicketProtocol(router, book, rules, Rejects(folder, log), log, run_id="bench", actor_timeout_s=WAIT_S)
 
 
-def measure(bare: zmq.Socket, router: Router, reception: Reception, orders: Connection, rounds: int, mib: int) -> list:
+def measure(
+    bare: zmq.Socket, router: Router, protocol: TicketProtocol, orders: Connection, rounds: int, mib: int
+) -> list:
     """One row for each size: bytes, MB/s and CPU µs (of both processes) of a message, ratios of neighbouring rounds."""
     rows = []
     for size in SIZES:
@@ -173,7 +175,7 @@ def measure(bare: zmq.Socket, router: Router, reception: Reception, orders: Conn
                 if side == "bare":
                     receive_bare(bare, count)
                 else:
-                    receive_pronk(router, reception, count)
+                    receive_pronk(router, protocol, count)
                 cpu_s = orders.recv() + time.process_time() - began
                 if number:  # the first round warms up
                     rates[side].append(count * message_bytes / 1e6 / (time.perf_counter() - started))
@@ -202,10 +204,10 @@ def main() -> None:
     child = start(target=sender, args=(bare_address, router.address, theirs), daemon=True)
     child.start()
     with tempfile.TemporaryDirectory() as folder:
-        reception = new_reception(router, Path(folder))
-        receive_pronk(router, reception, 1)
+        protocol = new_reception(router, Path(folder))
+        receive_pronk(router, protocol, 1)
         assert orders.recv() == "ready"
-        rows = measure(bare, router, reception, orders, options.rounds, options.mib)
+        rows = measure(bare, router, protocol, orders, options.rounds, options.mib)
     orders.send(None)
     child.join(10.0)
     bare.close(0)

@@ -176,9 +176,9 @@ def damaged(frames: list[bytes], rng: random.Random) -> list[bytes]:
 def corrupted(frames: list[bytes], rng: random.Random) -> list[bytes]:
     """A group as a broken actor would make it, with a right digest: its arrays are in another order, or one of them is
     cut short, missing, there twice, or all ones."""
-    head, num_pictures = frames[0], len(msgpack.unpackb(frames[0])["pictures"])
-    end = len(frames) - 1 - num_pictures
-    parts, pictures = frames[1:end], frames[end:-1]
+    head, num_images = frames[0], len(msgpack.unpackb(frames[0])["pictures"])
+    end = len(frames) - 1 - num_images
+    parts, images = frames[1:end], frames[end:-1]
     if not parts:
         return frames
     place = rng.randrange(len(parts))
@@ -194,4 +194,4 @@ def corrupted(frames: list[bytes], rng: random.Random) -> list[bytes]:
             parts.insert(place, part)
         case _:
             parts[place] = b"\xff" * len(part)
-    return [head, *parts, *pictures, bytes(digest([head, *parts]))]
+    return [head, *parts, *images, bytes(digest([head, *parts]))]

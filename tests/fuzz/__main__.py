@@ -116,7 +116,7 @@ def mutate(frames: list[bytes], rng: random.Random) -> list[bytes]:
     return sealed(changed) if changed and rng.random() < SEALED else [*changed, digest]
 
 
-def judge(frames: list[bytes]) -> str:
+def reward_function(frames: list[bytes]) -> str:
     """What becomes of a message: "valid KIND", or the reason of its refusal. Any other exception is a defect."""
     try:
         message = decode(frames, LIMITS)
@@ -142,7 +142,7 @@ def run(messages: int, seed: int) -> dict[str, object]:
     for number in range(messages):
         frames = mutate(rng.choice(valid), rng)
         began = time.monotonic()
-        verdicts[judge(frames)] += 1
+        verdicts[reward_function(frames)] += 1
         slowest = max(slowest, time.monotonic() - began)
         if number == messages // 10:
             settled = resident_bytes()

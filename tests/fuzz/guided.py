@@ -25,7 +25,7 @@ with atheris.instrument_imports(include=["shared"]):
     import shared.fields
     import shared.frames  # noqa: F401 - instrumented here, used by tests.fuzz
 
-from tests.fuzz.__main__ import judge, mutate, seeds
+from tests.fuzz.__main__ import mutate, reward_function, seeds
 
 MAX_BYTES = 2**16
 LIMIT_S, LIMIT_MIB = 10, 2048  # of one message, of the process
@@ -44,7 +44,7 @@ def frames_of(data: bytes) -> list[bytes] | None:
 def one(data: bytes) -> None:
     frames = frames_of(data)
     if frames is not None:
-        verdicts[judge(frames)] += 1
+        verdicts[reward_function(frames)] += 1
 
 
 def mutated(data: bytes, max_size: int, seed: int) -> bytes:

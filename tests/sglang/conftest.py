@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner import distributed as dist
+from learner import distributed
 from learner.model.policy import load_policy
 from learner.weights.publisher import Publisher, PublishSettings
 from tests.support.machine import free_port
@@ -35,8 +35,8 @@ def recipe(servers):
 
 @pytest.fixture(scope="session")
 def ranks():
-    yield dist.init("cpu")
-    dist.close()
+    yield distributed.init("cpu")
+    distributed.close()
 
 
 @pytest.fixture

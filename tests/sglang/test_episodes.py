@@ -1,4 +1,4 @@
-"""Episodes through SGLang's server: what comes back is what the learner computes from the same tokens and pictures."""
+"""Episodes through SGLang's server: what comes back is what the learner computes from the same tokens and images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actor.client import EngineClient
 from launch.engines.probe import ModelFacts
 from shared.types import Image, Sampling
 from tests.support.sglang_rig import ENDS, gap, move, player_of, surprise, tickets, vision_of
-from tests.support.tiny import picture, png
+from tests.support.tiny import draw_image, png
 
 TOLERANCE = 1e-4
 
@@ -29,7 +29,7 @@ def play(recipe, urls, count, version, temperature=1.0, top_p=1.0):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_episodes_with_pictures_agree_with_the_learners_forward(servers, recipe, policy, publisher, temperature):
+def test_episodes_with_images_agree_with_the_learners_forward(servers, recipe, policy, publisher, temperature):
     url = servers.urls[0]
     assert publisher.publish(1, [url])["publish/engines"] == 1
     episodes = play(recipe, [url], 8, 1, temperature)
@@ -77,7 +77,7 @@ def ask(recipe, url, use):
     async def main():
         client = EngineClient(url, timeout_s=120)
         try:
-            return await use(client, [*facts.picture_ids, 30, 31])
+            return await use(client, [*facts.image_ids, 30, 31])
         finally:
             client.close()
 
@@ -86,7 +86,7 @@ def ask(recipe, url, use):
 
 def test_stop_length_and_abort_are_told_apart(servers, recipe, publisher):
     publisher.publish(4, servers.urls[:1])
-    image = Image.of(png(picture(64, 64)))
+    image = Image.of(png(draw_image(64, 64)))
 
     async def use(client, ids):
         short = await client.generate(ids, [image], Sampling(max_new_tokens=3), banned_ids=ENDS)
@@ -103,13 +103,13 @@ def test_stop_length_and_abort_are_told_apart(servers, recipe, publisher):
     assert len(aborted.logprobs) == len(aborted.token_ids) < 4000
 
 
-def test_a_picture_is_bounded_as_the_recipe_says(servers, recipe):
-    """The engine's grid of a picture is the learner's: the prompt has as many tokens."""
+def test_an_image_is_bounded_as_the_recipe_says(servers, recipe):
+    """The engine's grid of an image is the learner's: the prompt has as many tokens."""
     vision = vision_of(recipe)
     sizes = [(20, 20), (64, 96), (333, 190)]
 
     async def use(client, ids):
-        return [await client.warm_up(ids, [Image.of(png(picture(*size)))], 60) for size in sizes]
+        return [await client.warm_up(ids, [Image.of(png(draw_image(*size)))], 60) for size in sizes]
 
     counted = [num_tokens for num_tokens, _ in ask(recipe, servers.urls[0], use)]
     assert counted == [4 + vision.num_tokens(vision.grid(*size)) for size in sizes]

@@ -17,7 +17,7 @@ from learner.weights.publisher import Publisher, PublishSettings
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec, expand, mrope_positions, patchify, pixel_values
 from tests.support.sglang_rig import ENDS, MODEL, move, vision_of
-from tests.support.tiny import load_model, picture, png, reference_logits
+from tests.support.tiny import draw_image, load_model, png, reference_logits
 
 TOLERANCE = 1e-4
 SIZE = (64, 96)
@@ -30,7 +30,7 @@ PAUSED, BESIDE = 0, 1
 @pytest.fixture
 def prompt(recipe):
     facts = ModelFacts.load(recipe.model.path, vision_of(recipe))
-    return [40, 41, *facts.picture_ids, 30, 31]
+    return [40, 41, *facts.image_ids, 30, 31]
 
 
 async def generate(url, prompt, num_tokens, meanwhile=None):
@@ -38,7 +38,7 @@ async def generate(url, prompt, num_tokens, meanwhile=None):
     client = EngineClient(url, timeout_s=200)
     try:
         request = client.generate(
-            prompt, [Image.of(png(picture(*SIZE)))], Sampling(max_new_tokens=num_tokens), banned_ids=BANNED
+            prompt, [Image.of(png(draw_image(*SIZE)))], Sampling(max_new_tokens=num_tokens), banned_ids=BANNED
         )
         task = asyncio.create_task(request)
         if meanwhile is not None:
@@ -65,14 +65,14 @@ def chosen(logits, tokens):
 
 def plain(model, spec, prompt, tokens):
     """The logprobs of all `tokens` by one forward of `model`."""
-    logits = reference_logits(model, [*prompt, *tokens], [picture(*SIZE)], spec)
+    logits = reference_logits(model, [*prompt, *tokens], [draw_image(*SIZE)], spec)
     return chosen(logits[len(prompt) - 1 : -1], tokens)
 
 
 @torch.no_grad()
 def continued(old, new, spec, prompt, tokens, split):
     """Logprobs of tokens[split:] by `new`, on the keys and values that `old` made of what came before."""
-    image = picture(*SIZE)
+    image = draw_image(*SIZE)
     grid = spec.grid(*image.size)
     ids, _ = expand([*prompt, *tokens], [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
     positions = torch.from_numpy(
@@ -124,8 +124,8 @@ def test_an_update_in_the_middle_of_a_request_yields_two_spans_of_two_weights(
     assert (found - by_old)[first.end :].abs().max() > 100 * TOLERANCE
 
 
-def test_a_picture_seen_before_an_update_is_not_served_from_old_embeddings(servers, recipe, policy, publisher, prompt):
-    """Another prefix, so that nothing of the prompt is cached but what is kept of the picture alone."""
+def test_an_image_seen_before_an_update_is_not_served_from_old_embeddings(servers, recipe, policy, publisher, prompt):
+    """Another prefix, so that nothing of the prompt is cached but what is kept of the image alone."""
     url, spec = servers.urls[0], vision_of(recipe)
     publisher.publish(20, [url])
     asyncio.run(generate(url, [50, *prompt], 4))

@@ -34,7 +34,7 @@ SAMPLE = Sample(
     {"seed": 2**40, "nested": {"f": 0.5, "n": None, "b": True}},
 )
 TICKET = Ticket("0-a", SAMPLE, 2, 3, Sampling(0.7, 0.9, 50, 12), 30.0, "eval", 5)
-GROUP = Group("0-a", "actor", (episode(picture=b"one"), episode(2), failed_episode()), 1.5)
+GROUP = Group("0-a", "actor", (episode(image=b"one"), episode(2), failed_episode()), 1.5)
 STOP = {"v": SCHEMA_VERSION, "kind": "Stop", "body": ["x", True], "pictures": []}
 EXAMPLES = [
     Hello("a", ("http://x:1", "http://y:2"), 100, ("0-a", "1-a"), 0.25),

@@ -82,9 +82,9 @@ async def until_sampled(app, count):
     await until_async(lambda: app.scheduler.tokens_out >= wanted, 60.0)
 
 
-def logprobs_under(model, spec, prompt, sampled, pictures=(), banned=None):
+def logprobs_under(model, spec, prompt, sampled, images=(), banned=None):
     """What the model says of `sampled` after `prompt` when it may not sample `banned`: [len(sampled)]."""
-    logits = reference_logits(model, [*prompt, *sampled], list(pictures), spec)
+    logits = reference_logits(model, [*prompt, *sampled], list(images), spec)
     logits[:, list(spec.banned_ids if banned is None else banned)] = -torch.inf
     logprobs = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
     return logprobs.gather(1, torch.tensor(sampled)[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Random episodes for tests of the learner: real PNG pictures, several turns, behaviour logprobs as asked for."""
+"""Random episodes for tests of the learner: real PNG images, several turns, behaviour logprobs as asked for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from learner.batch import EpisodeSettings, make_episode, pack
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec
-from tests.support.tiny import picture, png
+from tests.support.tiny import draw_image, png
 
 
 def random_trajectory(
@@ -24,18 +24,18 @@ def random_trajectory(
     prompt_tokens: int = 5,
     vocab_size: int = 300,
     sides: tuple[int, ...] = (64, 96),
-    pictures: bool = True,
+    with_images: bool = True,
     version: int = 0,
 ) -> Trajectory:
-    """A prompt, then per turn a picture, some text and some sampled tokens; behaviour logprobs are about -3."""
+    """A prompt, then per turn an image, some text and some sampled tokens; behaviour logprobs are about -3."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(1, vocab_size, prompt_tokens).tolist()
     mask, images, spans = [0] * prompt_tokens, [], []
     for turn in range(turns):
         observation = rng.integers(1, vocab_size, 4).tolist()
-        if pictures:
+        if with_images:
             width, height = rng.choice(sides, 2)
-            images.append(Image.of(png(picture(int(width), int(height), seed * 100 + turn))))
+            images.append(Image.of(png(draw_image(int(width), int(height), seed * 100 + turn))))
             observation.insert(1, spec.image_token_id)
         written = rng.integers(1, vocab_size, rng.integers(*turn_tokens)).tolist()
         start = len(ids) + len(observation)
@@ -67,9 +67,9 @@ def random_groups(spec: VisionSpec, num_groups: int, *, group_size: int = 1, see
 @torch.no_grad()
 def on_policy(policy: Policy, trajectory: Trajectory, *, noise: float = 0.0, temperature: float = 1.0) -> Trajectory:
     """The trajectory with `policy`'s own logprobs, plus `noise` times a normal draw, as those of the behaviour."""
-    pictures = Pictures(policy.spec)
-    episode = make_episode(trajectory, 0.0, pictures, EpisodeSettings())
-    logprobs = policy(pack([episode], pictures, torch.device("cpu")), temperature).logprobs.numpy()
+    decoder = ImageDecoder(policy.spec)
+    episode = make_episode(trajectory, 0.0, decoder, EpisodeSettings())
+    logprobs = policy(pack([episode], decoder, torch.device("cpu")), temperature).logprobs.numpy()
     logprobs = logprobs + noise * np.random.default_rng(len(logprobs)).normal(size=len(logprobs))
     behaviour = np.zeros(len(trajectory.token_ids), dtype=np.float32)
     behaviour[np.flatnonzero(trajectory.loss_mask)] = np.minimum(logprobs, 0)

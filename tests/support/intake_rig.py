@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import zmq
 
-from learner.tickets.server import Intake
+from learner.tickets.server import TicketServer
 from shared.codec import decode, encode
 from shared.types import Hello, Receipt, Request, Ticket, Tickets
-from tests.support.wires import VOCAB, start_intake
+from tests.support.wires import VOCAB, start_ticket_server
 
 
 class Peer:
@@ -69,19 +69,19 @@ def opened() -> Iterator[list]:
     things: list = []
     yield things
     for thing in reversed(things):
-        if isinstance(thing, Intake):
+        if isinstance(thing, TicketServer):
             thing.stop("test over")
         else:
             thing.close()
 
 
 @pytest.fixture
-def intake(tmp_path: Path, opened: list) -> Intake:
-    opened.append(start_intake(tmp_path, lost_after_s=0.3))
+def ticket_server(tmp_path: Path, opened: list) -> TicketServer:
+    opened.append(start_ticket_server(tmp_path, lost_after_s=0.3))
     return opened[-1]
 
 
 @pytest.fixture
-def peer(intake: Intake, opened: list) -> Peer:
-    opened.append(Peer(intake.address))
+def peer(ticket_server: TicketServer, opened: list) -> Peer:
+    opened.append(Peer(ticket_server.address))
     return opened[-1]

@@ -12,16 +12,16 @@ sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]  # before tests/, whi
 import torch  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
-from learner import distributed as dist  # noqa: E402
+from learner import distributed  # noqa: E402
 from learner.checkpoints import saver as checkpoint  # noqa: E402
 from learner.distributed import Ranks  # noqa: E402
 from learner.model.policy import Policy, load_policy  # noqa: E402
-from learner.model.sharding import prepare  # noqa: E402
+from learner.model.sharding import parallelize  # noqa: E402
 from learner.muon import MuonAdamW  # noqa: E402
 from learner.trainer import Trainer  # noqa: E402
 from learner.weights.buckets import gathered  # noqa: E402
 from learner.weights.publisher import Publisher, PublishSettings  # noqa: E402
-from learner.weights.verify import Proof  # noqa: E402
+from learner.weights.verify import WeightVerifier  # noqa: E402
 from shared.codec import decode, encode  # noqa: E402
 from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe  # noqa: E402
 from shared.types import Group  # noqa: E402
@@ -52,9 +52,9 @@ def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     torch.nn.init.constant_(policy.value_head.weight, 0.01)
     config = LearnerConfig(lr=1e-3, value_lr=1e-2, microbatch_tokens=90, entropy_coef=0.01, warmup_steps=2)
     config = config.model_copy(update=changes)
-    mesh = dist.make_mesh("cpu", ranks.size, config.shard_size)
+    mesh = distributed.make_mesh("cpu", ranks.size, config.shard_size)
     ranks = replace(ranks, mesh=mesh)
-    prepare(policy, ranks, config, torch.float32)
+    parallelize(policy, ranks, config, torch.float32)
     return Trainer(policy, config, ranks, reference=reference_of(folder, ranks, config) if config.kl_coef else None)
 
 
@@ -64,7 +64,7 @@ def reference_of(folder: str, ranks: Ranks, config: LearnerConfig) -> Policy:
     with torch.no_grad():
         for p in reference.vlm.parameters():
             p.mul_(1.1)
-    prepare(reference, ranks, config, torch.float32)
+    parallelize(reference, ranks, config, torch.float32)
     return reference.requires_grad_(False)
 
 
@@ -74,14 +74,14 @@ def recipe_of(config: LearnerConfig) -> Recipe:
 
 def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
     groups = random_groups(spec, num_groups, seed=10 * step, turns=2, group_size=2)
-    return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, pictures=False)
+    return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, images=False)
 
 
 def shared_groups(ranks: Ranks, groups: list[Group]) -> list[Group]:
     """Rank 0's groups, over the wire's own frames."""
     received = []
     for group in groups:
-        frames = dist.broadcast_frames(encode(group) if ranks.is_main else None, ranks)
+        frames = distributed.broadcast_frames(encode(group) if ranks.is_main else None, ranks)
         received.append(decode(frames))
     return received
 
@@ -121,8 +121,11 @@ def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> 
 def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, folder: Path, engines: list[str]) -> dict[str, Any]:
     saver = checkpoint.Saver(folder, trainer, ranks, recipe_of(trainer.config))
     path = saver.save(3, {"cursor": 5})
-    settings, proof = PublishSettings(bucket_bytes=100_000, timeout_s=30), Proof(trainer.policy, sys.argv[1], ranks)
-    publisher = Publisher(trainer.policy, ranks, settings, proof)
+    settings, verifier = (
+        PublishSettings(bucket_bytes=100_000, timeout_s=30),
+        WeightVerifier(trainer.policy, sys.argv[1], ranks),
+    )
+    publisher = Publisher(trainer.policy, ranks, settings, verifier)
     published = publisher.publish(3, engines if ranks.is_main else ())
     publisher.close()
     train(trainer, ranks, range(3, 5), CASES["vtrace"][1])
@@ -157,7 +160,7 @@ def expert_shards(trainer: Trainer) -> list[tuple[int, int]]:
 def main() -> None:
     folder, out, engines = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
-    ranks = dist.init("cpu", timeout_s=120)
+    ranks = distributed.init("cpu", timeout_s=120)
     result: dict[str, Any] = {}
     for name, (changes, num_groups) in CASES.items() if ranks.size < 4 else ():
         model = str(Path(folder).parent / "moe") if name == "experts" else folder
@@ -172,8 +175,8 @@ def main() -> None:
             _, result[name] = run(folder, ranks, settings, CASES["vtrace"][1])
     if ranks.is_main:
         torch.save(result, out)
-    dist.barrier(ranks, timeout_s=30)
-    dist.close()
+    distributed.barrier(ranks, timeout_s=30)
+    distributed.close()
 
 
 if __name__ == "__main__":

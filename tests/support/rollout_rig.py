@@ -7,12 +7,12 @@ import pytest
 from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
 from actor.render import Renderer
-from actor.rewards import EnvJudge
+from actor.rewards import EnvReward
 from actor.rollout import EpisodeLimits, Player
 from shared.codec import check_trajectory
 from shared.types import Completion, Sample, Sampling, Ticket, VersionSpan
 from shared.vision import VisionSpec
-from tests.support.tiny import picture, tiny_tokenizer
+from tests.support.tiny import draw_image, tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Play."}
 
@@ -54,7 +54,7 @@ def completion(text, version=1, reason="stop"):
 
 
 class Counting:
-    """Shows a picture and counts: each answer's length is its reward; "end" ends it."""
+    """Shows an image and counts: each answer's length is its reward; "end" ends it."""
 
     def __init__(self, sample=None):
         self.heard, self.closed = [], False
@@ -63,7 +63,7 @@ class Counting:
         return self.look("begin"), {}
 
     def look(self, text):
-        return {"obs_str": text, "multi_modal_data": {"image": [picture(64, 64, len(self.heard))]}}
+        return {"obs_str": text, "multi_modal_data": {"image": [draw_image(64, 64, len(self.heard))]}}
 
     def step(self, text):
         self.heard.append(text)
@@ -86,8 +86,8 @@ def ticket(**changes):
 def play(renderer, threads, answers, env=Counting, limits=None, episode_reward=None, **changes):
     engine = Scripted(answers)
     limits = limits or EpisodeLimits()
-    judge = EnvJudge(episode_reward, threads, limits.env_timeout_s) if episode_reward else None
-    player = Player(env, renderer, EnginePool([engine]), limits, threads, judge)
+    reward_function = EnvReward(episode_reward, threads, limits.env_timeout_s) if episode_reward else None
+    player = Player(env, renderer, EnginePool([engine]), limits, threads, reward_function)
     trajectory = asyncio.run(player.play(ticket(**changes)))
     check(renderer, trajectory)
     return trajectory, engine

@@ -20,7 +20,7 @@ from launch.engines.supervisor import Engine, wait_until_serving
 from launch.processes.children import stop_all
 from launch.task_samples import held_out_samples
 from learner.batch import EpisodeSettings, make_episode, pack
-from learner.images import Pictures
+from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from shared.config import Recipe, load_recipe
 from shared.types import Sampling, Ticket, Trajectory
@@ -99,17 +99,17 @@ def tickets(recipe: Recipe, count: int, version: int, temperature: float = 1.0, 
 @torch.no_grad()
 def gap(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> float:
     """The largest difference between the engine's logprobs and the learner's of the same tokens."""
-    pictures = Pictures(policy.spec)
-    batch = pack([make_episode(trajectory, 0.0, pictures, EpisodeSettings())], pictures, torch.device("cpu"))
+    decoder = ImageDecoder(policy.spec)
+    batch = pack([make_episode(trajectory, 0.0, decoder, EpisodeSettings())], decoder, torch.device("cpu"))
     return float((policy(batch, temperature).logprobs - batch.behaviour_logprobs).abs().max())
 
 
 @torch.no_grad()
 def surprise(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
     """`surprise_z` of the tokens that an engine sampled at temperature 1 with these weights."""
-    pictures = Pictures(policy.spec)
-    episodes = [make_episode(trajectory, 0.0, pictures, EpisodeSettings()) for trajectory in trajectories]
-    batch = pack(episodes, pictures, torch.device("cpu"))
+    decoder = ImageDecoder(policy.spec)
+    episodes = [make_episode(trajectory, 0.0, decoder, EpisodeSettings()) for trajectory in trajectories]
+    batch = pack(episodes, decoder, torch.device("cpu"))
     logits_NV = policy._hidden(batch) @ policy.vlm.lm_head.weight.T
     logits_NV[:, list(policy.banned_ids)] = -torch.inf
     return surprise_z(logits_NV.log_softmax(-1), batch.target_ids)

@@ -64,7 +64,7 @@ def moe_policy(folder: str | Path, spec: VisionSpec) -> Policy:
     return Policy(Qwen3VLMoeForConditionalGeneration(config), spec)
 
 
-def picture(width: int = 64, height: int = 64, seed: int = 0) -> PILImage.Image:
+def draw_image(width: int = 64, height: int = 64, seed: int = 0) -> PILImage.Image:
     """Random noise: no two seeds look alike to any model."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return PILImage.fromarray(pixels)
@@ -80,8 +80,8 @@ def png(image: PILImage.Image) -> bytes:
 def reference_logits(
     model: Qwen3VLForConditionalGeneration, token_ids: list[int], images: list[PILImage.Image], spec: VisionSpec
 ) -> torch.Tensor:
-    """fp32 logits [T, V] at every compact position (a picture's is that of its last visual token): one plain forward
-    of transformers over the whole expanded stream, without any cache. Pictures must need no resizing."""
+    """fp32 logits [T, V] at every compact position (a image's is that of its last visual token): one plain forward
+    of transformers over the whole expanded stream, without any cache. Images must need no resizing."""
     grids = [spec.grid(*image.size) for image in images]
     ids, compact = expand(token_ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size)
     positions = mrope_positions(ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size)

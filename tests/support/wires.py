@@ -10,7 +10,7 @@ import numpy as np
 
 from actor.loop import ActorSettings
 from learner.tickets.book import BookSettings
-from learner.tickets.server import Intake, IntakeSettings
+from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.codec import TokenRules
 from shared.frames import Frame, digest
@@ -20,8 +20,8 @@ PLACEHOLDER, VISION_START, VOCAB = 7, 8, 100
 RULES = TokenRules(PLACEHOLDER, (PLACEHOLDER, VISION_START), VOCAB)
 
 
-def episode(version: int = 0, *, reward: float = 1.0, picture: bytes = b"a picture", **changes: object) -> Trajectory:
-    """Two turns after one picture: 2 tokens and 1 token, all of `version`."""
+def episode(version: int = 0, *, reward: float = 1.0, image: bytes = b"an image", **changes: object) -> Trajectory:
+    """Two turns after one image: 2 tokens and 1 token, all of `version`."""
     fields: dict[str, object] = {
         "token_ids": np.array([1, PLACEHOLDER, 2, 3, 4, 5, 6], np.int32),
         "loss_mask": np.array([0, 0, 1, 1, 0, 0, 1], np.uint8),
@@ -29,7 +29,7 @@ def episode(version: int = 0, *, reward: float = 1.0, picture: bytes = b"a pictu
         "policy_versions": np.array([-1, -1, version, version, -1, -1, version], np.int32),
         "turns": (Turn(2, 4, 0.0), Turn(6, 7, reward)),
         "reward": reward,
-        "images": (Image.of(picture),),
+        "images": (Image.of(image),),
         "ending": Ending.COMPLETED,
         "metrics": {"success": reward},
         "text": "up, left",
@@ -44,14 +44,14 @@ def failed_episode(ending: Ending = Ending.ENV_ERROR, error: str = "boom") -> Tr
 
 
 def sealed(frames: Sequence[Frame]) -> list[bytes]:
-    """These frames (header, arrays, pictures) with the digest that is right for them, whatever they say."""
+    """These frames (header, arrays, images) with the digest that is right for them, whatever they say."""
     raw = [bytes(frame) for frame in frames]
     try:
         hashes = msgpack.unpackb(raw[0])["pictures"]
-        num_pictures = len(hashes) if len(hashes) < len(raw) else 0
+        num_images = len(hashes) if len(hashes) < len(raw) else 0
     except (IndexError, TypeError, KeyError, ValueError, msgpack.UnpackException):
-        num_pictures = 0
-    return [*raw, digest(raw[: len(raw) - num_pictures])]
+        num_images = 0
+    return [*raw, digest(raw[: len(raw) - num_images])]
 
 
 def group_of(ticket: Ticket, version: int | None = None) -> Group:
@@ -63,9 +63,11 @@ def book_settings(**changes: object) -> BookSettings:
     return BookSettings(**({"group_size": 1, "groups_per_version": 4, "max_staleness": 1} | changes))  # type: ignore[arg-type]
 
 
-def start_intake(tmp: Path, *, address: str = "tcp://127.0.0.1:*", timeout_s: float = 10.0, **book: object) -> Intake:
-    settings = IntakeSettings(address, tmp, "run-1", RULES, actor_timeout_s=timeout_s)
-    return Intake(SeedSource(), book_settings(**book), settings)
+def start_ticket_server(
+    tmp: Path, *, address: str = "tcp://127.0.0.1:*", timeout_s: float = 10.0, **book: object
+) -> TicketServer:
+    settings = TicketServerSettings(address, tmp, "run-1", RULES, actor_timeout_s=timeout_s)
+    return TicketServer(SeedSource(), book_settings(**book), settings)
 
 
 def actor_settings(learner: str, name: str = "a", **changes: object) -> ActorSettings:
