@@ -13,8 +13,9 @@ import pytest
 
 from learner.weights import engine_watch
 from learner.weights.engine_watch import EngineWatch
+from tests.support.machine import children_of
+from tests.support.runs import local, metrics, places
 from tests.support.tiny import running_engine, tiny_model_dir
-from tests.test_end_to_end import children_of, local, metrics, places
 
 
 def found_within(watch, timeout_s):

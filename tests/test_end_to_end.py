@@ -13,44 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.machine import free_port
-
-RECIPE = "launch/recipes/colour_tiny.toml"
-
-
-def places(tmp_path: Path, **more: object) -> list[str]:
-    """Overrides that keep two runs on one machine apart."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    fields = {"run.dir": tmp_path, "learner.bind": address, "actor.learner": address, "engine.port": free_port()}
-    return [part for key, value in {**fields, **more}.items() for part in (f"--{key}", str(value))]
-
-
-def local(arguments: list[str]) -> list[str]:
-    return [sys.executable, "launch/local.py", "--config", RECIPE, *arguments]
-
-
-def metrics(tmp_path: Path) -> list[dict]:
-    lines = (tmp_path / "colour_tiny" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def children_of(pid: int) -> list[int]:
-    """All living descendants, from /proc."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if fields[0] != "Z":
-                parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = [], [pid]
-    while waiting:
-        children = parents.get(waiting.pop(), [])
-        found += children
-        waiting += children
-    return found
+from tests.support.machine import children_of
+from tests.support.runs import RECIPE, local, metrics, places
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ import pytest
 
 from actor.engine.http import HttpServer
 from tests.support.machine import free_port
+from tests.support.runs import RECIPE, places
 from tests.support.tiny import running_engine, tiny_model_dir
-from tests.test_end_to_end import RECIPE, places
 
 
 def run(script, tmp_path, **fields):

@@ -14,7 +14,7 @@ import pytest
 
 from learner.shutdown import Shutdown
 from shared.types import Stop
-from tests.test_end_to_end import RECIPE, metrics, places
+from tests.support.runs import RECIPE, metrics, places
 
 FIELDS = {"learner.total_steps": 24, "learner.checkpoint_every": 4, "learner.resume": "auto", "eval.samples": 0}
 

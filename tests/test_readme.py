@@ -11,7 +11,7 @@ import pytest
 
 from envs.check import main as check_env
 from shared.config import field_table
-from tests.test_end_to_end import local, metrics, places
+from tests.support.runs import local, metrics, places
 
 README = Path("README.md").read_text(encoding="utf-8")
 

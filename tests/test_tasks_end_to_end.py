@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_end_to_end import places
+from tests.support.runs import places
 
 
 def run(recipe: str, arguments: list[str], timeout_s: float = 250) -> subprocess.CompletedProcess[str]:

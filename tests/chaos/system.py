@@ -13,8 +13,7 @@ from typing import Any
 
 from tests.chaos.disk import Disk
 from tests.chaos.proxy import Peer, Proxy
-from tests.support.machine import free_port
-from tests.test_end_to_end import children_of
+from tests.support.machine import children_of, free_port
 
 RECIPE = "launch/recipes/colour_tiny.toml"
 PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "launch/learner.py"}

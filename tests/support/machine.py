@@ -50,6 +50,25 @@ async def until_async(done: Callable[[], object], timeout_s: float = 20.0, state
         await asyncio.sleep(0.005)
 
 
+def children_of(pid: int) -> list[int]:
+    """The process ids of all living descendants, from /proc."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, waiting = [], [pid]
+    while waiting:
+        children = parents.get(waiting.pop(), [])
+        found += children
+        waiting += children
+    return found
+
+
 class QuietHandler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
