@@ -1,4 +1,7 @@
-# make train: fresh machine -> environment -> trains the small Sokoban model here. make test: ... -> every CPU test. make test-sglang: SGLang's server too. make test-chaos: a running system under faults.
+# make train         fresh machine -> environment -> trains the small Sokoban model here
+# make check         format, lint, types and the fast tests: for every edit
+# make test          all that runs on a CPU; make test-sglang: against SGLang's server; make test-chaos: under faults;
+#                    make test-long: the wire's decoder under a million mutated messages
 PYTHON ?= python3
 RECIPE ?= launch/recipes/sokoban_tiny.toml
 ARGS ?=
@@ -7,7 +10,7 @@ SGLANG_VENV ?= .venv-sglang
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env sglang-env train test test-sglang test-chaos test-long lint clean tiny-models
+.PHONY: env sglang-env train tiny-models format lint check test test-sglang test-chaos test-long clean
 
 env: $(VENV)/.done
 
@@ -54,12 +57,22 @@ test-long: env
 	$(PY) -m tests.fuzz --messages 1000000 $(ARGS)
 	$(PY) -m tests.fuzz.guided --messages 200000 $(ARGS)
 
+format: env
+	$(VENV)/bin/ruff format --quiet .
+	$(VENV)/bin/ruff check --quiet --fix .
+
 lint: env
-	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/mypy
 
+PYTEST := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+check: lint
+	$(PYTEST) -m "not slow" $(ARGS)
+
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-sglang: env sglang-env
 	PRONK_ENGINE__SGLANG_ENV=$(SGLANG_VENV) $(PY) -m pytest tests/sglang $(ARGS)
