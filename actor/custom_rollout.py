@@ -1,26 +1,24 @@
-"""Episodes by a rollout function of the user's own (`rollout.path`), for what an environment cannot say."""
+"""Episodes by a rollout function of the user's own (`rollout.path`), for what an environment cannot express."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actor.client import EngineClient, EngineError
 from actor.env_threads import EnvThreads
+from actor.limits import EpisodeLimits
 from actor.render import Renderer
 from actor.stream import Stream
 from shared.types import Ending, Sample, Sampling, Trajectory
-
-if TYPE_CHECKING:
-    from actor.rollout import EpisodeLimits
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
     """What a rollout function is given. `engine.generate` continues a `Stream`, `renderer` makes tokens of messages,
-    `env_args` are the recipe's; what blocks belongs into `in_thread`."""
+    `env_args` are the recipe's; code that blocks must run through `in_thread`."""
 
     sample: Sample
     sampling: Sampling
@@ -40,7 +38,7 @@ Rollout = Callable[[RolloutContext], Awaitable[Trajectory]]
 
 
 async def play_custom(rollout: Rollout, context: RolloutContext) -> Trajectory:
-    """The function's trajectory; what goes wrong in it is the episode's ending."""
+    """The function's trajectory; a failure becomes the episode's ending."""
     timeout_s = context.limits.rollout_timeout_s
     ending = Ending.ENV_ERROR
     try:

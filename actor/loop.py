@@ -1,8 +1,8 @@
 """An actor process: tickets in, groups of episodes out.
 
-    learner ──Tickets──▶ desk ──(ticket, index)──▶ play ──▶ env and engine
-       ▲                  │ ▲                        │
-       └── Group until Ack┘ └──────── Trajectory ◀───┘
+    learner ──Tickets──▶ HeldTickets ──(ticket, index)──▶ play ──▶ env and engine
+       ▲                  │       ▲                        │
+       └── Group until Ack┘       └────── Trajectory ◀─────┘
 
 The learner gives at most `groups` tickets at a time, and counts one as held until it has taken the group; so an actor
 whose learner is slow or away stops by itself once it holds that many.
@@ -11,13 +11,16 @@ whose learner is slow or away stops by itself once it holds that many.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from shared.codec import TokenRules, WireError, check_trajectory
+from shared.codec import Message, TokenRules, WireError, check_trajectory
 from shared.log import get_logger
 from shared.transport import Dealer, Secure, SocketSettings
 from shared.types import (
@@ -38,7 +41,7 @@ from shared.types import (
 )
 
 Play = Callable[[Ticket, int], Awaitable[Trajectory]]
-"""Plays one episode of a ticket, given its index in the group. What goes wrong in it is an ending, not an exception."""
+"""Plays one episode of a ticket, given its index in the group. A failure in it is its ending, not an exception."""
 
 RECONNECT_S = 0.1
 EXIT_USER_ERROR = 2  # of the process
@@ -59,6 +62,13 @@ class ActorSettings:
     secure: Secure | None = None
 
 
+class End(NamedTuple):
+    """Why an actor ends, and its process's exit code: 0, or 1 after a failure."""
+
+    code: int
+    reason: str
+
+
 async def run_actor(settings: ActorSettings, play: Play) -> int:
     """Plays what the learner asks for until it says Stop. Returns the process's exit code: 0, or 1 with one log line.
 
@@ -66,16 +76,16 @@ async def run_actor(settings: ActorSettings, play: Play) -> int:
     answer, and `reconnect_timeout_s` for a learner that has gone silent. An exception of `play` ends the actor and is
     raised. ValueError: the address cannot be used.
     """
-    log = get_logger(settings.name)
     dealer = Dealer(settings.learner, settings.name, settings.sockets, settings.secure)
     farewell = "failed"
     try:
         async with asyncio.TaskGroup() as tasks:
             held_tickets = HeldTickets(settings, play, dealer, tasks)
-            code, farewell = await _converse(settings, dealer, held_tickets)
-            (log.error if code else log.info)("%s", farewell)
+            end = await Conversation(settings, dealer, held_tickets).run()
+            farewell = end.reason
+            get_logger(settings.name).log(logging.ERROR if end.code else logging.INFO, "%s", farewell)
             held_tickets.drop(held_tickets.held(), farewell)
-        return code
+        return end.code
     except asyncio.CancelledError:
         farewell = "asked to stop"
         raise
@@ -84,75 +94,101 @@ async def run_actor(settings: ActorSettings, play: Play) -> int:
         dealer.close(linger_s=0.5)
 
 
-async def _converse(settings: ActorSettings, dealer: Dealer, held_tickets: HeldTickets) -> tuple[int, str]:
-    """The conversation with the learner; returns the exit code and why it ended."""
-    log = get_logger(settings.name)
-    heard, next_beat, known, misfits = time.monotonic(), 0.0, "", 0
-    while True:
-        now = time.monotonic()
-        if now >= next_beat:
-            connected = await held_tickets.beat()
-            next_beat = now + (settings.heartbeat_s if connected else RECONNECT_S)
-        try:
-            message = await dealer.receive(next_beat - now)
-        except WireError as error:
-            misfits += error.reason == "schema_version"
-            if misfits > 1 and not known:  # one alone may have been damaged on its way
-                return 1, f"learner {settings.learner}: {error.detail}"
-            log.warning("the learner sent a malformed message: %s", error)
-            continue
-        now = time.monotonic()
-        if message is None:
-            if now - heard > (settings.reconnect_timeout_s if known else settings.connect_timeout_s):
-                cure = "start it, or check --actor.learner" if not known else "it seems to have died"
-                cure = dealer.trouble() or cure
-                return 1, f"learner {settings.learner} is silent for {now - heard:.0f} s; {cure}"
-            continue
-        heard = now
+class Conversation:
+    """What an actor and the learner tell each other: heartbeats on time, and what each message of the learner does."""
+
+    def __init__(self, settings: ActorSettings, dealer: Dealer, held_tickets: HeldTickets) -> None:
+        self._settings, self._dealer, self._held_tickets = settings, dealer, held_tickets
+        self._process_id: str | None = None  # of the learner process that has welcomed this actor
+        self._misfits = 0  # messages of another schema
+        self._log = get_logger(settings.name)
+
+    async def run(self) -> End:
+        heard, next_beat = time.monotonic(), 0.0
+        while True:
+            now = time.monotonic()
+            if now >= next_beat:
+                connected = await self._held_tickets.beat()
+                next_beat = now + (self._settings.heartbeat_s if connected else RECONNECT_S)
+            try:
+                message = await self._dealer.receive(next_beat - now)
+            except WireError as error:
+                end = self._malformed(error)
+            else:
+                now = time.monotonic()
+                end = self._silent(now - heard) if message is None else await self.handle(message)
+                heard = heard if message is None else now
+            if end is not None:
+                return end
+
+    async def handle(self, message: Message) -> End | None:
+        """Does what the learner says; the actor's end if that is what it says."""
+        tickets, log = self._held_tickets, self._log
         match message:
-            case Tickets(tickets):
-                for ticket in tickets:
-                    held_tickets.take(ticket)
+            case Tickets(issued):
+                for ticket in issued:
+                    tickets.take(ticket)
             case Receipt(ticket_ids):
-                held_tickets.keep(ticket_ids)
+                tickets.keep(ticket_ids)
             case Refusal(ticket_id, reason):
-                held_tickets.forget((ticket_id,))
+                tickets.forget((ticket_id,))
                 log.warning("the learner refused the group of ticket %s: %s", ticket_id, reason)
             case Ack(ticket_ids):
-                held_tickets.forget(ticket_ids)
+                tickets.forget(ticket_ids)
             case Cancel(ticket_ids, reason):
-                held_tickets.drop(ticket_ids, reason)
+                tickets.drop(ticket_ids, reason)
             case Welcome(run_id, version, process_id):
-                if known != process_id:
-                    log.info("learner %s is here: run %s, version %d", settings.learner, run_id, version)
-                    await held_tickets.send_kept()
-                known = process_id
+                if process_id != self._process_id:
+                    log.info("learner %s is here: run %s, version %d", self._settings.learner, run_id, version)
+                    await tickets.send_all()
+                self._process_id = process_id
             case Stop(reason, failed):
-                return (1 if failed or not known else 0), f"the learner says stop: {reason}"
+                return End(1 if failed or self._process_id is None else 0, f"the learner says stop: {reason}")
+        return None
+
+    def _malformed(self, error: WireError) -> End | None:
+        """A single message of another schema may have been damaged on its way; two are those of another Pronk."""
+        self._misfits += error.reason == "schema_version"
+        if self._misfits > 1 and self._process_id is None:
+            return End(1, f"learner {self._settings.learner}: {error.detail}")
+        self._log.warning("the learner sent a malformed message: %s", error)
+        return None
+
+    def _silent(self, for_s: float) -> End | None:
+        """Nothing has come for so long."""
+        s, known = self._settings, self._process_id is not None
+        if for_s <= (s.reconnect_timeout_s if known else s.connect_timeout_s):
+            return None
+        cure = "it seems to have died" if known else "start it, or check --actor.learner"
+        return End(1, f"learner {s.learner} is silent for {for_s:.0f} s; {self._dealer.trouble() or cure}")
+
+
+@dataclass(slots=True)
+class Finished:
+    """A group that was played and is not acknowledged yet."""
+
+    group: Group
+    sent_at: float = -math.inf
+    taken: bool = False  # by the learner, which has not trained on it yet
 
 
 class HeldTickets:
     """The tickets an actor holds: being played, finished, or taken by a learner that has not trained on it yet.
 
-    What the learner has taken is kept for the case that it dies before its next checkpoint. Tickets that it has issued
-    bound all that.
+    Groups that the learner has taken are kept for the case that it dies before its next checkpoint. The number of
+    tickets that it issues bounds what is held.
     """
 
     def __init__(self, settings: ActorSettings, play: Play, dealer: Dealer, tasks: asyncio.TaskGroup) -> None:
-        self._settings = settings
-        self._play = play
-        self._dealer = dealer
-        self._tasks = tasks
+        self._settings, self._play, self._dealer, self._tasks = settings, play, dealer, tasks
         self._playing: dict[str, asyncio.Task[None]] = {}
-        self._finished: dict[str, Group] = {}
-        self._kept: dict[str, Group] = {}
-        self._sent: dict[str, float] = {}  # when a finished group was sent last
+        self._finished: dict[str, Finished] = {}
         self._places = asyncio.Semaphore(settings.groups)
-        self._idle = _IdleMeter()
+        self._idle = IdleMeter()
         self._log = get_logger(settings.name)
 
     def held(self) -> tuple[str, ...]:
-        return (*self._playing, *self._finished, *self._kept)
+        return (*self._playing, *self._finished)
 
     def take(self, ticket: Ticket) -> None:
         if ticket.id not in self.held():
@@ -162,21 +198,17 @@ class HeldTickets:
         """The learner has these groups: they are not sent again, unless to another learner process."""
         for ticket_id in ticket_ids:
             if ticket_id in self._finished:
-                self._kept[ticket_id] = self._finished.pop(ticket_id)
-                self._sent.pop(ticket_id, None)
+                self._finished[ticket_id].taken = True
 
-    async def send_kept(self) -> None:
-        """This learner process has none of the groups that an earlier one took."""
-        self._finished |= self._kept
-        self._kept.clear()
-        for ticket_id in list(self._finished):
-            await self._send(ticket_id)
+    async def send_all(self) -> None:
+        """To a learner process that has none of the groups that an earlier one took."""
+        for finished in list(self._finished.values()):
+            finished.taken = False
+            await self._send(finished)
 
     def forget(self, ticket_ids: Iterable[str]) -> None:
         for ticket_id in ticket_ids:
             self._finished.pop(ticket_id, None)
-            self._kept.pop(ticket_id, None)
-            self._sent.pop(ticket_id, None)
 
     def drop(self, ticket_ids: tuple[str, ...], reason: str) -> None:
         """Stops playing these tickets, and discards what was finished of them."""
@@ -192,9 +224,9 @@ class HeldTickets:
         hello = Hello(s.name, s.engine_urls, s.rules.vocab_size, self.held(), self._idle.read())
         connected = await self._dealer.send(hello) and await self._dealer.send(Request(s.groups))
         late = time.monotonic() - 2 * s.heartbeat_s
-        for ticket_id in list(self._finished) if connected else ():
-            if self._sent.get(ticket_id, late) <= late:
-                await self._send(ticket_id)
+        for finished in list(self._finished.values()) if connected else ():
+            if not finished.taken and finished.sent_at <= late:
+                await self._send(finished)
         return connected
 
     async def _play_group(self, ticket: Ticket) -> None:
@@ -204,45 +236,41 @@ class HeldTickets:
                 async with asyncio.TaskGroup() as episodes:
                     played = [episodes.create_task(self._play_one(ticket, i)) for i in range(ticket.group_size)]
         trajectories = tuple(task.result() for task in played)
-        self._finished[ticket.id] = Group(ticket.id, self._settings.name, trajectories, time.monotonic() - started)
+        group = Group(ticket.id, self._settings.name, trajectories, time.monotonic() - started)
+        finished = self._finished[ticket.id] = Finished(group)
         del self._playing[ticket.id]
-        await self._send(ticket.id)
+        await self._send(finished)
 
     async def _play_one(self, ticket: Ticket, index: int) -> Trajectory:
         trajectory = await self._play(ticket, index)
         try:
-            rules = self._settings.rules
-            check_trajectory(
-                trajectory,
-                placeholder_id=rules.placeholder_id,
-                banned_ids=rules.banned_ids,
-                vocab_size=rules.vocab_size,
-            )
+            check_trajectory(trajectory, **asdict(self._settings.rules))
         except WireError as error:
             self._log.warning("an episode of ticket %s breaks the contract: %s", ticket.id, error)
             return failed_trajectory(f"wire: {error}")
         return trajectory
 
-    async def _send(self, ticket_id: str) -> None:
-        group = self._finished[ticket_id]
+    async def _send(self, finished: Finished) -> None:
+        """Sends a group, or a failed one in place of a group that is too large."""
+        group = finished.group
         try:
             sent = await self._dealer.send(group)
         except WireError as error:
-            self._log.error("the group of ticket %s cannot be sent: %s", ticket_id, error)
+            self._log.error("the group of ticket %s cannot be sent: %s", group.ticket_id, error)
             failed = failed_trajectory(f"wire: {error}")
-            self._finished[ticket_id] = Group(ticket_id, group.actor, (failed,) * len(group.trajectories))
-            sent = await self._dealer.send(self._finished[ticket_id])
+            finished.group = Group(group.ticket_id, group.actor, (failed,) * len(group.trajectories))
+            sent = await self._dealer.send(finished.group)
         if sent:
-            self._sent[ticket_id] = time.monotonic()
+            finished.sent_at = time.monotonic()
 
 
 def failed_trajectory(error: str) -> Trajectory:
-    """An episode of which nothing can be used."""
+    """An episode whose record could not be used or sent."""
     empty_i, empty_f, empty_u = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8)
     return Trajectory(empty_i, empty_u, empty_f, empty_i, (), 0.0, (), Ending.WIRE_ERROR, error=error)
 
 
-class _IdleMeter:
+class IdleMeter:
     """The share of time in which no group was being played; entered once for each group."""
 
     def __init__(self) -> None:

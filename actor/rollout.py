@@ -4,7 +4,7 @@
      ▲                                                  │
      └────────────────────── text ◀─────────────────────┘
 
-What goes wrong in an episode is its ending and its `error`, never an exception. T = tokens of the compact stream.
+A failure in an episode is recorded as its ending and its `error`; it is never raised. T = tokens of the compact stream.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from actor.client import EngineClient, EngineError, EnginePool
 from actor.custom_rollout import Rollout, RolloutContext, play_custom
 from actor.env_threads import EnvThreads, EnvTimeout
+from actor.limits import EpisodeLimits
 from actor.render import Fragment, Renderer
 from actor.rewards import BadReward, Reward, finite
 from actor.stream import Stream
@@ -28,21 +29,10 @@ log = logging.getLogger("actor")
 BuildEnv = Callable[[Sample], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """`max_tokens` and `turn_tokens` count sampled tokens, `max_context` all of them with images expanded."""
-
-    max_turns: int = 8
-    max_tokens: int = 1536
-    turn_tokens: int = 256
-    max_context: int = 2048
-    env_timeout_s: float = 30.0
-    rollout_timeout_s: float = 600.0  # of a rollout function of the user's own
-
-
 class Player:
-    """Plays episodes of tickets. `build_env(sample)` makes an environment; `judge` says at the end what the episode was
-    worth (None: the sum of the turns' rewards). A `rollout` function plays it all by itself, and knows `env_args`."""
+    """Plays episodes of tickets. `build_env(sample)` makes an environment; `reward_function` says at the end what the
+    episode was worth (None: the sum of the turns' rewards). A `rollout` function plays the whole episode instead, and
+    is given `env_args`."""
 
     def __init__(
         self,
@@ -82,8 +72,8 @@ class Player:
         )
 
 
-class _Stop(Exception):
-    """Ends an episode."""
+class _Ended(Exception):
+    """The episode is over."""
 
     def __init__(self, ending: Ending, error: str = "") -> None:
         super().__init__(error)
@@ -91,7 +81,7 @@ class _Stop(Exception):
 
 
 class _Episode:
-    """The state of one episode while it is played."""
+    """The state of one episode while it is played. Its methods raise `_Ended` when the episode is over."""
 
     def __init__(self, player: Player, client: EngineClient, ticket: Ticket, index: int) -> None:
         self._player, self._client, self._ticket, self._index = player, client, ticket, index
@@ -106,56 +96,33 @@ class _Episode:
         self._generate_s = self._env_s = 0.0
 
     async def play(self) -> Trajectory:
+        """The picture above, then the reward of the whole episode."""
         try:
-            self._stream.observe(await self._in_env(self._start))
+            fragment = await self._in_env(self._start)
             while True:
-                await self._turn()
-        except _Stop as stop:
-            ending, error = stop.ending, stop.error
-        trajectory = self._trajectory(ending, error)
+                self._stream.observe(fragment)
+                completion = await self._generate()
+                text = self._sample(completion)
+                fragment = await self._answer(text, completion)
+        except _Ended as end:
+            trajectory = self._trajectory(end)
         if trajectory.trainable and self._player.reward_function is not None:
-            try:
-                trajectory = await self._rewarded(trajectory, self._player.reward_function)
-            except _Stop as stop:
-                trajectory = replace(trajectory, ending=stop.ending, error=stop.error)
+            trajectory = await self._rewarded(trajectory, self._player.reward_function)
         if not await self._close():
             trajectory = replace(trajectory, metrics=trajectory.metrics | {"close_failed": 1.0})
         return trajectory
 
-    async def _turn(self) -> None:
-        """The policy writes, the environment answers. Raises _Stop at the episode's end."""
-        completion = await self._generate()
-        start = len(self._stream.token_ids)
-        self._stream.sample(completion)
-        if completion.token_ids:
-            self._turns.append(Turn(start, len(self._stream.token_ids), 0.0))
-        self._answers.append(self._renderer.decode(completion.token_ids))
-        if completion.finish_reason == "abort":
-            raise _Stop(Ending.ABORTED, f"{self._client.url} aborted the request")
-        if completion.finish_reason == "length":
-            full = self._stream.num_expanded >= self._limits.max_context
-            raise _Stop(Ending.CONTEXT_FULL if full else Ending.OUT_OF_TOKENS)
-        text = self._answers[-1]
-        fragment, reward = await self._in_env(lambda: self._step(text))
-        self._turns[-1] = Turn(start, len(self._stream.token_ids), reward)
-        if fragment is None:
-            raise _Stop(Ending.COMPLETED)
-        if len(self._turns) >= self._limits.max_turns:
-            raise _Stop(Ending.MAX_TURNS)
-        if completion.token_ids[-1] != self._renderer.end_id:  # another stop token: the template's own is owed
-            fragment = Fragment((self._renderer.end_id, *fragment.token_ids), fragment.images, fragment.image_tokens)
-        if self._stream.num_expanded + fragment.num_expanded >= self._limits.max_context:
-            raise _Stop(Ending.CONTEXT_FULL)
-        self._stream.observe(fragment)
+    # ------------------------------------------------------------------ one turn
 
     async def _generate(self) -> Completion:
+        """What the policy writes, within the limits of turn, episode and context."""
         limits, sampling = self._limits, self._ticket.sampling
-        if self._stream.num_expanded >= limits.max_context:
-            raise _Stop(Ending.CONTEXT_FULL)
-        budget = limits.max_tokens - self._stream.num_sampled
-        if budget < 1:
-            raise _Stop(Ending.OUT_OF_TOKENS)
         room = limits.max_context - self._stream.num_expanded
+        budget = limits.max_tokens - self._stream.num_sampled
+        if room < 1:
+            raise _Ended(Ending.CONTEXT_FULL)
+        if budget < 1:
+            raise _Ended(Ending.OUT_OF_TOKENS)
         began = time.monotonic()
         try:
             completion = await self._client.generate(
@@ -169,13 +136,55 @@ class _Episode:
                 cache_key=f"version {self._ticket.version}",  # what older weights made of the same start is not used
             )
         except EngineError as error:
-            raise _Stop(Ending.ENGINE_ERROR, str(error)) from error
+            raise _Ended(Ending.ENGINE_ERROR, str(error)) from error
         self._generate_s += time.monotonic() - began
         if not set(completion.token_ids).isdisjoint(self._renderer.banned_ids):
-            raise _Stop(Ending.ENGINE_ERROR, f"{self._client.url} sampled a banned vision token")
+            raise _Ended(Ending.ENGINE_ERROR, f"{self._client.url} sampled a banned vision token")
         return completion
 
+    def _sample(self, completion: Completion) -> str:
+        """Appends what the policy wrote to the stream; returns its text, unless it was cut off."""
+        start = len(self._stream.token_ids)
+        self._stream.sample(completion)
+        if completion.token_ids:
+            self._turns.append(Turn(start, len(self._stream.token_ids), 0.0))
+        self._answers.append(self._renderer.decode(completion.token_ids))
+        if completion.finish_reason == "abort":
+            raise _Ended(Ending.ABORTED, f"{self._client.url} aborted the request")
+        if completion.finish_reason == "length":
+            full = self._stream.num_expanded >= self._limits.max_context
+            raise _Ended(Ending.CONTEXT_FULL if full else Ending.OUT_OF_TOKENS)
+        return self._answers[-1]
+
+    async def _answer(self, text: str, completion: Completion) -> Fragment:
+        """What the environment answers to `text`, as the tokens that the stream needs next."""
+        fragment, reward = await self._in_env(lambda: self._step(text))
+        self._turns[-1] = replace(self._turns[-1], reward=reward)
+        if fragment is None:
+            raise _Ended(Ending.COMPLETED)
+        if len(self._turns) >= self._limits.max_turns:
+            raise _Ended(Ending.MAX_TURNS)
+        if completion.token_ids[-1] != self._renderer.end_id:  # another stop token: the template's own is owed
+            fragment = Fragment((self._renderer.end_id, *fragment.token_ids), fragment.images, fragment.image_tokens)
+        if self._stream.num_expanded + fragment.num_expanded >= self._limits.max_context:
+            raise _Ended(Ending.CONTEXT_FULL)
+        return fragment
+
     # ------------------------------------------------------------------ in an environment's thread
+
+    async def _in_env(self, function: Callable[[], Any]) -> Any:
+        """Runs a function of the environment in a thread; its failure is the episode's ending."""
+        began = time.monotonic()
+        try:
+            return await self._player.threads.run(function, self._limits.env_timeout_s)
+        except EnvTimeout as error:
+            raise _Ended(Ending.ENV_TIMEOUT, str(error)) from error
+        except BadReward as error:
+            raise _Ended(Ending.REWARD_ERROR, str(error)) from error
+        except Exception as error:
+            raise _Ended(Ending.ENV_ERROR, f"{type(error).__name__}: {error}") from error
+        finally:
+            self._env_s += time.monotonic() - began
 
     def _start(self) -> Fragment:
         sample = self._ticket.sample
@@ -207,31 +216,32 @@ class _Episode:
             else:
                 self._last_metrics[name] = float(value)
 
-    # ------------------------------------------------------------------ around the environment
+    # ------------------------------------------------------------------ after the last turn
 
-    async def _in_env(self, function: Callable[[], Any]) -> Any:
-        began = time.monotonic()
-        try:
-            return await self._player.threads.run(function, self._limits.env_timeout_s)
-        except EnvTimeout as error:
-            raise _Stop(Ending.ENV_TIMEOUT, str(error)) from error
-        except BadReward as error:
-            raise _Stop(Ending.REWARD_ERROR, str(error)) from error
-        except Exception as error:
-            raise _Stop(Ending.ENV_ERROR, f"{type(error).__name__}: {error}") from error
-        finally:
-            self._env_s += time.monotonic() - began
+    def _trajectory(self, end: _Ended) -> Trajectory:
+        stream = self._stream
+        metrics = {name: sum(values) / len(values) for name, values in self._turn_metrics.items()}
+        metrics |= self._last_metrics
+        metrics |= {
+            "turns": float(len(self._turns)),
+            "model_tokens": float(stream.num_sampled),
+            "expanded_tokens": float(stream.num_expanded),
+            "generate_s": self._generate_s,
+            "env_s": self._env_s,
+        }
+        reward, text = sum(turn.reward for turn in self._turns), self._renderer.transcript(stream.token_ids)
+        return stream.trajectory(self._turns, end.ending, reward=reward, metrics=metrics, text=text, error=end.error)
 
     async def _rewarded(self, trajectory: Trajectory, reward_function: Reward) -> Trajectory:
-        """The trajectory with the judge's reward."""
+        """The trajectory with the reward of `reward_function`, whose failure is the episode's ending."""
         infos, answers = tuple(self._infos), tuple(self._answers)
         began = time.monotonic()
         try:
             reward = await reward_function(Played(self._ticket.sample, trajectory, answers, infos, self._env))
         except (EnvTimeout, TimeoutError) as error:
-            raise _Stop(Ending.REWARD_TIMEOUT, str(error) or "the reward took too long") from error
-        except Exception as error:
-            raise _Stop(Ending.REWARD_ERROR, f"{type(error).__name__}: {error}") from error
+            return replace(trajectory, ending=Ending.REWARD_TIMEOUT, error=str(error) or "the reward took too long")
+        except Exception as error:  # noqa: BLE001 - whatever the user's function raises ends this episode alone
+            return replace(trajectory, ending=Ending.REWARD_ERROR, error=f"{type(error).__name__}: {error}")
         metrics = trajectory.metrics | {"reward_s": time.monotonic() - began}
         turns = trajectory.turns
         if reward_function.replaces_turns:
@@ -245,25 +255,10 @@ class _Episode:
             return True
         try:
             await self._in_env(close)
-        except _Stop as stop:
-            log.warning("an environment's close failed: %s", stop.error)
+        except _Ended as failure:
+            log.warning("an environment's close failed: %s", failure.error)
             return False
         return True
-
-    def _trajectory(self, ending: Ending, error: str) -> Trajectory:
-        stream = self._stream
-        reward = sum(turn.reward for turn in self._turns)
-        metrics = {name: sum(values) / len(values) for name, values in self._turn_metrics.items()}
-        metrics |= self._last_metrics
-        metrics |= {
-            "turns": float(len(self._turns)),
-            "model_tokens": float(stream.num_sampled),
-            "expanded_tokens": float(stream.num_expanded),
-            "generate_s": self._generate_s,
-            "env_s": self._env_s,
-        }
-        text = self._renderer.transcript(stream.token_ids)
-        return stream.trajectory(self._turns, ending, reward=reward, metrics=metrics, text=text, error=error)
 
 
 def episode_seed(ticket: Ticket, index: int, turn: int) -> int | None:

@@ -19,10 +19,11 @@ from transformers import PreTrainedTokenizerFast
 
 from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
+from actor.limits import EpisodeLimits
 from actor.loop import EXIT_NO_LEARNER, EXIT_USER_ERROR, ActorSettings, run_actor
 from actor.render import Renderer
 from actor.rewards import EnvReward, FunctionReward, HttpReward, Reward
-from actor.rollout import EpisodeLimits, Player
+from actor.rollout import Player
 from envs.loader import load_env, load_function, load_module
 from shared.codec import TokenRules
 from shared.config import Recipe

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from actor.client import EngineError, EnginePool
+from actor.limits import EpisodeLimits
 from actor.rewards import FunctionReward, HttpReward
-from actor.rollout import EpisodeLimits, Player
+from actor.rollout import Player
 from actor.worker import make_judge
 from envs.loader import load_function
 from shared.config import Recipe

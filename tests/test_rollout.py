@@ -13,7 +13,8 @@ import pytest
 
 from actor.client import EngineClient, EngineError, EnginePool
 from actor.env_threads import EnvThreads, EnvTimeout
-from actor.rollout import EpisodeLimits, Player
+from actor.limits import EpisodeLimits
+from actor.rollout import Player
 from shared.types import Completion, Ending, Image, Turn, VersionSpan
 from tests.support.rollout_rig import SYSTEM, Counting, Scripted, check, completion, play, renderer, threads, ticket
 from tests.support.tiny import running_engine

@@ -21,9 +21,10 @@ from transformers import AutoTokenizer
 
 from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
+from actor.limits import EpisodeLimits
 from actor.render import Renderer
 from actor.rewards import EnvReward
-from actor.rollout import EpisodeLimits, Player
+from actor.rollout import Player
 from actor.worker import keep_collections_short
 from envs import geo3k_multi_turn, sokoban
 from envs.boards.generate import BoardSpec, make_board

@@ -6,9 +6,10 @@ import pytest
 
 from actor.client import EngineClient, EnginePool
 from actor.env_threads import EnvThreads
+from actor.limits import EpisodeLimits
 from actor.render import Renderer
 from actor.rewards import EnvReward
-from actor.rollout import EpisodeLimits, Player
+from actor.rollout import Player
 from shared.codec import check_trajectory
 from shared.types import Completion, Sample, Sampling, Ticket, VersionSpan
 from shared.vision import VisionSpec
