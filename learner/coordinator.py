@@ -12,18 +12,17 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from learner.batch import EpisodeSettings, is_uninformative
 from learner.metrics.episodes import RunResult, evaluation_metrics, rollout_metrics
-from learner.shutdown import Shutdown
 from learner.tickets.book import BookSettings
 from learner.tickets.ledger import Ledger
 from learner.tickets.records import number_of
 from learner.tickets.server import Interrupted, TicketServer, TicketServerSettings
 from learner.tickets.sources import SampleSource
 from learner.trainer import episode_settings
-from learner.weights.engine_watch import EngineWatch
 from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.keys import learner_security
@@ -110,11 +109,11 @@ class Coordinator:
         """What a checkpoint holds of rank 0, as JSON values."""
         return {"run_id": self.run_id, "tickets": self.ticket_server.state_dict(), "ledger": self.ledger.state()}
 
-    def batch(self, *shutdown: Shutdown | EngineWatch) -> list[Group]:
-        """The groups of the next step; none when one of `leave` becomes true. TimeoutError names whom it waited for."""
+    def batch(self, *interrupts: Event) -> list[Group]:
+        """The groups of the next step; none when one of `interrupts` is set. TimeoutError names whom it waited for."""
         started, learner = time.monotonic(), self.recipe.learner
         try:
-            batch = self.ticket_server.next_batch(learner.groups_per_step, learner.wait_timeout_s, *shutdown)
+            batch = self.ticket_server.next_batch(learner.groups_per_step, learner.wait_timeout_s, *interrupts)
         except Interrupted:
             return []
         self._idle_s += time.monotonic() - started
@@ -172,7 +171,7 @@ class Coordinator:
         self.ticket_server.start_evaluation(name, self.held_out, sampling, 1 if greedy else self.recipe.eval.repeats)
         self._running.append(name)
 
-    def finish_evaluations(self, step: int, shutdown: Shutdown) -> None:
+    def finish_evaluations(self, step: int, shutdown: Event) -> None:
         """Waits for all open evaluations, so that each result belongs to one version; not when asked to leave."""
         while self._running:
             name = self._running.pop(0)

@@ -126,7 +126,7 @@ def loop(
         )
         if step % config.publish_every == 0 or last:
             if coordinator:
-                coordinator.finish_evaluations(step, shutdown)
+                coordinator.finish_evaluations(step, shutdown.requested)
                 saver.best.result(coordinator.result_of_candidate(saver.best.candidate))
             version += 1
             values |= publisher.publish(version, coordinator.ticket_server.engines() if coordinator else ())
@@ -146,7 +146,7 @@ def loop(
     coordinator.evaluate("after")
     if evaluation.greedy:
         coordinator.evaluate("greedy_after", greedy=True)
-    coordinator.finish_evaluations(trainer.num_steps, shutdown)
+    coordinator.finish_evaluations(trainer.num_steps, shutdown.requested)
     saver.result_of_last(coordinator.result_of_candidate(saver.best.candidate, final=True))
     log.info("%d steps, %d versions", trainer.num_steps, version)
     return coordinator.result(trainer.num_steps, version)
@@ -169,9 +169,9 @@ def next_groups(
         groups: Sequence[Group] | None = None
         if coordinator:
             with EngineWatch(coordinator.ticket_server.engines, version, fresh=fresh) as watch:
-                groups = coordinator.batch(shutdown, watch)
+                groups = coordinator.batch(shutdown.requested, watch.found)
         groups = broadcast_groups(groups, ranks)
-        if groups or distributed.broadcast_flag(bool(coordinator and shutdown), ranks):
+        if groups or distributed.broadcast_flag(shutdown.requested.is_set(), ranks):
             return groups
         publisher.publish(version, coordinator.ticket_server.engines() if coordinator else ())
 

@@ -1,7 +1,7 @@
-"""How a learner goes before its run is complete: SIGTERM and SIGINT let it end its step, write a checkpoint and leave.
+"""How a learner ends before its run is complete: at SIGTERM or SIGINT it ends its step, writes a checkpoint, exits.
 
-After SIGTERM, and after a failure that torchrun answers with a restart, actors hear nothing: they keep their groups and
-wait for the learner to return. After SIGINT, and after any other failure, they are told to stop.
+After SIGTERM, and after a failure that torchrun answers with a restart, actors are told nothing: they keep their groups
+and wait for the learner to return. After SIGINT, and after any other failure, they are told to stop.
 
 A thread of its own counts the time: a rank that waits in a collective for a dead one runs no signal handler in Python.
 """
@@ -24,13 +24,17 @@ EARLY_S = 3.0
 
 
 class ShutdownRequested(Exception):
-    """The learner was asked to leave, and has written its checkpoint."""
+    """The learner was asked to shut down, and has written its checkpoint."""
 
 
 class Shutdown:
-    """While entered, notes the first SIGTERM or SIGINT; who has not left it `within_s` later is ended."""
+    """While entered, the first SIGTERM or SIGINT sets `requested`; a process still there `within_s` later is ended.
+
+    `requested` is set by a signal handler, so the main thread may ask it but never wait for it.
+    """
 
     def __init__(self, within_s: float) -> None:
+        self.requested = threading.Event()
         self.signal: signal.Signals | None = None
         self._within_s = within_s
         self._limit_s = min(EARLY_S, within_s)
@@ -38,34 +42,31 @@ class Shutdown:
         self._guarded = False
 
     def guard(self) -> None:
-        """From here on a signal ends the process in time. Before it is entered nothing is to be saved: then it has
-        `EARLY_S` for what its handler of Python's does."""
+        """From here on a signal ends the process in time; within `EARLY_S` before this is entered: nothing is to
+        be saved then."""
         if self._guarded or threading.current_thread() is not threading.main_thread():
             return
         self._guarded = True
         heard, told = socket.socketpair()
         told.setblocking(False)
         signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(heard,), name="leave", daemon=True).start()
-
-    def __bool__(self) -> bool:
-        """Whether it was asked for."""
-        return self.signal is not None
+        threading.Thread(target=self._watch, args=(heard,), name="shutdown", daemon=True).start()
 
     def __enter__(self) -> Shutdown:
         self.guard()
         self._limit_s = self._within_s
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._before = {number: signal.signal(number, self._request) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self else handler)
+            signal.signal(number, signal.SIG_IGN if self.requested.is_set() else handler)
 
-    def _ask(self, number: int, _frame: FrameType | None) -> None:
+    def _request(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal = signal.Signals(number)
+            self.requested.set()
 
     def _watch(self, heard: socket.socket) -> None:
         """The kernel's end of the handlers writes each signal's number here, whatever the main thread is doing."""
@@ -77,7 +78,7 @@ class Shutdown:
         os._exit(EXIT_LATE)
 
     def farewell(self, *, complete: bool) -> Stop | None:
-        """What to tell the actors; None = they are to wait."""
+        """What to tell the actors; None = they are to wait for its return."""
         if complete:
             return Stop("the run is complete")
         if self.signal is signal.SIGTERM or (self.signal is None and restarts_left()):

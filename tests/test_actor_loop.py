@@ -156,9 +156,7 @@ def test_an_actor_finds_a_restarted_learner_by_itself(tmp_path: Path) -> None:
         first.open()
         seeds = [t.sample.metadata["seed"] for t, _ in await asyncio.to_thread(first.next_batch, 4, 10.0)]
         state = first.state_dict()
-        # a learner that dies says nothing: its socket closes without a farewell
-        first._part = lambda reason: None  # type: ignore[method-assign]
-        first.stop("killed")
+        first.go_silently()  # as one that dies
         second = start_ticket_server(tmp_path, address=first.address)
         try:
             second.load_state(state)

@@ -18,25 +18,18 @@ from tests.support.runs import local, metrics, places
 from tests.support.tiny import running_engine, tiny_model_dir
 
 
-def found_within(watch, timeout_s):
-    deadline = time.monotonic() + timeout_s
-    while not watch and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(watch)
-
-
 def test_an_engine_with_another_version_is_noticed_and_a_silent_one_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_watch, "PATIENCE_S", 0.1)
     with running_engine(tiny_model_dir(tmp_path), weight_version="none") as (url, _):
         with EngineWatch(lambda: [url], 3) as watch:
-            assert found_within(watch, 20)
+            assert watch.found.wait(20)
         with EngineWatch(lambda: ["http://127.0.0.1:9"], 3) as watch:
-            assert not found_within(watch, 1)
+            assert not watch.found.wait(1)
     with (
         running_engine(tiny_model_dir(tmp_path), weight_version="3") as (url, _),
         EngineWatch(lambda: [url], 3) as watch,
     ):
-        assert not found_within(watch, 1)
+        assert not watch.found.wait(1)
 
 
 def test_between_publications_engines_are_helped_only_when_none_is_left_with_the_weights(tmp_path, monkeypatch):
@@ -47,9 +40,9 @@ def test_between_publications_engines_are_helped_only_when_none_is_left_with_the
             running_engine(folder, weight_version="3") as (well, _),
             EngineWatch(lambda: [back, well], 3, fresh=False) as w,
         ):
-            assert not found_within(w, 1)
+            assert not w.found.wait(1)
         with EngineWatch(lambda: [back, well], 3, fresh=False) as watch:  # the other is gone
-            assert found_within(watch, 20)
+            assert watch.found.wait(20)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The ticket book: which group may be played, by whom, and what became of it. No sockets, no threads.
+"""The ticket book: which groups may be played, which actor plays them, and what became of each. No sockets or threads.
 
 A training ticket is the n-th sample of the run; n never repeats, so n is the dataset cursor too. Its life:
 
@@ -10,7 +10,7 @@ and always: issued = trained + dropped + open. At most one group is taken for a 
 its actor keeps it until the step on it is done. The checkpoint decides what a restart finds: tickets trained later are
 open again, and a group kept by its actor counts if its tokens are of versions that still exist. Groups are consumed
 oldest first, and a step waits for tickets that could not be trained in time afterwards, so that long episodes are
-neither thrown away nor late. Evaluation tickets live beside this: first in the queue, never trained.
+neither dropped nor too old. Evaluation tickets are issued before all others and are never trained on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shared.types import Group, PolicyVersion, Ticket
 
 __all__ = ["BookSettings", "EvaluationResult", "TicketBook", "Verdict"]
 
-KNOWN_PASTS = 16
+KNOWN_PROCESSES = 16
 
 
 class TicketBook:
@@ -65,7 +65,7 @@ class TicketBook:
         self._in_training: dict[int, TicketState] = {}
         self._acknowledgments: dict[str, list[str]] = {}  # by actor
         self.evaluations = Evaluations(nonce, settings.lease_s, self._leases)
-        self._pasts: dict[str, EarlierProcess] = {}  # by nonce
+        self._earlier: dict[str, EarlierProcess] = {}  # by nonce
 
     @property
     def open(self) -> int:
@@ -81,14 +81,14 @@ class TicketBook:
         return self._leases.reissued
 
     def _find(self, ticket_id: str) -> TicketState | None:
-        """The entry of a ticket that is open or in training, also by the id that an earlier process gave it."""
+        """The state of a ticket that is open or in training, also by the id that an earlier process gave it."""
         number, nonce = number_of(ticket_id)
-        past = self._pasts.get(nonce)
-        if number >= 0 and (nonce == self.nonce or (past is not None and number < past.issued)):
+        earlier = self._earlier.get(nonce)
+        if number >= 0 and (nonce == self.nonce or (earlier is not None and number < earlier.issued)):
             return self._open.get(number) or self._in_training.get(number)
         return self.evaluations.find(ticket_id)
 
-    # -------------------------------------------------------------- handing out
+    # -------------------------------------------------------------- issuing
 
     def issue(self, actor: str) -> Ticket | None:
         """A ticket for `actor`: evaluation first, then one to be played again, then a new one; None = not now."""
@@ -123,7 +123,7 @@ class TicketBook:
         self._open_by_version[version] += 1
         return state
 
-    # -------------------------------------------------------------- what actors say and do not say
+    # -------------------------------------------------------------- who holds what
 
     def held(self, actor: str, ticket_ids: Sequence[str]) -> tuple[str, ...]:
         """An actor names all tickets it holds. Returns the void ones; what it should hold but does not name is lost.
@@ -170,9 +170,9 @@ class TicketBook:
         return len(self._leases.of(actor))
 
     def oldest_held_s(self, actor: str) -> float:
-        return max((self._clock() - e.holders[actor] for e in self._leases.of(actor).values()), default=0.0)
+        return max((self._clock() - state.holders[actor] for state in self._leases.of(actor).values()), default=0.0)
 
-    # -------------------------------------------------------------- what comes back
+    # -------------------------------------------------------------- groups that arrive
 
     def accept(self, group: Group, actor: str) -> Verdict:
         """Takes a well-formed group that `actor` brings, at most one for each ticket."""
@@ -181,8 +181,10 @@ class TicketBook:
             return self._refuse(group.ticket_id)
         if state.group is not None:
             return Verdict.AGAIN
-        past = self._pasts.get(number_of(group.ticket_id)[1])
-        last = past.version if past is not None else self.version + 1  # engines resume before the learner hears of it
+        earlier = self._earlier.get(number_of(group.ticket_id)[1])
+        last = (
+            earlier.version if earlier is not None else self.version + 1
+        )  # engines resume before the learner hears of it
         if newest_version(group) > last:
             self._leases.release(state, actor)
             self.refused[Verdict.OUTDATED] += 1
@@ -216,8 +218,8 @@ class TicketBook:
     def _refuse(self, ticket_id: str) -> Verdict:
         number, nonce = number_of(ticket_id)
         verdict = Verdict.DUPLICATE if nonce == self.nonce else Verdict.UNKNOWN
-        if past := self._pasts.get(nonce):
-            verdict = Verdict.DUPLICATE if 0 <= number < past.issued else Verdict.OUTDATED
+        if earlier := self._earlier.get(nonce):
+            verdict = Verdict.DUPLICATE if 0 <= number < earlier.issued else Verdict.OUTDATED
         self.refused[verdict.value] += 1
         return verdict
 
@@ -230,7 +232,7 @@ class TicketBook:
         """
         while self.ready >= count:
             batch = [self._ready[number] for number in heapq.nsmallest(count, self._ready)]
-            stale = [e for e in batch if age(self.version, e.oldest) > self.settings.max_staleness]
+            stale = [state for state in batch if age(self.version, state.oldest) > self.settings.max_staleness]
             if not stale:
                 break
             for state in stale:
@@ -246,7 +248,7 @@ class TicketBook:
             self._close(state)
         self.trained += count
         self._in_training |= {state.number: state for state in batch}
-        return [(e.ticket, e.group) for e in batch if e.group is not None]
+        return [(state.ticket, state.group) for state in batch if state.group is not None]
 
     def commit(self) -> None:
         """The step on all groups taken so far is done: their actors may forget them."""
@@ -281,7 +283,7 @@ class TicketBook:
             "reissued": self.reissued,
             "dropped": dict(self.dropped),
             "open": [[state.number, state.ticket.version] for state in self._open.values()],
-            "pasts": [[past.nonce, past.version, past.issued] for past in self._pasts.values()],
+            "pasts": [[p.nonce, p.version, p.issued] for p in self._earlier.values()],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -294,9 +296,7 @@ class TicketBook:
         self._leases.reissued = state["reissued"]
         for number, version in state["open"]:
             self._leases.queue(self._add(number, version))
-        pasts = [
-            *(EarlierProcess(*past) for past in state["pasts"]),
-            EarlierProcess(state["nonce"], self.version, self.issued),
-        ]
-        self._pasts = {past.nonce: past for past in pasts[-KNOWN_PASTS:]}
+        earlier = [EarlierProcess(*process) for process in state["pasts"]]
+        earlier.append(EarlierProcess(state["nonce"], self.version, self.issued))
+        self._earlier = {process.nonce: process for process in earlier[-KNOWN_PROCESSES:]}
         assert self.issued == self.trained + self.dropped.total() + self.open, f"ticket counters do not add up: {state}"

@@ -1,4 +1,4 @@
-"""Evaluations beside the training: their tickets, what came of them, and their results. No sockets, no threads."""
+"""Evaluations beside the training: their tickets and their results. No sockets or threads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Evaluations:
     @property
     def open(self) -> int:
         """Tickets without a group."""
-        return sum(len(e.open) for e in self._running.values())
+        return sum(len(evaluation.open) for evaluation in self._running.values())
 
     def find(self, ticket_id: str) -> TicketState | None:
-        """The entry of an open ticket."""
+        """The state of an open ticket."""
         evaluation = self._running.get(ticket_id.rpartition("/")[0])
         return evaluation.open.get(ticket_id) if evaluation is not None else None
 
@@ -45,12 +45,12 @@ class Evaluations:
         self._leases.add(opened.values())
 
     def accept(self, state: TicketState) -> None:
-        """Its group is in the entry."""
+        """Its group is in the state."""
         evaluation = self._running[state.ticket.evaluation]
         evaluation.done.append(evaluation.open.pop(state.ticket.id))
 
     def reject(self, state: TicketState, reason: str) -> None:
-        """What came is of no use; the ticket is in no queue now."""
+        """Its group cannot be used: the ticket is played again, or counted as lost."""
         if state.attempts < ATTEMPTS:
             self._leases.queue(state)
         else:
@@ -63,5 +63,7 @@ class Evaluations:
         if self._running[name].open:
             return None
         evaluation = self._running.pop(name)
-        done = sorted(evaluation.done, key=lambda e: e.number)
-        return EvaluationResult(name, tuple((e.ticket, e.group) for e in done if e.group), dict(evaluation.lost))
+        done = sorted(evaluation.done, key=lambda state: state.number)
+        return EvaluationResult(
+            name, tuple((state.ticket, state.group) for state in done if state.group), dict(evaluation.lost)
+        )

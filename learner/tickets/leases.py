@@ -1,4 +1,4 @@
-"""Who plays what: tickets that wait to be handed out, and tickets that actors hold. Each call costs what it changes."""
+"""Which actor holds which ticket, and which tickets wait to be issued. A call costs what it changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from learner.tickets.records import TicketState
 
 
 class Leases:
-    """Knows every ticket whose group is not here yet: waiting, or held by one or more actors, or both."""
+    """Every ticket whose group has not arrived: waiting to be issued, or held by one or more actors, or both."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self.reissued = 0
@@ -22,13 +22,13 @@ class Leases:
     def _waiting(self, state: TicketState) -> dict[str, TicketState]:
         return self._evaluation if state.ticket.evaluation else self._training
 
-    def add(self, entries: Iterable[TicketState]) -> None:
-        """New tickets, to be handed out."""
-        for state in entries:
+    def add(self, states: Iterable[TicketState]) -> None:
+        """New tickets wait to be issued."""
+        for state in states:
             self._waiting(state)[state.ticket.id] = state
 
     def queue(self, state: TicketState) -> None:
-        """To be handed out again; who holds it still may bring its group."""
+        """The ticket waits to be issued again; actors that hold it may still bring its group."""
         self._running.pop(state.ticket.id, None)
         if state.ticket.id not in self._waiting(state):
             self._waiting(state)[state.ticket.id] = state
@@ -43,7 +43,7 @@ class Leases:
         return None
 
     def hold(self, state: TicketState, actor: str, *, anew: bool) -> None:
-        """`actor` has this ticket now; `anew` starts its lease, which else goes on if it runs."""
+        """`actor` has this ticket now; `anew` restarts a lease that is running."""
         waited = self._waiting(state).pop(state.ticket.id, None) is not None
         state.holders[actor] = self._clock()
         self._held.setdefault(actor, {})[state.ticket.id] = state
@@ -57,7 +57,7 @@ class Leases:
         return self._held.get(actor, {})
 
     def release(self, state: TicketState, actor: str) -> None:
-        """`actor` does not have it any more; what nobody has waits again."""
+        """`actor` no longer has it; a ticket that no actor has waits again."""
         if state.holders.pop(actor, None) is None:
             return
         self._forget(actor, state)
@@ -69,7 +69,7 @@ class Leases:
             self.release(state, actor)
 
     def close(self, state: TicketState) -> None:
-        """Its group is here, or is no longer wanted."""
+        """Its group has arrived, or is no longer wanted."""
         self._waiting(state).pop(state.ticket.id, None)
         self._running.pop(state.ticket.id, None)
         for actor in state.holders:

@@ -38,7 +38,7 @@ class Actor:
 
 
 class TicketProtocol:
-    """Actors known, and the answers they get. Tickets are handed out while `issuing`."""
+    """The actors that are known, and the answers they get. Tickets are issued while `issuing`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class TicketProtocol:
                 if actor is not None:  # else it says Hello soon
                     actor.slots = slots
             case Group():
-                self._take(peer, key, message)
+                self._accept(peer, key, message)
             case Bye(reason):
                 self.forget(peer, f"left: {reason}")
             case WireError():
@@ -119,7 +119,7 @@ class TicketProtocol:
         misfit = self._misfit(hello)
         if misfit:
             self.rejects.add(key, misfit, ())
-            self._send_home(peer, misfit.detail)
+            self._turn_away(peer, misfit.detail)
             return
         if peer not in self.actors:
             self._log.info("actor %s is here, with engines %s", key, ", ".join(hello.engine_urls))
@@ -141,7 +141,7 @@ class TicketProtocol:
         wrong = [url[:200] for url in urls if not ENGINE_URL.fullmatch(url)]
         return WireError("engine_urls", f"engine url {wrong[0]!r}: write it as http://host:port") if wrong else None
 
-    def _take(self, peer: bytes, key: str, group: Group) -> None:
+    def _accept(self, peer: bytes, key: str, group: Group) -> None:
         others = [other for other in self._book.holders(group.ticket_id) if other != key]
         ticket = self._book.ticket(group.ticket_id)
         verdict = self._book.accept(group, key)
@@ -177,14 +177,14 @@ class TicketProtocol:
     def _refuse(self, peer: bytes, key: str, error: WireError, frames: Sequence[Frame]) -> None:
         self.rejects.add(key, error, frames)
         if error.reason == "schema_version":
-            self._send_home(peer, error.detail)
+            self._turn_away(peer, error.detail)
         if error.ticket_id:
             if key in self._book.holders(error.ticket_id):
                 self._book.reject(error.ticket_id, f"malformed_{error.reason}", error.detail)
             self._send(peer, Refusal(error.ticket_id, str(error)))
 
-    def _send_home(self, peer: bytes, reason: str) -> None:
-        """Who cannot take part is told so when it says so twice: one message may have been damaged on its way."""
+    def _turn_away(self, peer: bytes, reason: str) -> None:
+        """Tells an actor that cannot take part to stop, at its second message: a single one may have been damaged."""
         if peer in self.actors:
             return
         self._misfits[peer] += 1
@@ -207,7 +207,7 @@ class TicketProtocol:
             self._log.warning("lease over, to be issued again: %s", ", ".join(over))
         self._acknowledge()
         if self.issuing:
-            self._hand_out()
+            self._issue()
 
     def forget(self, peer: bytes, why: str) -> None:
         actor = self.actors.pop(peer, None)
@@ -223,8 +223,8 @@ class TicketProtocol:
             for start in range(0, len(ticket_ids), IDS_PER_MESSAGE):
                 self._send(peer, Ack(tuple(ticket_ids[start : start + IDS_PER_MESSAGE])))
 
-    def _hand_out(self) -> None:
-        """One ticket to each actor with a free place in turn, as long as there are any."""
+    def _issue(self) -> None:
+        """Gives one ticket to each actor with a free slot in turn, as long as there are tickets and free slots."""
         given: dict[bytes, list[Ticket]] = {}
         free = {peer: actor.slots - self._book.holding(actor.key) for peer, actor in self.actors.items()}
         wanting = [peer for peer, places in free.items() if places > 0]
@@ -243,8 +243,8 @@ class TicketProtocol:
             for start in range(0, len(tickets), TICKETS_PER_MESSAGE):
                 self._send(peer, Tickets(tuple(tickets[start : start + TICKETS_PER_MESSAGE])))
 
-    def whom(self, address: str) -> str:
-        """One line: what is here, what is missing, and who has it."""
+    def describe_wait(self, address: str) -> str:
+        """One line: what has arrived, what is missing, and which actors hold it."""
         book, actors, now = self._book, list(self.actors.values()), self._clock()
         parts = [f"{book.ready} groups ready, {book.open + book.evaluations.open} tickets open, version {book.version}"]
         if not self.issuing:
@@ -265,7 +265,7 @@ class TicketProtocol:
             parts.append(f"rejected messages {dict(self.rejects.counts)}")
         return "; ".join(parts)
 
-    def farewell(self, stop: Stop) -> None:
+    def send_stop(self, stop: Stop) -> None:
         for peer in list(self.actors):
             self._send(peer, stop)
 

@@ -1,4 +1,4 @@
-"""Messages that were refused: counted by reason, told once, the last ones kept."""
+"""Messages that were refused: counted by reason, logged once, the last ones kept as files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Whether what is trained is what was issued: episodes compared at each stage by length, turns, reward, difficulty.
 
-A system that loses long episodes, or trains them less often, teaches the policy to be brief. The meter counts episodes
-that were issued, that finished, that were dropped and that were trained on since the process began; what is open
-makes the difference between them.
+A system that loses long episodes, or trains on them less often, teaches the policy to be brief. The meter counts
+episodes that were issued, that finished, that were dropped and that were trained on since the process began; episodes
+that are still open make the difference between the counts.
 """
 
 from __future__ import annotations

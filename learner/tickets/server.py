@@ -1,10 +1,10 @@
-"""Rank 0's end of the wire: hands tickets to actors, takes their groups, and keeps them until the learner's step.
+"""Rank 0's end of the wire: issues tickets to actors, takes their groups, and keeps them until the learner's step.
 
 One thread owns the socket. It consumes Hello, Request, Group and Bye; it produces Welcome, Tickets, Receipt, Ack,
 Cancel and Stop. It waits for messages and for the learner, who unblocks it by `open`, `set_version`, `commit`,
 `start_evaluation` or `stop`. The learner waits in `next_batch` and `evaluation_result`, and the thread unblocks it
 when groups have come.
-What waits here is bounded by the tickets that may be open at once, never by what actors send.
+The memory that groups take here is bounded by the tickets that may be open at once, whatever actors send.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAY_EVERY_S = 30.0
 
 
 class Interrupted(Exception):
-    """The learner was asked to leave while it waited."""
+    """A wait for groups or results was interrupted by an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class TicketServer:
     """
 
     def __init__(self, source: SampleSource, book: BookSettings, settings: TicketServerSettings) -> None:
-        self._log = get_logger("intake")
+        self._log = get_logger("tickets")
         self._router = Router(settings.address, settings.sockets, settings.secure)
         self.address = self._router.address
         self.max_staleness_seen = 0
-        self._changed = threading.Condition()  # guards the book and the reception
+        self._changed = threading.Condition()  # guards the book and the protocol
         self._book = TicketBook(source, book, nonce=os.urandom(4).hex())
         self._protocol = TicketProtocol(
             self._router,
@@ -91,7 +91,7 @@ class TicketServer:
         self._wake_receive.setblocking(False)
         self._wake_send.setblocking(False)
         self._router.watch(self._wake_receive.fileno())
-        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tickets", daemon=True)
         self._thread.start()
 
     # -------------------------------------------------------------- the learner's side
@@ -110,13 +110,13 @@ class TicketServer:
             self._book.version = version
         self._wake()
 
-    def next_batch(self, num_groups: int, timeout_s: float, *shutdown: object) -> Batch:
+    def next_batch(self, num_groups: int, timeout_s: float, *interrupts: threading.Event) -> Batch:
         """The oldest `num_groups` groups; they count as trained now, and `commit` follows when they are.
 
-        TimeoutError: it names whom it waited for. Interrupted: one of `leave` has become true.
+        TimeoutError: it names whom it waited for. Interrupted: one of `interrupts` was set.
         """
         what = f"no batch of {num_groups} groups"
-        batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, what, *shutdown)
+        batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, what, *interrupts)
         with self._changed:
             self._measure(batch, self._book.version)
         self._wake()  # a group that was too old makes room for a new ticket
@@ -134,10 +134,10 @@ class TicketServer:
             self._book.evaluations.start(name, samples, sampling, group_size, self._book.version)
         self._wake()
 
-    def evaluation_result(self, name: str, timeout_s: float, *shutdown: object) -> EvaluationResult:
+    def evaluation_result(self, name: str, timeout_s: float, *interrupts: threading.Event) -> EvaluationResult:
         """Waits for all its tickets; can be asked for once. Raises what `next_batch` raises."""
         what = f"no result of evaluation {name!r}"
-        return self._wait(lambda: self._book.evaluations.result(name), timeout_s, what, *shutdown)
+        return self._wait(lambda: self._book.evaluations.result(name), timeout_s, what, *interrupts)
 
     def engines(self) -> frozenset[str]:
         """The engines that the actors now here use."""
@@ -184,10 +184,10 @@ class TicketServer:
             return self._protocol.selection.table()
 
     def go_silently(self) -> None:
-        """Closes the socket; actors keep their groups and wait for another learner process."""
+        """Closes the socket without a Stop: actors keep their groups and wait for another learner process."""
         with self._changed:
             self._silent = True
-        self.stop("the learner leaves")
+        self.stop("the learner shuts down")
 
     def stop(self, reason: str, *, failed: bool = False) -> None:
         """Tells all actors that the run is over, well or not, and closes the socket. May be called again."""
@@ -206,26 +206,30 @@ class TicketServer:
             self._played_s.add(group.played_s)
             self.max_staleness_seen = max(self.max_staleness_seen, int(ages.max()))
 
-    def _wait(self, ask: Callable[[], Answer | None], timeout_s: float, what: str, *shutdown: object) -> Answer:
+    def _wait(
+        self, ask: Callable[[], Answer | None], timeout_s: float, what: str, *interrupts: threading.Event
+    ) -> Answer:
         started = said = time.monotonic()
         with self._changed:
             while True:
-                if any(shutdown):
+                if any(event.is_set() for event in interrupts):
                     raise Interrupted
                 if self._failure is not None:
-                    raise RuntimeError(f"the intake stopped: {self._failure}") from self._failure
+                    raise RuntimeError(f"the ticket server stopped: {self._failure}") from self._failure
                 if self._stop is not None:
-                    raise RuntimeError(f"the intake is stopped: {self._stop.reason}")
+                    raise RuntimeError(f"the ticket server is stopped: {self._stop.reason}")
                 self._protocol.failures.check()
                 answer = ask()
                 if answer is not None:
                     return answer
                 now = time.monotonic()
                 if now - started >= timeout_s:
-                    raise TimeoutError(f"{what} within {timeout_s:g} s: {self._protocol.whom(self.address)}")
+                    raise TimeoutError(f"{what} within {timeout_s:g} s: {self._protocol.describe_wait(self.address)}")
                 if now - said >= SAY_EVERY_S:
                     said = now
-                    self._log.info("%s since %.0f s: %s", what, now - started, self._protocol.whom(self.address))
+                    self._log.info(
+                        "%s since %.0f s: %s", what, now - started, self._protocol.describe_wait(self.address)
+                    )
                 self._changed.wait(min(POLL_S, started + timeout_s - now))
 
     # -------------------------------------------------------------- the thread
@@ -241,18 +245,18 @@ class TicketServer:
             with self._changed:
                 self._changed.notify_all()
             if not self._silent:
-                self._part(self._stop or Stop(f"the learner failed: {self._failure}", failed=True))
+                self._send_stop(self._stop or Stop(f"the learner failed: {self._failure}", failed=True))
             self._router.close()
             self._wake_receive.close()
             self._wake_send.close()
 
-    def _part(self, stop: Stop) -> None:
-        """Says Stop until all actors have said Bye or closed their connection; for `FAREWELL_S` at most."""
+    def _send_stop(self, stop: Stop) -> None:
+        """Sends Stop until all actors have said Bye or closed their connection; for `FAREWELL_S` at most."""
         say_at = time.monotonic()
         deadline = say_at + FAREWELL_S
         while self._protocol.actors and (now := time.monotonic()) < deadline:
             if now >= say_at:
-                self._protocol.farewell(stop)
+                self._protocol.send_stop(stop)
                 say_at = now + TICK_S
             self._router.wait(TICK_S)
             self._forget_wakes()
@@ -262,7 +266,7 @@ class TicketServer:
                     self._protocol.forget(peer, "left")
 
     def _serve(self) -> None:
-        """Answers what is waiting; only an empty queue can prove an actor silent."""
+        """Answers the messages that wait; an actor counts as silent only once all of them have been read."""
         self._forget_wakes()
         drained = False
         for _ in range(MESSAGES_PER_TICK):

@@ -14,7 +14,7 @@ CALL_S = 3.0
 
 
 class EngineWatch:
-    """While entered, asks the engines every few seconds; true once one answers that holds another version.
+    """While entered, asks the engines every few seconds; sets `found` once one answers that holds another version.
 
     With `fresh` false the learner's weights have moved on since `version`: then only once no engine holds it any more,
     for nobody would play until the next publication, and without episodes there is none.
@@ -22,27 +22,26 @@ class EngineWatch:
 
     def __init__(self, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool = True) -> None:
         self._engines, self._version, self._fresh = engines, version, fresh
-        self._found = ""
+        self.found = threading.Event()
+        self._url = ""
         self._over = threading.Event()
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
     def __enter__(self) -> EngineWatch:
-        threading.Thread(target=self._watch, name="behind", daemon=True).start()
+        threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self._found:
-            get_logger("publisher").info("engine %s is back; version %d goes out again", self._found, self._version)
+        if self.found.is_set():
+            get_logger("publisher").info("engine %s is back; version %d goes out again", self._url, self._version)
 
     def _watch(self) -> None:
         while not self._over.wait(PATIENCE_S):
             held = {url: self._held(url) for url in sorted(self._engines())}
             others = [url for url, version in held.items() if version not in (None, str(self._version))]
             if others and (self._fresh or str(self._version) not in held.values()):
-                self._found = others[0]
+                self._url = others[0]
+                self.found.set()
                 return
 
     def _held(self, url: str) -> str | None:
