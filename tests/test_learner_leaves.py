@@ -87,8 +87,8 @@ def test_what_actors_are_told_depends_on_how_the_learner_ends(monkeypatch: pytes
 def test_a_learner_that_does_not_leave_in_time_is_ended() -> None:
     code = """
 import signal, time
-from learner.shutdown import Leave
-with Leave(0.2):
+from learner.shutdown import Shutdown
+with Shutdown(0.2):
     signal.raise_signal(signal.SIGTERM)
     time.sleep(30)
 """
@@ -100,9 +100,9 @@ with Leave(0.2):
 STUCK = """
 import ctypes, os, signal, threading
 from launch.processes.children import raise_on_signals
-from learner.shutdown import Leave
+from learner.shutdown import Shutdown
 raise_on_signals()
-leave = Leave({within_s})
+leave = Shutdown({within_s})
 leave.guard()
 {enter}
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
