@@ -12,7 +12,7 @@ SIZE_BYTES = 192 * 2**20
 
 
 class Disk:
-    """Mounted at `folder`. OSError where this machine does not let us mount one."""
+    """The disk is mounted at `folder`; OSError where this machine does not allow it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,7 +29,7 @@ class Disk:
             raise
 
     def fill(self) -> None:
-        """Until nothing more fits, also while others free and take space at the same time."""
+        """Writes until nothing more fits, also while others free and take space."""
         with self._ballast.open("ab", buffering=0) as ballast:
             size = 2**20
             while size >= 512:
@@ -42,15 +42,15 @@ class Disk:
         self._ballast.unlink(missing_ok=True)
 
     def freeze(self) -> None:
-        """Whoever writes waits in the kernel until `thaw`."""
+        """Makes each write wait in the kernel until `thaw`."""
         run("fsfreeze", "--freeze", str(self.folder))
 
     def thaw(self) -> None:
-        with contextlib.suppress(OSError):  # it is not frozen
+        with contextlib.suppress(OSError):  # the disk is not frozen
             run("fsfreeze", "--unfreeze", str(self.folder))
 
     def close(self, keep: Path) -> None:
-        """Moves what it holds to `keep`."""
+        """Unmounts the disk and keeps its files in `keep`."""
         self.thaw()
         self.free()
         shutil.copytree(self.folder, keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("lost+found"))
@@ -60,7 +60,7 @@ class Disk:
 
 
 def run(*command: str) -> None:
-    """OSError with the command's own words if it fails or is not there."""
+    """Runs a command; OSError with its error output if it fails or does not exist."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise OSError(f"{command[0]}: {done.stderr.strip()}")

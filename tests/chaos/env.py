@@ -15,8 +15,8 @@ SHARES = {"raise": 0.15, "hang": 0.05}  # of the episodes played meanwhile
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> ChaosEnv:
-    """`args`: the folder where the files `raise` and `hang` appear, for how long an episode then hangs, and how long
-    a step takes otherwise."""
+    """`args`: `folder`, where the files `raise` and `hang` appear; `hang_s`, how long an episode then hangs; `step_s`,
+    how long a step takes otherwise."""
     return ChaosEnv(colour.build_env(sample).colour, args)
 
 
@@ -27,12 +27,12 @@ class ChaosEnv(colour.ColourEnv):
         self.step_s = setting(args, "step_s", 0.0)
 
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
-        if self.fated("raise"):
+        if self.struck_by("raise"):
             raise RuntimeError("the environment fell over")
-        if self.fated("hang"):
+        if self.struck_by("hang"):
             time.sleep(self.hang_s)
         time.sleep(self.step_s)
         return super().step(response_text)
 
-    def fated(self, fault: str) -> bool:
+    def struck_by(self, fault: str) -> bool:
         return (self.folder / fault).exists() and random.random() < SHARES[fault]

@@ -1,5 +1,5 @@
-"""Stands between actors and learner: for a while it loses, repeats, delays or damages messages, corrupts groups, or
-cuts the line in one direction or both. It also knows which actor has come back."""
+"""A proxy between actors and learner that loses, repeats, delays or damages messages, corrupts groups, or cuts the
+line in one direction or both, each for a while. It also knows which actor has come back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import msgpack
 import zmq
@@ -31,18 +32,9 @@ SHARE = 0.3  # of the messages, except where the line is cut
 IDLE_S = 60.0
 
 
-@dataclass(order=True)
-class Late:
-    """A message that waits for its time."""
-
-    due: float
-    number: int
-    send: Callable[[], None] = field(compare=False)
-
-
 @dataclass(slots=True)
 class Peer:
-    """One actor process: when it came, when it was heard of last, and when its first group went to the learner."""
+    """One actor process: when it came, when it was heard last, and when its first group went to the learner."""
 
     name: str
     since: float
@@ -65,8 +57,8 @@ class Proxy:
         self._lines: dict[bytes, zmq.Socket] = {}
         self.peers: dict[bytes, Peer] = {}
         self._until: dict[str, float] = dict.fromkeys(FAULTS, 0.0)
-        self._late: list[Late] = []
-        self._number = 0
+        self._delayed: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()  # two messages that are due together need an order
         self._stop = False
         self._poller = zmq.Poller()
         self._poller.register(self._front, zmq.POLLIN)
@@ -86,31 +78,22 @@ class Proxy:
 
     def _run(self) -> None:
         while not self._stop:
-            ready = dict(self._poller.poll(20))
-            now = time.monotonic()
-            while self._late and self._late[0].due <= now:
-                heapq.heappop(self._late).send()
-            if self._front in ready:
-                self._from_actor(now)
+            ready, now = dict(self._poller.poll(20)), time.monotonic()
+            while self._delayed and self._delayed[0][0] <= now:
+                heapq.heappop(self._delayed)[2]()
+            if self._front in ready and (frames := _receive(self._front)):
+                self._from_actor(frames[0], frames[1:], now)
             for peer, line in list(self._lines.items()):
-                if line in ready:
-                    try:
-                        frames = line.recv_multipart(zmq.NOBLOCK)
-                    except zmq.Again:  # gone with the connection that brought it
-                        continue
+                if line in ready and (frames := _receive(line)):
                     self._pass(frames, partial(self._send, self._front, peer), "down")
-                elif now - self.peers[peer].seen > IDLE_S:
+                elif line not in ready and now - self.peers[peer].seen > IDLE_S:
                     self._poller.unregister(line)
                     self._lines.pop(peer).close()
         for socket in (self._front, *self._lines.values()):
             socket.close()
         self._context.term()
 
-    def _from_actor(self, now: float) -> None:
-        try:
-            peer, *frames = self._front.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
+    def _from_actor(self, peer: bytes, frames: list[bytes], now: float) -> None:
         known = self.peers.setdefault(peer, Peer(peer.partition(b"#")[0].decode(), now, now))
         known.seen = now
         passed = self._pass(frames, partial(self._send, self._line(peer), b""), "up")
@@ -129,14 +112,13 @@ class Proxy:
         return self._lines[peer]
 
     def _pass(self, frames: list[bytes], send: Callable[[list[bytes]], None], way: str) -> bool:
-        """Whether it goes on as it is."""
+        """Sends a message on, or what the faults of the moment make of it. Returns whether none touched it."""
         now, other_way = time.monotonic(), {"up": "cut down", "down": "cut up"}[way]
         on = {fault for fault in FAULTS if self._until[fault] > now and fault != other_way}
         on = {fault for fault in on if fault.startswith("cut") or self._random.random() < SHARE}
         if not is_group(frames) or len(frames) < 3:
             on.discard("corrupt")
-        for fault in on:
-            self.counts[FAULTS[fault]] += 1
+        self.counts.update(FAULTS[fault] for fault in on)
         if on & {"cut", "cut up", "cut down", "lost"}:
             return False
         if "corrupt" in on:
@@ -145,9 +127,8 @@ class Proxy:
             frames = damaged(frames, self._random)
         for _ in range(2 if "repeated" in on else 1):
             if "late" in on:
-                self._number += 1
                 due = now + self._random.uniform(0.1, 4.0)
-                heapq.heappush(self._late, Late(due, self._number, lambda: send(frames)))
+                heapq.heappush(self._delayed, (due, next(self._numbers), partial(send, frames)))
             else:
                 send(frames)
         return not on
@@ -160,13 +141,20 @@ class Proxy:
             self.counts["messages refused by a full queue"] += 1
 
 
+def _receive(socket: zmq.Socket) -> list[bytes]:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:  # the message went with its connection
+        return []
+
+
 def is_group(frames: list[bytes]) -> bool:
-    """By the name that stands at the beginning of the header."""
+    """By the name at the beginning of the header."""
     return b"Group" in frames[0][:24]
 
 
 def damaged(frames: list[bytes], rng: random.Random) -> list[bytes]:
-    """With one bit turned over."""
+    """The same with one bit flipped."""
     place = rng.randrange(len(frames))
     frame = bytearray(frames[place] or b"\0")
     frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
@@ -174,8 +162,8 @@ def damaged(frames: list[bytes], rng: random.Random) -> list[bytes]:
 
 
 def corrupted(frames: list[bytes], rng: random.Random) -> list[bytes]:
-    """A group as a broken actor would make it, with a right digest: its arrays are in another order, or one of them is
-    cut short, missing, there twice, or all ones."""
+    """A group as a broken actor would make it, with a correct digest: its arrays are in another order, or one of them
+    is cut short, missing, repeated, or all ones."""
     head, num_images = frames[0], len(msgpack.unpackb(frames[0])["pictures"])
     end = len(frames) - 1 - num_images
     parts, images = frames[1:end], frames[end:-1]

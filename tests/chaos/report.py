@@ -1,4 +1,4 @@
-"""What a chaos run shows: the audit of the ledger, and the tables."""
+"""The results of a chaos run: the audit of the ledger, and the tables."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LIMITS_S = {
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """`learner_away`: for a part of that time the learner was away too, without which nothing recovers."""
+    """`learner_away`: the learner was away for a part of that time, and nothing recovers without it."""
 
     seconds: float
     learner_away: bool
 
 
 def audit(run: Path) -> dict[str, Any]:
-    """What the ledger and the last checkpoint say: each issued ticket is trained once, dropped, or open."""
+    """Checks by the ledger and the last checkpoint that each issued ticket is trained once, dropped, or open."""
     steps: dict[int, list[int]] = {}
     for entry in map(as_json, (run / "ledger.jsonl").read_text().splitlines()):
         if entry:
@@ -61,7 +61,7 @@ def learning(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def table(injected: Counter[str], recovered: Mapping[str, Sequence[Recovery]], found: Mapping[str, Any]) -> str:
-    """Markdown. A fault has a line for each thing that it holds up; `fault: thing`."""
+    """Markdown, with a row for each thing that a fault holds up (`fault: thing`)."""
     lines = [
         "| fault | injected | survived | median, s | longest, s | limit, s | learner away too | longest, s |",
         "|---|---|---|---|---|---|---|---|",
@@ -81,7 +81,7 @@ def table(injected: Counter[str], recovered: Mapping[str, Sequence[Recovery]], f
 
 
 def slow(recovered: Mapping[str, Sequence[Recovery]]) -> dict[str, str]:
-    """How many recoveries with a limit took longer than it, among those that did not have to wait for the learner."""
+    """How many recoveries took longer than their limit, of those that did not have to wait for the learner."""
     counts = {}
     for name, limit in LIMITS_S.items():
         alone = [r.seconds for r in recovered.get(name, ()) if not r.learner_away]

@@ -1,4 +1,5 @@
-"""The real system that the chaos run breaks: two learner ranks, two engines, two actors behind a proxy, one disk."""
+"""The real system that the chaos run breaks: two learner ranks, two engines, two actors that reach the learner
+through a proxy, and one disk."""
 
 from __future__ import annotations
 
@@ -19,11 +20,10 @@ RECIPE = "launch/recipes/colour_tiny.toml"
 PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "launch/learner.py"}
 ASK_S = 0.5
 STEP_S = 0.7  # of an environment, as real ones take time: with it the machine is not busy throughout
-KEPT = ("step", "rollout/reward", "policy_version")
 
 
 class System:
-    """Starts everything, and the learner again when it has ended; tells what runs, and how far it is."""
+    """Starts everything, and the learner again when it has ended; reports what runs and how far training is."""
 
     def __init__(self, folder: Path, seed: int, disk: bool) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class System:
         }  # fmt: skip
         self._arguments = ["--config", RECIPE, *(part for k, v in fields.items() for part in (f"--{k}", str(v)))]
         self.log = (folder / "output.log").open("wb")
-        self._metrics = _Rows(self.run / "metrics.jsonl")
+        self._size, self._rows = 0, list[dict[str, Any]]()
         self.actors = self._start([sys.executable, "launch/actors.py", *self._arguments])
         self.learner = self._start_learner()
 
@@ -63,8 +63,8 @@ class System:
         torchrun = ["launch/processes/torchrun.py", "--standalone", "--nproc-per-node", "2", "--max-restarts", "10000"]
         return self._start([sys.executable, *torchrun, "launch/learner.py", *self._arguments])
 
-    def tend(self) -> None:
-        """SystemExit for what must never end."""
+    def supervise(self) -> None:
+        """Starts the learner again when it has ended; SystemExit if the actors' supervisor or the proxy has."""
         if self.learner.poll() is not None:
             self.learner = self._start_learner()
         if self.actors.poll() is not None:
@@ -73,7 +73,7 @@ class System:
             raise SystemExit("the proxy's thread ended; this is a fault of the test")
 
     def members(self, kind: str) -> dict[int, int]:
-        """Slot -> pid of the living actors (by index), engines (by number) or learner ranks."""
+        """Slot -> process id of the running actors, engines or learner ranks."""
         parent = self.learner if kind == "learner" else self.actors
         found = {}
         for pid in children_of(parent.pid):
@@ -81,7 +81,7 @@ class System:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
                 if PARTS[kind] in command and "launch/processes/torchrun.py" not in command:
                     found[self._slot(kind, pid, command)] = pid
-            except (OSError, KeyError):  # it ended, or has not become what it will be
+            except (OSError, KeyError):  # it has ended, or is just being started
                 continue
         return found
 
@@ -92,11 +92,18 @@ class System:
         environ = {name: value for name, _, value in pairs}
         return int(environ["RANK"]) if kind == "learner" else int(json.loads(environ["PRONK_ACTOR"])["index"])
 
-    # ------------------------------------------------------------------ how far it is
+    def ranks(self) -> list[int]:
+        return list(self.members("learner").values())
+
+    # ------------------------------------------------------------------ how far training is
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each trained step, with what is `KEPT` of it, in the order of training; a restart repeats some."""
-        return self._metrics.read()
+        """The metrics of each trained step, in order; a restart repeats some steps."""
+        path = self.run / "metrics.jsonl"
+        if path.exists() and (size := path.stat().st_size) != self._size:
+            self._size, lines = size, path.read_text(errors="replace").splitlines()
+            self._rows = [row for row in map(as_json, lines) if "rollout/reward" in row]
+        return self._rows
 
     def checkpoint_at(self) -> float:
         """When the last whole checkpoint was written, in seconds since the epoch."""
@@ -117,7 +124,7 @@ class System:
         return [peer for peer in list(self.proxy.peers.values()) if peer.name.endswith(f"-actor{slot}")]
 
     def stop(self) -> None:
-        """Lets the learner write its last checkpoint."""
+        """Ends all processes; the learner writes its last checkpoint first."""
         if self.disk:
             self.disk.thaw()
             self.disk.free()
@@ -133,27 +140,8 @@ class System:
                 self.run = self.folder / "kept" / "chaos"
 
 
-class _Rows:
-    """The rows of a growing metrics.jsonl that stand for a trained step."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._rest = path, 0, ""
-        self._rows: list[dict[str, Any]] = []
-
-    def read(self) -> list[dict[str, Any]]:
-        if self._path.exists():
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-            self._offset += len(new)
-            *lines, self._rest = (self._rest + new.decode(errors="replace")).split("\n")
-            rows = (row for row in map(as_json, lines) if "rollout/reward" in row)
-            self._rows += [{name: row[name] for name in KEPT} for row in rows]
-        return self._rows
-
-
 def as_json(line: str) -> dict[str, Any]:
-    """A line that a kill or a full disk cut off is nothing."""
+    """Reads one line; {} for a line that a kill or a full disk has cut off."""
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError):

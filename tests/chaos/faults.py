@@ -1,0 +1,169 @@
+"""The faults: each is injected into a random part of the running system that is not broken already."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from tests.chaos.proxy import FAULTS
+from tests.chaos.recovery import DISK, LEARNER, Part, Recoveries
+from tests.chaos.system import System
+
+TICK_S = 0.1
+Inject = Callable[[str], bool]  # takes the fault's name; False = not possible now
+
+
+class Faults:
+    def __init__(self, system: System, seed: int) -> None:
+        self.system = system
+        self.recoveries = Recoveries(system)
+        self.random = random.Random(seed)
+        self.injected: Counter[str] = Counter()
+        self.faults: dict[str, tuple[int, Inject]] = {  # weight and action
+            "actor killed": (6, partial(self.kill, "actor")),
+            "actor stopped": (5, partial(self.stop, "actor", 8.0)),
+            "engine killed": (6, partial(self.kill, "engine")),
+            "engine stopped": (5, partial(self.stop, "engine", 12.0)),
+            "learner rank stopped": (4, self.stop_rank),
+            "learner rank killed": (2, partial(self.end_learner, self.kill_rank)),
+            "learner killed": (1, partial(self.end_learner, lambda: system.learner.kill())),
+            "learner preempted": (1, partial(self.end_learner, lambda: system.learner.terminate())),
+            "environment raises": (4, partial(self.disturb_environment, "raise")),
+            "environment hangs": (4, partial(self.disturb_environment, "hang")),
+        }
+        self.faults |= {name: (4, partial(self.disturb_messages, fault)) for fault, name in FAULTS.items()}
+        if system.disk:
+            self.faults |= {"disk full": (3, self.fill_disk), "disk slow": (3, self.slow_disk)}
+
+    def run(self, seconds: float, every_s: float) -> None:
+        """Injects faults for so long, on average `every_s` apart, then waits until the system has recovered."""
+        now = time.monotonic()
+        end, due = now + seconds, now
+        while now < end or self.recoveries.pending or self.recoveries.scheduled:
+            if due <= now < end:
+                due += every_s * self.random.uniform(0.2, 1.8)
+                self.inject()
+            self.recoveries.tick()
+            time.sleep(TICK_S)
+            now = time.monotonic()
+
+    def inject(self) -> None:
+        name = ""
+        while not name or not self.faults[name][1](name):
+            name = self.random.choices(list(self.faults), [weight for weight, _ in self.faults.values()])[0]
+        self.injected[name] += 1
+
+    def intact(self, kind: str) -> tuple[int, int] | None:
+        """Slot and process id of an actor or engine that no fault has broken."""
+        running = self.system.members(kind).items()
+        intact = [(slot, pid) for slot, pid in running if not self.recoveries.is_broken((kind, slot))]
+        return self.random.choice(intact) if intact else None
+
+    # ------------------------------------------------------------------ processes
+
+    def kill(self, kind: str, name: str) -> bool:
+        if not (member := self.intact(kind)):
+            return False
+        (slot, pid), now = member, time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        expect, peers = self.recoveries.expect, self.system.peers_of
+        if kind == "engine":
+            expect(f"{name}: answers", None, lambda: self.system.weights_of(slot) is not None)
+            expect(f"{name}: has the run's weights", (kind, slot), lambda: self.recoveries.serves(slot))
+        else:
+            expect(f"{name}: connected", None, lambda: any(p.since > now for p in peers(slot)))
+            expect(f"{name}: delivered a group", (kind, slot), lambda: any(p.delivered > now for p in peers(slot)))
+        return True
+
+    def stop(self, kind: str, longest_s: float, name: str) -> bool:
+        if not (member := self.intact(kind)):
+            return False
+        slot, pid = member
+        over = self.pause(pid, self.random.uniform(1.0, longest_s))
+
+        def recovered() -> bool:
+            if kind == "engine":
+                return time.monotonic() > over and self.recoveries.serves(slot)
+            return any(peer.seen > over for peer in self.system.peers_of(slot))
+
+        self.recoveries.expect(name, (kind, slot), recovered)
+        return True
+
+    def stop_rank(self, name: str) -> bool:
+        ranks = self.system.ranks()
+        if self.recoveries.is_broken(LEARNER) or len(ranks) < 2:
+            return False
+        seconds = self.random.uniform(1.0, 6.0)
+        self.pause(self.random.choice(ranks), seconds)
+        return self.expect_step_after(seconds, name, LEARNER)
+
+    def pause(self, pid: int, seconds: float) -> float:
+        """Stops a process; returns when it goes on."""
+
+        def resume() -> None:
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(pid, signal.SIGCONT)
+
+        os.kill(pid, signal.SIGSTOP)
+        self.recoveries.after(seconds, resume)
+        return time.monotonic() + seconds
+
+    def kill_rank(self) -> None:
+        os.kill(self.random.choice(self.system.ranks()), signal.SIGKILL)
+
+    def end_learner(self, end: Callable[[], None], name: str) -> bool:
+        if self.recoveries.is_broken(LEARNER) or len(self.system.ranks()) < 2:
+            return False
+        self.recoveries.expect(name, LEARNER, self.recoveries.a_step_of_new_ranks())
+        end()
+        return True
+
+    # ------------------------------------------------------------------ environment, messages, disk
+
+    def expect_step_after(self, seconds: float, name: str, part: Part | None = None) -> bool:
+        over = time.monotonic() + seconds
+        self.recoveries.expect(name, part, self.recoveries.a_step_after(lambda: time.monotonic() > over))
+        return True
+
+    def disturb_environment(self, fault: str, name: str) -> bool:
+        flag = self.system.flags / fault
+        if flag.exists():
+            return False
+        flag.touch()
+        seconds = self.random.uniform(2.0, 6.0)
+        self.recoveries.after(seconds, flag.unlink)
+        return self.expect_step_after(seconds, name)
+
+    def disturb_messages(self, fault: str, name: str) -> bool:
+        seconds = self.random.uniform(2.0, 6.0)
+        self.system.proxy.disturb(fault, seconds)
+        return self.expect_step_after(seconds, name)
+
+    def fill_disk(self, name: str) -> bool:
+        disk = self.system.disk
+        if disk is None or self.recoveries.is_broken(DISK):
+            return False
+        disk.fill()
+        seconds = self.random.uniform(2.0, 8.0)
+        over = time.time() + seconds  # by the clock of the files' times
+        self.recoveries.after(seconds, disk.free)
+        self.expect_step_after(seconds, f"{name}: trained a step")
+        self.recoveries.expect(f"{name}: wrote a checkpoint", DISK, lambda: self.system.checkpoint_at() > over)
+        return True
+
+    def slow_disk(self, name: str) -> bool:
+        """Makes each write wait for most of each second."""
+        disk = self.system.disk
+        if disk is None or self.recoveries.is_broken(DISK):
+            return False
+        seconds = self.random.randint(3, 8)
+        for second in range(seconds):
+            self.recoveries.after(second, disk.freeze)
+            self.recoveries.after(second + 0.8, disk.thaw)
+        return self.expect_step_after(seconds, name, DISK)
