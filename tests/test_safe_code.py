@@ -1,4 +1,4 @@
-"""What our code never does: pickle, eval, shell strings; imports by a message's words; weights but safetensors."""
+"""The code never runs what data say: no pickle, no eval, no shell, no import by a name from elsewhere."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("actor", "learner", "envs", "shared", "kernels", "launch")
-FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "__import__", "os.system", "os.popen", "subprocess.getoutput", "np.frompyfunc"}
-LOADERS = {
-    "envs/loader.py",
-    "envs/math_grading/worker_main.py",
-}
+LOADERS = {"envs/loader.py", "envs/math_grading/worker_main.py"}
 
 
 def dotted(node: ast.expr) -> str:
@@ -51,9 +46,9 @@ def faults(tree: ast.AST, name: str) -> Iterator[str]:
             yield f"{node.lineno}: imports by name"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_of_ours_runs_code_from_data(path: Path) -> None:
-    assert list(faults(ast.parse(path.read_text()), str(path.relative_to(ROOT)))) == []
+def test_no_file_runs_code_from_data() -> None:
+    files = [path for folder in FOLDERS for path in sorted(Path(folder).rglob("*.py"))]
+    assert [f"{path}:{fault}" for path in files for fault in faults(ast.parse(path.read_text()), str(path))] == []
 
 
 @pytest.mark.parametrize(
@@ -71,5 +66,5 @@ def test_no_file_of_ours_runs_code_from_data(path: Path) -> None:
         "importlib.import_module(name)",
     ],
 )
-def test_each_of_these_is_noticed(line: str) -> None:
+def test_each_of_these_is_found(line: str) -> None:
     assert len(list(faults(ast.parse(line), "actor/loop.py"))) == 1
