@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from actor.client import EngineClient, EngineError, EnginePool
 from actor.custom_rollout import Rollout, RolloutContext, play_custom

@@ -2,26 +2,33 @@
 
     header | arrays | images | digest
 
-The header is msgpack of {"v": SCHEMA_VERSION, "kind": message class, "body": fields in order, "pictures": content
-hashes} (see `shared.fields`); the digest is that of header and arrays. Nothing of a message is believed before its
-digest and its images' hashes match. Arrays and large images are neither copied out of the caller's memory nor out
-of the received frames. Everything is checked on both ends: an unknown kind, a wrong type, a number out of range, a
-length that does not fit, a frame too many or too few: each is a `WireError` with its reason.
+The header is the map {"v": SCHEMA_VERSION, "message": the record's fields and its `kind`, "images": content hashes}.
+An array stands in the message as its dtype, and its values are the next frame; an image stands there as its row in
+`images`, so that an image shared by the episodes of a group travels once. The digest covers header and arrays. Nothing
+of a message is believed before its digest and its images' hashes match. Arrays and large images are neither copied out
+of the caller's memory nor out of the received frames.
+
+msgspec holds the header against the types and bounds of `shared.types`. `encode` reads back what it has written, so
+that both ends apply the same rules; each violation is a `WireError` with its reason.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import threading
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
-import msgpack
+import msgspec
 import numpy as np
 
-from shared.fields import DTYPES, check_lengths, codec_of
-from shared.frames import DEFAULT_LIMITS, Frame, Limits, Sink, Source, WireError, digest
+from shared.frames import DEFAULT_LIMITS, DTYPES, Frame, Incoming, Limits, Outgoing, WireError, digest
 from shared.types import (
+    ITEMS,
     Ack,
     Bye,
     Cancel,
@@ -37,12 +44,33 @@ from shared.types import (
     Welcome,
 )
 
-__all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode"]
+__all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode", "frames_of"]
 
-SCHEMA_VERSION = 4
-_KINDS = (Hello, Request, Bye, Group, Welcome, Tickets, Receipt, Refusal, Ack, Cancel, Stop)
-MESSAGES: dict[str, type] = {m.__name__: m for m in _KINDS}
+SCHEMA_VERSION = 5
 Message = Hello | Request | Bye | Group | Welcome | Tickets | Receipt | Refusal | Ack | Cancel | Stop
+MESSAGES: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Message)}
+
+
+class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    v: Annotated[int, msgspec.Meta(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
+    message: msgspec.Raw
+    images: list[str]
+
+
+class _Stub(msgspec.Struct, frozen=True):
+    """What can be read of a header or a message that breaks the rules."""
+
+    v: int = SCHEMA_VERSION
+    kind: str = ""
+    ticket_id: str = ""
+
+
+_HEADER = msgspec.msgpack.Decoder(_Header)
+_reading = threading.local()
+_MESSAGE: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+    Message,
+    dec_hook=lambda hint, value: _reading.source.read(hint, value),
+)
 
 
 def encode(message: Message, limits: Limits = DEFAULT_LIMITS) -> list[Frame]:
@@ -50,61 +78,79 @@ def encode(message: Message, limits: Limits = DEFAULT_LIMITS) -> list[Frame]:
     kind = type(message).__name__
     if MESSAGES.get(kind) is not type(message):
         raise WireError("unknown_kind", f"{kind} is no message")
-    sink = Sink(limits)
+    out = Outgoing()
     try:
-        body = codec_of(MESSAGES[kind]).write(message, sink)
-        header = msgpack.packb({"v": SCHEMA_VERSION, "kind": kind, "body": body, "pictures": list(sink.rows)})
-    except WireError as error:
-        raise error.inside(kind) from None
+        body = msgspec.Raw(msgspec.msgpack.encode(message, enc_hook=out.write))
     except (UnicodeEncodeError, OverflowError) as error:
         raise WireError("out_of_range", f"{kind} holds text or a number that cannot be sent: {error}") from None
-    arrays: list[Frame] = [header, *sink.frames]
-    frames = [*arrays, *sink.images, digest(arrays)]
+    except (TypeError, RecursionError) as error:
+        raise WireError("wrong_type", f"{kind} holds what cannot be sent: {error}") from None
+    _message_of(body, Incoming(out.arrays, list(out.images.values()), limits))
+    arrays = [msgspec.msgpack.encode(_Header(SCHEMA_VERSION, body, list(out.images))), *out.arrays]
+    frames = [*arrays, *(image.data for image in out.images.values()), digest(arrays)]
     _check_sizes(frames, limits)
     return frames
 
 
 def decode(frames: Sequence[Frame], limits: Limits = DEFAULT_LIMITS) -> Message:
-    """The message in `frames`, fully checked; its arrays are read-only views of `frames`. Raises WireError."""
-    _check_sizes(frames, limits)
-    header = _header_of(frames[0])
-    kind, body, hashes = header.get("kind"), header.get("body"), header.get("pictures")
-    num_images = len(hashes) if type(hashes) is list and len(hashes) < len(frames) - 1 else 0
-    arrays = frames[: len(frames) - 1 - num_images]
-    if digest(arrays) != frames[-1]:
-        raise WireError("digest", "damaged on its way: its digest does not match")
-    if header.keys() != {"v", "kind", "body", "pictures"} or not isinstance(kind, str) or kind not in MESSAGES:
-        raise WireError("unknown_kind", f"no message of kind {str(kind)[:40]!r}")
-    if type(hashes) is not list or len(hashes) != num_images:
-        raise WireError("missing_frame", f"header names more images than {len(frames)} frames hold")
-    images = [Image.of(source) for source in frames[len(arrays) : -1]]
-    if [image.content_hash for image in images] != hashes:
-        raise WireError("image_hash", "damaged on its way: an image does not match its content hash")
-    source = Source(arrays, limits, images)
+    """The message in `frames`, fully checked; its arrays are read-only views of `frames`. Raises WireError, whatever
+    the frames hold."""
     try:
-        message = codec_of(MESSAGES[kind]).read(body, source)
-        if source.position != len(arrays) or len(source.named) != len(images):
-            used = source.position + len(source.named)
-            raise WireError("extra_frames", f" uses {used} frames of {len(frames) - 1}")
-    except WireError as error:
-        error = error.inside(kind)
-        if kind == "Group" and isinstance(body, list) and body and isinstance(body[0], str):
-            error.ticket_id = body[0]
-        raise error from None
+        message = _decode(frames, limits)
+    except WireError:
+        raise
+    except RecursionError:
+        raise WireError("too_deep", "nested too deeply") from None
+    except Exception as error:  # a message must not end its reader
+        raise WireError("unreadable", f"{type(error).__name__}: {_one_line(error)}") from error
+    if isinstance(message, Group):
+        _received[message] = frames
     return message
 
 
-def _header_of(frame: Frame) -> dict[str, Any]:
+_received: WeakKeyDictionary[Group, Sequence[Frame]] = WeakKeyDictionary()
+
+
+def frames_of(group: Group) -> Sequence[Frame]:
+    """The frames in which `group` came, to be handed on as they are; encoded if it was made in this process."""
+    return _received.get(group) or encode(group)
+
+
+def _decode(frames: Sequence[Frame], limits: Limits) -> Message:
+    _check_sizes(frames, limits)
+    header = _header_of(frames[0])
+    num_images = len(header.images) if len(header.images) < len(frames) - 1 else 0
+    arrays = frames[: len(frames) - 1 - num_images]
+    if digest(arrays) != frames[-1]:
+        raise WireError("digest", "damaged on its way: its digest does not match")
+    if len(header.images) != num_images:
+        raise WireError("missing_frame", f"header names {len(header.images)} images in {len(frames)} frames")
+    images = [Image.of(frame) for frame in frames[len(arrays) : -1]]
+    if [image.content_hash for image in images] != header.images:
+        raise WireError("image_hash", "damaged on its way: an image does not match its content hash")
+    return _message_of(header.message, Incoming(arrays[1:], images, limits))
+
+
+def _header_of(frame: Frame) -> _Header:
     try:
-        header = msgpack.unpackb(frame, raw=False, strict_map_key=True)
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise WireError("header", f"frame 0 is no msgpack: {type(error).__name__} {str(error)[:80]}") from None
-    if not isinstance(header, dict) or "v" not in header:
-        raise WireError("header", "frame 0 is no map with a schema version")
-    if type(header["v"]) is not int or header["v"] != SCHEMA_VERSION:
-        got = str(header["v"])[:20]
-        raise WireError("schema_version", f"peer speaks {got}, this process {SCHEMA_VERSION}; install the same Pronk")
-    return header
+        return _HEADER.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        version = _stub_of(frame).v
+        if version != SCHEMA_VERSION:
+            detail = f"peer speaks {version}, this process {SCHEMA_VERSION}; install the same Pronk"
+            raise WireError("schema_version", detail) from None
+        raise WireError("header", f"frame 0 is no header: {_one_line(error)}") from None
+
+
+def _stub_of(data: Frame | msgspec.Raw) -> _Stub:
+    try:
+        return msgspec.msgpack.decode(data, type=_Stub)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return _Stub()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _check_sizes(frames: Sequence[Frame], limits: Limits) -> None:
@@ -115,6 +161,71 @@ def _check_sizes(frames: Sequence[Frame], limits: Limits) -> None:
     total = sum(map(len, frames))
     if total > limits.message_bytes:
         raise WireError("too_large", f"message of {total} bytes, limit {limits.message_bytes}")
+
+
+# ------------------------------------------------------------------ the message in a header
+
+
+def _message_of(body: msgspec.Raw, source: Incoming) -> Message:
+    """The record in `body`, its arrays and images taken from `source`. Raises WireError; a Group's names its ticket."""
+    _reading.source = source
+    try:
+        message = _MESSAGE.decode(body)
+        source.check_used()
+        if isinstance(message, Group):
+            for trajectory in message.trajectories:
+                check_lengths(trajectory)
+        elif isinstance(message, Tickets):
+            for ticket in message.tickets:
+                _check_plain([*ticket.sample.prompt, ticket.sample.metadata], source.limits.depth + 1)
+        return message
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _refusal(error, _stub_of(body)) from None
+    finally:
+        _reading.source = None
+
+
+_REASONS = (  # of msgspec's words for what is wrong
+    (re.compile(r"Expected `float` (<=|>=) -?1\.79769"), "not_finite"),
+    (re.compile(r"Expected `(int|float)` (<=|>=) "), "out_of_range"),
+    (re.compile(r"Expected `str` of length <="), "too_large"),
+    (re.compile(r"Expected `(array|object)` of length <="), "too_many"),
+    (re.compile(r"Invalid enum value"), "unknown_value"),
+    (re.compile(r"Invalid value .* `\$\.kind`$|.* required field `kind`$"), "unknown_kind"),
+    (re.compile(r"maximum recursion depth"), "too_deep"),
+)
+
+
+def _refusal(error: Exception, stub: _Stub) -> WireError:
+    """What the receiver counts and the log says of a message that broke its types or bounds."""
+    text = _one_line(error)
+    cause = error if isinstance(error, WireError) else error.__cause__
+    if isinstance(cause, WireError):
+        reason, text = cause.reason, text.removeprefix(f"{cause.reason}: ")
+    else:
+        reason = next((reason for pattern, reason in _REASONS if pattern.match(text)), "wrong_type")
+    if stub.kind in MESSAGES:
+        text = text.replace("`$", f"`{stub.kind}")
+    return WireError(reason, text, stub.ticket_id if stub.kind == Group.__name__ else "")
+
+
+def _check_plain(value: Any, depth: int) -> None:
+    """Free-form fields hold None, bool, int, float, str, and lists and string-keyed dicts of them."""
+    if depth == 0:
+        raise WireError("too_deep", "free-form field is nested too deeply")
+    if isinstance(value, list | dict):
+        if len(value) > ITEMS:
+            raise WireError("too_many", f"free-form field has {len(value)} items, limit {ITEMS}")
+        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+            raise WireError("wrong_type", "free-form field has a key that is no str")
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_plain(item, depth - 1)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise WireError("out_of_range", "free-form field is an integer of more than 64 bits")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise WireError("not_finite", f"free-form field is {value}")
+    elif not (value is None or isinstance(value, bool | int | float | str)):
+        raise WireError("wrong_type", f"free-form field is {type(value).__name__}")
 
 
 # ------------------------------------------------------------------ trajectories
@@ -176,3 +287,9 @@ def _check_turns(t: Trajectory) -> bytes:
             raise WireError("loss_mask", f"loss mask holds {max(mask)}, allowed 0 and 1")
         raise WireError("turns", "turns do not cover exactly the tokens with loss mask 1")
     return mask
+
+
+def check_lengths(t: Trajectory) -> None:
+    lengths = {len(t.token_ids), len(t.loss_mask), len(t.behaviour_logprobs), len(t.policy_versions)}
+    if len(lengths) != 1:
+        raise WireError("length", f"arrays of different lengths {sorted(lengths)}")

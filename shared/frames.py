@@ -1,19 +1,26 @@
-"""Ground of the wire format: its error, its limits, the frames of one message, and the scalars that a header holds."""
+"""The frames of one message: how arrays and images go out and come in, their limits, digest, and the one error."""
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from shared.types import Image
+from shared.types import Image, Trajectory
 
 Frame = bytes | memoryview
+HASH_DIGITS = 32
+DTYPES: dict[str, np.dtype[Any]] = {  # of a trajectory's arrays, by field
+    name: np.dtype(typing.get_args(typing.get_args(hint)[1])[0])
+    for name, hint in typing.get_type_hints(Trajectory).items()
+    if typing.get_origin(hint) is np.ndarray
+}
+_DTYPE_OF_HINT = {typing.get_type_hints(Trajectory)[name]: dtype for name, dtype in DTYPES.items()}
 
 
 class WireError(ValueError):
@@ -22,25 +29,21 @@ class WireError(ValueError):
     `ticket_id` is the ticket of a group that could not be decoded, as far as its header could be read, else "".
     """
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, ticket_id: str = "") -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
-        self.ticket_id = ""
-
-    def inside(self, where: str) -> WireError:
-        return WireError(self.reason, f"{where}{self.detail}")
+        self.ticket_id = ticket_id
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one message may hold. Sizes in bytes; `items` bounds every list, `text_chars` every string."""
+    """What one message may hold, beside the bounds of its fields (see `shared.types`). Sizes in bytes; `depth` bounds
+    the nesting of free-form fields."""
 
     message_bytes: int = 256 * 2**20
     header_bytes: int = 32 * 2**20
     frames: int = 2**16
-    items: int = 2**16
-    text_chars: int = 2**22
     trajectory_tokens: int = 2**20
     depth: int = 16
 
@@ -57,117 +60,62 @@ def digest(frames: Sequence[Frame]) -> bytes:
     return hasher.digest()
 
 
-@dataclass(slots=True)
-class Sink:
-    """A message being written: the frames of its arrays, and its images, each once."""
+class Outgoing:
+    """The arrays of a message being written, and its images, each once."""
 
-    limits: Limits
-    frames: list[Frame] = field(default_factory=list)
-    images: list[Frame] = field(default_factory=list)
-    rows: dict[str, int] = field(default_factory=dict)  # of `images`, by content hash
+    def __init__(self) -> None:
+        self.arrays: list[Frame] = []
+        self.images: dict[str, Image] = {}  # by content hash
+        self._rows: dict[str, int] = {}
 
-
-@dataclass(slots=True)
-class Source:
-    """A message being read: each frame is taken once, in order; images have been checked, and are named by row."""
-
-    frames: Sequence[Frame]
-    limits: Limits
-    images: Sequence[Image] = ()
-    position: int = 1  # behind the header
-    named: set[int] = field(default_factory=set)  # rows of `images`
-
-    def take(self) -> Frame:
-        if self.position >= len(self.frames):
-            raise WireError("missing_frame", f"header names more than {len(self.frames)} frames")
-        self.position += 1
-        return self.frames[self.position - 1]
+    def write(self, value: Any) -> Any:
+        """What stands in the header for a value that msgpack has no type for."""
+        if isinstance(value, np.ndarray):
+            if value.ndim != 1:
+                raise WireError("wrong_type", f"array of shape {list(value.shape)}, expected [T]")
+            self.arrays.append(np.ascontiguousarray(value).data.cast("B") if len(value) else b"")
+            return value.dtype.str
+        if isinstance(value, np.generic):
+            return value.item()
+        if type(value) is not Image:
+            raise WireError("wrong_type", f"{type(value).__name__} is nothing that can be sent")
+        if len(value.content_hash) != HASH_DIGITS or not isinstance(value.data, bytes | memoryview):
+            raise WireError("image_hash", "an image holds no bytes or no content hash; make it with Image.of")
+        self.images.setdefault(value.content_hash, value)
+        return self._rows.setdefault(value.content_hash, len(self._rows))
 
 
-class Codec(NamedTuple):
-    """How one type hint is written and read. Both directions check."""
+class Incoming:
+    """The frames of a message being read: each array is taken once, in order; images are named by row."""
 
-    write: Callable[[Any, Sink], Any]
-    read: Callable[[Any, Source], Any]
+    def __init__(self, arrays: Sequence[Frame], images: Sequence[Image], limits: Limits) -> None:
+        self.limits = limits
+        self._arrays: Iterator[Frame] = iter(arrays)
+        self._images = images
+        self._named: set[int] = set()
 
+    def read(self, hint: Any, value: Any) -> Any:
+        """The value of type `hint` for which `value` stands in the header."""
+        if hint is Image:
+            if type(value) is not int:
+                raise WireError("wrong_type", f"an image's row is {type(value).__name__}, expected int")
+            if not 0 <= value < len(self._images):
+                raise WireError("missing_frame", f"image {value} of {len(self._images)}")
+            self._named.add(value)
+            return self._images[value]
+        dtype = _DTYPE_OF_HINT[hint]
+        if value != dtype.str:
+            raise WireError("wrong_type", f"array of {value!r:.40}, expected {dtype.str!r}")
+        frame = next(self._arrays, None)
+        if frame is None:
+            raise WireError("missing_frame", "header names more arrays than there are frames")
+        if len(frame) > self.limits.trajectory_tokens * dtype.itemsize:
+            raise WireError("too_large", f"array of {len(frame)} bytes, limit {self.limits.trajectory_tokens} tokens")
+        if len(frame) % dtype.itemsize:
+            raise WireError("length", f"frame of {len(frame)} bytes for an array of {dtype.str!r}")
+        return np.frombuffer(frame, dtype)
 
-# ------------------------------------------------------------------ scalars
-
-
-def wrong(value: Any, expected: str) -> WireError:
-    return WireError("wrong_type", f" is {type(value).__name__}, expected {expected}")
-
-
-def write_int(value: Any, sink: Sink) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise wrong(value, "int")
-    return int(value)
-
-
-def read_int(value: Any, source: Source) -> int:
-    if type(value) is not int:
-        raise wrong(value, "int")
-    return value
-
-
-def write_float(value: Any, sink: Sink) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise wrong(value, "float")
-    return finite(float(value))
-
-
-def read_float(value: Any, source: Source) -> float:
-    if type(value) is not float:
-        raise wrong(value, "float")
-    return finite(value)
-
-
-def finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise WireError("not_finite", f" is {value}")
-    return value
-
-
-def write_text(value: Any, sink: Sink) -> str:
-    if not isinstance(value, str):
-        raise wrong(value, "str")
-    return str(value)
-
-
-def read_text(value: Any, source: Source) -> str:
-    if type(value) is not str:
-        raise wrong(value, "str")
-    if len(value) > source.limits.text_chars:
-        raise WireError("too_large", f" has {len(value)} characters, limit {source.limits.text_chars}")
-    return value
-
-
-def boolean(value: Any, side: Any) -> bool:
-    if type(value) is not bool:
-        raise wrong(value, "bool")
-    return value
-
-
-def plain(value: Any, side: Sink | Source) -> Any:
-    """Values of free-form fields: None, bool, int, float, str, lists and string-keyed dicts of them."""
-    return _plain_at(value, side.limits.depth, side.limits.items)
-
-
-def _plain_at(value: Any, depth: int, items: int) -> Any:
-    if depth == 0:
-        raise WireError("too_deep", " is nested too deeply")
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int | np.integer):
-        if not -(2**63) <= value < 2**63:
-            raise WireError("out_of_range", " is an integer of more than 64 bits")
-        return int(value)
-    if isinstance(value, float | np.floating):
-        return finite(float(value))
-    if isinstance(value, list | tuple | dict) and len(value) > items:
-        raise WireError("too_many", f" has {len(value)} items, limit {items}")
-    if isinstance(value, list | tuple):
-        return [_plain_at(item, depth - 1, items) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain_at(item, depth - 1, items) for key, item in value.items()}
-    raise wrong(value, "None, bool, int, float, str, list or dict with str keys")
+    def check_used(self) -> None:
+        unused = len(list(self._arrays)) + len(self._images) - len(self._named)
+        if unused:
+            raise WireError("extra_frames", f"message uses all but {unused} of its frames")

@@ -1,6 +1,6 @@
 """Groups on disk, as the wire's own frames: what actors record, and what a learner trains on without actors.
 
-FOLDER/00000000.group, 00000001.group, ...: each is msgpack of a list of frames (see `shared.codec`), one group.
+FOLDER/00000000.group, 00000001.group, ...: each is msgpack of the list of one group's frames (see `shared.codec`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import msgpack
+import msgspec
 
-from shared.codec import WireError, decode, encode
+from shared.codec import WireError, decode, frames_of
 from shared.types import Group
 
 SUFFIX = ".group"
@@ -27,7 +27,7 @@ class Recorder:
 
     def add(self, group: Group) -> None:
         partial = self.folder / f".{self.num_groups:08d}.partial"
-        partial.write_bytes(msgpack.packb([bytes(frame) for frame in encode(group)]))
+        partial.write_bytes(msgspec.msgpack.encode(frames_of(group)))
         os.replace(partial, self.folder / f"{self.num_groups:08d}{SUFFIX}")
         self.num_groups += 1
 
@@ -53,9 +53,10 @@ def recorded(folder: Path) -> Iterator[Group]:
 def read(path: Path) -> Group:
     """One recorded group; ValueError if it is none."""
     try:
-        frames = msgpack.unpackb(path.read_bytes())
-        group = decode(frames)
-    except (WireError, ValueError, TypeError, msgpack.UnpackException) as error:
+        group = decode(msgspec.msgpack.decode(path.read_bytes(), type=list[bytes]))
+    except (WireError, msgspec.MsgspecError) as error:
+        if isinstance(error, WireError) and error.reason == "schema_version":
+            raise ValueError(f"{path} is of another schema: record again with launch/actors.py --record") from error
         raise ValueError(f"{path} is no recorded group: {error}") from error
     if not isinstance(group, Group):
         raise ValueError(f"{path} holds a {type(group).__name__}, not a group; record with launch/actors.py --record")

@@ -1,18 +1,31 @@
-"""The vocabulary: every record that crosses a process boundary, and nothing else.
+"""The vocabulary: every record that crosses a process boundary, with the bounds of its fields, and nothing else.
 
+`shared.codec` holds every message against these types and bounds, when it is sent and when it is received.
 Shape suffixes: T = tokens of one episode's compact stream (one placeholder per image).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import xxhash
+from msgspec import Meta, Struct, field
+from numpy.typing import NDArray
 
-PolicyVersion = int
+Item = TypeVar("Item")
+ITEMS = 2**16  # of one list or dict
+_INT31 = 2**31 - 1
+Text = Annotated[str, Meta(max_length=2**22)]
+Many = Annotated[tuple[Item, ...], Meta(max_length=ITEMS)]
+Natural = Annotated[int, Meta(ge=0, le=_INT31)]
+Positive = Annotated[int, Meta(ge=1, le=_INT31)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+NonNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+PolicyVersion = Natural
 """Number of weight publications that the policy has seen; -1 marks a token that no policy sampled."""
 
 
@@ -35,60 +48,71 @@ class Ending(StrEnum):
 TRAINABLE_ENDINGS = frozenset({Ending.COMPLETED, Ending.MAX_TURNS, Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})
 
 
-@dataclass(frozen=True, slots=True)
 class Image:
     """One image, as the very bytes the engine was given (an encoded file such as PNG); received large ones are
-    read-only views, equal to their bytes."""
+    read-only views, equal to their bytes. Never changed after it is made."""
 
-    data: bytes | memoryview
-    content_hash: str = ""  # XXH3 (128 bits) of `data`, 32 hex digits
+    __slots__ = ("content_hash", "data")
+
+    def __init__(self, data: bytes | memoryview, content_hash: str = "") -> None:
+        self.data = data
+        self.content_hash = content_hash  # XXH3 (128 bits) of `data`, 32 hex digits
 
     @staticmethod
     def of(data: bytes | memoryview) -> Image:
         return Image(data, xxhash.xxh3_128_hexdigest(data))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and (self.content_hash, self.data) == (other.content_hash, other.data)
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+    def __hash__(self) -> int:
+        return hash((self.content_hash, self.data))
+
+    def __repr__(self) -> str:
+        return f"Image({len(self.data)} bytes, {self.content_hash!r})"
+
+
+class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What travels as a map of its fields."""
+
+
+class Sample(Record, frozen=True):
     """One prompt: from a dataset row or from a seed. `build_env` reads only `label` and `metadata`.
 
     `prompt` holds chat messages that come before the environment's first observation (usually a system message);
     `images` the images that the prompt's messages refer to, in order.
     """
 
-    id: str
-    prompt: tuple[dict[str, Any], ...] = ()
-    images: tuple[Image, ...] = ()
-    label: str | None = None
+    id: Text
+    prompt: Many[dict[str, Any]] = ()
+    images: Many[Image] = ()
+    label: Text | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Record, frozen=True):
     """How the engine samples. `max_new_tokens` is the limit of one turn; `top_k` -1 means no limit."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_new_tokens: int = 256
+    temperature: NonNegative = 1.0
+    top_p: Share = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=_INT31)] = -1
+    max_new_tokens: Positive = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(Record, frozen=True):
     """The learner's permission to play one group of episodes of one sample."""
 
-    id: str
+    id: Text
     sample: Sample
-    group_size: int
+    group_size: Annotated[int, Meta(ge=1, le=2**16)]
     version: PolicyVersion  # the version at which the ticket was issued
     sampling: Sampling
-    lease_s: float
-    evaluation: str = ""  # "" = training; otherwise the name of the evaluation it belongs to
-    seed: int = 0
+    lease_s: NonNegative
+    evaluation: Text = ""  # "" = training; otherwise the name of the evaluation it belongs to
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(Record, frozen=True, array_like=True):
     """Tokens [start, end) of one completion were sampled by `version`."""
 
     version: PolicyVersion
@@ -96,8 +120,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Record, frozen=True):
     """One engine answer: `token_ids` and `logprobs` (float, <= 0) have the same length; `spans` cover them."""
 
     token_ids: tuple[int, ...]
@@ -106,124 +129,115 @@ class Completion:
     finish_reason: str  # "stop" | "length" | "abort"
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Record, frozen=True, array_like=True):
     """Tokens [start, end) of the compact stream were written by the model; `reward` arrives at the end of it."""
 
-    start: int
-    end: int
-    reward: float
+    start: Natural
+    end: Positive
+    reward: Finite
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
+class Trajectory(Record, frozen=True, eq=False):
     """One episode. All arrays have length T; `token_ids` holds one image placeholder per image, in order."""
 
-    token_ids: np.ndarray  # int32 [T]
-    loss_mask: np.ndarray  # uint8 [T], 1 = sampled by the policy
-    behaviour_logprobs: np.ndarray  # float32 [T], 0 where the mask is 0
-    policy_versions: np.ndarray  # int32 [T], -1 where the mask is 0
-    turns: tuple[Turn, ...]
-    reward: float  # of the whole episode
-    images: tuple[Image, ...]
+    token_ids: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.uint8]  # [T], 1 = sampled by the policy
+    behaviour_logprobs: NDArray[np.float32]  # [T], 0 where the mask is 0
+    policy_versions: NDArray[np.int32]  # [T], -1 where the mask is 0
+    turns: Many[Turn]
+    reward: Finite  # of the whole episode
+    images: Many[Image]
     ending: Ending
-    metrics: dict[str, float] = field(default_factory=dict)
-    text: str = ""  # the readable transcript, for logs
-    error: str = ""  # the reason, when the ending is a failure
+    metrics: Annotated[dict[str, Finite], Meta(max_length=ITEMS)] = field(default_factory=dict)
+    text: Text = ""  # the readable transcript, for logs
+    error: Text = ""  # the reason, when the ending is a failure
 
     @property
     def trainable(self) -> bool:
         return self.ending in TRAINABLE_ENDINGS and bool(self.turns)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class Message(Record, frozen=True, tag_field="kind", tag=True):
+    """A record that travels alone, with the name of its class as its `kind`."""
+
+
+class Group(Message, frozen=True, eq=False, weakref=True):
     """A ticket's trajectories, all of one sample."""
 
-    ticket_id: str
-    actor: str
-    trajectories: tuple[Trajectory, ...]
-    played_s: float = 0.0
+    ticket_id: Text
+    actor: Text
+    trajectories: Many[Trajectory]
+    played_s: NonNegative = 0.0
 
 
 # ------------------------------------------------------------------ messages, actor -> learner
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Message, frozen=True):
     """An actor introduces itself and the engines it uses; repeated as a heartbeat, with the held tickets."""
 
-    actor: str
-    engine_urls: tuple[str, ...]
-    vocab_size: int
-    held: tuple[str, ...] = ()  # ids of tickets being played or waiting for acknowledgment
-    idle_frac: float = 0.0  # share of the last interval in which no episode was running
+    actor: Text
+    engine_urls: Many[Text]
+    vocab_size: Positive
+    held: Many[Text] = ()  # ids of tickets being played or waiting for acknowledgment
+    idle_frac: Share = 0.0  # share of the last interval in which no episode was running
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Message, frozen=True):
     """An actor plays `slots` groups at once; the learner fills the places that are free."""
 
-    slots: int
+    slots: Annotated[int, Meta(ge=0, le=2**16)]
 
 
-@dataclass(frozen=True, slots=True)
-class Bye:
+class Bye(Message, frozen=True):
     """An actor leaves; its open tickets may be issued again at once."""
 
-    reason: str
+    reason: Text
 
 
 # ------------------------------------------------------------------ messages, learner -> actor
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Message, frozen=True):
     """The learner knows the actor. `run_id` is new with each run, `process_id` also with each restart of a run."""
 
-    run_id: str
+    run_id: Text
     version: PolicyVersion
-    process_id: str
+    process_id: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Tickets:
-    tickets: tuple[Ticket, ...]
+class Tickets(Message, frozen=True):
+    tickets: Many[Ticket]
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(Message, frozen=True):
     """The groups of these tickets came and are taken; to be kept until their Ack."""
 
-    ticket_ids: tuple[str, ...]
+    ticket_ids: Many[Text]
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Message, frozen=True):
     """The group of `ticket_id` came and is of no use; to be forgotten."""
 
-    ticket_id: str
-    reason: str
+    ticket_id: Text
+    reason: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(Message, frozen=True):
     """The groups of these tickets are trained and in the ledger (or their evaluation has them): to be forgotten."""
 
-    ticket_ids: tuple[str, ...]
+    ticket_ids: Many[Text]
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Message, frozen=True):
     """These tickets are void; an actor stops playing them and discards what it holds of them."""
 
-    ticket_ids: tuple[str, ...]
-    reason: str
+    ticket_ids: Many[Text]
+    reason: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Message, frozen=True):
     """The run is over; `failed` tells the actors to end with an error."""
 
-    reason: str
+    reason: Text
     failed: bool = False

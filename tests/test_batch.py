@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from PIL import Image as PILImage
 
 from learner.batch import (
@@ -86,15 +87,15 @@ def test_placeholders_become_as_many_tokens_as_their_images_have():
 
 def test_failed_episodes_are_not_trained_on_and_do_not_count_in_their_group():
     good, other, bad = (random_trajectory(SPEC, seed, turns=1) for seed in range(3))
-    good, other = dataclasses.replace(good, reward=1.0), dataclasses.replace(other, reward=1.0)
-    bad = dataclasses.replace(bad, reward=-5.0, ending=Ending.ENV_ERROR)
+    good, other = replace(good, reward=1.0), replace(other, reward=1.0)
+    bad = replace(bad, reward=-5.0, ending=Ending.ENV_ERROR)
     episodes = make_episodes([Group("g", "a", (good, other, bad))], ImageDecoder(SPEC), EpisodeSettings())
     assert [e.advantage for e in episodes] == [0.0, 0.0]
 
 
 def test_an_image_seen_twice_is_packed_once():
     trajectory = random_trajectory(SPEC, 1, turns=3, sides=(64,))
-    same = dataclasses.replace(trajectory, images=(trajectory.images[0],) * 3)
+    same = replace(trajectory, images=(trajectory.images[0],) * 3)
     decoder = ImageDecoder(SPEC)
     episode = make_episode(same, 0.0, decoder, EpisodeSettings())
     batch = pack([episode, episode], decoder, CPU)
@@ -147,12 +148,12 @@ def test_a_group_with_an_image_that_cannot_be_decoded_is_found_before_it_reaches
     check_group(group, ImageDecoder(SPEC))
     first = group.trajectories[0]
     cut = Image.of(first.images[0].data[:200])
-    spoiled = dataclasses.replace(first, images=(cut, *first.images[1:]))
+    spoiled = replace(first, images=(cut, *first.images[1:]))
     with pytest.raises(ValueError, match="cannot be decoded"):
-        check_group(dataclasses.replace(group, trajectories=(spoiled, group.trajectories[1])), ImageDecoder(SPEC))
+        check_group(replace(group, trajectories=(spoiled, group.trajectories[1])), ImageDecoder(SPEC))
     with pytest.raises(ValueError, match="3 image placeholders but 1 images"):
-        spoiled = dataclasses.replace(first, images=first.images[:1])
-        check_group(dataclasses.replace(group, trajectories=(spoiled,)), ImageDecoder(SPEC))
+        spoiled = replace(first, images=first.images[:1])
+        check_group(replace(group, trajectories=(spoiled,)), ImageDecoder(SPEC))
 
 
 def test_old_images_are_forgotten_beyond_the_limit():
@@ -169,7 +170,7 @@ def test_an_episode_that_starts_with_a_sampled_token_is_refused():
     trajectory = random_trajectory(SPEC, 1, prompt_tokens=0, turns=1, with_images=False)
     mask = np.ones_like(trajectory.loss_mask)
     with pytest.raises(ValueError, match="needs a prompt"):
-        make_episode(dataclasses.replace(trajectory, loss_mask=mask), 0.0, ImageDecoder(SPEC), EpisodeSettings())
+        make_episode(replace(trajectory, loss_mask=mask), 0.0, ImageDecoder(SPEC), EpisodeSettings())
 
 
 def test_the_stand_in_for_a_rank_without_episodes_counts_no_token():

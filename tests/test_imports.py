@@ -26,9 +26,8 @@ ALLOWED = {  # of a package and its sub-packages, but for a sub-package that has
 }
 KNOWN_LIBRARIES = {"tensorboard"}
 LIBRARIES = {  # all that these may import beside Python's own and ours
-    "shared": {"aiohttp", "msgpack", "msgspec", "numpy", "pydantic", "pydantic_settings", "xxhash", "zmq"}
-    | KNOWN_LIBRARIES,
-    "learner.tickets": {"msgpack", "msgspec", "numpy", "xxhash", "zmq"},
+    "shared": {"aiohttp", "msgspec", "numpy", "pydantic", "pydantic_settings", "xxhash", "zmq"} | KNOWN_LIBRARIES,
+    "learner.tickets": {"msgspec", "numpy", "xxhash", "zmq"},
 }
 LIGHT = [
     "shared.types",

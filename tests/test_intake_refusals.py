@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-import msgpack
+import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from learner.tickets.server import TicketServer
 from shared.codec import encode
@@ -24,7 +24,7 @@ def test_what_an_actor_holds_of_another_run_is_void_and_its_group_is_refused(
 ) -> None:
     ticket_server.open()
     peer.hello()
-    foreign = dataclasses.replace(peer.tickets(1)[0], id="0-0ther5un")
+    foreign = replace(peer.tickets(1)[0], id="0-0ther5un")
     peer.hello(foreign.id)
     cancel = peer.expect(Cancel)
     assert isinstance(cancel, Cancel) and cancel.ticket_ids == (foreign.id,)
@@ -62,7 +62,7 @@ def test_a_malformed_group_is_refused_counted_kept_and_its_sample_dropped(
     }
     kept = sorted((tmp_path / "rejected").glob("*.msgpack"))
     assert len(kept) == 4
-    assert msgpack.unpackb(kept[2].read_bytes())["frames"] == [b"noise", b"noise"]
+    assert msgspec.msgpack.decode(kept[2].read_bytes())["frames"] == [b"noise", b"noise"]
     assert len(ticket_server.next_batch(1, 5.0)) == 1  # the run goes on
 
 
@@ -116,7 +116,7 @@ def test_an_actor_of_another_vocabulary_or_schema_is_sent_away_with_the_reason(
     assert isinstance(stop, Stop)
     assert "model.path" in stop.reason
     for _ in range(2):
-        ancient.socket.send_multipart([msgpack.packb({"v": 999, "kind": "Hello", "body": []})])
+        ancient.socket.send_multipart([msgspec.msgpack.encode({"v": 999, "kind": "Hello", "body": []})])
     stop = ancient.expect(Stop)
     assert isinstance(stop, Stop)
     assert "999" in stop.reason
@@ -142,6 +142,6 @@ def test_a_known_actor_stays_when_one_of_its_messages_is_damaged(ticket_server: 
     peer.expect(Welcome)
     for _ in range(3):
         peer.hello(vocab_size=VOCAB + 1)
-        peer.socket.send_multipart([msgpack.packb({"v": 66, "kind": "Hello", "body": []})])
+        peer.socket.send_multipart([msgspec.msgpack.encode({"v": 66, "kind": "Hello", "body": []})])
     assert peer.receive(0.5) is None
     assert ticket_server.metrics()["actors/known"] == 1

@@ -7,6 +7,7 @@ import itertools
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from learner.checkpoints.best import Best
 from learner.metrics.episodes import evaluation_metrics, pass_at_k
@@ -20,9 +21,7 @@ def result_of(*samples: list[float]) -> EvaluationResult:
     groups = []
     for i, successes in enumerate(samples):
         ticket = Ticket(f"e/{i}", Sample(str(i)), len(successes), 0, Sampling(), 60.0, evaluation="e")
-        episodes = tuple(
-            dataclasses.replace(episode(), metrics={"success": s}, ending=Ending.COMPLETED) for s in successes
-        )
+        episodes = tuple(replace(episode(), metrics={"success": s}, ending=Ending.COMPLETED) for s in successes)
         groups.append((ticket, Group(ticket.id, "a", episodes)))
     return EvaluationResult("e", tuple(groups), {})
 
@@ -42,7 +41,7 @@ def test_one_episode_a_sample_has_no_pass_at_k_and_failed_episodes_do_not_count(
     assert pass_at_k(result_of([1.0], [0.0])) == {}
     result = result_of([1.0, 0.0, 0.0])
     ticket, group = result.groups[0]
-    group = dataclasses.replace(group, trajectories=(*group.trajectories, failed_episode()))
+    group = replace(group, trajectories=(*group.trajectories, failed_episode()))
     values = evaluation_metrics(dataclasses.replace(result, groups=((ticket, group),)))
     assert values["pass@1"] == pytest.approx(1 / 3) and values["pass@3"] == 1.0 and values["lost"] == 0.0
 

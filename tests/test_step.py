@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from learner.batch import EpisodeSettings, is_uninformative, make_episodes, pack
 from learner.images import ImageDecoder
@@ -94,7 +93,7 @@ def test_microbatches_change_nothing_but_rounding(folder, spec, ranks):
 
 def test_equal_rewards_change_nothing_under_grpo_and_cost_no_microbatch(policy, spec, ranks):
     trainer = Trainer(policy, LearnerConfig(objective="grpo", lr=1.0, weight_decay=0.0), ranks)
-    same = [dataclasses.replace(t, reward=0.9) for t in random_groups(spec, 1, group_size=4)[0].trajectories]
+    same = [replace(t, reward=0.9) for t in random_groups(spec, 1, group_size=4)[0].trajectories]
     before, forwards = weights_of(policy), []
     policy.register_forward_hook(lambda *_: forwards.append(1))
     metrics = trainer.step([Group("g", "a", tuple(same))], version=0)
@@ -105,8 +104,8 @@ def test_equal_rewards_change_nothing_under_grpo_and_cost_no_microbatch(policy, 
 def test_grpo_raises_the_logprob_of_what_was_rewarded(policy, spec, ranks):
     trainer = Trainer(policy, LearnerConfig(objective="grpo", lr=3e-3, weight_decay=0.0), ranks)
     group = random_groups(spec, 1, group_size=4, turns=1)[0]
-    played = [dataclasses.replace(on_policy(policy, t), reward=0.0) for t in group.trajectories]
-    played[0] = dataclasses.replace(played[0], reward=1.0)
+    played = [replace(on_policy(policy, t), reward=0.0) for t in group.trajectories]
+    played[0] = replace(played[0], reward=1.0)
     for _ in range(3):
         trainer.step([Group("g", "a", tuple(played))], version=0)
     after = on_policy(policy, played[0])
@@ -117,7 +116,7 @@ def test_a_non_finite_loss_skips_the_step_and_is_counted(policy, spec, ranks):
     trainer = Trainer(policy, LearnerConfig(lr=1.0), ranks)
     group = random_groups(spec, 1)[0]
     first = group.trajectories[0]
-    bad = dataclasses.replace(first, turns=(dataclasses.replace(first.turns[0], reward=float("nan")),))
+    bad = replace(first, turns=(replace(first.turns[0], reward=float("nan")),))
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     metrics = trainer.step([Group("g", "a", (bad,))], version=0)
     assert metrics["optim/skipped_steps"] == metrics["optim/bad_steps_in_a_row"] == 1.0
@@ -175,8 +174,8 @@ def test_temperature_zero_cannot_be_trained_on(policy, ranks):
 
 def test_episodes_cut_off_by_a_limit_are_masked_or_penalised_as_the_recipe_says(spec):
     first, second = random_groups(spec, 1, group_size=2)[0].trajectories
-    cut = dataclasses.replace(second, ending=Ending.OUT_OF_TOKENS, reward=1.0)
-    group = Group("g", "a", (dataclasses.replace(first, reward=1.0), cut))
+    cut = replace(second, ending=Ending.OUT_OF_TOKENS, reward=1.0)
+    group = Group("g", "a", (replace(first, reward=1.0), cut))
 
     def made(**settings):
         return make_episodes([group], ImageDecoder(spec), episode_settings(LearnerConfig(objective="grpo", **settings)))

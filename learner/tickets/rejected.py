@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from logging import Logger
 from pathlib import Path
 
-import msgpack
+import msgspec
 
 from shared.codec import Frame, WireError
 
@@ -40,7 +40,7 @@ class Rejects:
         name = f"{number:08d}-{re.sub('[^A-Za-z0-9_.-]', '_', key)[:64]}-{error.reason}.msgpack"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / name).write_bytes(msgpack.packb(record))
+            (self._folder / name).write_bytes(msgspec.msgpack.encode(record))
             for old in sorted(self._folder.glob("*.msgpack"))[:-KEPT_REJECTS]:
                 old.unlink()
         except OSError as error_of_disk:

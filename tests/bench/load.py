@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import msgpack
+import msgspec
 import numpy as np
 import zmq
 
@@ -105,10 +105,10 @@ class Actors:
     def group(self, ticket_id: str, version: int) -> list:
         if version not in self.encoded:
             frames = encode(Group("", "load", (text_episode(version),), 0.1))
-            self.encoded = {version: (msgpack.unpackb(frames[0]), frames[1:-1])}
+            self.encoded = {version: (msgspec.msgpack.decode(frames[0]), frames[1:-1])}
         header, rest = self.encoded[version]
-        header["body"][0] = ticket_id
-        parts = [msgpack.packb(header), *rest]
+        header["message"]["ticket_id"] = ticket_id
+        parts = [msgspec.msgpack.encode(header), *rest]
         return [*parts, digest(parts)]
 
 

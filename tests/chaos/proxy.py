@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-import msgpack
+import msgspec
 import zmq
 
 from shared.codec import digest
@@ -164,7 +164,7 @@ def damaged(frames: list[bytes], rng: random.Random) -> list[bytes]:
 def corrupted(frames: list[bytes], rng: random.Random) -> list[bytes]:
     """A group as a broken actor would make it, with a correct digest: its arrays are in another order, or one of them
     is cut short, missing, repeated, or all ones."""
-    head, num_images = frames[0], len(msgpack.unpackb(frames[0])["pictures"])
+    head, num_images = frames[0], len(msgspec.msgpack.decode(frames[0])["images"])
     end = len(frames) - 1 - num_images
     parts, images = frames[1:end], frames[end:-1]
     if not parts:

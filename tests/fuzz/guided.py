@@ -1,6 +1,6 @@
 """The wire's decoder under mutations that coverage guides (atheris): what reaches new code is mutated further.
 
-    python -m tests.fuzz_guided --messages 200000 --seed 0
+    python -m tests.fuzz.guided --messages 200000 --seed 0
 
 Starts from a valid message of each kind and changes it as `tests.fuzz` does. Anything raised beside a `WireError` ends
 it with a traceback and a file that holds the message; the last line is one JSON object.
@@ -18,14 +18,13 @@ from collections import Counter
 from pathlib import Path
 
 import atheris
-import msgpack
+import msgspec
 
 with atheris.instrument_imports(include=["shared"]):
     import shared.codec
-    import shared.fields
     import shared.frames  # noqa: F401 - instrumented here, used by tests.fuzz
 
-from tests.fuzz.__main__ import mutate, reward_function, seeds
+from tests.fuzz.__main__ import mutate, seeds, verdict_of
 
 MAX_BYTES = 2**16
 LIMIT_S, LIMIT_MIB = 10, 2048  # of one message, of the process
@@ -35,8 +34,8 @@ verdicts: Counter[str] = Counter()
 
 def frames_of(data: bytes) -> list[bytes] | None:
     try:
-        frames = msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException):
+        frames = msgspec.msgpack.decode(data)
+    except (ValueError, RecursionError, msgspec.MsgspecError):
         return None
     return frames if isinstance(frames, list) and frames and all(isinstance(f, bytes) for f in frames) else None
 
@@ -44,15 +43,15 @@ def frames_of(data: bytes) -> list[bytes] | None:
 def one(data: bytes) -> None:
     frames = frames_of(data)
     if frames is not None:
-        verdicts[reward_function(frames)] += 1
+        verdicts[verdict_of(frames)] += 1
 
 
 def mutated(data: bytes, max_size: int, seed: int) -> bytes:
     rng = random.Random(seed)
     try:
-        packed = msgpack.packb(mutate(frames_of(data) or rng.choice(VALID), rng))
-    except (ValueError, TypeError, IndexError, KeyError, msgpack.UnpackException):  # too broken to be broken further
-        packed = msgpack.packb(mutate(rng.choice(VALID), rng))
+        packed = msgspec.msgpack.encode(mutate(frames_of(data) or rng.choice(VALID), rng))
+    except Exception:  # noqa: BLE001 - too broken to be broken further
+        packed = msgspec.msgpack.encode(mutate(rng.choice(VALID), rng))
     return packed if len(packed) <= max_size else data[:max_size]
 
 
@@ -61,13 +60,13 @@ def tell() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz_guided", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.guided", description=__doc__)
     parser.add_argument("--messages", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for number, frames in enumerate(VALID):
-            (Path(folder) / str(number)).write_bytes(msgpack.packb(frames))
+            (Path(folder) / str(number)).write_bytes(msgspec.msgpack.encode(frames))
         flags = [f"-atheris_runs={arguments.messages}", f"-seed={arguments.seed + 1}", f"-max_len={MAX_BYTES}"]
         flags += [f"-timeout={LIMIT_S}", f"-rss_limit_mb={LIMIT_MIB}", "-print_final_stats=0", "-verbosity=0"]
         atheris.Setup([sys.argv[0], *flags, folder], one, custom_mutator=mutated)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import msgpack
+import msgspec
+from msgspec.structs import replace
 
 from shared.codec import SCHEMA_VERSION, encode
 from shared.types import (
@@ -35,14 +34,14 @@ SAMPLE = Sample(
 )
 TICKET = Ticket("0-a", SAMPLE, 2, 3, Sampling(0.7, 0.9, 50, 12), 30.0, "eval", 5)
 GROUP = Group("0-a", "actor", (episode(image=b"one"), episode(2), failed_episode()), 1.5)
-STOP = {"v": SCHEMA_VERSION, "kind": "Stop", "body": ["x", True], "pictures": []}
+STOP = {"v": SCHEMA_VERSION, "message": {"kind": "Stop", "reason": "x"}, "images": []}
 EXAMPLES = [
     Hello("a", ("http://x:1", "http://y:2"), 100, ("0-a", "1-a"), 0.25),
     Request(3),
     Bye("done"),
     GROUP,
     Welcome("run", 4, "p"),
-    Tickets((TICKET, dataclasses.replace(TICKET, evaluation=""))),
+    Tickets((TICKET, replace(TICKET, evaluation=""))),
     Receipt(("0-a", "1-a")),
     Refusal("0-a", "stale"),
     Ack(("0-a", "1-a")),
@@ -56,10 +55,10 @@ def raw(frames: list) -> list[bytes]:
 
 
 def changed_header(message: object, path: list, value: object) -> list[bytes]:
-    """The frames of `message` with one place of the header's body replaced, and the digest of what is there now."""
+    """The frames of `message` with one place of its fields replaced, and the digest of what is there now."""
     frames = raw(encode(message))  # type: ignore[arg-type]
-    header = msgpack.unpackb(frames[0])
-    place = header["body"]
+    header = msgspec.msgpack.decode(frames[0])
+    place = header["message"]
     for step in path[:-1]:
         place = place[step]
     place[path[-1]] = value
@@ -67,4 +66,4 @@ def changed_header(message: object, path: list, value: object) -> list[bytes]:
 
 
 def with_header(header: dict, *frames: bytes) -> list[bytes]:
-    return sealed([msgpack.packb(header), *frames])
+    return sealed([msgspec.msgpack.encode(header), *frames])
