@@ -32,7 +32,7 @@ from learner.weights.calls import send_api_key
 from learner.weights.engine_watch import EngineWatch
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import VerifierSettings, WeightVerifier
-from shared.codec import TokenRules, decode, encode
+from shared.codec import TokenRules, decode, frames_of
 from shared.config import LearnerConfig, Recipe
 from shared.keys import read_api_key
 from shared.log import get_logger
@@ -241,7 +241,7 @@ def broadcast_groups(groups: Sequence[Group] | None, ranks: Ranks) -> Sequence[G
         return groups
     frames: list[bytes | memoryview] | None = None
     if groups is not None:
-        parts = [encode(group) for group in groups]
+        parts = [frames_of(group) for group in groups]
         counts = torch.tensor([len(part) for part in parts], dtype=torch.int64).numpy().tobytes()
         frames = [counts, *(frame for part in parts for frame in part)]
     received = distributed.broadcast_frames(frames, ranks)

@@ -68,9 +68,9 @@ class _Stub(msgspec.Struct, frozen=True):
 _HEADER = msgspec.msgpack.Decoder(_Header)
 _reading = threading.local()
 _MESSAGE: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    Message,
-    dec_hook=lambda hint, value: _reading.source.read(hint, value),
+    Message, dec_hook=lambda hint, value: _reading.source.read(hint, value)
 )
+_received: WeakKeyDictionary[Group, Sequence[Frame]] = WeakKeyDictionary()
 
 
 def encode(message: Message, limits: Limits = DEFAULT_LIMITS) -> list[Frame]:
@@ -80,10 +80,11 @@ def encode(message: Message, limits: Limits = DEFAULT_LIMITS) -> list[Frame]:
         raise WireError("unknown_kind", f"{kind} is no message")
     out = Outgoing()
     try:
+        _check_free_form(message, limits)
         body = msgspec.Raw(msgspec.msgpack.encode(message, enc_hook=out.write))
     except (UnicodeEncodeError, OverflowError) as error:
         raise WireError("out_of_range", f"{kind} holds text or a number that cannot be sent: {error}") from None
-    except (TypeError, RecursionError) as error:
+    except (TypeError, AttributeError, RecursionError) as error:
         raise WireError("wrong_type", f"{kind} holds what cannot be sent: {error}") from None
     _message_of(body, Incoming(out.arrays, list(out.images.values()), limits))
     arrays = [msgspec.msgpack.encode(_Header(SCHEMA_VERSION, body, list(out.images))), *out.arrays]
@@ -99,16 +100,11 @@ def decode(frames: Sequence[Frame], limits: Limits = DEFAULT_LIMITS) -> Message:
         message = _decode(frames, limits)
     except WireError:
         raise
-    except RecursionError:
-        raise WireError("too_deep", "nested too deeply") from None
-    except Exception as error:  # a message must not end its reader
+    except Exception as error:  # whatever a message does to its reader, it is refused
         raise WireError("unreadable", f"{type(error).__name__}: {_one_line(error)}") from error
     if isinstance(message, Group):
         _received[message] = frames
     return message
-
-
-_received: WeakKeyDictionary[Group, Sequence[Frame]] = WeakKeyDictionary()
 
 
 def frames_of(group: Group) -> Sequence[Frame]:
@@ -175,9 +171,7 @@ def _message_of(body: msgspec.Raw, source: Incoming) -> Message:
         if isinstance(message, Group):
             for trajectory in message.trajectories:
                 check_lengths(trajectory)
-        elif isinstance(message, Tickets):
-            for ticket in message.tickets:
-                _check_plain([*ticket.sample.prompt, ticket.sample.metadata], source.limits.depth + 1)
+        _check_free_form(message, source.limits)
         return message
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _refusal(error, _stub_of(body)) from None
@@ -209,23 +203,31 @@ def _refusal(error: Exception, stub: _Stub) -> WireError:
     return WireError(reason, text, stub.ticket_id if stub.kind == Group.__name__ else "")
 
 
-def _check_plain(value: Any, depth: int) -> None:
-    """Free-form fields hold None, bool, int, float, str, and lists and string-keyed dicts of them."""
+def _check_free_form(message: Message, limits: Limits) -> None:
+    """A sample's prompt and metadata hold None, bool, int, float, str, and lists and string-keyed dicts of them."""
+    if isinstance(message, Tickets):
+        for number, ticket in enumerate(message.tickets):
+            where = f"Tickets.tickets[{number}].sample"
+            _check_plain(ticket.sample.prompt, limits.depth + 1, f"{where}.prompt")
+            _check_plain(ticket.sample.metadata, limits.depth, f"{where}.metadata")
+
+
+def _check_plain(value: Any, depth: int, where: str) -> None:
     if depth == 0:
-        raise WireError("too_deep", "free-form field is nested too deeply")
-    if isinstance(value, list | dict):
+        raise WireError("too_deep", f"{where} is nested too deeply")
+    if isinstance(value, list | tuple | dict):
         if len(value) > ITEMS:
-            raise WireError("too_many", f"free-form field has {len(value)} items, limit {ITEMS}")
-        if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
-            raise WireError("wrong_type", "free-form field has a key that is no str")
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_plain(item, depth - 1)
+            raise WireError("too_many", f"{where} has {len(value)} items, limit {ITEMS}")
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
+                raise WireError("wrong_type", f"{where} has a key that is {type(key).__name__}, expected str")
+            _check_plain(item, depth - 1, f"{where}[{key!r:.40}]")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise WireError("out_of_range", "free-form field is an integer of more than 64 bits")
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise WireError("not_finite", f"free-form field is {value}")
-    elif not (value is None or isinstance(value, bool | int | float | str)):
-        raise WireError("wrong_type", f"free-form field is {type(value).__name__}")
+        raise WireError("out_of_range", f"{where} is an integer of more than 64 bits")
+    elif isinstance(value, float | np.floating) and not math.isfinite(value):
+        raise WireError("not_finite", f"{where} is {value}")
+    elif not (value is None or isinstance(value, bool | int | float | str | np.integer | np.floating)):
+        raise WireError("wrong_type", f"{where} is {type(value).__name__}, which cannot be sent")
 
 
 # ------------------------------------------------------------------ trajectories

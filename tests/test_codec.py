@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shared.codec import MESSAGES, SCHEMA_VERSION, Limits, WireError, decode, encode
+from shared.codec import MESSAGES, SCHEMA_VERSION, Limits, WireError, decode, encode, frames_of
 from shared.frames import digest
 from shared.types import Group, Hello, Image, Refusal, Request, Sample, Stop, Tickets
 from tests.support.codec_rig import EXAMPLES, GROUP, SAMPLE, STOP, TICKET, changed_header, raw, with_header
@@ -51,6 +51,13 @@ def test_arrays_are_copied_neither_on_the_way_out_nor_in() -> None:
     ids = group.trajectories[0].token_ids
     assert any(np.shares_memory(np.frombuffer(frame, np.uint8), ids) for frame in received[1:])
     assert not ids.flags.writeable
+
+
+def test_a_received_group_is_handed_on_in_the_frames_it_came_in() -> None:
+    received = raw(encode(GROUP))
+    group = decode(received)
+    assert isinstance(group, Group) and frames_of(group) is received
+    assert raw(list(frames_of(GROUP))) == received  # made here: encoded
 
 
 def test_an_image_that_episodes_share_travels_once() -> None:
