@@ -45,7 +45,6 @@ LIGHT = [
 ]
 KNOWN_CYCLES = {
     "envs.boards.generate": {"envs.boards.solver"},
-    "actor.custom_rollout": {"actor.rollout"},
     "actor.engine.app": {"actor.engine.server"},
     "kernels.rows_triton": {"kernels.rows"},
 }
