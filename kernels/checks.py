@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,14 +11,7 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_shapes(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    target_N: Tensor,
-    temperature: float | Tensor,
-    mask_N: Tensor | None,
-    needs_grad_N: Tensor | None,
-) -> None:
+def check_shapes(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> None:
     """ValueError where shapes, dtypes or devices do not fit each other."""
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
@@ -34,56 +27,30 @@ def check_shapes(
         raise ValueError(f"hidden is on {hidden_NH.device} and weight on {weight_VH.device}: put both on one device")
     if target_N.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"target is {target_N.dtype}: give int64 or int32 token ids")
-    named = {"target": target_N, "mask": mask_N, "needs_grad": needs_grad_N}
-    if isinstance(temperature, Tensor):
-        named["temperature"] = temperature
-    for name, tensor in named.items():
-        if tensor is None:
-            continue
-        if tensor.shape != hidden_NH.shape[:1] and not (name == "temperature" and tensor.ndim == 0):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}: give one per row of hidden, [{len(hidden_NH)}]")
-        if tensor.device not in (hidden_NH.device, torch.device("cpu")):
-            raise ValueError(f"{name} is on {tensor.device}: put it on {hidden_NH.device} or on the CPU")
-        if name in ("mask", "needs_grad") and tensor.dtype != torch.bool:
-            raise ValueError(f"{name} is {tensor.dtype}: give a bool tensor")
+    if target_N.shape != hidden_NH.shape[:1]:
+        raise ValueError(f"target has shape {list(target_N.shape)}: give one per row of hidden, [{len(hidden_NH)}]")
+    if target_N.device not in (hidden_NH.device, torch.device("cpu")):
+        raise ValueError(f"target is on {target_N.device}: put it on {hidden_NH.device} or on the CPU")
 
 
-def check_values(
-    vocab_size: int,
-    target_N: Tensor,
-    temperature: float | Tensor,
-    banned_ids: Sequence[int] | Tensor | None,
-    mask_N: Tensor | None,
-) -> frozenset[int]:
-    """The banned ids; ValueError for a target, temperature or ban that no policy can have sampled with."""
-    listed = banned_ids.tolist() if isinstance(banned_ids, Tensor) else banned_ids
-    banned = frozenset(int(i) for i in listed or ())
+def check_values(vocab_size: int, target_N: Tensor, temperature: float, banned_ids: Iterable[int]) -> tuple[int, ...]:
+    """The banned ids, sorted; ValueError for a target, temperature or ban that no policy can have sampled with."""
+    banned = sorted(set(banned_ids))
     for token in banned:
         if not 0 <= token < vocab_size:
             raise ValueError(f"banned id {token} is outside the vocabulary of {vocab_size}")
     if len(banned) == vocab_size:
         raise ValueError(f"all {vocab_size} tokens of the vocabulary are banned: leave at least one")
-    if not isinstance(temperature, Tensor) and not (math.isfinite(temperature) and temperature > 0):
+    if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature is {temperature}: give a finite number above 0")
-    used_N = torch.ones_like(target_N, dtype=torch.bool) if mask_N is None else mask_N.to(target_N.device)
-    outside_N = (target_N < 0) | (target_N >= vocab_size)
+    wrong_N = (target_N < 0) | (target_N >= vocab_size)
     for token in banned:
-        outside_N |= target_N == token
-    row = _first(outside_N & used_N)
-    if row is not None:
+        wrong_N |= target_N == token
+    wrong = wrong_N.nonzero()
+    if len(wrong):
+        row = int(wrong[0])
         token = int(target_N[row])
         if token in banned:
             raise ValueError(f"target {token} of row {row} is banned: a policy under this ban cannot have sampled it")
         raise ValueError(f"target {token} of row {row} is outside the vocabulary of {vocab_size}")
-    if isinstance(temperature, Tensor):
-        wrong = ~(torch.isfinite(temperature) & (temperature > 0)).expand(target_N.shape)
-        row = _first(wrong & used_N.to(wrong.device))
-        if row is not None:
-            value = float(temperature.expand(target_N.shape)[row])
-            raise ValueError(f"temperature of row {row} is {value}: give a finite number above 0")
-    return banned
-
-
-def _first(wrong_N: Tensor) -> int | None:
-    index = wrong_N.nonzero()
-    return int(index[0]) if len(index) else None
+    return tuple(banned)

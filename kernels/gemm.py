@@ -1,5 +1,6 @@
 """The three matrix products of the fused log-probability, each with fp32 accumulation, on CPU and GPU.
 
+On a CPU all operands are float32; on a GPU the operands may be narrower, results and sums are float32.
 Shape suffixes: R rows, C vocabulary columns, H hidden size.
 """
 
@@ -11,18 +12,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kernels.cpu_linear import fits_onednn, product
+
 PIECE = 128  # terms that the CPU's float32 product sums in one chain; more of them lose digits against other BLAS
-
-
-@functools.cache
-def _has_onednn() -> bool:
-    vectorised = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return bool(vectorised) and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _use_onednn(dtype: torch.dtype) -> bool:
-    """In float32 oneDNN is up to twice as fast as the BLAS behind torch.mm on some CPUs, and never much slower."""
-    return dtype == torch.float32 and bool(torch.backends.mkldnn.enabled) and _has_onednn()
 
 
 class Operand:
@@ -39,47 +31,40 @@ class Operand:
 def _sum_of_products(pairs: Iterable[tuple[Tensor, Tensor]], total: Tensor | None = None) -> Tensor:
     """`total + sum of a @ b.T`. Both are contiguous or transposes of such: oneDNN crawls on other strides."""
     for a, b in pairs:
-        product = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-        total = product if total is None else total.add_(product)
+        part = product(a, b)
+        total = part if total is None else total.add_(part)
     assert total is not None
     return total
 
 
-def logits_tile(x_RH: Operand, w_CH: Operand, dtype: torch.dtype) -> Tensor:
-    """`x @ w.T` in `dtype` (that of the operands, or float32); accumulated in float32 either way."""
-    if not x_RH.whole.is_cuda and _use_onednn(x_RH.whole.dtype):
+def logits_tile(x_RH: Operand, w_CH: Operand) -> Tensor:
+    """`x @ w.T` in float32. On some CPUs oneDNN is up to twice as fast as torch.mm, and never much slower."""
+    if fits_onednn(x_RH.whole):
         return _sum_of_products(zip(x_RH.pieces, w_CH.pieces, strict=True))
-    if dtype == x_RH.whole.dtype:
+    if x_RH.whole.dtype == torch.float32:
         return torch.mm(x_RH.whole, w_CH.whole.t())
-    return torch.mm(x_RH.whole, w_CH.whole.t(), out_dtype=dtype)
+    return torch.mm(x_RH.whole, w_CH.whole.t(), out_dtype=torch.float32)
 
 
 def add_hidden_grad(total_RH: Tensor, dlogits_RC: Tensor, w_CH: Operand) -> None:
     """`total += dlogits @ w`, total in float32."""
-    if not total_RH.is_cuda and _use_onednn(dlogits_RC.dtype):
+    if fits_onednn(dlogits_RC):
         columns = (piece.contiguous() for piece in dlogits_RC.split(PIECE, 1))
         _sum_of_products(((d, w.t()) for d, w in zip(columns, w_CH.whole.split(PIECE), strict=True)), total_RH)
-    elif dlogits_RC.dtype == total_RH.dtype:
+    elif dlogits_RC.dtype == torch.float32:
         total_RH.addmm_(dlogits_RC, w_CH.whole)
-    elif total_RH.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total_RH, dlogits_RC, w_CH.whole, total_RH.dtype, out=total_RH)
     else:
-        total_RH.add_(torch.mm(dlogits_RC, w_CH.whole))
+        torch.ops.aten.addmm.dtype_out(total_RH, dlogits_RC, w_CH.whole, torch.float32, out=total_RH)
 
 
-def weight_grad(dlogits_RC: Tensor, x_RH: Operand, total_CH: Tensor | None, last: bool) -> Tensor:
-    """`dlogits.T @ x + total`: in float32, or in the operands' dtype when one product is the whole sum."""
+def weight_grad(dlogits_RC: Tensor, x_RH: Operand, total_CH: Tensor | None, *, only: bool) -> Tensor:
+    """`dlogits.T @ x + total` in float32, or in the operands' dtype when this product is the `only` one of its sum."""
     d_CR, x = dlogits_RC.t(), x_RH.whole
-    if not x.is_cuda and _use_onednn(x.dtype):
+    if fits_onednn(x):
         pairs = zip(dlogits_RC.split(PIECE), x.split(PIECE), strict=True)
         return _sum_of_products(((d.t(), part.t()) for d, part in pairs), total_CH)
-    if total_CH is not None and x.dtype == torch.float32:
-        return total_CH.addmm_(d_CR, x)
-    if last or x.dtype == torch.float32:
-        return torch.mm(d_CR, x)
-    if not x.is_cuda:
-        part = torch.mm(d_CR, x).float()
-        return part if total_CH is None else total_CH.add_(part)
+    if x.dtype == torch.float32:
+        return torch.mm(d_CR, x) if total_CH is None else total_CH.addmm_(d_CR, x)
     if total_CH is None:
-        return torch.mm(d_CR, x, out_dtype=torch.float32)
+        return torch.mm(d_CR, x) if only else torch.mm(d_CR, x, out_dtype=torch.float32)
     return torch.ops.aten.addmm.dtype_out(total_CH, d_CR, x, torch.float32, out=total_CH)

@@ -6,15 +6,12 @@ Rows are addressed in 64 bits (a tile may pass 2^31 elements), columns are read 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kernels.rows import RowGrads, RowStats
+from kernels.row_records import RowGrads, RowStats
 
 PROGRAMS_PER_PROCESSOR = 4
 PROGRAMS_IN_INTERPRETER = 3  # fewer than rows, so that programs do stay for several
@@ -22,14 +19,11 @@ PROGRAMS_IN_INTERPRETER = 3  # fewer than rows, so that programs do stay for sev
 
 @triton.jit
 def _fold(
-    x_ptr, x_stride, target_ptr, temperature_ptr, largest_ptr, sum_exp_ptr, sum_exp_z_ptr, target_logit_ptr,
-    num_rows, num_columns, first_column, HAS_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, x_stride, target_ptr, inverse, largest_ptr, sum_exp_ptr, sum_exp_z_ptr, target_logit_ptr,
+    num_rows, num_columns, first_column, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     while row < num_rows:
-        inverse = 1.0
-        if HAS_TEMPERATURE:
-            inverse = 1.0 / tl.load(temperature_ptr + row)
         largest = tl.load(largest_ptr + row)
         sum_exp = tl.load(sum_exp_ptr + row)
         sum_exp_z = tl.load(sum_exp_z_ptr + row)
@@ -56,15 +50,12 @@ def _fold(
 
 @triton.jit
 def _grad(
-    x_ptr, x_stride, out_ptr, out_stride, target_ptr, temperature_ptr, largest_ptr, log_sum_ptr, entropy_ptr,
+    x_ptr, x_stride, out_ptr, out_stride, target_ptr, inverse, largest_ptr, log_sum_ptr, entropy_ptr,
     grad_logprob_ptr, grad_entropy_ptr, num_rows, num_columns, first_column,
-    HAS_TEMPERATURE: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     while row < num_rows:
-        inverse = 1.0
-        if HAS_TEMPERATURE:
-            inverse = 1.0 / tl.load(temperature_ptr + row)
         largest = tl.load(largest_ptr + row)
         log_sum = tl.load(log_sum_ptr + row)
         g = tl.load(grad_logprob_ptr + row) * inverse
@@ -98,13 +89,13 @@ def _block(num_columns: int) -> int:
     return min(4096, max(128, triton.next_power_of_2(num_columns)))
 
 
-def fold(tile_RC: Tensor, first_column: int, stats: RowStats, target_R: Tensor, temperature_R: Tensor | None) -> None:
+def fold(tile_RC: Tensor, first_column: int, stats: RowStats, target_R: Tensor, temperature: float) -> None:
     """Fold one tile into the running statistics, in one launch."""
     with torch.cuda.device_of(tile_RC):
         _fold[_grid(tile_RC)](
-            tile_RC, tile_RC.stride(0), target_R, temperature_R, stats.largest, stats.sum_exp, stats.sum_exp_z,
+            tile_RC, tile_RC.stride(0), target_R, 1.0 / temperature, stats.largest, stats.sum_exp, stats.sum_exp_z,
             stats.target_logit, tile_RC.shape[0], tile_RC.shape[1], first_column,
-            HAS_TEMPERATURE=temperature_R is not None, BLOCK=_block(tile_RC.shape[1]), num_warps=8,
+            BLOCK=_block(tile_RC.shape[1]), num_warps=8,
         )  # fmt: skip
 
 
@@ -113,7 +104,7 @@ def grad_in_place(
     first_column: int,
     grads: RowGrads,
     target_R: Tensor,
-    temperature_R: Tensor | None,
+    temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
     """Overwrite a tile of logits by its gradient as `dtype`, which is not wider, in one launch.
@@ -124,10 +115,10 @@ def grad_in_place(
     out_RC = tile_RC.view(dtype)[:, : tile_RC.shape[1]] if ratio > 1 else tile_RC
     with torch.cuda.device_of(tile_RC):
         _grad[_grid(tile_RC)](
-            tile_RC, tile_RC.stride(0), out_RC, out_RC.stride(0), target_R, temperature_R, grads.largest,
+            tile_RC, tile_RC.stride(0), out_RC, out_RC.stride(0), target_R, 1.0 / temperature, grads.largest,
             grads.log_sum.float(), grads.entropy, grads.grad_logprob, grads.grad_entropy, tile_RC.shape[0],
             tile_RC.shape[1],
-            first_column, HAS_TEMPERATURE=temperature_R is not None, HAS_ENTROPY=grads.grad_entropy is not None,
+            first_column, HAS_ENTROPY=grads.grad_entropy is not None,
             BLOCK=_block(tile_RC.shape[1]), num_warps=8,
         )  # fmt: skip
     return out_RC

@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from learner.segments import segment_mean
-from learner.vtrace import token_vtrace, turn_vtrace
+from learner.vtrace import segment_mean, token_vtrace, turn_vtrace
 from shared.config import LearnerConfig
 
 

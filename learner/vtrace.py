@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from kernels.scan import reverse_scan
-from learner.segments import segment_ids, segment_start, segment_sum
 
 
 class VTrace(NamedTuple):
@@ -169,3 +168,27 @@ def turn_vtrace(
     pg_advantages_N = _truncated(action_log_rhos_N.exp(), pg_rho_bar) * advantages_N
     value_weights_N = lengths_N * segment_start(turn_end_N)
     return TokenTargets(vs[:, 0][turn_N], pg_advantages_N, advantages_N, action_log_rhos_N, value_weights_N)
+
+
+# ---------------------------------------------------------------------- sums over turns and episodes
+
+
+def segment_ids(end_N: Tensor) -> Tensor:
+    """int64 [N]: which segment (turn or episode) a token is in; `end_N` is true at the last token of each."""
+    return end_N.long().cumsum(0) - end_N.long()
+
+
+def segment_sum(values_N: Tensor, end_N: Tensor) -> Tensor:
+    """[N]: for each token the sum over its segment."""
+    ids_N = segment_ids(end_N)
+    return torch.zeros_like(values_N).index_add(0, ids_N, values_N)[ids_N]
+
+
+def segment_mean(values_N: Tensor, end_N: Tensor) -> Tensor:
+    """[N]: for each token the mean over its segment."""
+    return segment_sum(values_N, end_N) / segment_sum(torch.ones_like(values_N), end_N)
+
+
+def segment_start(end_N: Tensor) -> Tensor:
+    """bool [N]: true at the first token of each segment."""
+    return torch.cat([torch.ones_like(end_N[:1]), end_N[:-1]])

@@ -46,7 +46,6 @@ LIGHT = [
 KNOWN_CYCLES = {
     "envs.boards.generate": {"envs.boards.solver"},
     "actor.engine.app": {"actor.engine.server"},
-    "kernels.rows_triton": {"kernels.rows"},
 }
 KNOWN_LONG = {"launch/tiny_models/build.py: build_config", "learner/loop.py: loop", "learner/tickets/book.py"}
 KNOWN_TESTS = {"test_proof", "test_publisher_faults", "test_fuzz", "test_staged_weights"}

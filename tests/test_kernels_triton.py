@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from kernels import linear_logprob, reference, reverse_scan
-from kernels.rows import RowGrads, RowStats
+from kernels import linear_logprob, reference
+from kernels.row_records import RowGrads, RowStats
 
 triton = pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -40,9 +40,9 @@ def test_interpreted_rows_fold_and_write_their_gradient_in_place(num_columns, dt
     tile = buffer[:, :num_columns].copy_(torch.randn(7, num_columns) * 4)
     tile[:, num_columns // 3] = float("-inf")
     tile[:, 0] = 1.0
-    target, temperature = torch.zeros(7, dtype=torch.int64), torch.linspace(0.5, 2, 7)
+    target, temperature = torch.zeros(7, dtype=torch.int64), 0.7
     logits = tile.double().requires_grad_()
-    logprobs = (logits / temperature[:, None]).log_softmax(-1)
+    logprobs = (logits / temperature).log_softmax(-1)
     finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
     entropy, g, h = -(logprobs.exp() * finite).sum(-1), torch.randn(7), torch.randn(7)
     (logprobs[:, 0] * g + entropy * h).sum().backward()
@@ -68,32 +68,16 @@ def test_interpreted_scan_agrees_with_the_loop(block):
     from kernels import scan_triton
 
     torch.manual_seed(0)
-    decay, delta, initial = torch.rand(50, 3).round(decimals=1), torch.randn(50, 3), torch.randn(3)
-    got = scan_triton.reverse_scan(decay, delta, None, initial, block)
-    torch.testing.assert_close(got.double(), reference.reverse_scan(decay, delta, initial=initial))
-    lengths = [1, 0, 49]
-    got = reverse_scan(decay[:, 0], delta[:, 0], lengths=lengths, initial=initial)
-    torch.testing.assert_close(
-        got.double(), reference.reverse_scan(decay[:, 0], delta[:, 0], lengths=lengths, initial=initial)
-    )
-
-
-@interpreted
-def test_interpreted_mask_and_rows_without_gradient_are_left_out():
-    hidden, weight = torch.randn(6, 8), torch.randn(300, 8, requires_grad=True)
-    target, mask = torch.arange(6), torch.tensor([1, 0, 1, 1, 0, 1]).bool()
-    logprob, _ = linear_logprob(hidden, weight, target, mask_N=mask, needs_grad_N=torch.arange(6) < 3)
-    logprob.sum().backward()
-    exact = weight.detach().double().requires_grad_()
-    reference.linear_logprob(hidden, exact, target)[0][[0, 2]].sum().backward()
-    torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+    decay, delta = torch.rand(50, 3).round(decimals=1), torch.randn(50, 3)
+    got = scan_triton.reverse_scan(decay, delta, block)
+    torch.testing.assert_close(got.double(), reference.reverse_scan(decay, delta))
 
 
 @interpreted
 def test_interpreted_rows_read_expanded_and_strided_vectors():
     hidden, weight = torch.randn(6, 8), torch.randn(300, 8, requires_grad=True)
-    target, temperature = torch.arange(12)[::2], torch.tensor(0.5)
-    logprob, entropy = linear_logprob(hidden, weight, target, temperature=temperature)
+    target = torch.arange(12)[::2]
+    logprob, entropy = linear_logprob(hidden, weight, target, temperature=0.5)
     (logprob.sum() + entropy.sum()).backward()  # their gradients are one number, expanded
     exact = weight.detach().double().requires_grad_()
     sum(reference.linear_logprob(hidden, exact, target, temperature=0.5)).sum().backward()
@@ -101,32 +85,27 @@ def test_interpreted_rows_read_expanded_and_strided_vectors():
 
 
 ROWS = {
-    "x_stride": "i32", "num_rows": "i32", "num_columns": "i32", "first_column": "i32", "target_ptr": "*i64",
-    "temperature_ptr": "*fp32",
+    "x_ptr": "*fp32", "x_stride": "i32", "num_rows": "i32", "num_columns": "i32", "first_column": "i32",
+    "target_ptr": "*i64", "inverse": "fp32",
 }  # fmt: skip
 FOLD = ROWS | {"largest_ptr": "*fp32", "sum_exp_ptr": "*fp32", "sum_exp_z_ptr": "*fp32", "target_logit_ptr": "*fp32"}
 GRAD = ROWS | {
     "largest_ptr": "*fp32", "log_sum_ptr": "*fp32", "entropy_ptr": "*fp32", "grad_logprob_ptr": "*fp32",
     "grad_entropy_ptr": "*fp32", "out_ptr": "*bf16", "out_stride": "i32",
 }  # fmt: skip
-SCAN = {
-    "decay_ptr": "*fp32", "delta_ptr": "*fp32", "out_ptr": "*fp32", "initial_ptr": "*fp32", "bounds_ptr": "*i64",
-    "num_steps": "i32", "stride": "i32",
-}  # fmt: skip
+SCAN = {"decay_ptr": "*fp32", "delta_ptr": "*fp32", "out_ptr": "*fp32", "num_steps": "i32", "stride": "i32"}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 @pytest.mark.parametrize(
     ("module", "name", "types", "constants"),
     [
-        ("rows_triton", "_fold", FOLD | {"x_ptr": "*fp32"}, {"HAS_TEMPERATURE": True}),
-        ("rows_triton", "_fold", FOLD | {"x_ptr": "*bf16"}, {"HAS_TEMPERATURE": False}),
-        ("rows_triton", "_grad", GRAD | {"x_ptr": "*fp32"}, {"HAS_TEMPERATURE": True, "HAS_ENTROPY": True}),
-        ("rows_triton", "_grad", GRAD | {"x_ptr": "*bf16"}, {"HAS_TEMPERATURE": False, "HAS_ENTROPY": False}),
-        ("scan_triton", "_reverse_scan", SCAN, {"HAS_INITIAL": True, "PACKED": True}),
-        ("scan_triton", "_reverse_scan", SCAN, {"HAS_INITIAL": False, "PACKED": False}),
+        ("rows_triton", "_fold", FOLD, {}),
+        ("rows_triton", "_grad", GRAD, {"HAS_ENTROPY": True}),
+        ("rows_triton", "_grad", GRAD | {"out_ptr": "*fp32"}, {"HAS_ENTROPY": False}),
+        ("scan_triton", "_reverse_scan", SCAN, {}),
     ],
-)  # fmt: skip
+)
 def test_the_kernels_compile_for_a_hopper_gpu(module, name, types, constants):
     import importlib
 

@@ -1,13 +1,15 @@
-"""The learner's fast matrix product is F.linear."""
+"""The fast matrix product is F.linear, in the learner and in the engine."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import cpu_linear as module
-from kernels.cpu_linear import FastLinear, linear, use_fast_linear
+from kernels import cpu_linear
+from kernels.cpu_linear import linear, use_fast_linear, use_plain_linear
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 5), (3, 33, 64), (257, 128)])
@@ -16,7 +18,7 @@ from kernels.cpu_linear import FastLinear, linear, use_fast_linear
 def test_values_and_gradients_are_those_of_torch_linear(
     shape: tuple[int, ...], with_bias: bool, on_amd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ON_AMD", on_amd)
+    monkeypatch.setattr(cpu_linear, "_ON_AMD", on_amd)
     torch.manual_seed(0)
     x, weight = torch.randn(shape), torch.randn(19, shape[-1])
     bias = torch.randn(19) if with_bias else None
@@ -31,9 +33,23 @@ def test_values_and_gradients_are_those_of_torch_linear(
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_every_plain_linear_of_a_model_is_replaced_and_keeps_its_parameters() -> None:
+def test_in_inference_mode_values_are_those_of_torch_linear_for_any_strides() -> None:
+    x, weight, bias = torch.randn(5, 3, 33).transpose(0, 1), torch.randn(33, 19).t(), torch.randn(19)
+    with torch.inference_mode():
+        torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+
+
+def test_every_plain_linear_of_a_model_computes_so_until_it_is_undone_and_a_copy_has_its_own_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    before = [p.data_ptr() for p in model.parameters()]
     use_fast_linear(model)
-    assert sum(isinstance(m, FastLinear) for m in model) == 2
-    assert [p.data_ptr() for p in model.parameters()] == before
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other[0].weight)
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(cpu_linear, "linear", lambda x, w, b: asked.append(w) or F.linear(x, w, b))
+    model(torch.ones(1, 3)), other(torch.ones(1, 3))
+    assert [id(w) for w in asked] == [id(m.weight) for m in (model[0], model[2], other[0], other[2])]
+    use_plain_linear(model)
+    model(torch.ones(1, 3))
+    assert len(asked) == 4

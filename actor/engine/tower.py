@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actor.engine.linear import linear
+from kernels.cpu_linear import linear
 from shared.vision import Grid, VisionSpec
 
 MAX_BATCH_PATCHES = 16384

@@ -58,7 +58,7 @@ class Policy(nn.Module):
             hidden_NH, self.vlm.lm_head.weight, batch.target_ids, temperature=temperature, banned_ids=self.banned_ids
         )
         values = self.value_head(hidden_NH.float())
-        return PolicyOutput(logprobs.clone(), entropies.clone(), values.sum(-1))  # FSDP warns of views
+        return PolicyOutput(logprobs, entropies, values.sum(-1))
 
     def _hidden(self, batch: Microbatch) -> Tensor:
         """Final hidden states [N,H] that predict the sampled tokens."""

@@ -17,7 +17,7 @@ from learner.checkpoints import saver as checkpoint  # noqa: E402
 from learner.distributed import Ranks  # noqa: E402
 from learner.model.policy import Policy, load_policy  # noqa: E402
 from learner.model.sharding import parallelize  # noqa: E402
-from learner.muon import MuonAdamW  # noqa: E402
+from learner.optim import MuonAdamW  # noqa: E402
 from learner.trainer import Trainer  # noqa: E402
 from learner.weights.buckets import gathered  # noqa: E402
 from learner.weights.publisher import Publisher, PublishSettings  # noqa: E402
