@@ -17,6 +17,7 @@ from typing import Any
 
 from learner.batch import EpisodeSettings, is_uninformative
 from learner.metrics.episodes import RunResult, evaluation_metrics, rollout_metrics
+from learner.metrics.writer import MetricLogger
 from learner.tickets.book import BookSettings
 from learner.tickets.ledger import Ledger
 from learner.tickets.records import number_of
@@ -27,7 +28,6 @@ from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.keys import learner_security
 from shared.log import get_logger
-from shared.metrics import MetricLogger
 from shared.recording import record
 from shared.transport import SocketSettings
 from shared.types import Group, PolicyVersion, Sample, Sampling, Stop

@@ -14,9 +14,9 @@ from learner.checkpoints import saver as checkpoint
 from learner.checkpoints.saver import Saver
 from learner.loop import build_trainer, check_step
 from learner.metrics.episodes import rollout_metrics
+from learner.metrics.writer import MetricLogger
 from learner.plan import check_recipe
 from shared.config import Recipe
-from shared.metrics import MetricLogger
 from shared.recording import files, read
 from shared.types import Group
 

@@ -24,9 +24,8 @@ ALLOWED = {  # of a package and its sub-packages, but for a sub-package that has
     "kernels": {"kernels"},
     "launch": set(OURS),
 }
-KNOWN_LIBRARIES = {"tensorboard"}
 LIBRARIES = {  # all that these may import beside Python's own and ours
-    "shared": {"aiohttp", "msgspec", "numpy", "pydantic", "pydantic_settings", "xxhash", "zmq"} | KNOWN_LIBRARIES,
+    "shared": {"aiohttp", "msgspec", "numpy", "pydantic", "pydantic_settings", "xxhash", "zmq"},
     "learner.tickets": {"msgspec", "numpy", "xxhash", "zmq"},
 }
 LIGHT = [

@@ -1,0 +1,88 @@
+"""The writer of a run's metrics: `metrics.jsonl` and TensorBoard events. A full disk delays them and stops nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from torch.utils.tensorboard import SummaryWriter
+
+from shared.log import get_logger
+
+RETRY_S = 10.0
+MAX_UNWRITTEN_BYTES = 16 * 2**20
+
+
+class MetricLogger:
+    """Writes to `RUN_DIR/metrics.jsonl` (one object a call: step, time, values) and `RUN_DIR/tensorboard/`."""
+
+    def __init__(self, run_dir: Path | str) -> None:
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        self._log = get_logger("metrics")
+        self._lines = path.open("ab", buffering=0)
+        self._unwritten = b"" if path.read_bytes()[-1:] in (b"", b"\n") else b"\n"  # a kill has cut off its last line
+        self._folder = folder / "tensorboard"
+        self._events: SummaryWriter | None = None
+        self._retry_at = 0.0
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Values that are not finite are `null` in the file."""
+        numbers = {name: float(value) for name, value in values.items()}
+        row = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self._append(step, json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n")
+
+        def write(events: SummaryWriter) -> None:
+            for name, value in numbers.items():
+                events.add_scalar(name, value, step)
+
+        self._write(step, write)
+
+    def image(self, step: int, name: str, encoded: bytes) -> None:
+        """`encoded`: the bytes of an image file, such as PNG."""
+        pixels = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+        self._write(step, lambda events: events.add_image(name, pixels, step, dataformats="HWC"))
+
+    def text(self, step: int, name: str, markdown: str) -> None:
+        self._write(step, lambda events: events.add_text(name, markdown, step))
+
+    def _append(self, step: int, line: str) -> None:
+        """Lines that the disk refuses are written with a later one."""
+        if len(self._unwritten) < MAX_UNWRITTEN_BYTES:
+            self._unwritten += line.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._lines.write(self._unwritten) :]
+        except OSError as error:
+            self._log.error("metrics.jsonl lacks step %d until the disk accepts it: %s", step, error)
+
+    def _write(self, step: int, write: Callable[[SummaryWriter], None]) -> None:
+        """TensorBoard reports a failed write at the next one; a new file of events is begun after `RETRY_S`."""
+        if self._events is None and time.monotonic() < self._retry_at:
+            return
+        try:
+            if self._events is None:
+                self._events = SummaryWriter(str(self._folder), flush_secs=5)
+            write(self._events)
+        except OSError as error:
+            self._log.error("TensorBoard lacks the values around step %d: %s", step, error)
+            self._events, self._retry_at = None, time.monotonic() + RETRY_S
+
+    def flush(self) -> None:
+        if self._events is not None:
+            with contextlib.suppress(OSError):
+                self._events.flush()
+
+    def close(self) -> None:
+        if self._events is not None:
+            with contextlib.suppress(OSError):
+                self._events.close()
+        self._lines.close()
