@@ -1,9 +1,9 @@
-"""Who may come in: CURVE keys of a socket, and the learner's door, which answers libzmq's questions (ZAP, RFC 27).
+"""Authentication of actors: CURVE keys of a socket, and the learner's ZAP handler, which libzmq asks (RFC 27).
 
-An actor is served only if it knows the learner's public key and its own public key is on the allow-list. Everybody else
-is refused by libzmq before a message of theirs is read. The door is asked and polled by the socket's own thread. Who is
-taken off the list while connected stays connected, since libzmq closes no single connection; the door then disowns each
-of their messages.
+An actor is served only if it knows the learner's public key and its own public key is on the allow-list. libzmq refuses
+everybody else before it reads a message of theirs. The thread that owns the socket also serves its ZAP handler. A
+connected actor whose key is revoked stays connected, since libzmq closes no single connection; the handler then refuses
+each of its messages.
 """
 
 from __future__ import annotations
@@ -42,21 +42,20 @@ _WORDS: dict[int, str] = {
 
 
 class AllowList:
-    """The actors' public keys, Z85, with their names, as a file has them; read again soon after the file has changed.
+    """The actors' public keys (Z85) and names in a file, which is read again soon after it has changed.
 
-    A change that cannot be read is reported once, and what was read before it stays. Raises what `read` raises, at
-    first.
+    A change that cannot be read is reported once, and the former list stays. The constructor raises what `read` raises.
     """
 
     def __init__(self, path: Path, read: Callable[[Path], dict[bytes, str]]) -> None:
         self._path, self._read = path, read
-        self._log = get_logger("door")
+        self._log = get_logger("auth")
         self._stamp = self._stat()
         self._next_look = 0.0
         self.keys = read(path)
 
-    def look(self) -> None:
-        """Costs a clock's reading; once in `LOOK_EVERY_S` a look at the file."""
+    def refresh(self) -> None:
+        """Reads the file again if it has changed; looks at it once in `LOOK_EVERY_S`."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -76,11 +75,10 @@ class AllowList:
         self.keys = keys
 
     def _stat(self) -> tuple[int, int, int]:
-        try:
+        with suppress(OSError):
             found = self._path.stat()
-        except OSError:
-            return 0, 0, 0
-        return found.st_mtime_ns, found.st_size, found.st_ino
+            return found.st_mtime_ns, found.st_size, found.st_ino
+        return 0, 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +104,17 @@ class ServerKeys:
     def __call__(self, socket: zmq.Socket) -> ZapHandler:
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
         socket.zap_domain = ZAP_DOMAIN
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no door, no entry
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler every handshake fails
         return ZapHandler(socket, self.allowed)
 
 
 class ZapHandler:
-    """Answers for each client whether its key is on the list; logs each that is refused once, and counts them."""
+    """Tells libzmq for each client whether its key is on the list; counts refused clients and logs each once."""
 
     def __init__(self, guarded: zmq.Socket, allowed: AllowList) -> None:
         self.refused: Counter[str] = Counter()
         self._allowed = allowed
-        self._log = get_logger("door")
+        self._log = get_logger("auth")
         self._logged: set[tuple[str, str]] = set()  # address, mistake
         self._hosts: dict[int, str] = {}  # of connections by file descriptor
         self._failed: int | None = None  # the code of a handshake whose connection closes next
@@ -129,17 +127,17 @@ class ZapHandler:
         self.sockets = (self._zap, self._events)
 
     def answer(self) -> None:
-        """What is waiting at the door. Never waits."""
-        self._allowed.look()
+        """Answers the handshakes that are waiting. Never waits."""
+        self._allowed.refresh()
         with suppress(zmq.Again):
             for _ in range(PER_ANSWER):
-                self._zap.send_multipart(self._judge(self._zap.recv_multipart(zmq.NOBLOCK)))
+                self._zap.send_multipart(self._verdict(self._zap.recv_multipart(zmq.NOBLOCK)))
         with suppress(zmq.Again):
             for _ in range(PER_ANSWER):
                 self._note(parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK)))
 
     def owns(self, message: zmq.Frame) -> bool:
-        """Whether its sender is still on the list; libzmq says who that is."""
+        """Whether the key of its sender, as libzmq knows it, is still on the list."""
         key = message.get("User-Id")
         if str(key).encode() in self._allowed.keys:
             return True
@@ -151,16 +149,14 @@ class ZapHandler:
         self._events.close(0)
         self._zap.close(0)
 
-    def _judge(self, request: list[bytes]) -> list[bytes]:
+    def _verdict(self, request: list[bytes]) -> list[bytes]:
         version, number, domain, address, _, mechanism, *credentials = request
-        key = b""
         if domain == ZAP_DOMAIN and mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
             key = z85.encode(credentials[0])
-            if key not in self._allowed.keys:
-                self._refuse("key", address.decode("ascii", "replace"), f"its key {key.decode()} is not allowed")
-        if key not in self._allowed.keys:
-            return [version, number, b"400", b"not allowed", b"", b""]
-        return [version, number, b"200", b"OK", key, b""]
+            if key in self._allowed.keys:
+                return [version, number, b"200", b"OK", key, b""]
+            self._refuse("key", address.decode("ascii", "replace"), f"its key {key.decode()} is not allowed")
+        return [version, number, b"400", b"not allowed", b"", b""]
 
     def _note(self, event: Mapping[str, Any]) -> None:
         kind, value = event["event"], event["value"]
@@ -172,11 +168,12 @@ class ZapHandler:
                 words = _WORDS.get(self._failed, "its handshake broke off: it has no keys, or repeats an old one")
                 self._refuse("handshake", host, words)
                 self._failed = None
-        elif kind != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # that one has been judged by its key
+        elif kind != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # `_verdict` has counted it
             self._failed = value
 
     def _refuse(self, reason: str, host: str, words: str) -> None:
-        """An address that was not known in time counts as that of the next client with the same mistake."""
+        """Counts a refused client, and logs it once for each address and mistake. A client whose address was not known
+        in time counts as the next one with the same mistake."""
         self.refused[reason] += 1
         known = (host, words) in self._logged or (host == UNKNOWN and any(w == words for _, w in self._logged))
         if not known and (UNKNOWN, words) in self._logged:
@@ -189,7 +186,7 @@ class ZapHandler:
 
 
 def _host_of(file_descriptor: int) -> str:
-    """The other end's address. The connection may be gone by now, and its descriptor another file's."""
+    """The other end's address. The connection may be gone by now, and its descriptor be that of another file."""
     try:
         with socket.socket(fileno=os.dup(file_descriptor)) as connection:
             peer = connection.getpeername()
@@ -199,15 +196,11 @@ def _host_of(file_descriptor: int) -> str:
 
 
 class HandshakeMonitor:
-    """An actor's view of its own handshakes: `trouble` says why none succeeds, "" as long as none has failed."""
+    """Watches an actor's own handshakes: `trouble` says why none succeeds, "" as long as none has failed."""
 
-    def __init__(self, context: zmq.Context, knocking: zmq.Socket) -> None:
-        address = f"inproc://knock-{os.urandom(8).hex()}"
-        self._knocking, self._trouble = knocking, ""
-        knocking.monitor(address, _FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._events = zmq.Socket(zmq.Context.shadow(context.underlying), zmq.PAIR)
-        self._events.linger = 0
-        self._events.connect(address)
+    def __init__(self, dealer: zmq.Socket) -> None:
+        self._dealer, self._trouble = dealer, ""
+        self._events = dealer.get_monitor_socket(_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def trouble(self) -> str:
         with suppress(zmq.Again):
@@ -224,5 +217,5 @@ class HandshakeMonitor:
         return self._trouble
 
     def close(self) -> None:
-        self._knocking.monitor(None, 0)
+        self._dealer.disable_monitor()
         self._events.close(0)

@@ -1,8 +1,8 @@
-"""The sockets: one ROUTER on the learner's rank 0, one DEALER in each actor. Bounded queues; nothing waits for ever.
+"""The sockets: one ROUTER on the learner's rank 0, one DEALER in each actor. Queues and waits are bounded.
 
 A DEALER's routing id is `NAME#RANDOM`: the name is for people, the random part tells two processes of one name apart.
-`secure` is called with each socket before it binds or connects; encryption and authentication are set there (see
-`shared.auth`), and the door that it may return is attended whenever the socket waits.
+`secure` is called with each socket before it binds or connects and sets encryption and authentication (see
+`shared.auth`); the ZAP handler that it may return is served whenever the socket waits.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Sent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SocketSettings:
-    """Bounds of one socket. A message is refused above `max_message_bytes`; a full queue refuses the next message."""
+    """Bounds of one socket: a message above `max_message_bytes` is refused, and so is one for a full queue."""
 
     max_message_bytes: int = 256 * 2**20
     queue_messages: int = 64
-    keepalive_s: float = 10.0  # a connection silent for thrice this long is closed and made anew
+    keepalive_s: float = 10.0  # a connection silent for three times as long is closed and made again
 
     def limits(self) -> Limits:
         return Limits(message_bytes=self.max_message_bytes)
@@ -57,8 +57,8 @@ def _prepare(socket: zmq.Socket, settings: SocketSettings, secure: Secure | None
 
 
 def _send(socket: zmq.Socket, frames: Sequence[Frame]) -> None:
-    """At once or not at all: zmq.Again if the queue is full. Plain integers as flags, since pyzmq's enumerations cost
-    more than the sending of a small frame."""
+    """Sends all frames at once; zmq.Again if the queue is full. The flags are plain integers, since pyzmq's
+    enumerations cost more than sending a small frame."""
     for frame in frames[:-1]:
         socket.send(frame, _MORE, copy=len(frame) < SENT_COPY_BYTES)
     socket.send(frames[-1], _AT_ONCE, copy=len(frames[-1]) < SENT_COPY_BYTES)
@@ -66,7 +66,7 @@ def _send(socket: zmq.Socket, frames: Sequence[Frame]) -> None:
 
 def _receive(socket: zmq.Socket) -> tuple[zmq.Frame, list[Frame]] | None:
     """ZeroMQ's first frame of one waiting message, and all frames, large ones as read-only views of ZeroMQ's memory;
-    None = none is waiting."""
+    None if no message is waiting."""
     frames: list[Frame] = []
     try:
         first = frame = socket.recv(_AT_ONCE, copy=False)
@@ -98,9 +98,9 @@ class Router:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
-        self._door: ZapHandler | None = None
+        self._zap: ZapHandler | None = None
         try:
-            self._door = _prepare(self._socket, settings, secure)
+            self._zap = _prepare(self._socket, settings, secure)
             self._socket.router_mandatory = True  # an unreachable peer is an error, not silence
             self._socket.router_handover = True  # a peer that reconnects replaces its old connection
             cure = "free the port or choose another one (--learner.bind tcp://HOST:PORT)"
@@ -109,7 +109,7 @@ class Router:
             self.close()
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        for source in (self._socket, *(self._door.sockets if self._door else ())):
+        for source in (self._socket, *(self._zap.sockets if self._zap else ())):
             self._poller.register(source, zmq.POLLIN)
 
     def watch(self, file_descriptor: int) -> None:
@@ -119,21 +119,21 @@ class Router:
     def wait(self, timeout_s: float) -> bool:
         """Whether a message is there, after at most `timeout_s`."""
         ready = self._poller.poll(max(0, int(timeout_s * 1000)))
-        if self._door is not None:
-            self._door.answer()
+        if self._zap is not None:
+            self._zap.answer()
         return any(source is self._socket for source, _ in ready)
 
     @property
     def refused(self) -> int:
-        """Handshakes that the door has turned away, and messages of those whose keys have been revoked."""
-        return self._door.refused.total() if self._door else 0
+        """How many handshakes were refused, and messages of actors whose keys have been revoked."""
+        return self._zap.refused.total() if self._zap else 0
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
-        """Peer id and frames of one waiting message, undecoded; None = none is waiting. What comes from keys that are
-        no longer allowed is passed over."""
+        """Peer id and frames of one waiting message, undecoded; None if none is waiting. Messages of keys that are no
+        longer allowed are skipped."""
         while (received := _receive(self._socket)) is not None:
             first, (peer, *frames) = received
-            if self._door is None or self._door.owns(first):
+            if self._zap is None or self._zap.owns(first):
                 return bytes(peer), frames
         return None
 
@@ -153,18 +153,18 @@ class Router:
         return Sent.YES
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Gives messages on their way `linger_s` to leave."""
-        if self._door is not None:
-            self._door.close()
+        """Gives outgoing messages `linger_s` to leave."""
+        if self._zap is not None:
+            self._zap.close()
         self._socket.close(int(linger_s * 1000))
         self._context.term()
 
 
 class Dealer:
-    """An actor's end, for asyncio: used by one running loop, and sending never waits.
+    """An actor's end, for one asyncio loop. Sending never waits.
 
-    ZeroMQ's file descriptor tells only that something has changed; what it is must be asked for after each use of the
-    socket, else the loop sleeps over a message.
+    ZeroMQ's file descriptor only tells that something has changed; the socket's events must be read after each use of
+    the socket, else the loop misses a message.
     """
 
     def __init__(
@@ -174,14 +174,14 @@ class Dealer:
         self._limits = settings.limits()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._knock = HandshakeMonitor(self._context, self._socket)
+        self._handshakes = HandshakeMonitor(self._socket)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrival: asyncio.Future[None] | None = None
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         try:
             _prepare(self._socket, settings, secure)
             self._socket.setsockopt(zmq.ROUTING_ID, f"{name[:64]}#{os.urandom(4).hex()}".encode())
-            self._socket.immediate = True  # nothing is queued for a learner that is not there
+            self._socket.immediate = True  # nothing is queued for a learner that is not connected
             self._socket.reconnect_ivl, self._socket.reconnect_ivl_max = 100, 2000
             _opened(self._socket.connect, address, "actor.learner", "give the learner's address as tcp://HOST:PORT")
         except ValueError:
@@ -198,7 +198,7 @@ class Dealer:
             await self._change(timeout_s)
             frames = self._waiting()
         if frames is None:
-            self._knock.trouble()  # events that nobody reads would pile up
+            self._handshakes.trouble()  # unread events would pile up
             return None
         return decode(frames, self._limits)
 
@@ -210,7 +210,7 @@ class Dealer:
         except zmq.Again:
             return False
         finally:
-            self._look()  # for who waits meanwhile
+            self._notify()  # a task may wait in `receive`
         return True
 
     def _waiting(self) -> list[Frame] | None:
@@ -218,20 +218,20 @@ class Dealer:
         return received and received[1]
 
     async def _change(self, timeout_s: float) -> None:
-        """Waits until a message is there, or time is over."""
+        """Waits until a message is there, for `timeout_s` at most."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._descriptor, self._look)
+            self._loop.add_reader(self._descriptor, self._notify)
         arrival = self._arrival = self._loop.create_future()
         limit = self._loop.call_later(timeout_s, self._wake)
         try:
-            self._look()
+            self._notify()
             await arrival
         finally:
             limit.cancel()
             self._arrival = None
 
-    def _look(self) -> None:
+    def _notify(self) -> None:
         if self._arrival is not None and int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
             self._wake()
 
@@ -240,14 +240,14 @@ class Dealer:
             self._arrival.set_result(None)
 
     def trouble(self) -> str:
-        """Why the learner does not let this actor in, as far as the handshakes tell; "" = no handshake has failed."""
-        return self._knock.trouble()
+        """Why the learner refuses this actor, as far as its handshakes tell; "" if none has failed."""
+        return self._handshakes.trouble()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Gives messages on their way `linger_s` to leave."""
+        """Gives outgoing messages `linger_s` to leave."""
         if self._loop is not None:
             self._loop.remove_reader(self._descriptor)
-        self._knock.close()
+        self._handshakes.close()
         self._socket.close(int(linger_s * 1000))
         self._context.term()
 

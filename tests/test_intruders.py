@@ -67,7 +67,7 @@ def house(tmp_path: Path) -> Iterator[House]:
         def emit(self, record: logging.LogRecord) -> None:
             house.lines.append(record.getMessage())
 
-    keep, loggers = Keep(), [logging.getLogger(f"pronk.{name}") for name in ("door", "tickets")]
+    keep, loggers = Keep(), [logging.getLogger(f"pronk.{name}") for name in ("auth", "tickets")]
     for logger in loggers:
         logger.addHandler(keep)
     yield house

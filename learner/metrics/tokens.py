@@ -10,25 +10,13 @@ from learner.objectives import Loss, Tokens
 LAGS = ("0", "1", "2", "3-4", "5-8", "9+")
 _EDGES = (1, 2, 3, 5, 9)
 COLUMNS = (
-    "tokens",
-    "abs_gap",
-    "ratio",
-    "ratio_sq",
-    "kl",
-    "clipped",
-    "entropy",
-    "policy_loss",
-    "reference_kl",
-    "error",
-    "error_sq",
-    "vs",
-    "vs_sq",
-    "advantage_sq",
-)
+    "tokens", "abs_gap", "ratio", "ratio_sq", "kl", "clipped", "entropy", "policy_loss", "reference_kl", "error",
+    "error_sq", "vs", "vs_sq", "advantage_sq",
+)  # fmt: skip
 
 
 def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
-    """What `TokenStats` adds up, [N] each."""
+    """The columns that `TokenStats` adds up, [N] each."""
     log_rhos = (tokens.logprobs - tokens.behaviour_logprobs).detach()
     rhos, error = log_rhos.exp(), loss.vs_N - tokens.values.detach()
     return {
@@ -64,39 +52,40 @@ class TokenStats:
         self.sums.index_add_(0, torch.bucketize(lags_N, self._edges, right=True), rows)
 
     def metrics(self) -> dict[str, float]:
-        """One value per name, and NAME/lag_L for each lag that was seen. Empty without tokens."""
+        """One value for each name, and NAME/lag_L for each lag that occurred. Empty without tokens."""
         table = self.sums.cpu()
         total = dict(zip(COLUMNS, table.sum(0).tolist(), strict=True))
         tokens = total["tokens"]
         if tokens == 0:
             return {}
-        result = {
-            "behaviour/logprob_gap": total["abs_gap"] / tokens,
-            "behaviour/kl": total["kl"] / tokens,
-            "behaviour/ratio_mean": total["ratio"] / tokens,
-            "behaviour/ess": total["ratio"] ** 2 / (tokens * total["ratio_sq"]),
+        result = _split_metrics(total) | {
             "loss/policy": total["policy_loss"] / tokens,
             "loss/value": 0.5 * total["error_sq"] / tokens,
             "reference/kl": total["reference_kl"] / tokens,
             "policy/entropy": total["entropy"] / tokens,
-            "policy/clip_fraction": total["clipped"] / tokens,
             "policy/advantage_rms": (total["advantage_sq"] / tokens) ** 0.5,
             "value/target_mean": total["vs"] / tokens,
         }
-        if (explained := _explained_variance(total)) is not None:
-            result["value/explained_variance"] = explained
         for lag, row in zip(LAGS, table.tolist(), strict=True):
             part = dict(zip(COLUMNS, row, strict=True))
-            if count := part["tokens"]:
-                result[f"tokens/lag_{lag}"] = count
-                result[f"behaviour/logprob_gap/lag_{lag}"] = part["abs_gap"] / count
-                result[f"behaviour/kl/lag_{lag}"] = part["kl"] / count
-                result[f"behaviour/ratio_mean/lag_{lag}"] = part["ratio"] / count
-                result[f"behaviour/ess/lag_{lag}"] = part["ratio"] ** 2 / (count * part["ratio_sq"])
-                result[f"policy/clip_fraction/lag_{lag}"] = part["clipped"] / count
-                if (explained := _explained_variance(part)) is not None:
-                    result[f"value/explained_variance/lag_{lag}"] = explained
+            if part["tokens"]:
+                result[f"tokens/lag_{lag}"] = part["tokens"]
+                result |= {f"{name}/lag_{lag}": value for name, value in _split_metrics(part).items()}
         return result
+
+
+def _split_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """The metrics that are also given for each lag."""
+    tokens = sums["tokens"]
+    values = {
+        "behaviour/logprob_gap": sums["abs_gap"] / tokens,
+        "behaviour/kl": sums["kl"] / tokens,
+        "behaviour/ratio_mean": sums["ratio"] / tokens,
+        "behaviour/ess": sums["ratio"] ** 2 / (tokens * sums["ratio_sq"]),
+        "policy/clip_fraction": sums["clipped"] / tokens,
+    }
+    explained = _explained_variance(sums)
+    return values if explained is None else values | {"value/explained_variance": explained}
 
 
 def _explained_variance(sums: dict[str, float]) -> float | None:
