@@ -1,7 +1,8 @@
 r"""Geometry problems with a diagram, one turn: the model answers, its last \boxed{} is graded against the label.
 
 A sample either brings the problem in its prompt and the answer as its label (a dataset row), or only
-metadata["seed"], for which a triangle problem is drawn (with the settings of `envs.geometry.triangles`).
+metadata["seed"], for which a triangle problem is drawn (with the settings of `envs.geometry.triangles`). Without a
+sample, the problem of seed 0 is drawn.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from envs.base import Env, Info, Observation, metadata_of, setting
 from envs.geometry.triangles import Problem, make_problem
+from envs.math_grading.normalize import last_box
 from envs.math_reward import LIMIT_S, Verdict, reward_function
 
 SYSTEM_PROMPT = (
@@ -24,18 +26,29 @@ class GradeTimeout(TimeoutError):
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> Geo3kEnv:
-    """The environment of a sample. ValueError if it has neither a label nor a seed."""
+    """The environment of a sample. ValueError if the sample has neither a label nor a seed."""
     label, problem = task_of(sample, args)
     return Geo3kEnv(label, problem, settings_of(args))
 
 
 @dataclass(frozen=True, slots=True)
 class GradeSettings:
-    """`tolerance`: None is the default math reward, 0.05 or 0.0 the absolute error allowed to a number."""
+    """How an answer becomes a reward; each field is a setting of `env.args`.
 
+    `reward_model` "default" is the math reward, 1 for a right answer and 0 otherwise; "geo3k" is 0.9 x right +
+    0.1 x form, where form is 1 for a response with <think>...</think> and, after it, an answer in a box. `tolerance`
+    says in both what is right: left out, the label's value; 0.05, also a number that is at most 0.05 away from it;
+    0.0, the label's value with no rounding (36.87 ≈ 36.9) and no 60% for 0.6.
+    """
+
+    reward_model: str = "default"
     tolerance: float | None = None
     format_reward: float = 0.0  # given once an episode, for an answer (or tool call) of the right form
     grade_limit_s: float = LIMIT_S
+
+    def __post_init__(self) -> None:
+        if self.reward_model not in ("default", "geo3k"):
+            raise ValueError(f"reward_model is {self.reward_model!r}: use default or geo3k")
 
 
 def settings_of(args: Any) -> GradeSettings:
@@ -47,7 +60,7 @@ def task_of(sample: Any, args: Any) -> tuple[str, Problem | None]:
     label = getattr(sample, "label", None)
     if label is not None:
         return str(label), None
-    metadata = metadata_of(sample)
+    metadata: dict[str, Any] = {"seed": 0} if sample is None else metadata_of(sample)
     if "seed" not in metadata:
         raise ValueError("a geometry sample needs a label, or a seed in its metadata for a drawn problem")
     problem = make_problem(metadata["seed"], args, metadata.get("split", ""))
@@ -55,11 +68,17 @@ def task_of(sample: Any, args: Any) -> tuple[str, Problem | None]:
 
 
 def episode_reward(env: Geo3kEnv) -> float:
-    """The grade of what the model wrote, plus the format reward it earned. GradeTimeout if grading took too long."""
-    verdict = env.verdict()
-    if verdict.outcome == "timeout":
+    """The score of what the model wrote, plus the format reward it earned. GradeTimeout if grading took too long."""
+    if env.verdict().outcome == "timeout":
         raise GradeTimeout("grading the answer took longer than its limit")
-    return verdict.score + env.bonus
+    return env.score() + env.bonus
+
+
+def has_form(response: str) -> bool:
+    """Whether a response holds <think>...</think> and, after it, an answer in a box."""
+    _, opened, thought = response.partition("<think>")
+    _, closed, rest = thought.partition("</think>")
+    return bool(opened and closed and last_box(rest))
 
 
 def verdict_metrics(verdict: Verdict) -> dict[str, float]:
@@ -91,7 +110,7 @@ class Geo3kEnv(Env):
         verdict = self.verdict()
         if verdict.outcome != "no_answer":
             self.bonus = self.settings.format_reward
-        info = {"reward": verdict.score + self.bonus, "outcome": verdict.outcome, "metrics": verdict_metrics(verdict)}
+        info = {"reward": self.score() + self.bonus, "outcome": verdict.outcome, "metrics": verdict_metrics(verdict)}
         return {"obs_str": "The answer has been taken."}, True, info
 
     def verdict(self) -> Verdict:
@@ -99,6 +118,13 @@ class Geo3kEnv(Env):
         if self._verdict is None or self._verdict[0] != len(self.written):
             self._verdict = (len(self.written), self.grade("\n".join(self.written)))
         return self._verdict[1]
+
+    def score(self) -> float:
+        """The verdict as a reward, by the reward model of the settings."""
+        right = self.verdict().score
+        if self.settings.reward_model == "default":
+            return right
+        return 0.9 * right + 0.1 * has_form("\n".join(self.written))
 
     def grade(self, text: str) -> Verdict:
         settings = self.settings

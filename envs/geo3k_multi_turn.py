@@ -15,7 +15,7 @@ from envs.base import Info, Observation, setting
 from envs.geo3k import Geo3kEnv, GradeSettings, episode_reward, settings_of, task_of, verdict_metrics
 from envs.geometry.tool_call import ToolCall, parse_tool_call
 from envs.geometry.triangles import Problem
-from envs.math_grading.text import clean, last_box
+from envs.math_grading.normalize import last_box, normalize
 
 __all__ = ["SYSTEM_PROMPT", "build_env", "episode_reward"]
 
@@ -30,7 +30,7 @@ SYSTEM_PROMPT = (
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> Geo3kToolEnv:
-    """The environment of a sample. ValueError if it has neither a label nor a seed, or if max_turns is below 1."""
+    """The environment of a sample. ValueError if the sample has neither a label nor a seed, or max_turns is below 1."""
     label, problem = task_of(sample, args)
     max_turns = int(setting(args, "max_turns", 3))
     if max_turns < 1:
@@ -69,7 +69,7 @@ class Geo3kToolEnv(Geo3kEnv):
             verdict = self.verdict()
             metrics |= verdict_metrics(verdict)
             info["outcome"] = verdict.outcome
-            earned += verdict.score
+            earned += self.score()
         info |= {"reward": earned, "metrics": metrics}
         return {"obs_str": _FEEDBACK[info["feedback"]].format(**info), "tool_score": info["score"]}, done, info
 
@@ -99,7 +99,7 @@ class Geo3kToolEnv(Geo3kEnv):
 
     def _score(self, answer: str) -> tuple[float, bool]:
         """The tool's score, and whether grading took too long. An integer is not met by a fraction left to reduce."""
-        if re.fullmatch(r"-?\d+", clean(self.label)) and re.search(r"\\[dtc]?frac|\d\s*/\s*\d", answer):
+        if re.fullmatch(r"-?\d+", normalize(self.label)) and re.search(r"\\[dtc]?frac|\d\s*/\s*\d", answer):
             return 0.0, False
         boxed = answer if last_box(answer) is not None else rf"\boxed{{{answer}}}"
         verdict = self.grade(boxed)

@@ -13,6 +13,7 @@ from envs.datasets import load_dataset, write_rows
 from envs.geo3k_multi_turn import build_env, episode_reward
 from envs.geometry.tool_call import parse_tool_call
 from envs.geometry.triangles import KINDS, make_problem, rows
+from learner.advantages import group_advantages
 from shared.types import Sample
 
 DATA = Path(__file__).parent / "data"
@@ -104,22 +105,55 @@ def test_the_last_turn_ends_the_episode_even_with_a_call():
     assert env.step(call({"answer": "60"}))[1]
 
 
-def test_one_turn_is_graded_with_the_asked_tolerance():
-    def reward(answer, **args):
-        env = geo3k.build_env(Sample("x", label="36.9"), args)
-        env.reset()
-        _, done, info = env.step(rf"so \boxed{{{answer}}}")
-        assert done
-        return info["reward"]
+def reward_of(response, label="36.9", module=geo3k, **args):
+    env = module.build_env(Sample("x", label=label), args)
+    env.reset()
+    _, done, info = env.step(response)
+    assert done
+    assert info["reward"] == module.episode_reward(env)
+    return info["reward"]
 
-    assert (reward("36.87"), reward("36.87", tolerance=0.0), reward("36.87", tolerance=0.05)) == (0.0, 0.0, 1.0)
-    assert (reward("36.9"), reward("36.9", tolerance=0.0), reward("36.8", tolerance=0.05)) == (1.0, 1.0, 0.0)
+
+@pytest.mark.parametrize("module", [geo3k, geo3k_multi_turn])
+@pytest.mark.parametrize(("model", "right"), [("default", 1.0), ("geo3k", 0.9)])
+def test_the_tolerance_says_in_both_reward_models_what_is_right(module, model, right):
+    def rewards(answer):
+        response = rf"so \boxed{{{answer}}}"
+        return [reward_of(response, module=module, reward_model=model, tolerance=t) for t in (None, 0.0, 0.05)]
+
+    assert rewards("36.9") == [right, right, right]
+    assert rewards("36.87") == [0.0, 0.0, right]
+    assert rewards(r"36.87 \approx 36.9") == [right, 0.0, right]
+    assert rewards("36.8") == [0.0, 0.0, 0.0]
+
+
+def test_the_reward_model_geo3k_gives_a_tenth_for_the_form():
+    thought = r"<think>36 or \boxed{1}?</think>"
+    responses = (
+        rf"{thought} \boxed{{36.9}}",
+        rf"{thought} \boxed{{37}}",
+        r"\boxed{36.9}",
+        f"{thought} 36.9",
+        "",
+        "<think>",
+    )
+    rewards = [reward_of(response, reward_model="geo3k") for response in responses]
+    assert rewards == [1.0, 0.1, 0.9, 0.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="reward_model is 'own': use default or geo3k"):
+        reward_of("", reward_model="own")
+
+
+def test_a_group_of_equal_rewards_of_nine_tenths_has_exactly_no_advantage():
+    rewards = [reward_of(r"\boxed{36.9}", reward_model="geo3k", tolerance=0.0) for _ in range(8)]
+    assert rewards == [0.9] * 8
+    for leave_one_out in (False, True):
+        assert group_advantages(rewards, leave_one_out=leave_one_out).tolist() == [0.0] * 8
 
 
 def test_a_grading_timeout_is_kept_apart_from_a_wrong_answer():
-    env = geo3k.build_env(Sample("x", label=r"x \le 3"), {"grade_limit_s": 1e-9})
+    env = geo3k.build_env(Sample("x", label="60"), {"grade_limit_s": 0.05})
     env.reset()
-    _, _, info = env.step(r"\boxed{3 \ge x + 0}")
+    _, _, info = env.step(r"\boxed{\binom{999999}{499999}}")
     assert info["outcome"] == "timeout"
     assert info["metrics"]["reward_timeout"] == 1.0
     with pytest.raises(TimeoutError):
@@ -151,10 +185,12 @@ def test_train_and_heldout_problems_differ():
     assert not questions("train") & questions("heldout")
 
 
-def test_a_seed_sample_shows_a_drawn_problem_in_both_environments():
-    for module in (geo3k, geo3k_multi_turn):
-        env = module.build_env(Sample("x", metadata={"seed": 4}), {"picture_pixels": 96})
+@pytest.mark.parametrize("module", [geo3k, geo3k_multi_turn])
+def test_a_drawn_problem_is_shown_for_a_seed_and_without_a_sample(module):
+    for sample, seed in [(Sample("x", metadata={"seed": 4}), 4), (None, 0)]:
+        env = module.build_env(sample, {"picture_pixels": 96})
         observation, _ = env.reset()
+        assert env.label == make_problem(seed).answer
         assert observation["multi_modal_data"]["image"][0].size == (96, 96)
         assert [part["type"] for part in env.format_observation(observation)["content"]] == ["image", "text"]
         _, _, info = env.step(rf"\boxed{{{env.label}}}")

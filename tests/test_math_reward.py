@@ -11,28 +11,26 @@ from random import Random
 
 import pytest
 
-from envs.math_grading.text import last_box
+from envs.math_grading.normalize import last_box
 from envs.math_grading.worker_pool import WorkerFailed, WorkerPool, WorkerTimeout
-from envs.math_reward import grade, label_problem, reward_function
+from envs.math_reward import grade, is_modest, label_problem, reward_function
 
 DATA = Path(__file__).parent / "data"
+SLOW = r"\binom{999999}{499999}"  # a minute's computation
 
 
 def rows(name):
     return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
 
 
-def test_recorded_answers_are_graded_by_mathematical_truth():
-    cases = rows("math_reward.jsonl")
-    wrong = [case for case in cases if (grade(case["response"], case["label"]) == 1.0) != case["truth"]]
-    assert wrong == []
-
-
-def test_own_cases_are_graded_by_mathematical_truth():
-    cases = rows("math_cases.jsonl")
-    wrong = [case for case in cases if (grade(rf"\boxed{{{case['answer']}}}", case["label"]) == 1.0) != case["equal"]]
-    assert len(cases) > 400
-    assert wrong == []
+@pytest.mark.parametrize(("name", "count"), [("math_reward.jsonl", 45), ("math_cases.jsonl", 595)])
+def test_answers_are_graded_by_mathematical_truth(name, count):
+    cases = [
+        (case.get("response", rf"\boxed{{{case.get('answer')}}}"), case["label"], case.get("truth", case.get("equal")))
+        for case in rows(name)
+    ]
+    assert len(cases) == count
+    assert [case for case in cases if (grade(*case[:2]) == 1.0) != case[2]] == []
 
 
 @pytest.mark.parametrize(
@@ -67,6 +65,13 @@ def test_tolerance_forgives_rounded_labels_only_when_asked():
     assert [grade(r"\boxed{36.87}", "36.9", tolerance=t) for t in (None, 0.0, 0.05)] == [0.0, 0.0, 1.0]
     assert grade(r"\boxed{10\sqrt{3}}", "17.3", tolerance=0.05) == 1.0
     assert grade(r"\boxed{36.8}", "36.9", tolerance=0.05) == 0.0
+
+
+def test_a_tolerance_of_zero_takes_no_rounding_and_no_other_unit_of_a_share():
+    for answer, label in [(r"36.87 \approx 36.9", "36.9"), (r"\approx 36.9", "36.9"), (r"60\%", "60")]:
+        assert [grade(rf"\boxed{{{answer}}}", label, tolerance=t) for t in (None, 0.0, 0.05)] == [1.0, 0.0, 1.0]
+    for answer, label in [(r"2\sqrt{3} \approx 3.46", r"2\sqrt{3}"), (r"60\text{ cm}", "60"), ("120/2", "60")]:
+        assert grade(rf"\boxed{{{answer}}}", label, tolerance=0.0) == 1.0
 
 
 def hostile(index: int, rng: Random) -> str:
@@ -107,17 +112,27 @@ def test_a_thousand_hostile_answers_are_graded_and_none_is_right():
     for index in range(1000):
         before = r"\boxed{" * 100_000 if index % 50 == 0 else ""
         verdict = reward_function(f"{before}\\boxed{{{hostile(index, rng)}}}", rng.choice(labels))
-        # sixty braces around 60 are only layout
-        assert verdict.score == 0.0 or index % 24 in (1, 5), index
+        assert verdict.outcome == "wrong" or index % 24 == 21, index  # that one may take longer than its limit
 
 
 def test_a_comparison_over_its_limit_is_a_timeout_and_the_next_one_works():
-    answer, label = r"\boxed{x \geq -1 + 0}", r"[-1,\infty)"
-    assert reward_function(answer, label, limit_s=1e-9).outcome == "timeout"
-    assert reward_function(answer, label, limit_s=30.0).outcome == "right"
+    assert is_modest(SLOW)
+    assert reward_function(rf"\boxed{{{SLOW}}}", "60", limit_s=0.05).outcome == "timeout"
+    assert reward_function(r"\boxed{x \geq -1 + 0}", r"[-1,\infty)", limit_s=30.0).outcome == "right"
 
 
-@pytest.mark.parametrize("label", ["60", r"5 \sqrt { 3 }", r"x \le 3", "acute", "x+y=1", r"1 \pm \sqrt{2}", "(1,2)"])
+def test_a_text_of_spaces_or_of_brackets_costs_nothing():
+    started = time.process_time()
+    for text in ("^" + " " * 1_000_000, "{" * 100_000, r"\text{" * 100_000, "1," * 100_000):
+        assert label_problem(text)
+        assert grade(rf"\boxed{{{text}", "60") == 0.0
+    assert time.process_time() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    "label",
+    ["60", r"5 \sqrt { 3 }", r"x \le 3", r"\frac { 2 } { 3 }", "60 cm", "acute", "x+y=1", r"1 \pm \sqrt{2}", "(1,2)"],
+)
 def test_usable_labels_have_no_problem(label):
     assert label_problem(label) == ""
 

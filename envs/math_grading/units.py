@@ -1,62 +1,64 @@
-"""Units behind a value: their spellings, and what brings one to another."""
+"""The unit after a value: its spellings, and what brings a value from one unit to another."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-_UNITS = {
-    "": "unit units",
-    "deg": "deg degree degrees", "rad": "rad radian radians",
-    "mm": "mm millimeter millimeters", "cm": "cm centimeter centimeters centimetre centimetres",
-    "m": "m meter meters metre metres", "km": "km kilometer kilometers",
-    "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
-    "s": "s sec second seconds", "min": "min minute minutes", "h": "h hr hrs hour hours",
-    "kg": "kg kilogram kilograms", "g": "g gram grams", "lb": "lb lbs pound pounds", "mph": "mph",
-    "$": "dollar dollars", "cent": "cent cents", "L": "L l liter liters",
-    "N": "N", "J": "J", "W": "W", "V": "V", "A": "A", "K": "K", "C": "C", "F": "F",
+import sympy
+
+_KNOWN = {  # the words for a unit: what it measures, and its size
+    "deg degree": ("angle", 1), "rad radian": ("angle", 180 / sympy.pi),
+    "mm millimeter": ("length", 1), "cm centimeter": ("length", 10), "m meter": ("length", 1000),
+    "km kilometer": ("length", 10**6), "in inch inche": ("length", sympy.Rational("25.4")),
+    "ft foot feet": ("length", sympy.Rational("304.8")), "yd yard": ("length", sympy.Rational("914.4")),
+    "mi mile": ("length", 1609344), "s sec second": ("time", 1), "min minute": ("time", 60),
+    "h hr hour": ("time", 3600), "g gram": ("mass", 1), "kg kilogram": ("mass", 1000), "cent": ("money", 1),
+    "dollar": ("money", 100), **{unit: (unit, 1) for unit in ("lb pound", "L l liter", *"NJWVAKCF")},
 }  # fmt: skip
-UNIT_NAMES = {word: unit for unit, words in _UNITS.items() for word in words.split()}
-_SIZES: tuple[dict[str, str], ...] = (
-    {"mm": ".001", "cm": ".01", "m": "1", "km": "1000", "in": ".0254", "ft": ".3048", "yd": ".9144", "mi": "1609.344"},
-    {"s": "1", "min": "60", "h": "3600"},
-    {"g": "1", "kg": "1000"},
-    {"cent": "1", "$": "100"},
+_UNITS = {word: unit for words, unit in _KNOWN.items() for word in words.split()}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_WITH_UNIT = re.compile(
+    r"(?P<value>.*(?:[\d)}°!\]]|\\pi|(?<=[\d)}\s])[a-z](?= ))) ?"
+    r"(?P<words>''|°(?: ?[CF])?|[A-Za-z][A-Za-z/. ]*?)(?: ?\^? ?\{? ?(?P<power>[23]) ?\}?)?[. ]*"
 )
-_WORDS = re.compile(r"[A-Za-z]+(?:\s+[A-Za-z]+)*")
 
 
-def unit_of(words: str, power: str | None) -> str:
-    """One spelling of a unit, "?" for generic ones and unknown words, "" where the letters may be variables."""
-    plain = " ".join(words.replace(".", " ").split())
-    exponent = re.sub(r"\D", "", power or "")
-    for prefix, size in (("square ", "2"), ("sq ", "2"), ("cubic ", "3"), ("cu ", "3")):
-        if plain.lower().startswith(prefix):
-            plain, exponent = plain[len(prefix) :], size
-    known = UNIT_NAMES.get(plain, UNIT_NAMES.get(plain.lower()) if len(plain) > 1 else None)
-    if known is not None:
-        return (known + exponent) if known else "?"
-    if re.fullmatch(r"[a-z]{1,3}/[a-z]{1,4}", plain):
-        return plain
-    return "?" if _WORDS.fullmatch(plain) and len(plain) > 2 else ""
+class Unit(NamedTuple):
+    """`measures` is "" where there is no unit, or one that is not known."""
+
+    measures: str = ""
+    size: sympy.Expr | int = 1
+    power: int = 1
 
 
-def factor(unit: str, wanted: str, pi: tuple[bool, bool]) -> str | None:
-    """What a value in `unit` is multiplied with to be in `wanted`: "" for nothing, None if they do not go together.
+def split_unit(text: str, letters: bool = True) -> tuple[str, Unit]:
+    """(value, unit); the text itself where no unit follows. Without `letters`, a single letter is a variable."""
+    found = _WITH_UNIT.fullmatch(text)
+    if found is None or (found["words"][0] == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)):
+        return text, Unit()
+    first, _, rest = found["words"].replace(".", " ").strip().partition(" ")
+    power = _POWERS.get(first.lower(), int(found["power"] or 1))
+    word = rest.strip() if rest and first.lower() in _POWERS else f"{first} {rest}".strip().replace("°", "deg")
+    singular = word.lower().removesuffix("s").replace("metre", "meter") if len(word) > 1 else word
+    known = _UNITS.get(word) or _UNITS.get(singular)
+    if (len(word) == 1 and not letters) or (known is None and len(word) < 3 and word != "''"):
+        return text, Unit()
+    measures, size = known or (word if "/" in word else "", 1)
+    return split_unit(found["value"].strip())[0], Unit(measures, size, power)
 
-    `pi` says whether the value and the wanted one hold pi, which marks an angle without unit as radians.
+
+def factor(unit: Unit, wanted: Unit, pi: tuple[bool, bool]) -> sympy.Expr | int | None:
+    """What a value in `unit` is multiplied by to be in `wanted`; None if they do not go together.
+
+    `pi` says whether the value and the wanted one hold pi, which marks an angle without a unit as radians.
     """
-    if unit == "deg" and not wanted and pi[1]:
-        return r"\frac{\pi}{180}"
-    if wanted == "deg" and (unit == "rad" or (not unit and pi[0])):
-        return r"\frac{180}{\pi}"
-    if not unit or not wanted or "?" in (unit, wanted) or unit == wanted:
-        return ""
-    (name, power), (other, expected) = _split_power(unit), _split_power(wanted)
-    for sizes in _SIZES:
-        if power == expected and name in sizes and other in sizes:
-            return f"({sizes[name]}/{sizes[other]})^{{{power}}}"
-    return None
-
-
-def _split_power(unit: str) -> tuple[str, int]:
-    return (unit[:-1], int(unit[-1])) if unit[-1].isdigit() else (unit, 1)
+    radians = Unit(*_UNITS["rad"])
+    if unit.measures == "angle" and not wanted.measures and pi[1]:
+        wanted = radians
+    elif wanted.measures == "angle" and not unit.measures and pi[0]:
+        unit = radians
+    if not unit.measures or not wanted.measures or unit == wanted:
+        return 1
+    same_kind = (unit.measures, unit.power) == (wanted.measures, wanted.power)
+    return (sympy.Integer(1) * unit.size / wanted.size) ** unit.power if same_kind else None

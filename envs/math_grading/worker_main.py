@@ -16,7 +16,9 @@ def main(module_name: str) -> None:
     """Serve until standard input closes. The process ends itself should its owner vanish during a long request."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not reach the answers
-    _limit_memory()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     handle = importlib.import_module(module_name).handle
     answers.write(b'"ready"\n')
     answers.flush()
@@ -32,9 +34,3 @@ def main(module_name: str) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         answers.write(json.dumps(result).encode() + b"\n")
         answers.flush()
-
-
-def _limit_memory() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -15,8 +15,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,96 +32,75 @@ class WorkerFailed(RuntimeError):
 
 
 class WorkerPool:
-    """Runs `module.handle(request) -> result` (both JSON) in up to `size` processes; may be called from any thread."""
+    """Runs `module.handle(request) -> result` (both JSON) in up to `size` processes; may be called from any thread.
+
+    A process is started at the first call that needs it, and again after it was killed.
+    """
 
     def __init__(self, module: str, size: int) -> None:
         self.module = module
-        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
         for _ in range(size):
-            self._idle.put(_Worker(module))
+            self._idle.put(None)
         atexit.register(self.close)
 
     def call(self, request: Any, limit_s: float) -> Any:
         """The result; WorkerTimeout or WorkerFailed otherwise. Waiting for a free process is not counted."""
-        worker = self._idle.get()
+        process = self._idle.get()
         try:
-            return worker.call(request, limit_s)
+            process = process or self._start()
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([limit_s, request]).encode() + b"\n")
+            process.stdin.flush()
+            return json.loads(_read_line(process, WALL_FACTOR * limit_s))
+        except (OSError, EOFError) as error:  # a TimeoutError is an OSError
+            status, process = _kill(process), None
+            if isinstance(error, TimeoutError) or status == -signal.SIGPROF:
+                raise WorkerTimeout(f"no result within {limit_s:g} s") from None
+            raise WorkerFailed(f"the worker died: {error}") from error
         finally:
-            self._idle.put(worker)
+            self._idle.put(process)
 
     def close(self) -> None:
         """Kill all idle processes; a later call starts them again."""
-        workers = []
-        while not self._idle.empty():
-            workers.append(self._idle.get_nowait())
-        for worker in workers:
-            worker.kill()
-            self._idle.put(worker)
+        processes = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
+        for process in processes:
+            _kill(process)
+            self._idle.put(None)
 
-
-class _Worker:
-    """One process, started at the first call and again after it was killed."""
-
-    def __init__(self, module: str) -> None:
-        self.module = module
-        self.process: subprocess.Popen[bytes] | None = None
-        self.lock = threading.Lock()
-
-    def call(self, request: Any, limit_s: float) -> Any:
-        with self.lock:
-            process = self.process or self.start()
-            assert process.stdin is not None
-            try:
-                process.stdin.write(json.dumps([limit_s, request]).encode() + b"\n")
-                process.stdin.flush()
-                return json.loads(self.read(process, WALL_FACTOR * limit_s))
-            except TimeoutError:
-                self.kill()
-                raise WorkerTimeout(f"no result within {limit_s:g} s") from None
-            except (OSError, EOFError) as error:
-                self.kill()
-                if process.returncode == -signal.SIGPROF:
-                    raise WorkerTimeout(f"no result within {limit_s:g} s") from None
-                raise WorkerFailed(f"the worker died: {error}") from error
-
-    def start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         """A new process that has said that it is ready."""
         module = "envs.math_grading.worker_main"
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {module} import main; main({self.module!r})"
-        self.process = process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         try:
-            self.read(process, START_LIMIT_S)
+            _read_line(process, START_LIMIT_S)
         except (TimeoutError, EOFError) as error:
-            self.kill()
+            _kill(process)
             raise WorkerFailed(f"the worker of {self.module} did not start: {error}") from error
         return process
 
-    @staticmethod
-    def read(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
-        """One line of the process; TimeoutError after `limit_s`, EOFError if it ended."""
-        assert process.stdout is not None
-        deadline, line = time.monotonic() + limit_s, b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"no answer within {limit_s:g} s")
-                chunk = os.read(process.stdout.fileno(), 1 << 16)
-                if not chunk:
-                    raise EOFError(f"exit status {process.wait()}")
-                line += chunk
-        return line
 
-    def kill(self) -> None:
-        process, self.process = self.process, None
-        if process is None:
-            return
+def _read_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
+    """The line that the process writes; TimeoutError after `limit_s`, EOFError if the process ended."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        if not selector.select(limit_s):
+            raise TimeoutError(f"no answer within {limit_s:g} s")
+    line = process.stdout.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError(f"exit status {process.wait()}")
+    return line
+
+
+def _kill(process: subprocess.Popen[bytes] | None) -> int | None:
+    """The exit status of the process, which has been ended."""
+    if process is None:
+        return None
+    with contextlib.suppress(OSError), process:  # a request that was never read is lost with the process
         process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):  # a request that was never read is lost with the process
-                    stream.close()
+    return process.returncode
