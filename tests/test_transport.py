@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 import zmq
 
 from shared.codec import WireError
-from shared.transport import RECEIVED_COPY_BYTES, Dealer, Router, Sent, SocketSettings
+from shared.transport import DEFAULT_SETTINGS, RECEIVED_COPY_BYTES, Dealer, Router, Sent, SocketSettings
 from shared.types import Bye, Group, Hello, Sample, Sampling, Stop, Ticket, Tickets, Welcome
 from tests.support.wires import episode
 
 ANY = "tcp://127.0.0.1:*"
+
+
+def between(
+    talk: Callable[[Router, Dealer], Coroutine[Any, Any, None]], settings: SocketSettings = DEFAULT_SETTINGS
+) -> None:
+    """Runs `talk` with a learner's and an actor's socket."""
+
+    async def run() -> None:
+        router = Router(ANY, settings)
+        dealer = Dealer(router.address, "a", settings)
+        await talk(router, dealer)
+        dealer.close()
+        router.close()
+
+    asyncio.run(run())
 
 
 def wait_for(router: Router) -> tuple[bytes, list[bytes]]:
@@ -32,9 +49,7 @@ async def send(dealer: Dealer, message: object) -> None:
 
 
 def test_messages_go_both_ways() -> None:
-    async def talk() -> None:
-        router = Router(ANY)
-        dealer = Dealer(router.address, "a")
+    async def talk(router: Router, dealer: Dealer) -> None:
         await send(dealer, Hello("a", (), 5))
         peer, frames = wait_for(router)
         assert peer.startswith(b"a#")
@@ -42,17 +57,13 @@ def test_messages_go_both_ways() -> None:
         assert router.send(peer, Welcome("r", 1, "p")) is Sent.YES
         assert await dealer.receive(5.0) == Welcome("r", 1, "p")
         assert await dealer.receive(0.01) is None
-        dealer.close()
-        router.close()
 
-    asyncio.run(talk())
+    between(talk)
 
 
 @pytest.mark.parametrize("num_bytes", [100, RECEIVED_COPY_BYTES, 3 * RECEIVED_COPY_BYTES])
 def test_an_image_comes_back_equal_whether_it_is_copied_or_shared(num_bytes: int) -> None:
-    async def talk() -> None:
-        router = Router(ANY)
-        dealer = Dealer(router.address, "a")
+    async def talk(router: Router, dealer: Dealer) -> None:
         sent = Group("t", "a", (episode(image=os.urandom(num_bytes)),))
         await send(dealer, sent)
         peer, frames = wait_for(router)
@@ -65,16 +76,12 @@ def test_an_image_comes_back_equal_whether_it_is_copied_or_shared(num_bytes: int
         ticket = Ticket("t", Sample("s", images=(image,)), 1, 0, Sampling(), 1.0)  # and on its way again
         assert router.send(peer, Tickets((ticket,))) is Sent.YES
         assert await dealer.receive(5.0) == Tickets((ticket,))
-        dealer.close()
-        router.close()
 
-    asyncio.run(talk())
+    between(talk)
 
 
-def test_a_message_that_comes_while_another_is_sent_is_not_slept_over() -> None:
-    async def talk() -> None:
-        router = Router(ANY)
-        dealer = Dealer(router.address, "a")
+def test_a_message_that_comes_while_another_is_sent_is_not_missed() -> None:
+    async def talk(router: Router, dealer: Dealer) -> None:
         await send(dealer, Hello("a", (), 5))
         peer, _ = wait_for(router)
         waiting = asyncio.create_task(dealer.receive(60.0))
@@ -85,25 +92,21 @@ def test_a_message_that_comes_while_another_is_sent_is_not_slept_over() -> None:
                 router.receive()
         assert router.send(peer, Stop("over")) is Sent.YES
         await asyncio.to_thread(router.wait, 0.2)
-        assert await dealer.send(Bye("now"))  # eats ZeroMQ's signal
+        assert await dealer.send(Bye("now"))  # consumes ZeroMQ's signal
         assert await asyncio.wait_for(waiting, 10.0) == Stop("over")
-        dealer.close()
-        router.close()
 
-    asyncio.run(talk())
+    between(talk)
 
 
 def test_two_actors_of_one_name_are_two_peers() -> None:
-    async def talk() -> None:
-        router = Router(ANY)
-        dealers = [Dealer(router.address, "same") for _ in range(2)]
-        for dealer in dealers:
-            await send(dealer, Hello("same", (), 5))
-        assert len({wait_for(router)[0] for _ in dealers}) == 2
-        for end in (*dealers, router):
-            end.close()
+    async def talk(router: Router, dealer: Dealer) -> None:
+        other = Dealer(router.address, "a")
+        for one in (dealer, other):
+            await send(one, Hello("a", (), 5))
+        assert wait_for(router)[0] != wait_for(router)[0]
+        other.close()
 
-    asyncio.run(talk())
+    between(talk)
 
 
 def test_nothing_is_queued_for_a_learner_that_is_not_there() -> None:
@@ -122,31 +125,23 @@ def test_a_peer_that_is_gone_is_noticed() -> None:
 
 
 def test_a_full_queue_refuses_the_next_message() -> None:
-    async def talk() -> None:
-        router = Router(ANY, SocketSettings(queue_messages=2))
-        dealer = Dealer(router.address, "a", SocketSettings(queue_messages=2))
+    async def talk(router: Router, dealer: Dealer) -> None:
         await send(dealer, Hello("a", (), 5))
         group = Group("t", "a", (episode(image=os.urandom(2**20)),))
         sent = 0
         while sent < 200 and await dealer.send(group):
             sent += 1
         assert 0 < sent < 200  # the queues of both ends, and what the kernel holds
-        dealer.close()
-        router.close()
 
-    asyncio.run(talk())
+    between(talk, SocketSettings(queue_messages=2))
 
 
 def test_the_sender_refuses_a_message_above_the_limit() -> None:
-    async def talk() -> None:
-        router = Router(ANY)
-        dealer = Dealer(router.address, "a", SocketSettings(max_message_bytes=1000))
+    async def talk(router: Router, dealer: Dealer) -> None:
         with pytest.raises(WireError, match="too_large"):
             await dealer.send(Group("t", "a", (episode(image=b"x" * 2000),)))
-        dealer.close()
-        router.close()
 
-    asyncio.run(talk())
+    between(talk, SocketSettings(max_message_bytes=1000))
 
 
 def test_an_occupied_port_is_one_line_with_address_and_cure() -> None:
