@@ -1,10 +1,10 @@
-"""Key files of the encrypted sockets, made by `python -m shared.keys`, and who must have them.
+"""Key files of the encrypted sockets, made by `python -m shared.keys`.
 
     python -m shared.keys keys --actors farm-a farm-b
     python -m shared.keys keys --engine            # also the engines' API key, keys/engine.key
 
-`keys/learner.key` and `keys/allowed` stay with the learner; `keys/farm-a.key` goes to that actor's host, with nothing
-else. A second call adds actors and leaves what is there. Files with secrets are readable by their owner alone (0600).
+`keys/learner.key` and `keys/allowed` stay with the learner; only `keys/farm-a.key` goes to that actor's host. A second
+call adds actors and keeps the existing files. Files with secrets are readable by their owner alone (0600).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _API_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")  # what RFC 6750 lets a bea
 _MAKE = "make keys with python -m shared.keys"
 
 
-# ------------------------------------------------------------------ what a socket is given
+# ------------------------------------------------------------------ a socket's keys
 
 
 def is_local(address: str) -> bool:
@@ -49,7 +49,7 @@ def is_local(address: str) -> bool:
 
 
 def learner_security(transport: TransportConfig, bind: str) -> Secure | None:
-    """Of the learner's socket; None = plain. ValueError, in one line, for keys that are missing or open to others."""
+    """The keys of the learner's socket; None = plain. ValueError, in one line: they are missing or open to others."""
     if not _wanted(transport, "learner.bind", bind):
         return None
     folder = Path(transport.keys)
@@ -58,7 +58,7 @@ def learner_security(transport: TransportConfig, bind: str) -> Secure | None:
 
 
 def actor_security(transport: TransportConfig, learner: str) -> Secure | None:
-    """Of an actor's socket; None = plain. ValueError as for the learner's."""
+    """The keys of an actor's socket; None = plain. ValueError as for the learner's."""
     if not _wanted(transport, "actor.learner", learner):
         return None
     path = Path(transport.keys) / f"{_checked_name(transport.key_name)}.key"
@@ -145,7 +145,7 @@ def _checked_name(name: str) -> str:
 
 
 def make_keys(folder: Path, actors: Sequence[str]) -> list[Path]:
-    """Makes what is missing of the learner's pair, the actors' pairs and the allow-list; returns the new files."""
+    """Makes the missing ones of the learner's pair, the actors' pairs and the allow-list; returns the new files."""
     names = [_checked_name(name) for name in actors]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     made: list[Path] = []
@@ -182,7 +182,7 @@ def _write_pair(path: Path, more: dict[str, str]) -> tuple[Path, str]:
 
 
 def write_secret(path: Path, text: str, *, anew: bool = False) -> None:
-    """Mode 0600 from the first moment; `anew` replaces what is there, else FileExistsError."""
+    """Creates the file with mode 0600; `anew` replaces an existing one, else FileExistsError."""
     if anew:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Groups on disk, as the wire's own frames: what actors record, and what a learner trains on without actors.
+"""Groups on disk, as the wire's own frames: actors record them, and a learner trains on them without actors.
 
 FOLDER/00000000.group, 00000001.group, ...: each is msgpack of the list of one group's frames (see `shared.codec`).
 """
@@ -18,7 +18,7 @@ SUFFIX = ".group"
 
 
 class Recorder:
-    """Writes groups into `folder`, after those that are there. A file appears when it is whole."""
+    """Writes groups into `folder`, after those already there. A file appears when it is complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Intruders on real sockets: none is served, each is logged once, and the learner's intake goes on."""
+"""Intruders on real sockets: none is served, each is logged once, and the ticket server goes on."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.support.wires import RULES, VOCAB, actor_settings, book_settings, epi
 PUBLIC = "tcp://0.0.0.0:*"
 
 
-class House:
-    """A learner's intake behind its door, and what the two log."""
+class Guarded:
+    """A ticket server on an encrypted socket, and the lines that both log."""
 
     def __init__(self, tmp: Path) -> None:
         self.transport = TransportConfig(keys=str(tmp / "keys"))
@@ -43,6 +43,10 @@ class House:
         key = actor_security(self.transport, PUBLIC)
         assert isinstance(key, ClientKeys)
         return key
+
+    def logged(self, *words: str) -> int:
+        """The number of lines with all of these words."""
+        return sum(all(word in line for word in words) for line in self.lines)
 
     def trains(self) -> None:
         """A listed actor plays what is asked for."""
@@ -60,23 +64,23 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    house = House(tmp_path)
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    guarded = Guarded(tmp_path)
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            house.lines.append(record.getMessage())
+            guarded.lines.append(record.getMessage())
 
     keep, loggers = Keep(), [logging.getLogger(f"pronk.{name}") for name in ("auth", "tickets")]
     for logger in loggers:
         logger.addHandler(keep)
-    yield house
+    yield guarded
     for logger in loggers:
         logger.removeHandler(keep)
-    house.ticket_server.stop("the test is over")
+    guarded.ticket_server.stop("the test is over")
 
 
-async def knock(address: str, secure: Secure | None, tries: int = 40) -> tuple[bool, str]:
+async def try_to_join(address: str, secure: Secure | None, tries: int = 40) -> tuple[bool, str]:
     """Whether the learner took a message or answered, and what the client learns of its handshakes."""
     dealer = Dealer(address, "intruder", secure=secure)
     served = False
@@ -88,28 +92,28 @@ async def knock(address: str, secure: Secure | None, tries: int = 40) -> tuple[b
     return served, trouble
 
 
-def test_a_client_without_a_key_is_not_served(house: House) -> None:
-    served, trouble = asyncio.run(knock(house.ticket_server.address, None))
+def test_a_client_without_a_key_is_not_served(guarded: Guarded) -> None:
+    served, trouble = asyncio.run(try_to_join(guarded.ticket_server.address, None))
     assert not served and "transport.keys" in trouble
-    house.trains()
-    assert len([line for line in house.lines if "refused a client" in line and "it has no keys" in line]) == 1
+    guarded.trains()
+    assert guarded.logged("refused a client", "it has no keys") == 1
 
 
-def test_a_client_whose_key_is_not_on_the_list_is_not_served(house: House) -> None:
-    stranger = ClientKeys(*zmq.curve_keypair(), house.key.server)
+def test_a_client_whose_key_is_not_on_the_list_is_not_served(guarded: Guarded) -> None:
+    stranger = ClientKeys(*zmq.curve_keypair(), guarded.key.server)
     for _ in range(2):
-        served, trouble = asyncio.run(knock(house.ticket_server.address, stranger))
+        served, trouble = asyncio.run(try_to_join(guarded.ticket_server.address, stranger))
         assert not served and "allow-list" in trouble
-    house.trains()
-    assert len([line for line in house.lines if "is not allowed" in line]) == 1
+    guarded.trains()
+    assert guarded.logged("is not allowed") == 1
 
 
-def test_a_client_that_expects_another_learner_is_not_served(house: House) -> None:
-    mistaken = ClientKeys(house.key.public, house.key.secret, zmq.curve_keypair()[0])
-    served, trouble = asyncio.run(knock(house.ticket_server.address, mistaken))
+def test_a_client_that_expects_another_learner_is_not_served(guarded: Guarded) -> None:
+    mistaken = ClientKeys(guarded.key.public, guarded.key.secret, zmq.curve_keypair()[0])
+    served, trouble = asyncio.run(try_to_join(guarded.ticket_server.address, mistaken))
     assert not served and trouble
-    house.trains()
-    assert len([line for line in house.lines if "not encrypted for this learner's key" in line]) == 1
+    guarded.trains()
+    assert guarded.logged("not encrypted for this learner's key") == 1
 
 
 class Tap:
@@ -148,47 +152,47 @@ class Tap:
         return answer
 
 
-def test_a_recorded_conversation_opens_no_door(house: House) -> None:
+def test_a_replayed_conversation_is_refused(guarded: Guarded) -> None:
     async def honest(address: str) -> None:
-        dealer = Dealer(address, "honest", secure=house.key)
+        dealer = Dealer(address, "honest", secure=guarded.key)
         while not await dealer.send(Hello("honest", (), VOCAB)):
             await asyncio.sleep(0.05)
         assert await dealer.receive(10.0) is not None
         dealer.close()
 
-    tap = Tap(house.ticket_server.address)
+    tap = Tap(guarded.ticket_server.address)
     asyncio.run(honest(tap.address))
     assert b"READY" in tap.heard
     answers = [tap.replay() for _ in range(3)]
     assert all(b"READY" not in answer for answer in answers)  # the handshake never completes
-    house.trains()
-    assert sum("actor honest" in line and "is here" in line for line in house.lines) == 1
-    assert len([line for line in house.lines if "refused a client" in line and "old one" in line]) == 1
+    guarded.trains()
+    assert guarded.logged("actor honest", "is here") == 1
+    assert guarded.logged("refused a client", "old one") == 1
 
 
-def test_a_listed_client_that_sends_nonsense_is_counted_and_logged_once(house: House) -> None:
+def test_a_listed_client_that_sends_nonsense_is_counted_and_logged_once(guarded: Guarded) -> None:
     context = zmq.Context()
     with context.socket(zmq.DEALER) as client:
         client.linger = 0
-        house.key(client)
+        guarded.key(client)
         client.setsockopt(zmq.ROUTING_ID, b"fool#1")
-        client.connect(house.ticket_server.address)
+        client.connect(guarded.ticket_server.address)
         for number in range(50):
             client.send_multipart([b"nonsense", bytes([number])])
-        house.trains()
-        rejected = house.ticket_server.metrics()["wire/rejected"]
+        guarded.trains()
+        rejected = guarded.ticket_server.metrics()["wire/rejected"]
         assert client.poll(0) == 0
     context.term()
     assert rejected == 50
-    assert len([line for line in house.lines if "rejected a message of fool#1" in line]) == 1
+    assert guarded.logged("rejected a message of fool#1") == 1
 
 
-def test_an_actor_that_was_refused_says_why_it_leaves(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_actor_that_was_refused_says_why_it_leaves(guarded: Guarded, capsys: pytest.CaptureFixture[str]) -> None:
     async def play(ticket: Ticket, index: int) -> Trajectory:
         raise AssertionError
 
-    stranger = ClientKeys(*zmq.curve_keypair(), house.key.server)
-    settings = actor_settings(house.ticket_server.address, "stranger", secure=stranger, connect_timeout_s=1.0)
+    stranger = ClientKeys(*zmq.curve_keypair(), guarded.key.server)
+    settings = actor_settings(guarded.ticket_server.address, "stranger", secure=stranger, connect_timeout_s=1.0)
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -197,8 +201,8 @@ def test_an_actor_that_was_refused_says_why_it_leaves(house: House, capsys: pyte
     assert any("it refuses this actor's key" in message for message in messages)
 
 
-def test_without_its_door_an_encrypted_socket_lets_nobody_in(tmp_path: Path) -> None:
-    """The allow-list is asked by each handshake: one that nobody answers fails."""
+def test_without_its_zap_handler_an_encrypted_socket_accepts_nobody(tmp_path: Path) -> None:
+    """Each handshake asks the handler: one that nobody answers fails."""
     make_keys(tmp_path / "keys", ["actor"])
     transport = TransportConfig(keys=str(tmp_path / "keys"))
     context = zmq.Context()
@@ -206,18 +210,18 @@ def test_without_its_door_an_encrypted_socket_lets_nobody_in(tmp_path: Path) -> 
         router.linger = 0
         secure = learner_security(transport, PUBLIC)
         assert secure is not None
-        door = secure(router)
-        assert door is not None
+        handler = secure(router)
+        assert handler is not None
         router.bind("tcp://127.0.0.1:*")
         address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        door.close()
-        served, _ = asyncio.run(knock(address, actor_security(transport, PUBLIC), tries=10))
+        handler.close()
+        served, _ = asyncio.run(try_to_join(address, actor_security(transport, PUBLIC), tries=10))
         assert not served and not router.poll(0)
     context.term()
 
 
-def rewrite_list(house: House, change: Callable[[str], str]) -> None:
-    path = Path(house.transport.keys) / "allowed"
+def rewrite_list(guarded: Guarded, change: Callable[[str], str]) -> None:
+    path = Path(guarded.transport.keys) / "allowed"
     new = path.with_name("new")
     new.write_text(change(path.read_text()))
     new.replace(path)  # at once: half a list could be read otherwise
@@ -232,48 +236,52 @@ async def answered(dealer: Dealer, tries: int) -> bool:
     return False
 
 
-def test_a_key_taken_off_the_list_is_not_heard_any_more_though_it_is_connected(house: House) -> None:
+def test_a_key_taken_off_the_list_is_not_heard_any_more_though_it_is_connected(guarded: Guarded) -> None:
     async def talk() -> None:
-        dealer = Dealer(house.ticket_server.address, "a", secure=house.key)
+        dealer = Dealer(guarded.ticket_server.address, "a", secure=guarded.key)
         assert await answered(dealer, 100)
-        make_keys(Path(house.transport.keys), ["other"])
-        rewrite_list(house, lambda text: "".join(line for line in text.splitlines(True) if line.endswith("other\n")))
+        make_keys(Path(guarded.transport.keys), ["other"])
+        rewrite_list(guarded, lambda text: "".join(line for line in text.splitlines(True) if line.endswith("other\n")))
         for _ in range(200):
             await dealer.send(Hello("a", (), VOCAB))
             await asyncio.sleep(0.05)
-            if await dealer.receive(0.1) is None and any("no longer allowed" in line for line in house.lines):
+            if await dealer.receive(0.1) is None and guarded.logged("no longer allowed"):
                 break
         assert not await answered(dealer, 5)
-        assert not (await knock(house.ticket_server.address, house.key, tries=5))[0]  # nor does it come in again
-        other = actor_security(house.transport.model_copy(update={"key_name": "other"}), PUBLIC)
-        assert (await knock(house.ticket_server.address, other, tries=100))[0]  # without a restart of the learner
+        assert not (await try_to_join(guarded.ticket_server.address, guarded.key, tries=5))[
+            0
+        ]  # nor does it come in again
+        other = actor_security(guarded.transport.model_copy(update={"key_name": "other"}), PUBLIC)
+        assert (await try_to_join(guarded.ticket_server.address, other, tries=100))[
+            0
+        ]  # without a restart of the learner
         dealer.close()
 
     asyncio.run(talk())
-    assert len([line for line in house.lines if "no longer allowed" in line]) == 1
-    assert len([line for line in house.lines if "added other; removed actor" in line]) == 1
+    assert guarded.logged("no longer allowed") == 1
+    assert guarded.logged("added other; removed actor") == 1
 
 
-def test_a_list_that_cannot_be_read_changes_nothing_and_is_reported(house: House) -> None:
-    rewrite_list(house, lambda text: text + "not a key\n")
+def test_a_list_that_cannot_be_read_changes_nothing_and_is_reported(guarded: Guarded) -> None:
+    rewrite_list(guarded, lambda text: text + "not a key\n")
 
     async def talk() -> None:
-        dealer = Dealer(house.ticket_server.address, "a", secure=house.key)
+        dealer = Dealer(guarded.ticket_server.address, "a", secure=guarded.key)
         for _ in range(100):
             assert await answered(dealer, 100)
-            if any("stays as it was" in line and "line 2" in line for line in house.lines):
+            if guarded.logged("stays as it was", "line 2"):
                 break
             await asyncio.sleep(0.1)  # the list is looked at once a second
         assert await answered(dealer, 100)
         dealer.close()
 
     asyncio.run(talk())
-    assert len([line for line in house.lines if "stays as it was" in line]) == 1
+    assert guarded.logged("stays as it was") == 1
 
 
-def test_requests_of_a_listed_actor_are_served(house: House) -> None:
+def test_requests_of_a_listed_actor_are_served(guarded: Guarded) -> None:
     async def ask() -> bool:
-        dealer = Dealer(house.ticket_server.address, "a", secure=house.key)
+        dealer = Dealer(guarded.ticket_server.address, "a", secure=guarded.key)
         while not await dealer.send(Hello("a", (), VOCAB)):
             await asyncio.sleep(0.05)
         await dealer.send(Request(1))

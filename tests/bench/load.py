@@ -1,10 +1,10 @@
-"""Load: 512 simulated actors against one learner's intake, with tickets, leases, receipts and acknowledgments.
+"""Load: 512 simulated actors against one ticket server, with tickets, leases, Receipts and acknowledgments.
 
     python tests/bench/load.py [--seconds 300] [--actors 512] [--processes 2]
 
 The actors answer each ticket at once with an encoded text group; the learner takes batches and publishes versions but
 does not train. The last line is one JSON object: groups/s, CPU of the learner's process for a group, memory at a fifth
-of the time and at the end, and what the ledger says.
+of the time and at the end, and the ticket counters.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def rss_mib() -> float:
 
 
 def learn(ticket_server: TicketServer, seconds: float, per_step: int) -> dict[str, float]:
-    """Batches for so long; the rate does not count the first tenth."""
+    """Takes batches for `seconds`; the rate leaves out the first tenth."""
     ticket_server.open()
     started = time.monotonic()
     version, counted, since, early, began = 0, 0, started, 0.0, time.process_time()

@@ -3,8 +3,8 @@
     python tests/bench/transport.py [--rounds 7] [--mib 256]
 
 One process sends, one receives, over TCP on loopback. `pronk` is an actor's `Dealer` against the learner's `Router` and
-`Reception.read`: encoded, decoded, checked, answered by Receipts as the intake sends them. `bare` is a DEALER against a
-ROUTER that move the same frames and answers each without looking at it. Both keep as many groups on their way as an
+`TicketProtocol.read`: encoded, decoded, checked, answered by Receipts as the ticket server sends them. `bare` is a
+DEALER against a ROUTER that moves the same frames and answers each unread. Both keep as many groups under way as an
 actor plays at once. The two take turns; a row holds the medians of the rounds, the last line is one JSON object.
 """
 
@@ -37,8 +37,8 @@ from shared.transport import Dealer, Router
 from shared.types import Ending, Group, Image, Receipt, Trajectory, Turn
 
 PLACEHOLDER, VOCAB = 1, 151_936
-ON_THEIR_WAY = 16
-DIFFERENT = 8  # trajectories that take turns
+UNDER_WAY = 16
+DIFFERENT = 8  # trajectories, sent in turn
 WAIT_S = 60.0
 SIZES = {  # name: (tokens, turns, images, bytes of an image)
     "74 KB": (4096, 3, 1, 20_000),  # a long answer about one diagram, as of geo3k in several turns
@@ -80,7 +80,7 @@ def groups_of(size: str) -> list[Group]:
 def send_bare(socket: zmq.Socket, messages: list[list], count: int) -> None:
     sent = answered = 0
     while answered < count:
-        while sent < count and sent - answered < ON_THEIR_WAY:
+        while sent < count and sent - answered < UNDER_WAY:
             socket.send_multipart(messages[sent % DIFFERENT], copy=False)
             sent += 1
         socket.recv_multipart()
@@ -90,7 +90,7 @@ def send_bare(socket: zmq.Socket, messages: list[list], count: int) -> None:
 async def send_pronk(dealer: Dealer, groups: list[Group], count: int) -> None:
     sent = answered = 0
     while answered < count:
-        while sent < count and sent - answered < ON_THEIR_WAY and await dealer.send(groups[sent % DIFFERENT]):
+        while sent < count and sent - answered < UNDER_WAY and await dealer.send(groups[sent % DIFFERENT]):
             sent += 1
         receipt = await dealer.receive(WAIT_S)
         if not isinstance(receipt, Receipt):
@@ -99,7 +99,7 @@ async def send_pronk(dealer: Dealer, groups: list[Group], count: int) -> None:
 
 
 async def send(bare_address: str, address: str, orders: Connection) -> None:
-    """Does each order (side, size, messages)."""
+    """Executes each order (side, size, messages)."""
     bare = zmq.Context().socket(zmq.DEALER)
     bare.connect(bare_address)
     bare.rcvtimeo = int(WAIT_S * 1000)
@@ -137,7 +137,7 @@ def receive_bare(router: zmq.Socket, count: int) -> None:
 
 
 def receive_pronk(router: Router, protocol: TicketProtocol, count: int) -> None:
-    """As the intake's thread: waits, then reads what is there."""
+    """As the ticket server's thread: waits, then reads what is there."""
     got = 0
     while got < count:
         if not router.wait(WAIT_S):
@@ -152,7 +152,7 @@ def receive_pronk(router: Router, protocol: TicketProtocol, count: int) -> None:
         protocol.confirm_all()
 
 
-def new_reception(router: Router, folder: Path) -> TicketProtocol:
+def new_protocol(router: Router, folder: Path) -> TicketProtocol:
     book = TicketBook(SeedSource(), BookSettings(group_size=1, groups_per_version=1, max_staleness=1), nonce="abcdef01")
     rules, log = TokenRules(PLACEHOLDER, (PLACEHOLDER,), VOCAB), get_logger("bench")
     return TicketProtocol(router, book, rules, Rejects(folder, log), log, run_id="bench", actor_timeout_s=WAIT_S)
@@ -165,7 +165,7 @@ def measure(
     rows = []
     for size in SIZES:
         message_bytes = sum(len(frame) for frame in encode(groups_of(size)[0]))
-        count = max(ON_THEIR_WAY, mib * 2**20 // message_bytes)
+        count = max(UNDER_WAY, mib * 2**20 // message_bytes)
         rates: dict[str, list[float]] = {"bare": [], "pronk": []}
         cpu: dict[str, list[float]] = {"bare": [], "pronk": []}
         for number in range(rounds + 1):
@@ -204,7 +204,7 @@ def main() -> None:
     child = start(target=sender, args=(bare_address, router.address, theirs), daemon=True)
     child.start()
     with tempfile.TemporaryDirectory() as folder:
-        protocol = new_reception(router, Path(folder))
+        protocol = new_protocol(router, Path(folder))
         receive_pronk(router, protocol, 1)
         assert orders.recv() == "ready"
         rows = measure(bare, router, protocol, orders, options.rounds, options.mib)

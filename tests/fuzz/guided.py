@@ -1,9 +1,9 @@
-"""The wire's decoder under mutations that coverage guides (atheris): what reaches new code is mutated further.
+"""The wire's decoder under mutations guided by coverage (atheris): a message that reaches new code is mutated further.
 
     python -m tests.fuzz.guided --messages 200000 --seed 0
 
-Starts from a valid message of each kind and changes it as `tests.fuzz` does. Anything raised beside a `WireError` ends
-it with a traceback and a file that holds the message; the last line is one JSON object.
+Starts from a valid message of each kind and changes it as `tests.fuzz` does. Any exception except `WireError` ends the
+run with a traceback and a file that holds the message; the last line is one JSON object.
 """
 
 from __future__ import annotations

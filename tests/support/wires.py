@@ -1,4 +1,4 @@
-"""Small records for tests of the wire: trajectories that keep the contract, intakes and actors on a free port."""
+"""Small records for tests of the wire: valid trajectories, ticket servers and actors on a free port."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def failed_episode(ending: Ending = Ending.ENV_ERROR, error: str = "boom") -> Tr
 
 
 def sealed(frames: Sequence[Frame]) -> list[bytes]:
-    """These frames (header, arrays, images) with the digest that is right for them, whatever they say."""
+    """These frames (header, arrays, images) with their correct digest, whatever they hold."""
     raw = [bytes(frame) for frame in frames]
     try:
         hashes = msgspec.msgpack.decode(raw[0])["images"]
