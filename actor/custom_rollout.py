@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from actor.client import EngineClient, EngineError
 from actor.env_threads import EnvThreads
 from actor.limits import EpisodeLimits
 from actor.render import Renderer
 from actor.stream import Stream
+from shared.engine_api import EngineClient, EngineError
 from shared.types import Ending, Sample, Sampling, Trajectory
 
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from actor.env_threads import EnvThreads
-from actor.http import HttpClient, HttpFailure
 from envs.base import Played, flat_metrics
+from shared.http_client import HttpFailure, JsonClient
 
 RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_S = 0.2
@@ -74,7 +74,7 @@ class HttpReward:
     def __init__(self, url: str, timeout_s: float, tries: int) -> None:
         query = urlsplit(url).query
         self._path = f"?{query}" if query else ""
-        self._http, self._timeout_s, self._tries = HttpClient(url, connections=64), timeout_s, tries
+        self._http, self._timeout_s, self._tries = JsonClient(url, connections=64), timeout_s, tries
 
     async def __call__(self, played: Played) -> float:
         body = as_json(played)

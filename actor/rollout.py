@@ -16,14 +16,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from actor.client import EngineClient, EngineError, EnginePool
 from actor.custom_rollout import Rollout, RolloutContext, play_custom
+from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, EnvTimeout
 from actor.limits import EpisodeLimits
 from actor.render import Fragment, Renderer
 from actor.rewards import BadReward, Reward, finite
 from actor.stream import Stream
 from envs.base import Info, Played
+from shared.engine_api import EngineClient, EngineError
 from shared.types import Completion, Ending, Sample, Ticket, Trajectory, Turn
 
 log = logging.getLogger("actor")

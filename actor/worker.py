@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from actor.client import EngineClient, EnginePool
+from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads
 from actor.limits import EpisodeLimits
 from actor.loop import EXIT_NO_LEARNER, EXIT_USER_ERROR, ActorSettings, run_actor
@@ -27,6 +27,7 @@ from actor.rollout import Player
 from envs.loader import load_env, load_function, load_module
 from shared.codec import TokenRules
 from shared.config import Recipe
+from shared.engine_api import EngineClient
 from shared.keys import actor_security, read_api_key
 from shared.transport import SocketSettings
 from shared.types import Sample
@@ -75,7 +76,7 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
     try:
         return EXIT_NO_LEARNER if await run_actor(settings, player.play) else 0
     finally:
-        engines.close()
+        await engines.close()
 
 
 def keep_collections_short() -> None:

@@ -15,7 +15,6 @@ import logging
 import os
 import time
 
-from actor.client import EngineError
 from launch.cli import fail, parse, take_option
 from launch.engines.commands import EngineSpec, engine_specs
 from launch.engines.gpus import claim
@@ -29,6 +28,7 @@ from launch.recording import Recording, with_own_weights
 from launch.task_samples import ready
 from shared.codec import TokenRules
 from shared.config import EngineConfig, Recipe
+from shared.engine_api import EngineError
 from shared.keys import actor_security, read_api_key
 from shared.log import get_logger
 from shared.vision import VisionSpec

@@ -28,8 +28,6 @@ from learner.plan import check_recipe
 from learner.shutdown import Shutdown, ShutdownRequested
 from learner.tickets.sources import SampleSource
 from learner.trainer import Trainer
-from learner.weights.calls import send_api_key
-from learner.weights.engine_watch import EngineWatch
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import VerifierSettings, WeightVerifier
 from shared.codec import TokenRules, decode, frames_of
@@ -66,12 +64,13 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
                 "raise --learner.total_steps or start anew with --learner.resume never"
             )
         if ranks.is_main:
-            send_api_key(read_api_key(recipe.engine.api_key_file))
             check = partial(check_group, decoder=trainer.decoder)
             coordinator = Coordinator(
                 recipe, source, held_out, token_rules(trainer), check, restored.ticket_server if restored else {}
             )
-        publisher = Publisher(trainer.policy, ranks, publish_settings(config), build_verifier(recipe, trainer, ranks))
+        verifier = build_verifier(recipe, trainer, ranks)
+        api_key = read_api_key(recipe.engine.api_key_file) if ranks.is_main else ""
+        publisher = Publisher(trainer.policy, ranks, publish_settings(config), verifier, api_key)
         saver = Saver(folder, trainer, ranks, recipe)
         with shutdown:
             result = loop(
@@ -168,7 +167,7 @@ def next_groups(
     while True:
         groups: Sequence[Group] | None = None
         if coordinator:
-            with EngineWatch(coordinator.ticket_server.engines, version, fresh=fresh) as watch:
+            with publisher.watch(coordinator.ticket_server.engines, version, fresh=fresh) as watch:
                 groups = coordinator.batch(shutdown.requested, watch.found)
         groups = broadcast_groups(groups, ranks)
         if groups or distributed.broadcast_flag(shutdown.requested.is_set(), ranks):

@@ -6,8 +6,7 @@ import random
 import pytest
 import torch
 
-from actor.client import EngineClient, EngineError
-from actor.http import HttpClient, HttpFailure
+from shared.engine_api import EngineClient, EngineError
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
 from tests.support.calibration import surprise_z
@@ -195,8 +194,8 @@ def test_top_k_and_top_p_narrow_the_choice_but_not_the_logprob(folder, spec, eng
 )
 def test_a_bad_request_is_refused_with_its_reason(engine, body, words):
     url, _ = engine
-    with pytest.raises(HttpFailure, match=words) as failure:
-        asyncio.run(HttpClient(url).request("POST", "/generate", body, timeout_s=10))
+    with pytest.raises(EngineError, match=words) as failure:
+        asyncio.run(EngineClient(url).request("POST", "/generate", body, timeout_s=10))
     assert failure.value.status == 400
 
 
@@ -217,8 +216,8 @@ def test_an_unknown_route_and_a_broken_body_are_told_apart(engine):
 
     async def status(method, path, body=None):
         try:
-            await HttpClient(url).request(method, path, body, timeout_s=10)
-        except HttpFailure as failure:
+            await EngineClient(url).request(method, path, body, timeout_s=10)
+        except EngineError as failure:
             return failure.status
         return 200
 

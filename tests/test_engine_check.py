@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from actor.client import EngineError
 from launch.engines.probe import ModelFacts
 from launch.engines.supervisor import check_router, wait_until_serving
-from learner.weights.calls import call
+from shared.engine_api import EngineError
 from shared.vision import VisionSpec
-from tests.support.engines import false_engine, says
+from tests.support.engines import call, false_engine, says
 from tests.support.tiny import running_engine
 
 MODEL = "launch/models/colour_tiny"

@@ -4,53 +4,42 @@ import asyncio
 
 import pytest
 
-from actor.client import EngineClient
-from actor.http import HttpClient, HttpFailure
+from shared.engine_api import EngineClient, EngineError
 from shared.types import Sampling
 from tests.support.engine_weights_rig import GROUP, Publisher, engine
+from tests.support.engines import ask
 from tests.support.machine import free_port
 from tests.support.tiny import running_engine
 
 __all__ = ["engine"]  # a fixture
 
+BEGIN, END, UPDATE = "/begin_weight_update", "/end_weight_update", "/update_weights_from_distributed"
+FLAT = {"load_format": "flattened_bucket", "group_name": GROUP}
+ONE = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
+NORM = {"names": ["model.language_model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]]}
 
-def test_weights_outside_an_update_are_refused(folder, engine):
-    url, _ = engine
 
+def test_weights_outside_an_update_are_refused(engine):
     async def main():
-        publisher = Publisher(url)
+        publisher = Publisher(engine[0])
         await publisher.connect()
-        body = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]], "group_name": GROUP}
-        failures = []
-        for path, extra in [
-            ("/update_weights_from_distributed", body | {"load_format": "flattened_bucket"}),
-            ("/end_weight_update", {}),
-            ("/begin_weight_update", {}),
-            ("/begin_weight_update", {}),
-            ("/update_weights_from_distributed", body),
-            ("/update_weights_from_distributed", body | {"load_format": "flattened_bucket"}),
-            ("/update_weights_from_distributed", body | {"load_format": "flattened_bucket", "group_name": "other"}),
+        for path, body, words in [
+            (UPDATE, ONE | FLAT, "between begin"),
+            (END, {}, "no update is open"),
+            (BEGIN, {}, ""),
+            (BEGIN, {}, "open already"),
+            (UPDATE, ONE, "flattened_bucket"),
+            (UPDATE, ONE | FLAT, "no parameter 'x'"),
+            (UPDATE, ONE | FLAT | {"group_name": "other"}, "no group"),
         ]:
-            try:
-                await publisher.post(path, **extra)
-                failures.append("")
-            except HttpFailure as failure:
-                assert failure.status == 400
-                failures.append(str(failure))
-        return failures
+            if not words:
+                await publisher.engine.post(path, body)
+                continue
+            with pytest.raises(EngineError, match=words) as error:
+                await publisher.engine.post(path, body)
+            assert error.value.status == 400
 
-    failures = asyncio.run(main())
-    words = [
-        "between begin",
-        "no update is open",
-        "",
-        "open already",
-        "flattened_bucket",
-        "no parameter 'x'",
-        "no group",
-    ]
-    assert all(word in failure for word, failure in zip(words, failures, strict=True)), failures
-    assert failures[2] == ""
+    asyncio.run(main())
 
 
 def test_a_publisher_that_never_sends_is_given_up(folder):
@@ -59,33 +48,27 @@ def test_a_publisher_that_never_sends_is_given_up(folder):
         async def main():
             publisher = Publisher(url)
             await publisher.connect()
-            await publisher.post("/begin_weight_update")
-            with pytest.raises(HttpFailure, match="the broadcast failed"):
-                await publisher.post(
-                    "/update_weights_from_distributed", names=["model.language_model.norm.weight"], dtypes=["float32"],
-                    shapes=[[64]], group_name=GROUP, load_format="flattened_bucket",
-                )  # fmt: skip
-            assert await EngineClient(url).healthy()
+            await publisher.engine.begin_update()
+            with pytest.raises(EngineError, match="the broadcast failed"):
+                await publisher.engine.post(UPDATE, NORM | FLAT)
+            assert await publisher.engine.healthy()
 
         asyncio.run(main())
 
 
 def test_a_group_that_nobody_hosts_is_given_up(folder):
-    with running_engine(folder, update_timeout_s=0.5) as (url, _), pytest.raises(HttpFailure, match="cannot join"):
-        asyncio.run(
-            Publisher(url).post(
-                "/init_weights_update_group", master_address="127.0.0.1", master_port=free_port(), rank_offset=1,
-                world_size=2, group_name=GROUP, backend="gloo",
-            )
-        )  # fmt: skip
+    group = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2, "backend": "gloo"}
+    with running_engine(folder, update_timeout_s=0.5) as (url, _), pytest.raises(EngineError, match="cannot join"):
+        ask(url, lambda client: client.join_group({**group, "group_name": GROUP}, 1, 20))
 
 
 def test_a_request_that_waits_too_long_is_aborted(folder):
     with running_engine(folder, request_timeout_s=0.3) as (url, _):
 
         async def main():
-            await HttpClient(url).request("POST", "/pause_generation", {"mode": "in_place"}, timeout_s=5)
-            return await EngineClient(url).generate([30], [], Sampling())
+            async with EngineClient(url) as client:
+                await client.pause("in_place")
+                return await client.generate([30], [], Sampling())
 
         assert asyncio.run(main()).finish_reason == "abort"
 

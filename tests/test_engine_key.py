@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import stat
@@ -10,18 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from actor.client import EngineClient, EngineError
 from actor.engine.server import main as engine_main
-from actor.http import HttpClient, HttpFailure
 from launch.engines.commands import engine_specs
 from launch.engines.supervisor import Engine
 from launch.processes.restarts import Restarts
-from learner.weights import calls as engine_link
 from shared.config import ConfigError, load_recipe
+from shared.engine_api import EngineError
 from shared.keys import main as keys_main
 from shared.keys import read_api_key
 from shared.types import Sampling
-from tests.support.engines import EngineProcess, engine_process
+from tests.support.engines import EngineProcess, ask, engine_process
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 
@@ -39,31 +36,18 @@ def engine(folder: Path, key_file: Path):
         yield engine
 
 
-@pytest.fixture
-def learner_key():
-    yield engine_link.send_api_key
-    engine_link.send_api_key("")
-
-
-def ask(engine: EngineProcess, api_key: str):
-    async def talk():
-        client = EngineClient(engine.url, api_key=api_key)
-        try:
-            return await client.generate([30, 31], [], Sampling(max_new_tokens=3))
-        finally:
-            client.close()
-
-    return asyncio.run(talk())
+def generate(engine: EngineProcess, api_key: str):
+    return ask(engine.url, lambda client: client.generate([30, 31], [], Sampling(max_new_tokens=3)), api_key=api_key)
 
 
 def test_an_actor_with_the_key_is_served_on_a_public_address(engine, key_file):
-    assert 1 <= len(ask(engine, read_api_key(str(key_file))).token_ids) <= 3
+    assert 1 <= len(generate(engine, read_api_key(str(key_file))).token_ids) <= 3
 
 
 @pytest.mark.parametrize("key", ["", "wrong-key-wrong-key", "k" * 43])
 def test_an_actor_without_the_key_is_told_so_in_one_line(engine, key):
     with pytest.raises(EngineError, match=r"/generate: HTTP 401: no API key, or a wrong one.*api_key_file") as caught:
-        ask(engine, key)
+        generate(engine, key)
     assert "\n" not in str(caught.value) and not (key and key in str(caught.value))
 
 
@@ -71,16 +55,11 @@ def test_no_route_but_health_answers_a_stranger(engine):
     routes = ["GET /model_info", "GET /server_info", "POST /init_weights_update_group", "POST /abort_request"]
     routes += ["POST /update_weights_from_distributed", "POST /pause_generation", "GET /flush_cache", "GET /nothing"]
 
-    async def talk():
-        client = HttpClient(engine.url)
-        for method, path in (route.split() for route in routes):
-            with pytest.raises(HttpFailure) as caught:
-                await client.request(method, path, {}, timeout_s=10)
-            assert caught.value.status == 401, path
-        await client.request("GET", "/health", timeout_s=10)
-        client.close()
-
-    asyncio.run(talk())
+    for method, path in (route.split() for route in routes):
+        with pytest.raises(EngineError) as caught:
+            ask(engine.url, lambda client, method=method, path=path: client.request(method, path, {}, timeout_s=10))
+        assert caught.value.status == 401, path
+    ask(engine.url, lambda client: client.health())
 
 
 def test_a_stranger_is_refused_before_the_body_is_read(engine):
@@ -90,12 +69,10 @@ def test_a_stranger_is_refused_before_the_body_is_read(engine):
         assert connection.recv(100).startswith(b"HTTP/1.1 401 Unauthorized")
 
 
-def test_the_learner_sends_the_key_and_says_when_it_is_wrong(engine, key_file, learner_key):
-    learner_key(read_api_key(str(key_file)))
-    assert engine_link.traits_of(engine.url, 10.0).beside_generation
-    learner_key("another-key-another")
-    with pytest.raises(engine_link.EngineError, match=r"HTTP 401.*wrong one"):
-        engine_link.traits_of(engine.url, 10.0)
+def test_the_learner_is_told_when_its_key_is_wrong(engine, key_file):
+    assert ask(engine.url, lambda client: client.traits(), api_key=read_api_key(str(key_file))).beside_generation
+    with pytest.raises(EngineError, match=r"HTTP 401.*wrong one"):
+        ask(engine.url, lambda client: client.traits(), api_key="another-key-another")
 
 
 def test_the_key_is_in_no_command_line(engine, key_file):

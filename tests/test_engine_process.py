@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from actor.client import EngineClient, EngineError, EnginePool
 from actor.engine.server import main
+from actor.engine_pool import EnginePool
+from shared.engine_api import EngineClient, EngineError
 from shared.types import Sampling
 from tests.support.machine import free_port, until
 

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper
 
-from actor.client import EngineClient
 from actor.engine.weight_loader import parse_entries, unflatten
-from actor.http import HttpClient
+from shared.engine_api import EngineClient
 from shared.types import Image, Sampling
 from tests.support.engine_weights_rig import Publisher, engine, logprobs_under, other_weights, spec, until_sampled
 from tests.support.tiny import draw_image, load_model, png
@@ -151,7 +150,7 @@ def test_torchs_own_group_constructor_meets_the_engine(folder, engine):
         publisher = Publisher(url, join)
         await publisher.connect()
         await publisher.publish(other_weights(folder), "3")
-        return await publisher.post("/get_weights_by_name", name="model.language_model.norm.weight")
+        return await publisher.engine.post("/get_weights_by_name", {"name": "model.language_model.norm.weight"})
 
     values = asyncio.run(main())
     expected = dict(other_weights(folder).named_parameters())["model.language_model.norm.weight"]
@@ -164,20 +163,20 @@ def test_pausing_stops_generation_and_continuing_resumes_it(folder, spec, engine
     url, app = engine
 
     async def main():
-        client, http = EngineClient(url), HttpClient(url)
+        client = EngineClient(url)
         banned = [*spec.banned_ids, *app.eos_ids]
         tasks = [
             asyncio.create_task(client.generate([30 + n], [], Sampling(max_new_tokens=200), banned_ids=banned))
             for n in range(3)
         ]
         await until_sampled(app, 60)
-        await http.request("POST", "/pause_generation", {"mode": mode}, timeout_s=5)
+        await client.pause(mode)
         steps = app.scheduler.steps
         late = asyncio.create_task(client.generate([40], [], Sampling(max_new_tokens=3)))
         await asyncio.sleep(0.1)
         assert app.scheduler.steps == steps and not late.done()
         assert all(task.done() == (mode == "abort") for task in tasks)
-        await http.request("POST", "/continue_generation", {}, timeout_s=5)
+        await client.resume()
         return await asyncio.gather(*tasks), await late
 
     outs, late = asyncio.run(main())

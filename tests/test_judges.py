@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from actor.client import EngineError, EnginePool
+from actor.engine_pool import EnginePool
 from actor.limits import EpisodeLimits
 from actor.rewards import FunctionReward, HttpReward
 from actor.rollout import Player
 from actor.worker import make_judge
 from envs.loader import load_function
 from shared.config import Recipe
+from shared.engine_api import EngineError
 from shared.types import Ending, Sample, Trajectory
 from tests.support.machine import LocalServer, QuietHandler
 from tests.support.rollout_rig import Counting, Scripted, completion, renderer, threads, ticket
@@ -239,7 +240,7 @@ def test_a_rollout_function_plays_the_episode_by_itself(renderer, threads, tmp_p
     ("result", "ending", "words"),
     [
         (ZeroDivisionError("oh"), Ending.ENV_ERROR, "ZeroDivisionError: oh"),
-        (EngineError("http://e: gone"), Ending.ENGINE_ERROR, "gone"),
+        (EngineError("http://e", "gone"), Ending.ENGINE_ERROR, "gone"),
         (1.0, Ending.ENV_ERROR, "returned float"),
         (None, Ending.ENV_TIMEOUT, "within 0.1 s"),
     ],

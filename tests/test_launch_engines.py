@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from actor.client import EngineError
 from launch.engines.commands import NO_WEIGHTS, EngineSpec, engine_specs, last_lines
 from launch.engines.gpus import check_apart, claim, engine_gpus, names
 from launch.engines.supervisor import Engine
 from launch.processes.children import start_family, stop_all
 from launch.processes.restarts import Restarts
 from shared.config import ConfigError, EngineConfig, load_recipe
+from shared.engine_api import EngineError
 from tests.support.machine import free_port, until
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"

@@ -17,9 +17,9 @@ from learner.images import ImageDecoder
 from learner.model.policy import load_policy
 from learner.model.sharding import shard
 from learner.trainer import Trainer
-from learner.weights.calls import call
 from shared.config import LearnerConfig
 from shared.types import Ending, Image, Trajectory, Turn
+from tests.support.engines import call
 from tests.support.episodes import random_groups, random_trajectory
 from tests.support.tiny import draw_image, load_model, moe_policy, png, reference_logits, running_engine, tiny_model_dir
 

@@ -27,10 +27,10 @@ from learner.images import ImageDecoder
 from learner.model.attention import window_lengths
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
-from learner.weights.calls import call
 from shared.config import LearnerConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec, pixel_values
+from tests.support.engines import call
 from tests.support.episodes import on_policy, random_trajectory
 from tests.support.tiny import draw_image, png, reference_logits, running_engine, tiny_model_dir, tiny_tokenizer
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from actor.engine.weight_loader import raw_bytes
-from learner.model.policy import load_policy
 from learner.weights.buckets import gathered
-from learner.weights.calls import EngineTraits, call
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.update import WeightUpdate
-from shared.vision import VisionSpec
-from shared.weight_names import checksums
+from shared.engine_messages import EngineTraits
 from tests.support.engines import (
     JoiningEngine,
+    call,
     dribbles,
     engine_process,
     false_engine,
@@ -26,47 +24,34 @@ from tests.support.engines import (
     refuses,
     talks_nonsense,
 )
+from tests.support.publishing import FAST, assert_same, held, holds, move, policy, publishing, served
 from tests.support.tiny import running_engine
-from tests.test_publisher import assert_same, held, move
 
-FAST = PublishSettings(bucket_bytes=100_000, timeout_s=2.0, call_timeout_s=2.0, health_timeout_s=1.0)
+__all__ = ["policy"]  # a fixture
 LIMIT_S = 30.0  # of a publication with these limits, on a busy machine
-
-
-@pytest.fixture(scope="module")
-def policy(folder):
-    return load_policy(str(folder), VisionSpec.load(folder))
 
 
 @pytest.fixture
 def publisher(policy, ranks):
-    publisher = Publisher(policy, ranks, FAST)
-    yield publisher
-    publisher.close()
+    with publishing(policy, ranks, replace(FAST, timeout_s=2.0, call_timeout_s=2.0, health_timeout_s=1.0)) as publisher:
+        yield publisher
 
 
 @pytest.fixture
 def always_paused(monkeypatch):
     """Engines are spoken to as those that cannot receive beside generation."""
-    monkeypatch.setattr("learner.weights.publisher.traits_of", lambda url, timeout_s: EngineTraits())
-
-
-def holds(url, policy, version):
-    """The engine at `url` says that it has this version, and its checksums are the policy's."""
-    theirs = call(url, "/weights_checker", {"action": "checksum"}, 10)["ranks"][0]["checksums"]
-    own = checksums((name, raw_bytes(tensor)) for name, tensor in gathered(policy))
-    return theirs == own and call(url, "/model_info", None, 10)["weight_version"] == str(version)
+    monkeypatch.setattr("shared.engine_api.traits_of", lambda info: EngineTraits())
 
 
 def in_mid_update(monkeypatch, action):
     """Calls `action` once, before the third bucket."""
     real, count = WeightUpdate.send, [0]
 
-    def send(self, bucket):
+    async def send(self, bucket):
         count[0] += 1
         if count[0] == 3:
             action()
-        real(self, bucket)
+        await real(self, bucket)
 
     monkeypatch.setattr(WeightUpdate, "send", send)
 
@@ -76,9 +61,8 @@ def test_an_engine_killed_in_mid_update_is_the_only_one_left_behind(folder, poli
         in_mid_update(monkeypatch, lambda: doomed.signal(signal.SIGKILL))
         move(policy, 0.01)
         started = time.monotonic()
-        metrics = publisher.publish(3, [doomed.url, good])
+        assert served(publisher.publish(3, [doomed.url, good])) == (1, 1)
         assert time.monotonic() - started < LIMIT_S
-        assert (metrics["publish/engines"], metrics["publish/dropped"]) == (1, 1)
         assert_same(app, policy)
         named = [record.getMessage() for record in caplog.records if "did not take version 3" in record.getMessage()]
         assert len(named) == 1 and doomed.url in named[0]
@@ -89,9 +73,8 @@ def test_an_engine_stopped_in_mid_update_comes_back_with_the_right_weights(folde
         in_mid_update(monkeypatch, lambda: frozen.signal(signal.SIGSTOP))
         move(policy, 0.01)
         started = time.monotonic()
-        metrics = publisher.publish(3, [frozen.url, good])
+        assert served(publisher.publish(3, [frozen.url, good])) == (1, 1)
         assert time.monotonic() - started < LIMIT_S
-        assert (metrics["publish/engines"], metrics["publish/dropped"]) == (1, 1)
         assert_same(app, policy)
         move(policy, 0.01)
         assert publisher.publish(4, [frozen.url, good])["publish/dropped"] == 1  # not even healthy
@@ -119,12 +102,12 @@ def test_an_engine_that_misses_a_bucket_keeps_its_old_weights_and_says_so(folder
         move(policy, 0.01)
         assert publisher.publish(2, [url])["publish/dropped"] == 1
         assert all(torch.equal(tensor, before[name]) for name, tensor in held(app).items())
-        assert call(url, "/model_info", None, 5)["weight_version"] == "1"
+        assert call(url, "/model_info")["weight_version"] == "1"
 
 
 def test_a_second_learner_takes_over_from_one_that_died_in_mid_update(folder, policy, publisher):
     with running_engine(folder) as (url, app):
-        call(url, "/begin_weight_update", {}, 5)
+        call(url, "/begin_weight_update", {})
         move(policy, 0.01)
         assert publisher.publish(2, [url])["publish/engines"] == 1
         assert_same(app, policy)
@@ -134,16 +117,16 @@ def test_a_second_learner_takes_over_from_one_that_died_in_mid_update(folder, po
 @pytest.mark.parametrize("route", ["/pause_generation", "/begin_weight_update", "/update_weights_from_distributed"])
 def test_a_misbehaving_engine_never_holds_the_learner(folder, policy, ranks, always_paused, route, fault):
     settings = PublishSettings(bucket_bytes=100_000, timeout_s=1.5, call_timeout_s=1.0, health_timeout_s=1.0)
-    publisher = Publisher(policy, ranks, settings)
-    with running_engine(folder, update_timeout_s=3.0) as (good, app), JoiningEngine({route: fault}) as bad:
+    with (
+        running_engine(folder, update_timeout_s=3.0) as (good, app),
+        JoiningEngine({route: fault}) as bad,
+        publishing(policy, ranks, settings) as publisher,
+    ):
         move(policy, 0.01)
         started = time.monotonic()
-        metrics = publisher.publish(6, [bad, good])
+        assert served(publisher.publish(6, [bad, good])) == (1, 1)
         assert time.monotonic() - started < LIMIT_S
-        assert (metrics["publish/engines"], metrics["publish/dropped"]) == (1, 1)
         assert_same(app, policy)
-        assert not app.scheduler.paused
-        publisher.close()
 
 
 @pytest.mark.parametrize("fault", [hangs_up, dribbles, talks_nonsense])

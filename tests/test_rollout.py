@@ -11,10 +11,11 @@ import time
 import numpy as np
 import pytest
 
-from actor.client import EngineClient, EngineError, EnginePool
+from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, EnvTimeout
 from actor.limits import EpisodeLimits
 from actor.rollout import Player
+from shared.engine_api import EngineClient, EngineError
 from shared.types import Completion, Ending, Image, Turn, VersionSpan
 from tests.support.rollout_rig import SYSTEM, Counting, Scripted, check, completion, play, renderer, threads, ticket
 from tests.support.tiny import running_engine
@@ -105,7 +106,7 @@ def test_a_prompt_that_does_not_fit_is_no_training_data(renderer, threads):
 
 
 def test_an_engine_that_fails_is_the_episodes_ending(renderer, threads):
-    trajectory, _ = play(renderer, threads, ["up", EngineError("http://scripted:1: no answer within 3 s")])
+    trajectory, _ = play(renderer, threads, ["up", EngineError("http://scripted:1", "no answer within 3 s")])
     assert trajectory.ending is Ending.ENGINE_ERROR and "no answer within 3 s" in trajectory.error
 
 

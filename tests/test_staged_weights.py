@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from launch.engines.commands import PLUGIN
-from learner.weights.calls import traits_of
-from tests.support.engines import false_engine, says
+from shared.engine_messages import traits_of
 
 sys.path.append(str(PLUGIN))
 import pronk_staged_weights as plugin
@@ -88,8 +87,8 @@ def test_the_plugin_is_found_by_its_entry_point():
         ({"internal_states": [{}]}, False),
         ({"internal_states": "?"}, False),
         ({}, False),
+        (None, False),
     ],
 )  # fmt: skip
 def test_an_engine_is_paused_unless_all_of_it_receives_beside_generation(info, beside):
-    with false_engine({"/server_info": says(info)}) as (url, _):
-        assert traits_of(url, 5.0).beside_generation is beside
+    assert traits_of(info).beside_generation is beside

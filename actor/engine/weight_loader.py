@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.weight_names import engine_name
+from shared.engine_messages import engine_name
 
 MAX_BUCKET_BYTES = 8 * 2**30
 

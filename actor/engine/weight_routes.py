@@ -17,7 +17,7 @@ from torch import Tensor
 from actor.engine.http import Handler, HttpError
 from actor.engine.scheduler import Scheduler
 from actor.engine.weight_loader import Entry, WeightLoader, broadcast, join_group, parse_entries, raw_bytes
-from shared.weight_names import checksums
+from shared.engine_messages import checksums
 
 log = logging.getLogger("engine")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import threading
 import time
-from urllib.parse import urlsplit
+
+from shared.engine_api import EngineClient, EngineError
 
 EVERY_S = 5.0
 ANSWER_S = 5.0
@@ -16,10 +17,10 @@ class HealthProbe:
 
     def __init__(self, url: str, *, first_s: float, silent_s: float) -> None:
         """`first_s`: longest time until its first answer; `silent_s`: longest time between two."""
-        self._url, self._limit_s, self._silent_s = urlsplit(url), first_s, silent_s
+        self._url, self._limit_s, self._silent_s = url, first_s, silent_s
         self._heard = time.monotonic()
         self._over = threading.Event()
-        threading.Thread(target=self._listen, name="pulse", daemon=True).start()
+        threading.Thread(target=self._ask, name="health", daemon=True).start()
 
     @property
     def missing(self) -> str:
@@ -29,18 +30,18 @@ class HealthProbe:
     def stop(self) -> None:
         self._over.set()
 
-    def _listen(self) -> None:
+    def _ask(self) -> None:
         while not self._over.wait(EVERY_S):
-            if self._answers():
+            if asyncio.run(self._answers()):
                 self._heard, self._limit_s = time.monotonic(), self._silent_s
 
-    def _answers(self) -> bool:
+    async def _answers(self) -> bool:
         """Whatever it says: an error is an answer."""
-        connection = http.client.HTTPConnection(self._url.hostname or "", self._url.port, timeout=ANSWER_S)
+        client = EngineClient(self._url)
         try:
-            connection.request("GET", "/health")
-            return bool(connection.getresponse().status)
-        except (OSError, http.client.HTTPException):
-            return False
+            await client.health(ANSWER_S)
+        except EngineError as error:
+            return error.status != 0
         finally:
-            connection.close()
+            await client.close()
+        return True

@@ -10,17 +10,16 @@ from pathlib import Path
 from PIL import Image as PILImage
 from tokenizers import Tokenizer
 
-from actor.client import EngineClient, EngineError
+from shared.engine_api import EngineClient, EngineError
 from shared.types import Image
 from shared.vision import VisionSpec
 
 PROBE = "Image 12: <answer>up, left</answer> \u00e9\u6f22<|im_end|>"
-CALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What an engine can be asked about its model. `probe_ids`: the tokens of PROBE; `picture_ids`: those of an image
+    """What an engine can be asked about its model. `probe_ids`: the tokens of PROBE; `image_ids`: those of an image
     in the compact stream."""
 
     path: str
@@ -46,17 +45,15 @@ class ModelFacts:
 async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
     """Waits until the engine answers an image. EngineError: silent for `timeout_s`, or it serves another model."""
     await client.wait_healthy(timeout_s)
-    info = await client.model_info(CALL_S)
-    if not isinstance(info, dict) or "model_path" not in info:
-        raise EngineError(f"{client.url} answers, but is no engine: /model_info says {str(info)[:80]!r}")
-    other = f"{client.url} serves another model ({info['model_path']}) than model.path = {model.path!r}"
+    info = await client.model_info()
+    other = f"serves another model ({info['model_path']}) than model.path = {model.path!r}"
     if info.get("model_type", model.model_type) != model.model_type:
-        raise EngineError(f"{other}: a {info['model_type']}, not a {model.model_type}")
+        raise EngineError(client.url, f"{other}: a {info['model_type']}, not a {model.model_type}")
     if info.get("vocab_size", model.vocab_size) != model.vocab_size:
-        raise EngineError(f"{other}: a vocabulary of {info['vocab_size']} tokens, not {model.vocab_size}")
-    ids = await _probe_tokens(client)
+        raise EngineError(client.url, f"{other}: a vocabulary of {info['vocab_size']} tokens, not {model.vocab_size}")
+    ids = await client.tokenize(PROBE)
     if ids is not None and ids != model.probe_ids:
-        raise EngineError(f"{other}: its vocabulary makes other tokens of the same text")
+        raise EngineError(client.url, f"{other}: its vocabulary makes other tokens of the same text")
     await check_answers(client, model, timeout_s)
 
 
@@ -68,13 +65,15 @@ async def check_answers(client: EngineClient, model: ModelFacts, timeout_s: floa
     expected = model.vision.num_tokens(model.vision.grid(width, height)) + 2
     if num_tokens != expected:
         raise EngineError(
-            f"{client.url} makes {num_tokens} tokens of a prompt with an image, the learner {expected}; give it "
-            "the bounds model.min_pixels and model.max_pixels, as launch/engines/commands.py does"
+            client.url,
+            f"makes {num_tokens} tokens of a prompt with an image, the learner {expected}; give it "
+            "the bounds model.min_pixels and model.max_pixels, as launch/engines/commands.py does",
         )
     if (await client.warm_up(model.image_ids, [image], timeout_s, (likeliest,)))[1] == likeliest:
         raise EngineError(
-            f"{client.url} samples a token that the request bans: it loses logit_bias (sglang-router 0.3.2 does), "
-            "and every logprob would be a little wrong; use a proxy that passes requests on as they are"
+            client.url,
+            "samples a token that the request bans: it loses logit_bias (sglang-router 0.3.2 does), "
+            "and every logprob would be a little wrong; use a proxy that passes requests on as they are",
         )
 
 
@@ -82,12 +81,3 @@ def _image(width: int, height: int) -> Image:
     buffer = io.BytesIO()
     PILImage.new("RGB", (width, height), (200, 120, 40)).save(buffer, "PNG")
     return Image.of(buffer.getvalue())
-
-
-async def _probe_tokens(client: EngineClient) -> tuple[int, ...] | None:
-    """The engine's tokens of PROBE; None from a server that has no such route."""
-    try:
-        answer = await client.call("/tokenize", {"prompt": PROBE, "add_special_tokens": False}, CALL_S)
-    except EngineError:
-        return None
-    return tuple(answer["tokens"]) if isinstance(answer, dict) and "tokens" in answer else None

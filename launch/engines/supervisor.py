@@ -7,12 +7,12 @@ import sys
 import time
 from dataclasses import dataclass
 
-from actor.client import EngineClient, EngineError
 from launch.engines.commands import EngineSpec, last_lines
 from launch.engines.health import HealthProbe
 from launch.engines.probe import ModelFacts, check_answers, check_engine
 from launch.processes.children import Child, start, start_family
 from launch.processes.restarts import Restarts, TooManyRestarts, how_it_ended
+from shared.engine_api import EngineClient, EngineError
 from shared.keys import write_secret
 from shared.log import get_logger
 
@@ -62,7 +62,7 @@ class Engine:
             pause_s = self.restarts.pause_s()
         except TooManyRestarts as error:
             print(last_lines(self.spec.log), file=sys.stderr, flush=True)
-            raise EngineError(f"{self.spec.name} {how}, {error} (engine.max_restarts)") from None
+            raise EngineError(self.spec.name, f"{how}, {error} (engine.max_restarts)") from None
         self.child, self.restart_at = None, time.monotonic() + pause_s
         LOG.warning("%s %s; starting it again in %g s; %s", self.spec.name, how, pause_s, last_lines(self.spec.log, 3))
 
@@ -82,13 +82,13 @@ def wait_until_serving(
                 for engine in engines:
                     if how := engine.how_it_ended():
                         print(last_lines(engine.spec.log), file=sys.stderr, flush=True)
-                        raise EngineError(f"{engine.spec.name} {how} while starting; its last lines are above")
+                        raise EngineError(engine.spec.name, f"{how} while starting; its last lines are above")
                 for task in tasks:
                     if task.done():
                         task.result()
         finally:
             for client in clients:
-                client.close()
+                await client.close()
 
     asyncio.run(wait())
 
@@ -105,10 +105,10 @@ def check_router(url: str, model: ModelFacts, timeout_s: float, api_key: str = "
                 try:
                     return await check_answers(client, model, timeout_s)
                 except EngineError as error:
-                    if "HTTP 503" not in str(error) or time.monotonic() > deadline:
+                    if error.status != 503 or time.monotonic() > deadline:
                         raise
                     await asyncio.sleep(0.5)  # it has not found its engines yet
         finally:
-            client.close()
+            await client.close()
 
     asyncio.run(check())

@@ -15,12 +15,13 @@ from learner.model.policy import Policy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Parameters laid end to end as bytes, without padding: `flat` uint8 [bytes]."""
+    """Parameters laid end to end as bytes, without padding: `flat` uint8 [bytes]. `last`: none follows."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     flat: Tensor
+    last: bool
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """(name, its values as they are sent, one after the other), as views where their place allows it."""
@@ -46,18 +47,19 @@ def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes
     for name, tensor in weights:
         size = tensor.numel() * dtype.itemsize
         if held and num_bytes + size > max_bytes:
-            yield _bucket(held)
+            yield _bucket(held, last=False)
             held, num_bytes = [], 0
         held.append((name, tensor.to(dtype)))
         num_bytes += size
     if held:
-        yield _bucket(held)
+        yield _bucket(held, last=True)
 
 
-def _bucket(named: list[tuple[str, Tensor]]) -> Bucket:
+def _bucket(named: list[tuple[str, Tensor]], *, last: bool) -> Bucket:
     return Bucket(
         names=tuple(name for name, _ in named),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in named),
         shapes=tuple(tuple(tensor.shape) for _, tensor in named),
         flat=torch.cat([tensor.contiguous().flatten().view(torch.uint8) for _, tensor in named]),
+        last=last,
     )

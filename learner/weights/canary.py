@@ -1,8 +1,7 @@
-"""A fixed prompt with an image, and the logprobs of fixed tokens after it: the learner's, and those of an engine."""
+"""A fixed prompt with an image, and the learner's logprobs of fixed tokens after it; an engine's must agree."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import io
 import math
@@ -21,7 +20,6 @@ from shared.types import Image
 from shared.vision import VisionSpec, expand, mrope_positions
 
 NUM_WATCHED = 16
-BAN = -100.0
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Which colour?"}, {"type": "image"}]}]
 
 
@@ -45,31 +43,6 @@ class Canary:
         if isinstance(self._policy, FSDPModule):
             self._policy.reshard()  # no backward does it
         return [float(value) for value in logprobs]
-
-    def request(self, key: str) -> dict[str, Any]:
-        """The body of /generate. The engine shares nothing that it has cached under another `key`."""
-        return {
-            "input_ids": self.token_ids,
-            "image_data": ["data:image/png;base64," + base64.b64encode(self.image.data).decode()],
-            "sampling_params": {
-                "temperature": 1.0,
-                "max_new_tokens": 1,
-                "logit_bias": {str(token): BAN for token in self._policy.banned_ids},
-            },
-            "return_logprob": True,
-            "token_ids_logprob": self.watched,
-            "extra_key": key,
-        }
-
-    def read(self, answer: Any) -> list[float]:
-        """The engine's logprobs of the watched tokens. ValueError says what is missing."""
-        meta = answer.get("meta_info") if isinstance(answer, dict) else None
-        try:
-            row = meta["output_token_ids_logprobs"][0]  # type: ignore[index]
-            found = {int(token): float(logprob) for logprob, token, *_ in row}
-            return [found[token] for token in self.watched]
-        except (TypeError, KeyError, IndexError, ValueError) as error:
-            raise ValueError("the answer has no output_token_ids_logprobs of the tokens asked for") from error
 
     def _pack(self, decoder: ImageDecoder, device: torch.device) -> Microbatch:
         spec, grid = self._policy.spec, decoder.grid(self.image)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 
-from learner.weights.calls import EngineError, call
+from learner.weights.link import EngineLink
+from shared.engine_api import EngineError, each
 from shared.log import get_logger
 from shared.types import PolicyVersion
 
@@ -20,35 +23,41 @@ class EngineWatch:
     for nobody would play until the next publication, and without episodes there is none.
     """
 
-    def __init__(self, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool = True) -> None:
-        self._engines, self._version, self._fresh = engines, version, fresh
+    def __init__(
+        self, link: EngineLink, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool = True
+    ) -> None:
+        self._link, self._engines, self._version, self._fresh = link, engines, version, fresh
         self.found = threading.Event()
-        self._url = ""
-        self._over = threading.Event()
+        self._watching: Future[None] | None = None
 
     def __enter__(self) -> EngineWatch:
-        threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
+        self._watching = self._link.start(self._watch())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self.found.is_set():
-            get_logger("publisher").info("engine %s is back; version %d goes out again", self._url, self._version)
+        assert self._watching is not None
+        self._watching.cancel()
 
-    def _watch(self) -> None:
-        while not self._over.wait(PATIENCE_S):
-            held = {url: self._held(url) for url in sorted(self._engines())}
-            others = [url for url, version in held.items() if version not in (None, str(self._version))]
-            if others and (self._fresh or str(self._version) not in held.values()):
-                self._url = others[0]
+    async def _watch(self) -> None:
+        wanted = str(self._version)
+        while True:
+            await asyncio.sleep(PATIENCE_S)
+            held = await self._versions()
+            others = [url for url, version in held.items() if version != wanted]
+            if others and (self._fresh or wanted not in held.values()):
+                get_logger("publisher").info("engine %s is back; version %s goes out again", others[0], wanted)
                 self.found.set()
                 return
 
-    def _held(self, url: str) -> str | None:
-        """None for an engine that does not answer: it cannot be helped now."""
-        try:
-            info = call(url, "/model_info", None, CALL_S)
-        except EngineError:
-            return None
-        version = info.get("weight_version") if isinstance(info, dict) else None
-        return None if version is None else str(version)
+    async def _versions(self) -> dict[str, str]:
+        """Of the engines that answer and say one; the others cannot be helped now."""
+        clients = []
+        for url in sorted(self._engines()):
+            try:
+                clients.append(self._link.client(url))
+            except EngineError:
+                continue  # a publication names it
+        answers = await each(clients, lambda engine: engine.weight_version(CALL_S))
+        return {
+            url: str(held) for url, held in answers.items() if held is not None and not isinstance(held, EngineError)
+        }

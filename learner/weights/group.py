@@ -1,120 +1,200 @@
-"""Who is in the weight group, and what all of it does at once: join, broadcast. Whoever is at fault is named."""
+"""The process group that weights travel over: rank 0 of the learner, and every rank of the engines."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import partial
+import socket
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
-from learner.weights.calls import EngineError, EngineTraits, WeightGroup, call, each, failures, own_address, start
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from learner.weights.link import in_thread
+from shared.engine_api import EngineClient, EngineError, each
+from shared.engine_messages import EngineTraits
 from shared.log import get_logger
 
 LAST_WORD_S = 2.0  # for the answers of those that waited for another
+Members = Mapping[EngineClient, EngineTraits]
 
 
 class EnginesFailed(Exception):
     """Engines at fault, with reasons."""
 
-    def __init__(self, reasons: dict[str, str]) -> None:
-        super().__init__("; ".join(f"{url}: {reason}" for url, reason in reasons.items()))
-        self.reasons = reasons
+    def __init__(self, reasons: Mapping[str, EngineError | str]) -> None:
+        self.reasons = {url: why if isinstance(why, str) else why.reason for url, why in reasons.items()}
+        super().__init__("; ".join(f"{url}: {reason}" for url, reason in self.reasons.items()))
+
+
+class WeightGroup:
+    """Rank 0 of a process group beside the default one; engines are ranks 1, 2, ... Its methods block.
+
+    The store's keys are those that torch's own group constructor uses, so the other end may be built by that.
+    """
+
+    def __init__(self, name: str, world_size: int, backend: str, timeout_s: float) -> None:
+        """Only opens the store; `connect` waits for the engines."""
+        self.name, self.world_size, self.backend, self.timeout_s = name, world_size, backend, timeout_s
+        timeout = timedelta(seconds=timeout_s)
+        tcp = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        self.port = tcp.port
+        self._tcp: Any = tcp
+        self._group: Any = None
+
+    def connect(self) -> None:
+        """Returns when all engines have joined. RuntimeError after the time limit."""
+        timeout = timedelta(seconds=self.timeout_s)
+        device = {"gloo": "cpu", "nccl": "cuda"}[self.backend]
+        inner = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._tcp))
+        store = dist.PrefixStore(f"{device}/", inner)
+        store.set_timeout(timeout)
+        try:
+            if self.backend == "gloo":
+                self._group = dist.ProcessGroupGloo(store, 0, self.world_size, timeout)
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
+        finally:
+            del store, inner  # a traceback must not keep the store open: engines wait on it
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """To all engines. RuntimeError after the time limit, or when an engine is gone."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        work = self._group.broadcast([tensor], options)
+        if not work.wait(timedelta(seconds=self.timeout_s)):
+            raise RuntimeError(f"the broadcast took longer than {self.timeout_s:g} s")
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+
+    def abort(self) -> None:
+        """Breaks the connections and the store, so that nobody waits for what will not come."""
+        self._tcp = None
+        if self._group is not None:
+            self._group.abort()
 
 
 class WeightGroupManager:
-    """The process group of rank 0 and the engines; built anew whenever they change or anything in it failed."""
+    """Keeps the group of rank 0 and the engines; builds it anew whenever they change or anything in it failed."""
 
     def __init__(self, backend: str, timeout_s: float) -> None:
         self.backend, self.timeout_s = backend, timeout_s
         self._log = get_logger("publisher")
-        self._members: tuple[str, ...] = ()
+        self._members: tuple[EngineClient, ...] = ()
         self._group: WeightGroup | None = None
         self._generation = 0
         self._nonce = os.urandom(4).hex()  # an engine may still hold the groups of a learner that was killed
 
-    def group_of(self, members: Mapping[str, EngineTraits]) -> WeightGroup:
-        """The group with exactly these engines. Failures names who did not join."""
+    @property
+    def call_timeout_s(self) -> float:
+        """Of an engine's part in what all do at once: longer than rank 0's own, so that rank 0 gives up first."""
+        return self.timeout_s + 2 * LAST_WORD_S
+
+    async def group_of(self, members: Members) -> WeightGroup:
+        """The group with exactly these engines. EnginesFailed names who did not join."""
         if self._group is not None and self._members == tuple(members):
             return self._group
-        self.shutdown()
+        await self.shutdown()
         self._generation += 1
         size = 1 + sum(traits.num_ranks for traits in members.values())
         group = WeightGroup(f"pronk_weights_{self._nonce}_{self._generation}", size, self.backend, self.timeout_s)
         self._members, self._group = tuple(members), group
-        joins: dict[str, Callable[[], Any]] = {}
-        rank = 1
-        for url, traits in members.items():
-            body = {
-                "master_address": own_address(url),
-                "master_port": group.port,
-                "rank_offset": rank,
-                "world_size": size,
-                "group_name": group.name,
-                "backend": self.backend,
-            }
-            joins[url] = partial(post, url, "/init_weights_update_group", body, self.timeout_s + 2 * LAST_WORD_S)
+        calls, rank = {}, 1
+        for engine, traits in members.items():
+            calls[engine] = self._join(engine, rank)
             rank += traits.num_ranks
-        self.together("join the group", joins, group.connect)
+        await self.together("join the group", calls, group.connect)
         return group
 
-    def shutdown(self) -> None:
+    async def _join(self, engine: EngineClient, rank: int) -> None:
+        assert self._group is not None
+        body = {
+            "master_address": await own_address(engine.url),
+            "master_port": self._group.port,
+            "world_size": self._group.world_size,
+            "group_name": self._group.name,
+            "backend": self.backend,
+        }
+        await engine.join_group(body, rank, self.call_timeout_s)
+
+    async def shutdown(self) -> None:
         group, members = self._group, self._members
         self._group, self._members = None, ()
         if group is None:
             return
         group.abort()
-        body = {"group_name": group.name}
-        left = each(members, lambda url: call(url, "/destroy_weights_update_group", body, 5.0), 6.0)
-        for url, reason in failures(left).items():
-            self._log.debug("%s left the group: %s", url, reason)
+        for url, result in (await each(members, lambda engine: engine.leave_group(group.name, 5.0))).items():
+            if isinstance(result, EngineError):
+                self._log.debug("%s left the group: %s", url, result.reason)
 
-    def together(self, what: str, calls: Mapping[str, Callable[[], Any]], own: Callable[[], None]) -> None:
-        """Runs each engine's call and rank 0's own part at once; Failures, naming who is at fault, if any fails.
+    async def together(
+        self, what: str, calls: Mapping[EngineClient, Coroutine[Any, Any, None]], own: Callable[[], None]
+    ) -> None:
+        """Runs each engine's call and rank 0's own part at once; EnginesFailed, naming who is at fault, if any fails.
 
-        The group is not used again after that: it is broken up, which makes those answer who waited for another.
+        After a failure the group is broken up, which makes those answer who waited for another. At fault are, in this
+        order: engines whose connection broke or that do not answer /health now; where rank 0's own part failed, those
+        that stay silent all the same; those that refused while the group was whole.
         """
+        tasks = {asyncio.create_task(call): engine for engine, call in calls.items()}
+        mine = asyncio.create_task(in_thread(own))
+        await asyncio.wait({*tasks, mine}, timeout=self.timeout_s + 1.0, return_when=asyncio.FIRST_EXCEPTION)
+        refused = _errors(tasks)  # while the group was whole
+        own_failed = isinstance(mine.exception(), RuntimeError) if mine.done() else not refused
+        if mine.done() and not own_failed:
+            mine.result()
+            if all(task.done() for task in tasks) and not refused:
+                return
         assert self._group is not None
-        futures: dict[Future[Any], str] = {start(function): url for url, function in calls.items()}
-        futures[start(own)] = ""
-        started = time.monotonic()
-        deadline = started + self.timeout_s + 1.0
-        pending = set(futures)
-        while pending:
-            done, pending = wait(pending, timeout=max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)
-            errors = {futures[f]: error for f in done if (error := f.exception()) is not None}
-            for error in errors.values():
-                if not isinstance(error, EngineError | RuntimeError):
-                    raise error
-            if not errors and done:
-                continue
-            refused = {url: error.reason for url, error in errors.items() if isinstance(error, EngineError)}
-            early = time.monotonic() - started < 0.8 * self.timeout_s and "" not in errors
-            self._group.abort()
-            if not early:
-                wait(pending, timeout=LAST_WORD_S)
-            at_fault = self._unreachable({f: url for f, url in futures.items() if not early or f.done()})
-            at_fault = at_fault or refused or dict.fromkeys(calls, f"failed to {what}")
-            self._log.warning("could not %s: %s", what, ", ".join(at_fault))
-            self.shutdown()
-            raise EnginesFailed(at_fault)
-
-    def _unreachable(self, futures: Mapping[Future[Any], str]) -> dict[str, str]:
-        """Who is silent or gone, now that nobody waits for another any more."""
-        found = {}
-        for future, url in futures.items():
-            error = future.exception() if future.done() else None
-            if url and not future.done():
-                found[url] = f"not heard of within {self.timeout_s:g} s"
-            elif isinstance(error, EngineError) and error.status == 0:
-                found[url] = error.reason
-        return found
+        self._group.abort()
+        await asyncio.wait(tasks, timeout=LAST_WORD_S)
+        errors = _errors(tasks)
+        silent = {engine.url: "gave no answer in time" for task, engine in tasks.items() if not task.done()}
+        for task in (*tasks, mine):
+            task.cancel()
+        gone = await _gone(calls, errors)
+        at_fault: Mapping[str, EngineError | str] = gone or (silent if own_failed else refused) or refused or silent
+        at_fault = at_fault or {engine.url: f"failed to {what}" for engine in calls}
+        self._log.warning("could not %s: %s", what, ", ".join(at_fault))
+        await self.shutdown()
+        raise EnginesFailed(at_fault)
 
 
-def post(url: str, path: str, body: dict[str, Any], timeout_s: float) -> Any:
-    """As `call`; some servers answer 200 and say in the body that they failed."""
-    answer = call(url, path, body, timeout_s)
-    if isinstance(answer, dict) and answer.get("success") is False:
-        raise EngineError(url, f"{path} failed: {str(answer.get('message'))[:300]}", 400)
-    return answer
+def _errors(tasks: Mapping[asyncio.Task[None], EngineClient]) -> dict[str, EngineError]:
+    """Of the calls that have failed by now."""
+    found = {}
+    for task, engine in tasks.items():
+        if task.done() and (error := task.exception()):
+            if not isinstance(error, EngineError):
+                raise error
+            found[engine.url] = error
+    return found
+
+
+async def _gone(engines: Iterable[EngineClient], errors: Mapping[str, EngineError]) -> dict[str, EngineError]:
+    """Engines whose connection broke, and those without an error that do not answer /health now."""
+    asked = [engine for engine in engines if engine.url not in errors]
+    found = await each(asked, lambda engine: engine.health(LAST_WORD_S))
+    unwell = {url: answer for url, answer in found.items() if isinstance(answer, EngineError)}
+    return unwell | {url: error for url, error in errors.items() if error.status == 0}
+
+
+async def own_address(url: str) -> str:
+    """The address of this machine that the engine at `url` can reach. EngineError for a host that has none."""
+
+    def ask() -> str:
+        host = urlsplit(url).hostname or ""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+            probe.connect((socket.gethostbyname(host), 9))
+            return str(probe.getsockname()[0])
+
+    try:
+        return await in_thread(ask)
+    except (OSError, UnicodeError) as error:
+        raise EngineError(url, f"its host has no address: {error}", sent=False) from None

@@ -1,30 +1,35 @@
-"""New weights to all engines: gathered bucket by bucket, broadcast, and confirmed; a failing engine is left behind.
+"""New weights to all engines: gathered bucket by bucket, broadcast, and confirmed; a failing engine is left out.
 
     rank 0                                   engine
     (group, once) init_weights_update_group ─▶ joins as rank 1, 2, ... (one for each of its tensor-parallel ranks)
     pause_generation, begin_weight_update ───▶ requests and KV stay
     per bucket: update_weights_from_distributed + broadcast, while the next one is gathered
     end_weight_update, continue_generation ──▶ generates with the new version
-    weights_checker, generate ───────────────▶ proof that it does (`learner.weights.verify`)
+    weights_checker, generate ───────────────▶ shows that it does (`learner.weights.verify`)
 
 Every rank gathers; only rank 0 talks. An HTTP error or silence on either side ends the pass: the engine at fault is
 named and left out, the others get the weights in another pass, and the next publication tries it again.
+
+    Publisher (the learner's thread) ─▶ WeightUpdate ─▶ WeightGroupManager, EngineClient (the thread of EngineLink)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 
 from learner.distributed import Ranks, broadcast_flag
 from learner.model.policy import Policy
 from learner.weights.buckets import buckets, gathered
-from learner.weights.calls import EngineTraits, each, failures, traits_of
-from learner.weights.group import WeightGroupManager
+from learner.weights.engine_watch import EngineWatch
+from learner.weights.group import Members, WeightGroupManager
+from learner.weights.link import EngineLink
 from learner.weights.update import Seconds, UpdateSettings, WeightUpdate
 from learner.weights.verify import WeightVerifier
+from shared.engine_api import EngineClient, EngineError, each
+from shared.engine_messages import EngineTraits
 from shared.log import get_logger
 from shared.types import PolicyVersion
 
@@ -57,8 +62,10 @@ class Publisher:
         ranks: Ranks,
         settings: PublishSettings = PublishSettings(),
         verifier: WeightVerifier | None = None,
+        api_key: str = "",
     ) -> None:
         self.policy, self.ranks, self.settings, self.verifier = policy, ranks, settings, verifier
+        self._link = EngineLink(api_key)
         self._log = get_logger("publisher")
         self._manager = WeightGroupManager(settings.backend, settings.timeout_s)
         self._served_at: float | None = None  # when an engine last took weights
@@ -71,15 +78,14 @@ class Publisher:
         one holds other weights than it was given.
         """
         started = time.monotonic()
-        dropped: dict[str, str] = {}
-        members = self._healthy(engines, dropped) if self.ranks.is_main else {}
+        members, dropped = self._healthy(engines) if self.ranks.is_main else ({}, {})
         num_bytes, seconds = 0, Seconds()
         verifier = self.verifier if self.verifier and self.verifier.due() else None
         while True:
             done = self._one_pass(version, members, seconds, verifier)
             dropped |= done.failed
             num_bytes += done.num_bytes
-            members = {url: traits for url, traits in members.items() if url not in done.failed}
+            members = {engine: traits for engine, traits in members.items() if engine.url not in done.failed}
             if not broadcast_flag(bool(done.failed) and bool(members), self.ranks):
                 break
         for url, reason in dropped.items():
@@ -88,7 +94,7 @@ class Publisher:
         proven: dict[str, float] = {}
         if verifier and broadcast_flag(bool(members), self.ranks):
             with seconds.of("proof"):
-                proven = verifier.check(version, members)
+                proven = verifier.check(version, members, self._link)
         return proven | {
             "publish/seconds": time.monotonic() - started,
             **{f"publish/{name}_s": value for name, value in seconds.values.items()},
@@ -97,22 +103,24 @@ class Publisher:
             "publish/dropped": float(len(dropped)),
         }
 
+    def watch(
+        self, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool = True
+    ) -> EngineWatch:
+        """While entered, looks for engines that come back without `version`."""
+        return EngineWatch(self._link, engines, version, fresh=fresh)
+
     def close(self) -> None:
-        """Leaves the group; engines that are gone are no error."""
-        self._manager.shutdown()
+        """Leaves the group; engines that are gone are no error. Nothing is published after this."""
+        self._link.run(self._manager.shutdown())
+        self._link.close()
 
     def _one_pass(
-        self,
-        version: PolicyVersion,
-        members: dict[str, EngineTraits],
-        seconds: Seconds,
-        verifier: WeightVerifier | None,
+        self, version: PolicyVersion, members: Members, seconds: Seconds, verifier: WeightVerifier | None
     ) -> _Pass:
         """Every rank walks all buckets, whatever happens to the engines."""
-        update: WeightUpdate | None = None
-        if members:
-            settings = UpdateSettings(self.settings.call_timeout_s, self.settings.pause_mode)
-            update = WeightUpdate(self._manager, members, version, settings, seconds)
+        settings = UpdateSettings(self.settings.call_timeout_s, self.settings.pause_mode)
+        update = WeightUpdate(self._manager, members, version, settings, seconds) if members else None
+        in_flight: Future[None] | None = None
         num_bytes = 0
         walk = buckets(gathered(self.policy), self.policy.dtype, self.settings.bucket_bytes)
         while True:
@@ -120,23 +128,42 @@ class Publisher:
                 bucket = next(walk, None)
             if bucket is None:
                 break
-            if update and num_bytes == 0 and update.working:
-                update.begin()  # no earlier: the engines generate while the first bucket is gathered
-            if update and update.working:
-                update.send(bucket)
+            if update is None:
+                continue
+            if in_flight is None:  # no earlier: the engines generate while the first bucket is gathered
+                self._link.run(update.begin())
+            else:
+                in_flight.result()  # the next bucket was gathered meanwhile
+            in_flight = self._link.start(update.send(bucket))
+            if update.working:
+                num_bytes += bucket.flat.numel()
                 if verifier:
                     verifier.keep(bucket)
-                num_bytes += bucket.flat.numel()
-        if update is None:
+        if update is None or in_flight is None:
             return _Pass()
-        update.end()
+        in_flight.result()
+        self._link.run(update.end())
         return _Pass(num_bytes, update.failed)
 
-    def _healthy(self, engines: Collection[str], dropped: dict[str, str]) -> dict[str, EngineTraits]:
+    def _healthy(self, engines: Collection[str]) -> tuple[dict[EngineClient, EngineTraits], dict[str, str]]:
+        """Those that can be sent weights, and why the others cannot."""
+        clients: list[EngineClient] = []
+        dropped: dict[str, str] = {}
+        for url in sorted(engines):
+            try:
+                clients.append(self._link.client(url))
+            except EngineError as error:
+                dropped[url] = error.reason
         limit = self.settings.health_timeout_s
-        found = each(sorted(engines), partial(traits_of, timeout_s=limit), 2 * limit + 1)
-        dropped |= failures(found)
-        return {url: traits for url, traits in found.items() if isinstance(traits, EngineTraits)}
+        found = self._link.run(each(clients, lambda engine: engine.traits(limit)))
+        members: dict[EngineClient, EngineTraits] = {}
+        for client in clients:
+            answer = found[client.url]
+            if isinstance(answer, EngineError):
+                dropped[client.url] = answer.reason
+            else:
+                members[client] = answer
+        return members, dropped
 
     def _check_somebody_is_served(self, served: bool, dropped: dict[str, str]) -> None:
         now = time.monotonic()

@@ -1,14 +1,14 @@
-"""Proof that engines hold what they were given: checksums of sampled parameters, and a canary prompt's logprobs.
+"""Checks that engines hold what they were given: checksums of sampled parameters, and a canary prompt's logprobs.
 
 One part of the model (a decoder layer, a vision block, or the rest) is sampled at a time, so that all of it is covered
-in as many proofs as it has parts. The canary runs while the engine generates; every rank takes part in the learner's
+in as many checks as it has parts. The canary runs while the engine generates; every rank takes part in the learner's
 side of it.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +17,13 @@ from torch import Tensor
 from learner.distributed import Ranks, broadcast_flag
 from learner.model.policy import Policy
 from learner.weights.buckets import Bucket
-from learner.weights.calls import EngineError, EngineTraits, call, each, failures, start
 from learner.weights.canary import Canary, gap
+from learner.weights.group import Members
+from learner.weights.link import EngineLink
+from shared.engine_api import EngineClient, EngineError, each
+from shared.engine_messages import EngineTraits, all_but, checksums, part_of
 from shared.log import get_logger
 from shared.types import PolicyVersion
-from shared.weight_names import all_but, checksums, part_of
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # logits of 16 to 32 are 0.125 apart in bfloat16
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
@@ -41,8 +43,8 @@ class VerifierSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What one engine said. `checksums` is None if it has none to tell."""
+class EngineWeights:
+    """What one engine said of its weights. `checksums` is None if it has none to tell."""
 
     logprobs: list[float]
     version: str | None
@@ -67,7 +69,7 @@ class WeightVerifier:
         self._run = uuid.uuid4().hex
 
     def due(self) -> bool:
-        """Whether this publication is one to prove. Call it once for each."""
+        """Whether this publication is one to check. Call it once for each."""
         self._publications += 1
         return (self._publications - 1) % self.settings.every == 0
 
@@ -83,31 +85,24 @@ class WeightVerifier:
             if part_of(name) == self.part and not padded:
                 self._kept[name] = values.clone()
 
-    def check(self, version: PolicyVersion, members: Mapping[str, EngineTraits]) -> dict[str, float]:
+    def check(self, version: PolicyVersion, members: Members, link: EngineLink) -> dict[str, float]:
         """Metrics. WrongWeights, on every rank, if an engine holds other weights; one that is silent is counted."""
-        limit = self.settings.timeout_s
         key = f"canary-{self._run}-{self._publications}"
-
-        def ask(url: str) -> Finding:
-            return self._ask(url, key, checksums_too=members[url].tells_checksums)
-
-        asked = start(each, members, ask, 2 * limit + 1)
+        asked = link.start(each(members, lambda engine: self._ask(engine, key, members[engine])))
         own = self.canary.expected()
-        found = asked.result()
-        wrong, gaps, skipped = dict[str, str](), [0.0], 0
-        for url, finding in found.items():
-            if isinstance(finding, Finding):
-                gaps.append(gap(own, finding.logprobs))
-                reason = self._canary_fault(finding, gaps[-1], version)
-                different, missing = self._compare(finding.checksums)
-                skipped += missing
-                if different:
-                    reason = f"holds other values of {', '.join(different[:3])} than it was sent"
-                if reason:
-                    wrong[url] = reason
-        silent = failures(found)
-        for url, why in silent.items():
-            self._log.warning("engine %s gave no proof of version %d: %s", url, version, why)
+        wrong, gaps, skipped, num_unverified = dict[str, str](), [0.0], 0, 0
+        for url, answer in asked.result().items():
+            if isinstance(answer, EngineError):
+                num_unverified += 1
+                self._log.warning("engine %s did not confirm version %d: %s", url, version, answer.reason)
+                continue
+            gaps.append(gap(own, answer.logprobs))
+            different, missing = self._compare(answer.checksums)
+            skipped += missing
+            if different:
+                wrong[url] = f"holds other values of {', '.join(different[:3])} than it was sent"
+            elif reason := self._canary_fault(answer, gaps[-1], version):
+                wrong[url] = reason
         self._turn += 1
         self._kept.clear()
         if broadcast_flag(bool(wrong), self._ranks):
@@ -119,33 +114,28 @@ class WeightVerifier:
             "publish/canary_gap": max(gaps),
             "publish/checksum_gap": 0.0,  # parameters that differ; any other number has stopped the run
             "publish/checksum_skipped": float(skipped),
-            "publish/unproven": float(len(silent)),
+            "publish/unproven": float(num_unverified),
         }
 
     # ------------------------------------------------------------------ what it is made of
 
-    def _ask(self, url: str, key: str, *, checksums_too: bool) -> Finding:
-        answer = call(url, "/generate", self.canary.request(key), self.settings.timeout_s)
-        try:
-            logprobs = self.canary.read(answer)
-        except ValueError as error:
-            raise EngineError(url, str(error)) from error
-        version = answer["meta_info"].get("weight_version")
-        sums = self._ask_checksums(url) if checksums_too else None
-        return Finding(logprobs, None if version is None else str(version), sums)
+    async def _ask(self, engine: EngineClient, key: str, traits: EngineTraits) -> EngineWeights:
+        canary, limit = self.canary, self.settings.timeout_s
+        banned = self._policy.banned_ids
+        logprobs, version = await engine.next_logprobs(
+            canary.token_ids, [canary.image], canary.watched, banned, key, limit
+        )
+        checksums = None
+        if traits.tells_checksums:
+            try:
+                checksums = await engine.checksums(all_but(self.part, self._names), limit)
+            except EngineError as error:
+                self._log.debug("%s tells no checksums: %s", engine.url, error.reason)
+        return EngineWeights(logprobs, version, checksums)
 
-    def _ask_checksums(self, url: str) -> dict[str, str] | None:
-        body = {"action": "checksum", "skip_tensor_list": all_but(self.part, self._names)}
-        try:
-            ranks = call(url, "/weights_checker", body, self.settings.timeout_s)["ranks"]
-            return dict(ranks[0]["checksums"]) if len(ranks) == 1 else None  # a sharded engine holds no whole ones
-        except (EngineError, TypeError, KeyError, ValueError) as error:
-            self._log.debug("%s tells no checksums: %s", url, error)
-            return None
-
-    def _canary_fault(self, finding: Finding, value: float, version: PolicyVersion) -> str:
-        if finding.version not in (None, str(version)):
-            return f"says that its weights are version {finding.version}"
+    def _canary_fault(self, answer: EngineWeights, value: float, version: PolicyVersion) -> str:
+        if answer.version not in (None, str(version)):
+            return f"says that its weights are version {answer.version}"
         if value > self.tolerance:
             return (
                 f"the canary prompt's logprobs are {value:.3g} off the learner's in the mean, above "

@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from transformers import AutoTokenizer
 
-from actor.client import EngineClient, EngineError, request_body
 from actor.render import Fragment, Renderer
 from envs.loader import load_env
 from launch.actors import check, engine_of
@@ -29,6 +28,8 @@ from launch.engines.supervisor import wait_until_serving
 from launch.processes.children import stop_all
 from launch.task_samples import held_out_samples, ready
 from shared.config import Recipe
+from shared.engine_api import EngineClient, EngineError
+from shared.engine_messages import generate_body
 from shared.types import Sampling
 from shared.vision import VisionSpec
 from tests.support.machine import free_port
@@ -87,7 +88,7 @@ def prompts(recipe: Recipe, vision: VisionSpec) -> list[dict[str, Any]]:
 
     banned = (*vision.banned_ids, renderer.end_id)
     starts = [start(sample) for sample in held_out_samples(recipe)]
-    return [request_body(f.token_ids, f.images, Sampling(), banned, (), NEW_TOKENS, None) for f in starts]
+    return [generate_body(f.token_ids, f.images, Sampling(), banned, max_new_tokens=NEW_TOKENS) for f in starts]
 
 
 async def measure(url: str, bodies: Iterator[dict[str, Any]], at_once: int, seconds: float) -> dict[str, float]:
@@ -99,7 +100,7 @@ async def measure(url: str, bodies: Iterator[dict[str, Any]], at_once: int, seco
     async def ask() -> None:
         nonlocal num_requests, num_tokens
         while time.monotonic() - began < seconds:
-            answer = await client.call("/generate", next(bodies), 300.0)
+            answer = await client.post("/generate", next(bodies), 300.0)
             num_requests += 1
             num_tokens += answer["meta_info"]["completion_tokens"]
 
@@ -108,7 +109,7 @@ async def measure(url: str, bodies: Iterator[dict[str, Any]], at_once: int, seco
             for _ in range(at_once):
                 tasks.create_task(ask())
     finally:
-        client.close()
+        await client.close()
     took = time.monotonic() - began
     return {"requests_per_s": round(num_requests / took, 1), "tokens_per_s": round(num_tokens / took, 1)}
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from transformers import AutoTokenizer
 
-from actor.client import EngineClient, EnginePool
+from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads
 from actor.limits import EpisodeLimits
 from actor.render import Renderer
@@ -33,6 +33,7 @@ from envs.boards.render import png
 from envs.boards.solver import search
 from envs.math_reward import grade
 from envs.sokoban import build_env, random_response
+from shared.engine_api import EngineClient
 from shared.types import Completion, Sample, Sampling, Ticket, VersionSpan
 from shared.vision import VisionSpec
 

@@ -35,12 +35,12 @@ from learner import distributed
 from learner.distributed import Ranks
 from learner.model.policy import Policy, load_policy
 from learner.weights.buckets import buckets, gathered
-from learner.weights.calls import WeightGroup, call
+from learner.weights.group import WeightGroup
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import WeightVerifier
 from shared.config import ConfigError
 from shared.vision import VisionSpec
-from tests.support.engines import engine_process, sglang_process
+from tests.support.engines import call, engine_process, sglang_process
 
 SIZES = {"tiny": {"hidden": 128, "layers": 4}, "large": {"hidden": 768, "layers": 7}}
 PARTS = ("seconds", "gather_s", "broadcast_s", "load_s", "pause_s", "proof_s")

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from actor.client import EngineClient
 from launch.engines.probe import ModelFacts
+from shared.engine_api import EngineClient
 from shared.types import Image, Sampling
 from tests.support.sglang_rig import ENDS, gap, move, player_of, surprise, tickets, vision_of
 from tests.support.tiny import draw_image, png
@@ -23,7 +23,7 @@ def play(recipe, urls, count, version, temperature=1.0, top_p=1.0):
                 *(player.play(ticket) for ticket in tickets(recipe, count, version, temperature, top_p))
             )
         finally:
-            player.engines.close()
+            await player.engines.close()
 
     return asyncio.run(main())
 
@@ -79,7 +79,7 @@ def ask(recipe, url, use):
         try:
             return await use(client, [*facts.image_ids, 30, 31])
         finally:
-            client.close()
+            await client.close()
 
     return asyncio.run(main())
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from actor.client import EngineClient
 from learner.weights import publisher as publisher_module
+from shared.engine_api import EngineClient
 from shared.types import Ending
 from tests.support.sglang_rig import gap, move, player_of, tickets
 
@@ -24,7 +24,7 @@ def answers(url):
         try:
             return await client.healthy(5.0)
         finally:
-            client.close()
+            await client.close()
 
     return asyncio.run(main())
 
@@ -35,7 +35,7 @@ def play_one(recipe, url, version):
         try:
             return await player.play(tickets(recipe, 1, version)[0])
         finally:
-            player.engines.close()
+            await player.engines.close()
 
     return asyncio.run(main())
 
@@ -65,7 +65,7 @@ def test_a_server_killed_in_mid_episode_is_named_and_comes_back(servers, recipe,
             os.kill(pid, signal.SIGKILL)
             return await asyncio.gather(*games), await player.play(tickets(recipe, 1, 30)[0])
         finally:
-            player.engines.close()
+            await player.engines.close()
 
     episodes, later = asyncio.run(main())
     lost = [episode for episode in episodes if episode.ending is Ending.ENGINE_ERROR]

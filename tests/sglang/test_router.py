@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from actor.client import EngineError
 from launch.engines.commands import STAND_INS, sglang_python
 from launch.engines.probe import ModelFacts
 from launch.engines.supervisor import check_router
 from launch.processes.children import cpu_env
+from shared.engine_api import EngineError
 from tests.support.engines import wait_healthy
 from tests.support.machine import free_port
 from tests.support.sglang_rig import gap, player_of, tickets, vision_of
@@ -70,7 +70,7 @@ def test_episodes_play_through_a_proxy_on_the_weights_that_each_engine_was_given
         try:
             return await asyncio.gather(*(player.play(ticket) for ticket in tickets(recipe, 8, 60)))
         finally:
-            player.engines.close()
+            await player.engines.close()
             server.close()
 
     episodes = asyncio.run(play())

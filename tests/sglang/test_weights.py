@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from actor.client import EngineClient
 from launch.engines.probe import ModelFacts
 from learner.model.policy import load_policy
-from learner.weights.calls import EngineError, call, traits_of
 from learner.weights.publisher import Publisher, PublishSettings
+from shared.engine_api import EngineClient, EngineError
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec, expand, mrope_positions, patchify, pixel_values
+from tests.support.engines import ask, call
 from tests.support.sglang_rig import ENDS, MODEL, move, vision_of
 from tests.support.tiny import draw_image, load_model, png, reference_logits
 
@@ -48,11 +48,11 @@ async def generate(url, prompt, num_tokens, meanwhile=None):
             await asyncio.to_thread(meanwhile)
         return await task
     finally:
-        client.close()
+        await client.close()
 
 
 async def running(client):
-    loads = await client._call("GET", "/v1/loads", None, 10.0)
+    loads = await client.request("GET", "/v1/loads", timeout_s=10.0)
     return any(load["num_running_reqs"] for load in loads["loads"])
 
 
@@ -101,7 +101,7 @@ def test_an_update_in_the_middle_of_a_request_yields_two_spans_of_two_weights(
     publisher = Publisher(policy, ranks, settings)
     try:
         assert publisher.publish(10, [url])["publish/engines"] == 1
-        assert traits_of(url, 10.0).beside_generation is (engine == BESIDE)
+        assert ask(url, lambda client: client.traits()).beside_generation is (engine == BESIDE)
         old = load_model(recipe.model.path)
         move(policy, 1)
         out = asyncio.run(generate(url, prompt, 1500, lambda: publisher.publish(11, [url])))

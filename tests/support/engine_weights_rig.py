@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from actor.engine.weight_loader import broadcast, join_group
-from actor.http import HttpClient
+from learner.weights.buckets import buckets
+from shared.engine_api import EngineClient
 from shared.vision import VisionSpec
 from tests.support.machine import free_port, until_async
 from tests.support.tiny import load_model, reference_logits, running_engine
@@ -39,42 +40,26 @@ class Publisher:
     """Rank 0 of the group: what the learner does, in a few lines."""
 
     def __init__(self, url, join=join_group):
-        self.http, self._join = HttpClient(url), join
-
-    async def post(self, path, **body):
-        return await self.http.request("POST", path, body, timeout_s=20)
+        self.engine, self._join = EngineClient(url), join
 
     async def connect(self):
-        port = free_port()
+        place = {"master_address": "127.0.0.1", "master_port": free_port(), "backend": "gloo"}
+        theirs = self.engine.join_group({**place, "group_name": GROUP, "world_size": 2}, 1, 20)
         own = asyncio.to_thread(
-            self._join, address="127.0.0.1", port=port, rank=0, world_size=2, name=GROUP, backend="gloo", timeout_s=10
-        )
-        theirs = self.post(
-            "/init_weights_update_group",
-            master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, group_name=GROUP, backend="gloo",
+            self._join, address="127.0.0.1", port=place["master_port"], rank=0, world_size=2, name=GROUP,
+            backend="gloo", timeout_s=10,
         )  # fmt: skip
         self.group, _ = await asyncio.gather(own, theirs)
 
-    async def bucket(self, named, version, **extra):
-        named = [(name, tensor.detach().contiguous()) for name, tensor in named]
-        flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named])
-        answer = self.post(
-            "/update_weights_from_distributed",
-            names=[name for name, _ in named],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
-            shapes=[list(tensor.shape) for _, tensor in named],
-            group_name=GROUP, load_format="flattened_bucket", weight_version=version, **extra,
-        )  # fmt: skip
-        await asyncio.gather(answer, asyncio.to_thread(broadcast, self.group, flat, 10))
-
     async def publish(self, model, version, **extra):
-        await self.post("/pause_generation", mode="in_place")
-        await self.post("/begin_weight_update")
-        named = list(model.named_parameters())
-        for start in range(0, len(named), 20):
-            await self.bucket(named[start : start + 20], version, **extra)
-        await self.post("/end_weight_update")
-        await self.post("/continue_generation")
+        await self.engine.pause("in_place")
+        await self.engine.begin_update()
+        for bucket in buckets(model.named_parameters(), torch.float32, 200_000):
+            named = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": GROUP}
+            theirs = self.engine.receive({**named, "weight_version": version, **extra}, 20)
+            await asyncio.gather(theirs, asyncio.to_thread(broadcast, self.group, bucket.flat, 10))
+        await self.engine.end_update(version)
+        await self.engine.resume()
 
 
 async def until_sampled(app, count):

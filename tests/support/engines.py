@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -20,7 +21,9 @@ from typing import Any
 import torch
 
 from actor.engine.weight_loader import broadcast, join_group, parse_entries
-from learner.weights.calls import EngineError, call
+from launch.engines.commands import engine_specs
+from shared.config import load_recipe
+from shared.engine_api import EngineClient
 from tests.support.machine import LocalServer, QuietHandler, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -37,29 +40,52 @@ class EngineProcess:
 
 
 @contextmanager
-def engine_process(folder: Path, *more: str) -> Iterator[EngineProcess]:
+def _running(url: str, command: Sequence[str], start_s: float, **options: Any) -> Iterator[EngineProcess]:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **(quiet | options))
+    try:
+        wait_healthy(url, start_s)
+        yield EngineProcess(url, process)
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def engine_process(folder: Path, *more: str) -> AbstractContextManager[EngineProcess]:
     """The embedded engine as a process of its own, on a free port."""
     port = free_port()
     command = [sys.executable, "-m", "actor.engine.server", "--model-path", str(folder), "--port", str(port), *more]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    engine = EngineProcess(f"http://127.0.0.1:{port}", process)
-    try:
-        wait_healthy(engine.url, 180.0)
-        yield engine
-    finally:
-        process.kill()
-        process.wait(10)
+    return _running(f"http://127.0.0.1:{port}", command, 180.0, cwd=ROOT)
+
+
+def sglang_process(folder: Path) -> AbstractContextManager[EngineProcess]:
+    """SGLang's server as a process of its own, on a free port, from the environment that `make sglang-env` builds."""
+    fields = {"model.path": folder, "engine.kind": "sglang", "engine.port": free_port(), "engine.start_timeout_s": 300}
+    arguments = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
+    (spec,) = engine_specs(load_recipe(str(ROOT / "launch/recipes/colour_tiny.toml"), arguments))
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | spec.env
+    return _running(spec.url, spec.command, 300.0, cwd=folder, env=environment)
+
+
+def ask(url: str, use: Callable[[EngineClient], Awaitable[Any]], **options: Any) -> Any:
+    """What `use` makes of a client that is open meanwhile, for a test without an event loop."""
+
+    async def main() -> Any:
+        async with EngineClient(url, **options) as client:
+            return await use(client)
+
+    return asyncio.run(main())
+
+
+def call(url: str, path: str, body: Any = None, timeout_s: float = 30.0) -> Any:
+    """Posts `body`, or gets where there is none; the decoded answer."""
+    if body is None:
+        return ask(url, lambda client: client.request("GET", path, timeout_s=timeout_s))
+    return ask(url, lambda client: client.post(path, body, timeout_s))
 
 
 def wait_healthy(url: str, limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while True:
-        try:
-            call(url, "/health", None, 5.0)
-            return
-        except EngineError:
-            assert time.monotonic() < deadline, f"{url} does not come up"
-            time.sleep(0.1)
+    ask(url, lambda client: client.wait_healthy(limit_s))
 
 
 @contextmanager
@@ -89,6 +115,16 @@ def says(content: Any, status: int = 200) -> Answer:
         request.send_header("content-length", str(len(data)))
         request.end_headers()
         request.wfile.write(data)
+
+    return answer
+
+
+def redirects(path: str) -> Answer:
+    def answer(request: BaseHTTPRequestHandler, _: dict[str, Any]) -> None:
+        request.send_response(302)
+        request.send_header("location", path)
+        request.send_header("content-length", "0")
+        request.end_headers()
 
     return answer
 
@@ -171,25 +207,3 @@ class JoiningEngine:
             thread.start()
         for thread in threads:
             thread.join(20)
-
-
-@contextmanager
-def sglang_process(folder: Path) -> Iterator[EngineProcess]:
-    """SGLang's server as a process of its own, on a free port, from the environment that `make sglang-env` builds."""
-    from launch.engines.commands import engine_specs
-    from shared.config import load_recipe
-
-    port = free_port()
-    fields = {"model.path": folder, "engine.kind": "sglang", "engine.port": port, "engine.start_timeout_s": 300}
-    arguments = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
-    spec = engine_specs(load_recipe(str(ROOT / "launch/recipes/colour_tiny.toml"), arguments))[0]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | spec.env
-    process = subprocess.Popen(
-        spec.command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        wait_healthy(spec.url, 300.0)
-        yield EngineProcess(spec.url, process)
-    finally:
-        process.terminate()
-        process.wait(60)

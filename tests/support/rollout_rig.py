@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from actor.client import EngineClient, EnginePool
+from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads
 from actor.limits import EpisodeLimits
 from actor.render import Renderer
 from actor.rewards import EnvReward
 from actor.rollout import Player
 from shared.codec import check_trajectory
+from shared.engine_api import EngineClient
 from shared.types import Completion, Sample, Sampling, Ticket, VersionSpan
 from shared.vision import VisionSpec
 from tests.support.tiny import draw_image, tiny_tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from actor.client import EngineClient, EnginePool
+from actor.engine_pool import EnginePool
 from actor.render import Renderer
 from actor.rollout import Player
 from actor.worker import make_player
@@ -23,6 +23,7 @@ from learner.batch import EpisodeSettings, make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from shared.config import Recipe, load_recipe
+from shared.engine_api import EngineClient
 from shared.types import Sampling, Ticket, Trajectory
 from shared.vision import VisionSpec
 from tests.support.calibration import surprise_z

@@ -1,30 +1,22 @@
-"""Each publication is proven: an engine that holds or serves other weights than it was given stops the run."""
+"""Each publication is checked: an engine that holds or serves other weights than it was given stops the run."""
 
 from __future__ import annotations
 
 import pytest
 
-from learner.model.policy import load_policy
-from learner.weights.publisher import Publisher
 from learner.weights.verify import VerifierSettings, WeightVerifier, WrongWeights
-from shared.vision import VisionSpec
-from shared.weight_names import all_but, engine_name, part_of
+from shared.engine_messages import all_but, engine_name, part_of
 from tests.support.engines import JoiningEngine, engine_process, says
+from tests.support.publishing import FAST, check_no_stale_image, move, policy, publishing
 from tests.support.tiny import running_engine
-from tests.support.vision_cache import check_no_stale_image
-from tests.test_publisher import FAST, move
 
-
-@pytest.fixture
-def policy(folder):
-    return load_policy(str(folder), VisionSpec.load(folder))
+__all__ = ["policy"]  # a fixture
 
 
 @pytest.fixture
 def publisher(policy, folder, ranks):
-    publisher = Publisher(policy, ranks, FAST, WeightVerifier(policy, str(folder), ranks))
-    yield publisher
-    publisher.close()
+    with publishing(policy, ranks, FAST, WeightVerifier(policy, str(folder), ranks)) as publisher:
+        yield publisher
 
 
 def test_every_parameter_of_an_honest_engine_is_covered_in_time(folder, policy, publisher):
@@ -67,7 +59,7 @@ def test_a_parameter_that_did_not_arrive_is_named_and_stops_the_run(folder, poli
                 publisher.publish(version, [url])
 
 
-def test_an_engine_whose_checksums_lie_is_betrayed_by_the_canary(folder, policy, publisher):
+def test_an_engine_whose_checksums_lie_is_found_by_the_canary(folder, policy, publisher):
     with running_engine(folder) as (url, app):
         app.updates.loader.load = lambda flat, entries: None
         app.updates.loader.snapshot = lambda skip: list(publisher.verifier._kept.items())
@@ -86,7 +78,7 @@ def test_an_engine_that_says_another_version_stops_the_run(folder, publisher):
 
 def test_the_canary_follows_a_changed_vision_tower(folder, policy, ranks):
     with engine_process(folder) as engine:
-        check_no_stale_image(engine.url, policy, str(folder), ranks, FAST)
+        check_no_stale_image(engine.url, policy, str(folder), ranks)
 
 
 def test_a_stale_image_stops_the_run(folder, policy, ranks):
@@ -103,17 +95,17 @@ def test_a_stale_image_stops_the_run(folder, policy, ranks):
         app.scheduler.runner.encode = encode
         app.updates.loader.snapshot = lambda skip: []
         with pytest.raises(WrongWeights, match="the canary prompt's logprobs are"):
-            check_no_stale_image(url, policy, str(folder), ranks, FAST)
+            check_no_stale_image(url, policy, str(folder), ranks)
 
 
 @pytest.mark.parametrize("answer", [says({"success": True}), says({}, 500)])
-def test_an_engine_that_gives_no_proof_is_counted_and_not_stopped(publisher, answer, caplog):
+def test_an_engine_that_confirms_nothing_is_counted_and_not_stopped(publisher, answer, caplog):
     with JoiningEngine({"/generate": answer}) as url:
         assert publisher.publish(1, [url])["publish/unproven"] == 1
-    assert any(url in record.getMessage() and "no proof" in record.getMessage() for record in caplog.records)
+    assert any(url in record.getMessage() and "did not confirm" in record.getMessage() for record in caplog.records)
 
 
-def test_a_server_without_checksums_is_proven_by_the_canary_alone(folder, policy, publisher):
+def test_a_server_without_checksums_is_checked_by_the_canary_alone(folder, policy, publisher):
     with running_engine(folder) as (url, app):
         app.updates.loader.snapshot = None  # an error 500
         metrics = publisher.publish(1, [url])
@@ -123,17 +115,14 @@ def test_a_server_without_checksums_is_proven_by_the_canary_alone(folder, policy
 
 def test_an_engine_of_another_dtype_holds_what_it_was_sent_rounded(folder, policy, ranks):
     verifier = WeightVerifier(policy, str(folder), ranks, VerifierSettings(tolerance=0.3))
-    publisher = Publisher(policy, ranks, FAST, verifier)
-    with running_engine(folder, dtype="bfloat16") as (url, _):
+    with running_engine(folder, dtype="bfloat16") as (url, _), publishing(policy, ranks, FAST, verifier) as publisher:
         metrics = publisher.publish(1, [url])
         assert 1e-4 < metrics["publish/canary_gap"] < 0.3
         assert metrics["publish/checksum_skipped"] == 0
-        publisher.close()
 
 
-def test_only_every_so_many_publications_are_proven(folder, policy, ranks):
-    publisher = Publisher(policy, ranks, FAST, WeightVerifier(policy, str(folder), ranks, VerifierSettings(every=3)))
-    with running_engine(folder) as (url, _):
-        proven = ["publish/canary_gap" in publisher.publish(version, [url]) for version in range(5)]
-        assert proven == [True, False, False, True, False]
-        publisher.close()
+def test_only_every_so_many_publications_are_checked(folder, policy, ranks):
+    verifier = WeightVerifier(policy, str(folder), ranks, VerifierSettings(every=3))
+    with running_engine(folder) as (url, _), publishing(policy, ranks, FAST, verifier) as publisher:
+        checked = ["publish/canary_gap" in publisher.publish(version, [url]) for version in range(5)]
+        assert checked == [True, False, False, True, False]

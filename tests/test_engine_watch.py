@@ -13,36 +13,46 @@ import pytest
 
 from learner.weights import engine_watch
 from learner.weights.engine_watch import EngineWatch
+from learner.weights.link import EngineLink
 from tests.support.machine import children_of
 from tests.support.runs import local, metrics, places
-from tests.support.tiny import running_engine, tiny_model_dir
+from tests.support.tiny import running_engine
 
 
-def test_an_engine_with_another_version_is_noticed_and_a_silent_one_is_not(tmp_path, monkeypatch):
+@pytest.fixture
+def link(monkeypatch):
     monkeypatch.setattr(engine_watch, "PATIENCE_S", 0.1)
-    with running_engine(tiny_model_dir(tmp_path), weight_version="none") as (url, _):
-        with EngineWatch(lambda: [url], 3) as watch:
-            assert watch.found.wait(20)
-        with EngineWatch(lambda: ["http://127.0.0.1:9"], 3) as watch:
-            assert not watch.found.wait(1)
+    link = EngineLink()
+    yield link
+    link.close()
+
+
+@pytest.fixture(scope="module")
+def engines(folder):
+    """One that has been started anew, one that holds version 3."""
     with (
-        running_engine(tiny_model_dir(tmp_path), weight_version="3") as (url, _),
-        EngineWatch(lambda: [url], 3) as watch,
+        running_engine(folder, weight_version="none") as (back, _),
+        running_engine(folder, weight_version="3") as (w, _),
     ):
-        assert not watch.found.wait(1)
+        yield back, w
 
 
-def test_between_publications_engines_are_helped_only_when_none_is_left_with_the_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_watch, "PATIENCE_S", 0.1)
-    folder = tiny_model_dir(tmp_path)
-    with running_engine(folder, weight_version="none") as (back, _):
-        with (
-            running_engine(folder, weight_version="3") as (well, _),
-            EngineWatch(lambda: [back, well], 3, fresh=False) as w,
-        ):
-            assert not w.found.wait(1)
-        with EngineWatch(lambda: [back, well], 3, fresh=False) as watch:  # the other is gone
-            assert watch.found.wait(20)
+@pytest.mark.parametrize(
+    ("here", "fresh", "found"),
+    [
+        (("back",), True, True),
+        (("back", "well"), True, True),
+        (("well",), True, False),
+        (("gone", "http://[::1"), True, False),
+        (("back", "well"), False, False),
+        (("back", "gone"), False, True),
+    ],
+)
+def test_an_engine_with_another_version_is_noticed_and_a_silent_one_is_not(engines, link, here, fresh, found):
+    """Between publications (not fresh) only when no engine is left with the weights."""
+    urls = dict(zip(("back", "well"), engines, strict=True)) | {"gone": "http://127.0.0.1:9"}
+    with EngineWatch(link, lambda: [urls.get(name, name) for name in here], 3, fresh=fresh) as watch:
+        assert watch.found.wait(20 if found else 1) is found
 
 
 @pytest.mark.slow

@@ -1,0 +1,64 @@
+"""The engines, for a thread without an event loop: their clients live on a loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from shared.engine_api import EngineClient, EngineError
+
+Result = TypeVar("Result")
+
+
+class EngineLink:
+    """Rank 0's clients of all engines, which share an API key. What runs on the loop limits its own time."""
+
+    def __init__(self, api_key: str = "") -> None:
+        self._api_key = api_key
+        self._clients: dict[str, EngineClient] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="engines", daemon=True).start()
+
+    def client(self, url: str) -> EngineClient:
+        """Always the same one for a URL. EngineError for what is no URL: engines are told by actors."""
+        url = url.rstrip("/")
+        if url not in self._clients:
+            try:
+                self._clients[url] = EngineClient(url, api_key=self._api_key)
+            except ValueError as error:
+                raise EngineError(url, str(error), sent=False) from None
+        return self._clients[url]
+
+    def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        return self.start(coroutine).result()
+
+    def close(self) -> None:
+        """Once; nothing runs on the loop any more."""
+
+        async def close() -> None:
+            for client in self._clients.values():
+                await client.close()
+
+        self.run(close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def in_thread(function: Callable[[], Result]) -> Result:
+    """Its result, from a thread that does not keep the process alive."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001  whoever awaits it gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="publisher", daemon=True).start()
+    return await asyncio.wrap_future(future)

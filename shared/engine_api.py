@@ -1,0 +1,251 @@
+"""The engines' HTTP API, which is SGLang's: every route that actors, publisher and probes use.
+
+The embedded engine answers the same routes. Token ids travel as the compact stream: one placeholder per image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from shared.engine_messages import (
+    EngineTraits,
+    Generated,
+    checksums_of,
+    completion_of,
+    generate_body,
+    parse_version,
+    traits_of,
+    watched_logprobs,
+)
+from shared.http_client import HttpFailure, JsonClient
+from shared.types import Completion, Image, PolicyVersion, Sampling
+
+CONNECT_TRIES = 3
+CALL_S = 30.0  # for answers that need no generation
+Result = TypeVar("Result")
+
+
+class EngineError(HttpFailure):
+    """An engine refused, failed, was silent, or answered what no engine answers; one line that names it."""
+
+
+class EngineClient(JsonClient):
+    """One engine. All methods raise EngineError for an engine that does not answer as it should."""
+
+    failure = EngineError
+
+    def __init__(self, url: str, *, timeout_s: float = 300.0, connections: int = 512, api_key: str = "") -> None:
+        """`timeout_s` is the limit of a generation."""
+        super().__init__(url, connections=connections, api_key=api_key)
+        self.timeout_s = timeout_s
+        self.num_open = 0  # episodes that play on this engine
+        self.suspect = False  # the last request failed; cleared by the next that does not
+
+    async def post(self, path: str, body: Any, timeout_s: float = CALL_S) -> Any:
+        """Posts once; the decoded answer. Some routes answer 200 and say in the body that they failed."""
+        answer = await self.request("POST", path, body, timeout_s=timeout_s)
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineError(self.url, f"{path} failed: {str(answer.get('message'))[:300]}", 400)
+        return answer
+
+    # ------------------------------------------------------------------ generation
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[Image],
+        sampling: Sampling,
+        *,
+        banned_ids: Sequence[int] = (),
+        stop_ids: Sequence[int] = (),
+        max_new_tokens: int | None = None,
+        seed: int | None = None,
+        cache_key: str = "",
+    ) -> Completion:
+        """Continues the stream. An abort is a Completion, not an error. Requests of one `cache_key` share what the
+        engine keeps of their common beginning, others do not."""
+        new_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        body = generate_body(token_ids, images, sampling, banned_ids, stop_ids, new_tokens, seed, cache_key)
+        try:
+            completion = self._read(completion_of, await self._generate(body))
+        except EngineError:
+            self.suspect = True
+            raise
+        self.suspect = False
+        return completion
+
+    async def warm_up(
+        self, token_ids: Sequence[int], images: Sequence[Image], timeout_s: float, banned_ids: Sequence[int] = ()
+    ) -> tuple[int, int]:
+        """Waits for an answer with logprobs, whatever the weights are; returns the prompt's tokens as the engine
+        counts them, and the likeliest next token."""
+        body = generate_body(token_ids, images, Sampling(0.0), banned_ids, max_new_tokens=2)
+        meta = (await self.request("POST", "/generate", body, timeout_s=timeout_s, answer=Generated)).meta_info
+        if not meta.output_token_logprobs:
+            raise EngineError(self.url, "the answer has no output_token_logprobs; does an engine serve there?")
+        return meta.prompt_tokens, meta.output_token_logprobs[0][1]
+
+    async def next_logprobs(
+        self,
+        token_ids: Sequence[int],
+        images: Sequence[Image],
+        watched: Sequence[int],
+        banned_ids: Sequence[int],
+        cache_key: str,
+        timeout_s: float,
+    ) -> tuple[list[float], str | None]:
+        """The logprobs of the `watched` tokens as the next one, and the version that the engine says it holds."""
+        body = generate_body(token_ids, images, Sampling(), banned_ids, max_new_tokens=1, cache_key=cache_key)
+        body["token_ids_logprob"] = watched
+        answer = await self.post("/generate", body, timeout_s)
+        return self._read(lambda answer: watched_logprobs(answer, watched), answer)
+
+    async def abort_all(self, timeout_s: float = CALL_S) -> None:
+        await self._exchange("POST", "/abort_request", {"abort_all": True}, timeout_s)
+
+    async def pause(self, mode: str, timeout_s: float = CALL_S) -> None:
+        """`mode`: in_place keeps running requests and what was computed of them, retract computes them anew."""
+        await self.post("/pause_generation", {"mode": mode}, timeout_s)
+
+    async def resume(self, timeout_s: float = CALL_S) -> None:
+        await self.post("/continue_generation", {}, timeout_s)
+
+    # ------------------------------------------------------------------ what it is, and whether it is well
+
+    async def health(self, timeout_s: float = 10.0) -> None:
+        await self._exchange("GET", "/health", None, timeout_s)  # a router answers with plain text
+
+    async def healthy(self, timeout_s: float = 10.0) -> bool:
+        try:
+            await self.health(timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    async def ready(self) -> bool:
+        """Whether the engine answers and holds weights of a run."""
+        try:
+            self._read(parse_version, await self.weight_version(10.0))
+        except EngineError:
+            return False
+        return True
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Returns as soon as the engine answers; EngineError after `timeout_s`."""
+        await self._wait(self.healthy, timeout_s, f"not healthy within {timeout_s:g} s: is an engine running there?")
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Returns when the engine answers and holds weights of a run; EngineError after `timeout_s`."""
+        await self._wait(self.ready, timeout_s, f"not healthy, or without this run's weights, for {timeout_s:g} s")
+
+    async def model_info(self, timeout_s: float = CALL_S) -> dict[str, Any]:
+        info = await self.request("GET", "/model_info", timeout_s=timeout_s)
+        if not isinstance(info, dict) or "model_path" not in info:
+            raise EngineError(self.url, f"answers, but is no engine: /model_info says {str(info)[:80]!r}")
+        return info
+
+    async def weight_version(self, timeout_s: float = CALL_S) -> Any:
+        """As the engine says it: for weights that are no version of a run that may be any word, or None."""
+        return (await self.model_info(timeout_s)).get("weight_version")
+
+    async def traits(self, timeout_s: float = CALL_S) -> EngineTraits:
+        """EngineError if the engine is not healthy, or refuses the API key."""
+        await self.health(timeout_s)
+        try:
+            return traits_of(await self.request("GET", "/server_info", timeout_s=timeout_s))
+        except EngineError as error:
+            if error.status == 401:
+                raise
+            return EngineTraits()  # an older server
+
+    async def tokenize(self, text: str, timeout_s: float = CALL_S) -> tuple[int, ...] | None:
+        """The engine's tokens of a text; None from a server that has no such route."""
+        try:
+            answer = await self.post("/tokenize", {"prompt": text, "add_special_tokens": False}, timeout_s)
+        except EngineError:
+            return None
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        return tuple(tokens) if isinstance(tokens, list) else None
+
+    # ------------------------------------------------------------------ weights
+
+    async def join_group(self, group: Mapping[str, Any], rank: int, timeout_s: float) -> None:
+        """Joins the weight group (its name, address, size and backend) with this as its first rank."""
+        await self.post("/init_weights_update_group", {**group, "rank_offset": rank}, timeout_s)
+
+    async def leave_group(self, name: str, timeout_s: float = CALL_S) -> None:
+        await self.post("/destroy_weights_update_group", {"group_name": name}, timeout_s)
+
+    async def begin_update(self, timeout_s: float = CALL_S) -> None:
+        """Opens an update; one that an earlier publication has left open is ended first."""
+        try:
+            await self.post("/begin_weight_update", {}, timeout_s)
+        except EngineError as error:
+            if error.status == 404:  # an older server
+                return
+            if error.status != 400:
+                raise
+            await self.end_update(None, timeout_s)
+            await self.post("/begin_weight_update", {}, timeout_s)
+
+    async def receive(self, bucket: Mapping[str, Any], timeout_s: float) -> None:
+        """Takes part in the broadcast of a flat bucket: its names, dtypes, shapes and group; the last one of an update
+        also says the version that the weights now are."""
+        body = {**bucket, "load_format": "flattened_bucket"}
+        await self.post("/update_weights_from_distributed", body, timeout_s)
+
+    async def end_update(self, version: PolicyVersion | None, timeout_s: float = CALL_S) -> None:
+        """Installs what was received as `version`; None = forgets it."""
+        body = {"discard": True} if version is None else {"weight_version": str(version)}
+        try:
+            await self.post("/end_weight_update", body, timeout_s)
+        except EngineError as error:
+            if error.status != 404:  # an older server
+                raise
+
+    async def checksums(self, skip: Sequence[str], timeout_s: float = CALL_S) -> dict[str, str] | None:
+        """Of each parameter whose name holds no fragment in `skip`; None where no rank holds whole parameters."""
+        answer = await self.post("/weights_checker", {"action": "checksum", "skip_tensor_list": skip}, timeout_s)
+        return self._read(checksums_of, answer)
+
+    # ------------------------------------------------------------------ what these are made of
+
+    async def _generate(self, body: dict[str, Any]) -> Generated:
+        """Asks again only when the engine cannot have seen the request, or says that it is full."""
+        for attempt in range(CONNECT_TRIES):
+            try:
+                return await self.request("POST", "/generate", body, timeout_s=self.timeout_s, answer=Generated)
+            except EngineError as error:
+                if attempt == CONNECT_TRIES - 1 or (error.sent and error.status != 503):
+                    raise
+                await asyncio.sleep(0.1 * 4**attempt)
+        raise AssertionError
+
+    def _read(self, read: Callable[[Any], Result], answer: Any) -> Result:
+        try:
+            return read(answer)
+        except ValueError as error:
+            raise EngineError(self.url, str(error)) from None
+
+    async def _wait(self, well: Callable[[], Awaitable[bool]], timeout_s: float, reason: str) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await well():
+                    await asyncio.sleep(0.25)
+        except TimeoutError:
+            raise EngineError(self.url, reason) from None
+        self.suspect = False
+
+
+async def each(
+    engines: Iterable[EngineClient], call: Callable[[EngineClient], Awaitable[Result]]
+) -> dict[str, Result | EngineError]:
+    """Every engine's result, or why there is none, from calls made at once; each call limits its own time."""
+    engines = list(engines)
+    results = await asyncio.gather(*map(call, engines), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, EngineError):
+            raise result
+    return dict(zip((engine.url for engine in engines), results, strict=True))  # type: ignore[arg-type]

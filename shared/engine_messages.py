@@ -1,0 +1,202 @@
+"""Bodies and answers of the engines' API as pure functions: what is asked of an engine, and what an answer must hold.
+
+The readers raise ValueError for an answer that no engine gives; the message says what is missing or wrong.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from shared.types import Completion, Image, PolicyVersion, Sampling, VersionSpan
+
+BAN = -100.0  # a logit bias: no token with it is ever sampled
+
+
+def generate_body(
+    token_ids: Sequence[int],
+    images: Sequence[Image],
+    sampling: Sampling,
+    banned_ids: Iterable[int] = (),
+    stop_ids: Sequence[int] = (),
+    max_new_tokens: int = 1,
+    seed: int | None = None,
+    cache_key: str = "",
+) -> dict[str, Any]:
+    """The body of /generate."""
+    settings: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": list(stop_ids),
+        "logit_bias": {str(token): BAN for token in banned_ids},
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if seed is not None:
+        settings["sampling_seed"] = seed
+    body: dict[str, Any] = {"input_ids": list(token_ids), "sampling_params": settings, "return_logprob": True}
+    if images:
+        body["image_data"] = [_data_uri(image.data) for image in images]
+    if cache_key:
+        body["extra_key"] = cache_key
+    return body
+
+
+@lru_cache(maxsize=2048)
+def _data_uri(data: bytes | memoryview) -> str:
+    """Every turn of an episode sends its images again."""
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Logprob = Annotated[float, msgspec.Meta(le=1e-4)]
+
+
+class Finish(msgspec.Struct):
+    type: Literal["stop", "length", "abort"]
+
+
+class Span(msgspec.Struct):
+    version: str | int | None
+    start: int
+    end: int
+
+
+class Meta(msgspec.Struct):
+    finish_reason: Finish
+    output_token_logprobs: list[tuple[Logprob, TokenId, Any]] | None = None
+    completion_tokens: int | None = None
+    prompt_tokens: int = 0
+    weight_version: str | int | None = None
+    weight_versions: list[Span] | None = None
+
+
+class Generated(msgspec.Struct):
+    """The answer of /generate, as far as it is read."""
+
+    meta_info: Meta
+
+
+def completion_of(answer: Generated) -> Completion:
+    """The checked completion in an answer of /generate."""
+    meta = answer.meta_info
+    pairs, kind = meta.output_token_logprobs or [], meta.finish_reason.type
+    if not pairs and kind != "abort":
+        raise ValueError("the answer has no output_token_logprobs, without which nothing can be trained")
+    if meta.completion_tokens not in (None, len(pairs)):
+        raise ValueError(f"{len(pairs)} logprobs for {meta.completion_tokens} tokens")
+    spans = _spans(meta, len(pairs)) if pairs else ()
+    return Completion(tuple(pair[1] for pair in pairs), tuple(min(0.0, pair[0]) for pair in pairs), spans, kind)
+
+
+def _spans(meta: Meta, num_tokens: int) -> tuple[VersionSpan, ...]:
+    raw = meta.weight_versions or [Span(meta.weight_version, 0, num_tokens)]
+    spans = tuple(VersionSpan(parse_version(s.version), s.start, s.end) for s in raw if s.start < s.end)
+    edges = [0, *(s.end for s in spans)]
+    if [s.start for s in spans] != edges[:-1] or edges[-1] != num_tokens:
+        raise ValueError(f"the weight_versions do not cover the {num_tokens} tokens: {str(raw)[:200]}")
+    return spans
+
+
+def parse_version(version: Any) -> PolicyVersion:
+    """A policy version as number; SGLang calls weights that nobody has updated "default": version 0."""
+    text = "0" if version == "default" else str(version)
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ValueError(f"the weight version is {text[:80]!r}, not a number: no weights of this run yet")
+    return int(text)
+
+
+def watched_logprobs(answer: Any, watched: Sequence[int]) -> tuple[list[float], str | None]:
+    """The logprobs of the `watched` tokens as the first new one, and the version that the engine says it holds."""
+    try:
+        meta = answer["meta_info"]
+        found = {int(token): float(logprob) for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
+        version = meta.get("weight_version")
+        return [found[token] for token in watched], None if version is None else str(version)
+    except (TypeError, KeyError, IndexError, ValueError, OverflowError, AttributeError):
+        raise ValueError("the answer has no output_token_ids_logprobs of the tokens asked for") from None
+
+
+def checksums_of(answer: Any) -> dict[str, str] | None:
+    """From the answer of /weights_checker; None where no rank of the engine holds whole parameters."""
+    try:
+        ranks = answer["ranks"]
+        return dict(ranks[0]["checksums"]) if len(ranks) == 1 else None
+    except (TypeError, KeyError, ValueError):
+        raise ValueError("the answer has no checksums") from None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What the publisher must know of an engine; the defaults are those of one that does not tell."""
+
+    num_ranks: int = 1  # of its tensor-parallel group: each is a rank of the weight group
+    beside_generation: bool = False  # receives weights while it generates, and installs them at once
+    tells_checksums: bool = False  # of raw bytes; on a GPU it computes another kind, in bfloat16 a CPU packs weights
+
+
+def traits_of(info: Any) -> EngineTraits:
+    """From the answer of /server_info. The embedded engine says itself that it receives beside generation; of SGLang's
+    server every model process does, where our plugin runs in it."""
+    if not isinstance(info, dict):
+        return EngineTraits()
+    ranks, states = info.get("tp_size"), info.get("internal_states")
+    told = states if isinstance(states, list) and states else [info]
+    cpu = (info.get("device"), info.get("dtype")) == ("cpu", "float32")
+    return EngineTraits(
+        num_ranks=ranks if isinstance(ranks, int) and ranks > 0 else 1,
+        beside_generation=all(isinstance(s, dict) and s.get("updates_beside_generation") is True for s in told),
+        tells_checksums=info.get("engine") == "embedded" or cpu,
+    )
+
+
+# ---------------------------------------------------------------------- parameters' names and checksums
+# A server joins projections that read the same input: q, k and v into one `qkv_proj`, gate and up into one
+# `gate_up_proj`, each in this order, which is also that of the model's own list of parameters.
+
+_RULES = (
+    (re.compile(r"^model\.language_model\."), "model."),
+    (re.compile(r"^model\.visual\."), "visual."),
+    (re.compile(r"\.attn\.qkv\."), ".attn.qkv_proj."),
+    (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
+    (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
+)
+_PART = re.compile(r"\b(layers|blocks)\.\d+\.")
+
+
+def engine_name(name: str) -> str:
+    """The server's name of the parameter with this Hugging Face name."""
+    for pattern, replacement in _RULES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def part_of(name: str) -> str:
+    """Which part of the model a parameter belongs to: a decoder layer, a vision block, or (empty) the rest."""
+    found = _PART.search(name)
+    return found.group() if found else ""
+
+
+def checksums(weights: Iterable[tuple[str, memoryview]]) -> dict[str, str]:
+    """Of each of the server's parameters, as its `/weights_checker` computes them, from Hugging Face names and raw
+    bytes in the model's order."""
+    hashers: dict[str, hashlib._Hash] = {}
+    for name, data in weights:
+        hashers.setdefault(engine_name(name), hashlib.sha256()).update(data)
+    return {name: hasher.digest()[:8].hex() for name, hasher in hashers.items()}
+
+
+def all_but(part: str, names: Collection[str]) -> list[str]:
+    """Fragments of server names that leave only `part`'s parameters: `/weights_checker`'s `skip_tensor_list`."""
+    others = {part_of(name) for name in names} - {part, ""}
+    rest = {engine_name(name) for name in names if not part_of(name)} if part else set()
+    return sorted(others | rest)

@@ -1,0 +1,139 @@
+"""JSON over HTTP for event loops: kept-alive connections, and a limit on every wait and on every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+CONNECT_S = 10.0
+KEEP_ALIVE_S = 4.0  # uvicorn, SGLang's server, closes a connection that was idle for 5 s
+MAX_ANSWER_BYTES = 64 << 20
+MAX_ERROR_BYTES = 64 << 10
+HEADERS = {"content-type": "application/json"}
+
+
+class HttpFailure(Exception):
+    """No usable answer from `url`, with the reason in one line. `status` is 0 without an answer; `sent` says whether
+    the server may have seen the request."""
+
+    def __init__(self, url: str, reason: str, status: int = 0, *, sent: bool = True) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.url, self.reason, self.status, self.sent = url, reason, status, sent
+
+
+class JsonClient:
+    """Requests to one base URL, at most `connections` at once; the others wait their turn inside their time limit.
+
+    Each carries the `api_key` when there is one. No redirect is followed and no proxy is used: a server that points
+    elsewhere has failed. The client belongs to the event loop of its first request; `close` it there, or enter it.
+    """
+
+    failure = HttpFailure
+
+    def __init__(self, url: str, *, connections: int = 512, api_key: str = "") -> None:
+        """ValueError for what is no URL of a host."""
+        self.url = url.rstrip("/")
+        try:
+            parts = urlsplit(self.url)
+            host, port = parts.hostname or "", parts.port
+        except ValueError:
+            host, port = "", None
+        if not host or parts.scheme not in ("http", "https"):
+            raise ValueError(f"url {url!r}: write it as http://host:port")
+        host = f"[{host}]" if ":" in host else host
+        self._base = f"{parts.scheme}://{host}{f':{port}' if port else ''}{parts.path.rstrip('/')}"
+        self._headers = HEADERS | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+        self._connections = connections
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def request(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float, answer: type | None = None
+    ) -> Any:
+        """The decoded JSON of a 2xx answer (None when it is empty), checked against the type `answer` where one is
+        given. `failure` for any other answer, and after `timeout_s`."""
+        status, content = await self._exchange(method, path, body, timeout_s)
+        try:
+            if answer is not None:
+                return msgspec.json.decode(content, type=answer)
+            return json.loads(content) if content.strip() else None
+        except msgspec.ValidationError as error:
+            raise self.failure(self.url, f"{path}: the answer is wrong: {error}", status) from None
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            raise self.failure(self.url, f"{path}: the answer is not JSON", status) from None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _exchange(self, method: str, path: str, body: Any, timeout_s: float) -> tuple[int, bytes]:
+        """(status, body) of a 2xx answer."""
+        data = None if body is None else msgspec.json.encode(body)
+        if self._session is None:
+            self._session = self._open()
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(method, self._base + path, data=data, allow_redirects=False) as response,
+            ):
+                status = response.status
+                limit = MAX_ANSWER_BYTES if response.ok else MAX_ERROR_BYTES
+                content = await _read(response.content, limit)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
+            raise self.failure(self.url, f"cannot connect: {_words(error)}", sent=False) from error
+        except TimeoutError:
+            raise self.failure(self.url, f"{path}: no answer within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.failure(self.url, f"{path}: the connection broke: {_words(error)}") from error
+        if not 200 <= status < 300:
+            raise self.failure(self.url, f"{path}: HTTP {status}: {_message(content)}", status)
+        if len(content) > limit:
+            raise self.failure(self.url, f"{path}: the answer has more than {limit} bytes", status)
+        return status, content
+
+    def _open(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            headers=self._headers,
+            skip_auto_headers=("accept-encoding", "user-agent"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+
+
+async def _read(content: aiohttp.StreamReader, limit: int) -> bytes:
+    """The body; of one that is longer than `limit` its beginning."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            break
+    return b"".join(parts)
+
+
+def _message(answer: bytes) -> str:
+    """The server's own words, on one line."""
+    try:
+        content = json.loads(answer)
+        error = content.get("error", content.get("message", content)) if isinstance(content, dict) else content
+        text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    except (ValueError, RecursionError):
+        text = answer.decode(errors="replace")
+    return " ".join(text.split())[:500]
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
