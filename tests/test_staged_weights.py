@@ -34,10 +34,9 @@ class Updater:
         return [(name, torch.ones(2)) for name in names]
 
 
-def request(name):
-    return SimpleNamespace(
-        names=[name], dtypes=["float32"], shapes=[[2]], group_name="g", load_format="flattened_bucket"
-    )
+def request(name, version=None):
+    fields = {"names": [name], "dtypes": ["float32"], "shapes": [[2]], "load_format": "flattened_bucket"}
+    return SimpleNamespace(**fields, group_name="g", weight_version=version)
 
 
 @pytest.fixture
@@ -51,8 +50,10 @@ def test_buckets_are_received_in_order_while_the_server_goes_on(staging):
     gate = threading.Event()
     updater = Updater(gate, None)
     staging.receive(updater, request("a"))  # returns at once: its bytes come later
-    staging.receive(updater, request("b"))
+    assert staging.version is None
+    staging.receive(updater, request("b", "7"))
     gate.set()
+    assert staging.version == "7"  # the update is whole
     assert [name for bucket in staging.buckets() for name, _ in bucket] == ["a", "b"]
 
 

@@ -148,17 +148,18 @@ def test_an_image_seen_before_an_update_is_not_served_from_old_embeddings(server
     ("path", "body", "reason"),
     [
         ("/update_weights_from_distributed", UPDATE, "there is no group"),
-        ("/end_weight_update", {"rid": "install:99"}, "nothing to install"),
+        ("/end_weight_update", {"weight_version": "99"}, "nothing to install"),
     ],
 )
 def test_weights_that_were_not_sent_are_not_installed(servers, path, body, reason):
     url = servers.urls[BESIDE]
-    before = call(url, "/model_info", None, 10.0)["weight_version"]
-    call(url, "/begin_weight_update", {}, 10.0)
+    before = call(url, "/model_info")["weight_version"]
+    call(url, "/begin_weight_update", {})
     with pytest.raises(EngineError, match=reason):
-        call(url, path, body, 10.0)
+        call(url, path, body)
     if path != "/end_weight_update":
-        call(url, "/end_weight_update", {"discard": True}, 10.0)
+        with pytest.raises(EngineError, match="nothing to install"):
+            call(url, "/end_weight_update", {"weight_version": "99"})
     with pytest.raises(EngineError, match="no update is open"):
-        call(url, "/end_weight_update", {"rid": "install:99"}, 10.0)
-    assert call(url, "/model_info", None, 10.0)["weight_version"] == before
+        call(url, "/end_weight_update", {"weight_version": "99"})
+    assert call(url, "/model_info")["weight_version"] == before

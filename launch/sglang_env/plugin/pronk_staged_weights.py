@@ -5,11 +5,11 @@ thread of its own receives them into host memory, and `end_weight_update` instal
 
     begin_weight_update               forgets what an earlier update has left
     update_weights_from_distributed   answers at once; its broadcast is received in the background, one after the other
-    end_weight_update, rid "install:N"  waits for the last one, loads all, and says that the weights are version N
-    end_weight_update, any other rid  forgets all; the weights stay what they are
+    end_weight_update                 waits for the last one, loads all, and says which version the weights are
 
-No pause is needed, no token is computed by a mixture, and an update that fails before it is installed leaves no trace.
-It costs the memory of one copy of the model on the host.
+An update is whole when its last bucket, which alone carries a `weight_version`, has been announced; one that is not
+whole, or that failed, is forgotten at its end, and the weights stay what they are. No pause is needed, and no token is
+computed by a mixture. It costs the memory of one copy of the model on the host.
 
 Goes when SGLang itself receives weights beside generation.
 """
@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-INSTALL = "install:"
 FORGOTTEN = "none"  # what weights are called that are no version of any run
 LAST_BYTES_S = 20.0  # for what is still on its way when the update is to be installed
 
@@ -45,6 +44,11 @@ class Staging:
     def buckets(self) -> list[Any]:
         """All that was received; whatever went wrong in receiving it, and TimeoutError for bytes that do not come."""
         return [future.result(LAST_BYTES_S) for future in self._futures]
+
+    @property
+    def version(self) -> str | None:
+        """Of the whole update; None until its last bucket has been announced."""
+        return self.requests[-1].weight_version if self.requests else None
 
     def close(self) -> None:
         """The thread ends after the bucket that it waits for."""
@@ -130,24 +134,22 @@ class Hooks:
         if staging is None:
             return output(success=False, message="no update is open: call begin_weight_update first")
         try:
-            if not (request.rid or "").startswith(INSTALL):
-                return output(success=True, message="discarded")
-            if not staging.requests:
-                return output(success=False, message="there is nothing to install: no weights were sent")
+            if staging.version is None:
+                return output(success=False, message="nothing to install: the weights did not all come; forgotten")
             try:
                 buckets = staging.buckets()
             except Exception as error:  # noqa: BLE001  the answer names it
-                return output(success=False, message=f"the update failed and is discarded: {error!r}")
-            success, message = self._install(manager, buckets, staging.requests, request.rid.removeprefix(INSTALL))
+                return output(success=False, message=f"the update failed and is forgotten: {error!r}")
+            success, message = self._install(manager, buckets, staging.requests[-1])
             return output(success=success, message=message)
         finally:
             staging.close()
 
-    def _install(self, manager: Any, buckets: list[Any], requests: list[Any], version: str) -> tuple[bool, str]:
+    def _install(self, manager: Any, buckets: list[Any], last: Any) -> tuple[bool, str]:
         begun = self.begin_original(manager, self.module.BeginWeightUpdateReqInput())
         if not begun.success:
             return False, begun.message
-        success, message = True, f"the weights are version {version}"
+        success, message = True, f"the weights are version {last.weight_version}"
         with manager._observe_weight_load("distributed"):
             for weights in buckets:
                 for _, runner in manager._select_runners():
@@ -156,10 +158,8 @@ class Hooks:
         manager._session = self.module.msgspec.structs.replace(manager._session, loaded_weights=True)
         ended = self.end_original(manager, self.module.EndWeightUpdateReqInput())
         success, message = success and ended.success, message if ended.success else ended.message
-        manager.record_weight_version_after_update(version if success else FORGOTTEN)
-        for request in requests[-1:]:
-            success, message = manager.flush_cache_after_weight_update(request, success, message)
-        return success, message
+        manager.record_weight_version_after_update(last.weight_version if success else FORGOTTEN)
+        return manager.flush_cache_after_weight_update(last, success, message)
 
     def _forget(self) -> None:
         if self.staging is not None:
@@ -174,21 +174,26 @@ class Hooks:
 # ---------------------------------------------------------------------- in the process that speaks HTTP
 
 
-async def pass_on(_original: Any, manager: Any, request: Any, _http: Any = None) -> tuple[bool, str]:
-    """A bucket, without the lock that waits until no request runs."""
-    manager.auto_create_handle_loop()
-    return _merged(await manager.update_weights_from_distributed_communicator(request))
+class Front:
+    """Passes requests on without the lock that waits until no request runs, and keeps this process's version right."""
 
+    def __init__(self) -> None:
+        self.version: str | None = None  # of the update that is open, once it is whole
 
-async def begin_or_end(_original: Any, manager: Any, communicator: Any, request: Any) -> tuple[bool, str]:
-    manager.auto_create_handle_loop()
-    success, message = _merged(await communicator(request))
-    version = (request.rid or "").removeprefix(INSTALL)
-    if success and version != (request.rid or ""):
-        manager._update_weight_version_if_provided(version)
-        if manager.mm_processor is not None:
-            manager.mm_processor.clear_preprocess_cache()
-    return success, message
+    async def update(self, _original: Any, manager: Any, request: Any, _http: Any = None) -> tuple[bool, str]:
+        manager.auto_create_handle_loop()
+        self.version = request.weight_version
+        return _merged(await manager.update_weights_from_distributed_communicator(request))
+
+    async def begin_or_end(self, _original: Any, manager: Any, communicator: Any, request: Any) -> tuple[bool, str]:
+        manager.auto_create_handle_loop()
+        version, self.version = self.version, None
+        success, message = _merged(await communicator(request))
+        if success and version is not None and communicator is manager.end_weight_update_communicator:
+            manager._update_weight_version_if_provided(version)
+            if manager.mm_processor is not None:
+                manager.mm_processor.clear_preprocess_cache()
+        return success, message
 
 
 def _merged(results: Any) -> tuple[bool, str]:
@@ -201,7 +206,7 @@ def register() -> None:
     """Called by SGLang in each of its processes, before it serves."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks, managers = Hooks(), "sglang.srt.managers"
+    hooks, front, managers = Hooks(), Front(), "sglang.srt.managers"
     updater = f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     state = f"{managers}.scheduler_components.internal_state.SchedulerInternalStateController"
     control = f"{managers}.tokenizer_control_mixin.TokenizerControlMixin"
@@ -209,5 +214,5 @@ def register() -> None:
     HookRegistry.register(f"{updater}.update_weights_from_distributed", hooks.update, HookType.AROUND)
     HookRegistry.register(f"{updater}.end_weight_update", hooks.end, HookType.AROUND)
     HookRegistry.register(f"{state}.get_internal_state", hooks.state, HookType.AFTER)
-    HookRegistry.register(f"{control}.update_weights_from_distributed", pass_on, HookType.AROUND)
-    HookRegistry.register(f"{control}._weight_update_session_call", begin_or_end, HookType.AROUND)
+    HookRegistry.register(f"{control}.update_weights_from_distributed", front.update, HookType.AROUND)
+    HookRegistry.register(f"{control}._weight_update_session_call", front.begin_or_end, HookType.AROUND)
