@@ -23,7 +23,7 @@ from shared.types import Image, Sample
 from shared.vision import IMAGE_FORMATS
 
 MAX_PIXELS = 50_000_000
-MAX_PICTURE_BYTES = 64 << 20
+MAX_IMAGE_BYTES = 64 << 20
 MAX_LISTED = 5
 _BROKEN_ESCAPES = (
     (re.compile("\x08(?=[a-z])"), r"\\b"),  # \boxed read as JSON's \b
@@ -57,6 +57,12 @@ class Report:
         setattr(self, kind, count)
         if count <= MAX_LISTED:
             self.examples.append(f"row {row}: {reason}")
+
+    def add(self, other: Report, place: str = "") -> None:
+        """Add what was read of a further file; `place` comes before its examples."""
+        for kind in ("rows", "samples", "empty", "duplicates", "bad_images", "bad_labels", "repaired"):
+            setattr(self, kind, getattr(self, kind) + getattr(other, kind))
+        self.examples += [f"{place}{example}" for example in other.examples]
 
     def summary(self) -> str:
         """One line for the log."""
@@ -131,9 +137,9 @@ def with_images(sample: Sample) -> list[dict[str, Any]]:
     return messages
 
 
-def data_uri(png: bytes) -> str:
-    """A PNG file as the text that a dataset's `images` hold."""
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+def data_uri(data: bytes | memoryview, kind: str = "image/png") -> str:
+    """An image file as the text that a dataset's `images` hold."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
@@ -270,8 +276,8 @@ def _read_file(path: Path) -> bytes:
     """A row may name any file of the user's: devices and pipes would never end."""
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is no file")
-    if path.stat().st_size > MAX_PICTURE_BYTES:
-        raise ValueError(f"{str(path)!r} has more than {MAX_PICTURE_BYTES} bytes")
+    if path.stat().st_size > MAX_IMAGE_BYTES:
+        raise ValueError(f"{str(path)!r} has more than {MAX_IMAGE_BYTES} bytes")
     return path.read_bytes()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from envs.math_grading.normalize import last_box, normalize, words_of
@@ -50,6 +51,7 @@ def reward_function(response: str, label: str, *, tolerance: float | None = None
     return Verdict(float(right), "right" if right else "wrong")
 
 
+@lru_cache(maxsize=4096)
 def label_problem(label: object) -> str:
     """What is wrong with a label, in words; "" if answers can be compared with it."""
     if not isinstance(label, str):

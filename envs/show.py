@@ -120,7 +120,7 @@ def _solution(env: Any) -> list[str]:
 
     if not isinstance(env, SokobanEnv):
         raise ValueError("--solve is for envs.sokoban: give --answers for other environments")
-    return solve(env.current()) or []
+    return solve(env.position) or []
 
 
 if __name__ == "__main__":

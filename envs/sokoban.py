@@ -12,7 +12,8 @@ from random import Random
 from typing import Any
 
 from envs.base import Env, Info, Observation, metadata_of, setting
-from envs.boards.generate import MOVES, TARGET, WALL, Board, BoardSpec, board_from_config, make_board
+from envs.boards.board import MOVES, TARGET, Board, board_from_config
+from envs.boards.generate import BoardSpec, make_board
 from envs.boards.render import render
 from envs.boards.solver import optimal_first_moves
 
@@ -103,17 +104,14 @@ def random_response(rng: Random, max_actions: int = 3) -> str:
 
 
 class SokobanEnv(Env):
-    """One episode on one board."""
+    """One episode, which starts at `board` and has come to `position`."""
 
     def __init__(self, board: Board, settings: SokobanSettings) -> None:
         self.board, self.settings = board, settings
-        width = board.width
-        self._offsets = dict(zip(MOVES, (-width, width, -1, 1), strict=True))
         self.reset()
 
     def reset(self) -> tuple[Observation, Info]:
-        self.player = self.board.player
-        self.boxes = set(self.board.boxes)
+        self.position = self.board
         self.num_steps = 0
         self.turn_rewards: list[float] = []
         self.success = self.board.solved
@@ -124,7 +122,7 @@ class SokobanEnv(Env):
         actions = parse_actions(response_text, self.settings.max_actions_per_step)
         reward, moved, done, before = 0.0, 0, False, self._moves_left()
         for action in actions:
-            gained, effective = self._move(self._offsets[action])
+            gained, effective = self._move(action)
             reward += gained
             moved += effective
             self.num_steps += 1
@@ -141,14 +139,6 @@ class SokobanEnv(Env):
         }
         return self._observation(actions), done, info
 
-    def current(self) -> Board:
-        """The present position as a board, for the solver and for images."""
-        board = self.board
-        return Board(board.height, board.width, board.cells, tuple(sorted(self.boxes)), self.player)
-
-    def codes(self) -> bytes:
-        return self.current().codes()
-
     def distance(self) -> float:
         """Sum over the boxes of the Manhattan distance to the nearest target not yet taken by an earlier box.
 
@@ -158,9 +148,11 @@ class SokobanEnv(Env):
         width = self.board.width
         free = {divmod(target, width) for target in self.board.targets}
         total = 0
-        for box in sorted(self.boxes):
+        for box in self.position.boxes:
             row, column = divmod(box, width)
-            gap, nearest = _nearest(row, column, free)
+            gap, nearest = min(
+                ((abs(row - target[0]) + abs(column - target[1]), target) for target in free), key=lambda pair: pair[0]
+            )
             total += gap
             if len(free) > 1:
                 free.remove(nearest)
@@ -170,46 +162,28 @@ class SokobanEnv(Env):
         """Length of the shortest solution from here, at most LOST; LOST where there is none. 0 without shaping."""
         if not self.settings.progress_reward or self.success:
             return 0
-        return min(len(optimal_first_moves(self.current())) or LOST, LOST)
+        return min(len(optimal_first_moves(self.position)) or LOST, LOST)
 
-    def _move(self, step: int) -> tuple[float, bool]:
-        """Walk or push by `step` cells; the reward and whether anything moved."""
-        cells = self.board.cells
-        to = self.player + step
-        if cells[to] == WALL:
+    def _move(self, move: str) -> tuple[float, bool]:
+        """Walk or push; the reward and whether anything moved."""
+        before, self.position = self.position, self.position.moved(move)
+        if self.position is before:
             return BLOCKED_REWARD, False
-        reward = STEP_REWARD
-        if to in self.boxes:
-            behind = to + step
-            if cells[behind] == WALL or behind in self.boxes:
-                return BLOCKED_REWARD, False
-            self.boxes.remove(to)
-            self.boxes.add(behind)
-            if cells[behind] == TARGET:
-                reward += ON_TARGET_REWARD
-            if cells[to] == TARGET:
-                reward += OFF_TARGET_REWARD
-            self.success = all(cells[box] == TARGET for box in self.boxes)
-        self.player = to
+        reward, cells = STEP_REWARD, self.board.cells
+        for box in set(self.position.boxes) - set(before.boxes):
+            reward += ON_TARGET_REWARD * (cells[box] == TARGET)
+        for box in set(before.boxes) - set(self.position.boxes):
+            reward += OFF_TARGET_REWARD * (cells[box] == TARGET)
+        self.success = self.position.solved
         return reward, True
 
     def _observation(self, actions: list[str]) -> Observation:
-        images = self.settings.render_mode == "vision"
-        current = self.current()
-        grid = "(Refer to the image for the grid layout.)" if images else current.text()
+        images, board = self.settings.render_mode == "vision", self.position
+        grid = "(Refer to the image for the grid layout.)" if images else board.text()
         last = ", ".join(actions) or "None"
         ask = "Provide your next move(s) using Up, Down, Left, Right."
         text = f"[Observation]\n{grid}\nValid last actions: {last}\n{ask}"
         if not images:
             return {"obs_str": text}
-        image = render(current.codes(), current.height, current.width, self.settings.pixels_per_cell)
+        image = render(board.codes(), board.height, board.width, self.settings.pixels_per_cell)
         return {"obs_str": text, "multi_modal_data": {"image": [image]}}
-
-
-def _nearest(row: int, column: int, targets: set[tuple[int, int]]) -> tuple[int, tuple[int, int]]:
-    gap, nearest = 1 << 30, (0, 0)
-    for target in targets:
-        length = abs(row - target[0]) + abs(column - target[1])
-        if length < gap:
-            gap, nearest = length, target
-    return gap, nearest

@@ -26,7 +26,8 @@ from functools import partial
 from typing import Any
 
 from envs.boards import data as sokoban_data
-from envs.boards.generate import Board, BoardSpec
+from envs.boards.board import Board
+from envs.boards.generate import BoardSpec
 from envs.datasets import write_rows
 from envs.geometry import data as problem_data
 from envs.geometry import triangles
@@ -96,23 +97,19 @@ def problems(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[di
         return train, heldout, "all drawn"
     files, held_files = sources(options)
     read = problem_data.read_problems(files, Progress("rows"))
-    found = [read]
+    given = problem_data.read_problems(held_files, Progress("held-out rows"))
     if held_files:
-        given = problem_data.read_problems(held_files, Progress("held-out rows"))
-        found.append(given)
         samples, held_samples = problem_data.without(read.samples, given.samples), given.samples
     else:
-        samples, held_samples = problem_data.split_problems(
-            read.samples, heldout_of(options, len(read.samples)), options.seed
-        )
-    repeated = sum(len(part.samples) for part in found) - len(samples) - len(held_samples)
-    duplicates = sum(part.duplicates for part in found) + repeated
-    unreadable, empty, bad = (sum(getattr(part, name) for part in found) for name in
-                              ("unreadable", "empty", "bad_labels"))  # fmt: skip
-    counts = f"{duplicates} duplicate, {unreadable} unreadable images, {empty} empty, {bad} labels that do not parse"
-    examples = [example for part in found for example in part.examples]
+        held = heldout_of(options, len(read.samples))
+        samples, held_samples = problem_data.split_problems(read.samples, held, options.seed)
+    repeated = len(read.samples) + len(given.samples) - len(samples) - len(held_samples)
+    total = read.report
+    total.add(given.report)
+    counts = f"{total.duplicates + repeated} duplicate, {total.bad_images} unreadable images, {total.empty} empty"
+    counts += f", {total.bad_labels} labels that do not parse{listed(total.examples)}"
     rows = [[problem_data.row_of(sample) for sample in part] for part in (samples, held_samples)]
-    return rows[0], rows[1], counts + listed(examples)
+    return rows[0], rows[1], counts
 
 
 def solved(boards: Sequence[Board], options: argparse.Namespace) -> dict[Board, dict[str, Any]]:

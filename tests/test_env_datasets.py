@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import os
@@ -14,11 +13,11 @@ import pytest
 from PIL import Image
 
 from envs import geo3k_multi_turn, sokoban
-from envs.boards.data import board_in_text, different, make_boards, read_boards, rows_of, split_boards
-from envs.boards.generate import BoardSpec, canonical
-from envs.boards.levels import read_levels
+from envs.boards.board import canonical
+from envs.boards.data import board_in_text, different, make_boards, read_boards, row_of, split_boards
+from envs.boards.generate import BoardSpec
 from envs.boards.solver import solve
-from envs.datasets import MAX_PICTURE_BYTES, load_dataset, repair, with_images, write_rows
+from envs.datasets import MAX_IMAGE_BYTES, data_uri, load_dataset, repair, with_images, write_rows
 from envs.geo3k import build_env
 
 DATA = Path(__file__).parent / "data"
@@ -28,10 +27,6 @@ def image(colour="red") -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8), colour).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def uri(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -58,16 +53,16 @@ def test_the_five_real_problems_load_render_and_are_graded():
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 def test_bad_rows_are_counted_and_left_out(tmp_path, suffix):
-    good = {"problem": "<image>Find x.", "answer": "7", "images": [uri(image())]}
+    good = {"problem": "<image>Find x.", "answer": "7", "images": [data_uri(image())]}
     rows = [
         good,
         good,
         {**good, "problem": ""},
         {**good, "answer": " "},
-        {**good, "images": [uri(b"no image")]},
-        {**good, "images": [uri(image()[:50])]},
+        {**good, "images": [data_uri(b"no image")]},
+        {**good, "images": [data_uri(image()[:50])]},
         {**good, "images": []},
-        {**good, "images": [uri(image("blue"))]},
+        {**good, "images": [data_uri(image("blue"))]},
         {**good, "problem": "<image>Answer: \x08oxed{$Answer}"},
         {**good, "answer": "x" * 700},
     ]
@@ -84,7 +79,7 @@ def test_what_is_no_image_file_of_bounded_size_is_never_read(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     with (tmp_path / "huge.png").open("wb") as file:
-        file.truncate(MAX_PICTURE_BYTES + 1)
+        file.truncate(MAX_IMAGE_BYTES + 1)
     rows = [{"problem": "Find x.", "answer": "1"}, {"problem": "<image>Find x.", "answer": "1", "images": [name]}]
     report = load_dataset(write(tmp_path / "rows.jsonl", rows)).report
     assert (report.samples, report.bad_images) == (1, 1)
@@ -146,7 +141,7 @@ def test_made_boards_are_written_and_played_from_the_file(tmp_path):
     boards = make_boards(12, BoardSpec(sizes=((6, 6), (6, 7)), num_boxes=(1, 2)), seed=3)
     assert len({canonical(board) for board in boards}) == 12
     path = tmp_path / "train.parquet"
-    assert write_rows(path, rows_of(boards)) == 12
+    assert write_rows(path, map(row_of, boards)) == 12
     data = load_dataset(path, system_prompt="Play.")
     for board, sample in zip(boards, data.samples, strict=True):
         env = sokoban.build_env(sample, {"pixels_per_cell": 16})
@@ -159,7 +154,7 @@ def test_made_boards_are_written_and_played_from_the_file(tmp_path):
 
 
 def test_a_split_keeps_symmetric_boards_together():
-    levels = read_levels(DATA / "boxoban" / "medium_valid_000.txt")[:60]
+    levels = read_boards(DATA / "boxoban" / "medium_valid_000.txt").boards[:60]
     small = make_boards(40, BoardSpec(), seed=1)
     boards, repeated = different([*levels, *levels[:5], *small])
     train, heldout = split_boards(boards, num_heldout=20, seed=2)

@@ -6,15 +6,14 @@ import io
 import json
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from envs.boards.data import make_boards, rows_of
-from envs.boards.generate import Board, BoardSpec, board_from_config, board_of, canonical
+from envs.boards.board import Board, board_from_config, board_of, canonical
+from envs.boards.data import make_boards, row_of
+from envs.boards.generate import BoardSpec
 from envs.boards.solver import solve
-from envs.datasets import load_dataset, read_rows
+from envs.datasets import load_dataset, read_rows, write_rows
 from launch.prepare import main
 
 DATA = Path(__file__).parent / "data"
@@ -56,7 +55,7 @@ def test_boards_of_several_sizes_are_made_as_difficult_as_asked(tmp_path, capsys
 def test_a_held_out_board_takes_its_mirror_image_out_of_training(tmp_path, capsys):
     boards = make_boards(6, BoardSpec(), seed=9)
     for name, part in (("a", [*boards, boards[5]]), ("b", [mirrored(board) for board in boards[:2]])):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows_of(part))), tmp_path / f"{name}.parquet")
+        write_rows(tmp_path / f"{name}.parquet", map(row_of, part))
     files = ("--from", tmp_path / "a.parquet", "--heldout-from", tmp_path / "b.parquet")
     line = prepare(capsys, "sokoban", *files, "--out", tmp_path / "out", "--jobs", 1)
     assert "4 to train on, 2 held out, 3 duplicate" in line
@@ -84,7 +83,7 @@ def test_raw_problems_are_converted_into_files_that_need_nothing_beside_them(tmp
         {**good, "problem": " "},
         *({**good, "images": [{"bytes": image((i, 0, 0)), "path": None}]} for i in range(8)),
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "raw.parquet")
+    write_rows(tmp_path / "raw.parquet", rows)
     line = prepare(capsys, "geo3k", "--from", tmp_path / "raw.parquet", "--out", tmp_path / "out", "--heldout", 3)
     assert "6 to train on, 3 held out, 1 duplicate, 1 unreadable images, 1 empty, 1 labels that do not" in line
     assert "raw.parquet row 3: the label" in line

@@ -28,7 +28,7 @@ def test_every_recorded_episode_is_replayed_to_the_letter(episode):
     observation, _ = env.reset()
     assert env.start_distance == episode["dist0"]
     assert observation["obs_str"] == episode["initial_obs"]
-    assert env.current().text() == episode["initial_text"]
+    assert env.position.text() == episode["initial_text"]
     for turn in episode["turns"]:
         observation, done, info = env.step(turn["response"])
         assert info["parsed_actions"] == turn["parsed_actions"]
@@ -38,11 +38,11 @@ def test_every_recorded_episode_is_replayed_to_the_letter(episode):
         assert metrics["traj_metrics"]["success"] == turn["success"]
         assert metrics["turn_metrics"]["action_is_valid"] == turn["valid"]
         assert metrics["turn_metrics"]["action_is_effective"] == turn["effective"]
-        assert [env.player] == cells(env, [turn["player"]])
-        assert sorted(env.boxes) == sorted(cells(env, turn["boxes"]))
+        assert [env.position.player] == cells(env, [turn["player"]])
+        assert list(env.position.boxes) == sorted(cells(env, turn["boxes"]))
         assert observation["obs_str"] == turn["obs_str"]
         assert len(observation.get("multi_modal_data", {}).get("image", [])) == turn["images"]
-    assert env.current().text() == episode["final_text"]
+    assert env.position.text() == episode["final_text"]
     assert env.distance() == episode["dist1"]
     assert episode_reward(env) == pytest.approx(episode["total_reward"], abs=1e-9)
 
@@ -125,10 +125,10 @@ def test_the_progress_reward_pays_for_each_move_that_the_solution_shrank_and_not
     plain, shaped = build_env(sample, {}), build_env(sample, {"progress_reward": 0.1})
     rng = Random(0)
     for _ in range(8):
-        before = len(optimal_first_moves(shaped.current())) or LOST
+        before = len(optimal_first_moves(shaped.position)) or LOST
         response = random_response(rng)
         _, _, plain_info = plain.step(response)
         _, _, info = shaped.step(response)
-        after = 0 if shaped.success else len(optimal_first_moves(shaped.current())) or LOST
+        after = 0 if shaped.success else len(optimal_first_moves(shaped.position)) or LOST
         assert info["reward"] == pytest.approx(plain_info["reward"] + 0.1 * (before - after))
     assert episode_reward(plain) == episode_reward(shaped)

@@ -7,13 +7,14 @@ moves it may be played is left to the recipe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from envs.boards.generate import SYMBOLS, Board, BoardSpec, board_from_config, board_of, canonical, make_board
+from envs.boards.board import SYMBOLS, Board, board_from_config, board_of, canonical
+from envs.boards.generate import BoardSpec, make_board
 from envs.boards.levels import iter_levels
 from envs.boards.render import png, render
 from envs.boards.solver import solve
@@ -132,14 +133,6 @@ def board_in_text(text: str) -> Board:
     if len(rows) < 3 or len({len(row) for row in rows}) > 1:
         raise ValueError("the text draws no board")
     return board_of(len(rows), len(rows[0]), b"".join(rows))
-
-
-def rows_of(boards: Iterable[Board], pixels_per_cell: int = 64, max_nodes: int = 50_000) -> Iterator[dict[str, Any]]:
-    """The boards as dataset rows; one that the solver cannot solve within `max_nodes` is left out."""
-    for board in boards:
-        row = row_of(board, pixels_per_cell, max_nodes)
-        if row is not None:
-            yield row
 
 
 def row_of(board: Board, pixels_per_cell: int = 64, max_nodes: int = 50_000) -> dict[str, Any] | None:

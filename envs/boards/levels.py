@@ -6,21 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from envs.boards.generate import FLOOR, WALL, XSB, Board, board_of
+from envs.boards.board import FLOOR, WALL, XSB, Board, board_of
 
 _ROW = re.compile(r"^[#@+$*.\-_ ]+$")
-
-
-def read_levels(path: str | Path) -> list[Board]:
-    """All levels of a file, in order. ValueError, naming file and level, for one that is no Sokoban board."""
-    boards = []
-    for number, level in enumerate(iter_levels(path)):
-        if isinstance(level, ValueError):
-            raise ValueError(f"{path}: level {number}: {level}") from level
-        boards.append(level)
-    if not boards:
-        raise ValueError(f"{path} holds no level in XSB notation")
-    return boards
 
 
 def iter_levels(path: str | Path) -> Iterator[Board | ValueError]:
@@ -37,14 +25,6 @@ def parse_level(rows: list[str]) -> Board:
     width = max(len(row) for row in rows)
     codes = bytes(code for row in rows for code in (*(XSB[symbol] for symbol in row), *[WALL] * (width - len(row))))
     return board_of(len(rows), width, _outside_filled(codes, width))
-
-
-def xsb(board: Board) -> str:
-    """The board as rows of XSB symbols."""
-    symbols = "# .*$@+"
-    codes = board.codes()
-    rows = [codes[start : start + board.width] for start in range(0, len(codes), board.width)]
-    return "\n".join("".join(symbols[code] for code in row) for row in rows)
 
 
 def _blocks(text: str) -> list[list[str]]:

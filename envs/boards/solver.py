@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 
-from envs.boards.generate import MOVES, TARGET, WALL, Board
+from envs.boards.board import MOVES, TARGET, WALL, Board
 
 FAR = 1 << 20
 

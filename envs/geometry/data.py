@@ -6,53 +6,31 @@ A written row has the columns of the public processed datasets: `problem` (with 
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from PIL import Image as PILImage
 
-from envs.datasets import MAX_LISTED, Tick, load_dataset, no_tick, read_rows
+from envs.datasets import MAX_LISTED, Dataset, Report, Tick, data_uri, load_dataset, no_tick, read_rows
 from envs.math_reward import label_problem
 from shared.types import Sample
 from shared.vision import IMAGE_FORMATS
 
 
-@dataclass(slots=True)
-class Problems:
-    """Usable samples of some files, and what was left out of them: counts, and the first few of each kind."""
-
-    samples: list[Sample] = field(default_factory=list)
-    rows: int = 0
-    duplicates: int = 0
-    unreadable: int = 0
-    empty: int = 0
-    bad_labels: int = 0
-    examples: list[str] = field(default_factory=list)
-
-
-def read_problems(paths: Iterable[Path], tick: Tick = no_tick) -> Problems:
+def read_problems(paths: Iterable[Path], tick: Tick = no_tick) -> Dataset:
     """All rows with a readable image and a label that parses. ValueError for a missing file or column, or no row."""
-    problems = Problems()
+    samples, total = [], Report()
     for path in paths:
         columns = next(read_rows(path), {})
         if columns and "problem" not in columns:
             raise ValueError(f"{path} has no column 'problem'; it has: {', '.join(map(str, columns))}")
         data = load_dataset(path, tick=tick)
-        report = data.report
-        problems.rows += report.rows
-        problems.duplicates += report.duplicates
-        problems.unreadable += report.bad_images
-        problems.empty += report.empty
-        problems.examples += [f"{path.name} {example}" for example in report.examples]
-        good = [sample for sample in data.samples if not label_problem(sample.label)]
-        problems.bad_labels += len(data.samples) - len(good)
-        problems.samples += good
-    return problems
+        total.add(data.report, f"{path.name} ")
+        samples += [sample for sample in data.samples if not label_problem(sample.label)]
+    return Dataset(samples, total)
 
 
 def split_problems(samples: Iterable[Sample], num_heldout: int, seed: int = 0) -> tuple[list[Sample], list[Sample]]:
@@ -102,4 +80,4 @@ def _question(sample: Sample) -> tuple[str, ...]:
 def _uri(data: bytes | memoryview) -> str:
     with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
         kind = PILImage.MIME.get(image.format or "", "image/png")
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return data_uri(data, kind)

@@ -14,7 +14,7 @@ from typing import Any
 
 from envs import colour, geo3k, geo3k_multi_turn, sokoban
 from envs.base import Env
-from envs.boards.generate import MOVES
+from envs.boards.board import MOVES
 from envs.boards.solver import optimal_first_moves
 from shared.types import Sample
 
@@ -84,7 +84,7 @@ class GeometryTask(Task):
 
 def sokoban_answer(env: sokoban.SokobanEnv, rng: random.Random, expertise: float) -> str:
     """Writes where player, box and target are, then up to three moves: good ones with probability `expertise`."""
-    board = env.current()
+    board = env.position
     places = [f"{cell // board.width}{cell % board.width}" for cell in (board.player, *board.boxes, *board.targets)]
     moves = optimal_first_moves(board)[:3] if rng.random() < expertise else []
     if not moves:

@@ -27,8 +27,8 @@ from actor.rewards import EnvReward
 from actor.rollout import Player
 from actor.worker import keep_collections_short
 from envs import geo3k_multi_turn, sokoban
+from envs.boards.data import read_boards
 from envs.boards.generate import BoardSpec, make_board
-from envs.boards.levels import read_levels
 from envs.boards.render import png
 from envs.boards.solver import search
 from envs.math_reward import grade
@@ -85,7 +85,7 @@ def grades() -> int:
 
 
 def levels() -> int:
-    found = read_levels(ROOT / "tests/data/boxoban/medium_valid_000.txt")[:200]
+    found = read_boards(ROOT / "tests/data/boxoban/medium_valid_000.txt").boards[:200]
     unsolved = sum(search(board, max_nodes=10**9, time_s=5.0).moves is None for board in found)
     FOUND["Boxoban levels solved in 5 s, %"] = 100 * (1 - unsolved / len(found))
     return len(found)

@@ -1,0 +1,150 @@
+"""Sokoban boards: one frozen record, its text forms and its symmetries.
+
+Cells are numbered row by row: cell = row * width + column.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
+SYMBOLS = "#_O√XPS"
+XSB = {"#": WALL, " ": FLOOR, "-": FLOOR, "_": FLOOR, ".": TARGET, "*": BOX_ON_TARGET, "$": BOX, "@": PLAYER,
+       "+": PLAYER_ON_TARGET}  # fmt: skip
+MOVES = ("up", "down", "left", "right")
+
+
+@dataclass(frozen=True)
+class Board:
+    """A position. `cells` holds WALL, FLOOR or TARGET for each cell; `boxes` are sorted cell numbers."""
+
+    height: int
+    width: int
+    cells: bytes
+    boxes: tuple[int, ...]
+    player: int
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        return tuple(cell for cell, code in enumerate(self.cells) if code == TARGET)
+
+    @property
+    def solved(self) -> bool:
+        return all(self.cells[box] == TARGET for box in self.boxes)
+
+    def codes(self) -> bytes:
+        """What is seen in each cell, as codes 0 to 6."""
+        shown = bytearray(self.cells)
+        for box in self.boxes:
+            shown[box] = BOX_ON_TARGET if self.cells[box] == TARGET else BOX
+        shown[self.player] = PLAYER_ON_TARGET if self.cells[self.player] == TARGET else PLAYER
+        return bytes(shown)
+
+    def text(self) -> str:
+        """The board in symbols, cells padded with spaces and joined by tabs."""
+        return text_of(self.codes(), self.width)
+
+    def offset(self, move: str) -> int:
+        return {"up": -self.width, "down": self.width, "left": -1, "right": 1}[move]
+
+    def moved(self, move: str) -> Board:
+        """The board after one move; itself where the move is blocked."""
+        step = self.offset(move)
+        to, behind = self.player + step, self.player + 2 * step
+        if self.cells[to] == WALL:
+            return self
+        if to not in self.boxes:
+            return replace(self, player=to)
+        if self.cells[behind] == WALL or behind in self.boxes:
+            return self
+        boxes = tuple(sorted(behind if box == to else box for box in self.boxes))
+        return replace(self, boxes=boxes, player=to)
+
+    def env_config(self) -> dict[str, Any]:
+        """The board in the fields of the public dataset (rows of codes, [row, column] pairs)."""
+        width = self.width
+        return {
+            "grid_size": [self.height, width],
+            "num_boxes": len(self.boxes),
+            "initial_base_grid": [list(self.cells[row * width : (row + 1) * width]) for row in range(self.height)],
+            "initial_boxes": [list(divmod(box, width)) for box in self.boxes],
+            "initial_player": list(divmod(self.player, width)),
+        }
+
+
+def text_of(codes: bytes, width: int) -> str:
+    rows = [codes[start : start + width] for start in range(0, len(codes), width)]
+    return "\n".join("\t".join(f" {SYMBOLS[code]} " for code in row) for row in rows)
+
+
+def board_of(height: int, width: int, codes: bytes) -> Board:
+    """A board from codes 0 to 6. ValueError unless it is closed, with one player and as many boxes as targets."""
+    players = [cell for cell, code in enumerate(codes) if code in (PLAYER, PLAYER_ON_TARGET)]
+    if len(players) != 1:
+        raise ValueError(f"a board needs exactly one player, found {len(players)}")
+    boxes = tuple(cell for cell, code in enumerate(codes) if code in (BOX, BOX_ON_TARGET))
+    base = bytes(
+        TARGET if code in (TARGET, BOX_ON_TARGET, PLAYER_ON_TARGET) else WALL if code == WALL else FLOOR
+        for code in codes
+    )
+    return checked(Board(height, width, base, boxes, players[0]))
+
+
+def board_from_config(config: dict[str, Any]) -> Board:
+    """A board from `initial_base_grid`, `initial_boxes` and `initial_player` (rows of codes, [row, column] pairs)."""
+    grid = [[int(code) for code in row] for row in config["initial_base_grid"]]
+    height, width = len(grid), len(grid[0])
+    if any(len(row) != width for row in grid):
+        raise ValueError("initial_base_grid has rows of different lengths")
+    base = bytes(code if code in (WALL, FLOOR, TARGET) else FLOOR for row in grid for code in row)
+    boxes = tuple(sorted(int(row) * width + int(column) for row, column in config["initial_boxes"]))
+    row, column = config["initial_player"]
+    return checked(Board(height, width, base, boxes, int(row) * width + int(column)))
+
+
+def checked(board: Board) -> Board:
+    """`board` itself; ValueError where it is no Sokoban board."""
+    size = board.height * board.width
+    if not all(0 <= cell < size and board.cells[cell] != WALL for cell in (*board.boxes, board.player)):
+        raise ValueError("a box or the player stands in a wall or outside the board")
+    if board.player in board.boxes or len(set(board.boxes)) != len(board.boxes):
+        raise ValueError("two things stand in the same cell of the board")
+    if not board.boxes or len(board.targets) < len(board.boxes):
+        raise ValueError(
+            f"a board needs a target for each box; it has {len(board.targets)} for {len(board.boxes)} boxes"
+        )
+    if not _closed(board):
+        raise ValueError("the board is not closed by walls around the player")
+    return board
+
+
+def _closed(board: Board) -> bool:
+    last_row, last_column = board.height - 1, board.width - 1
+    seen, stack = {board.player}, [board.player]
+    while stack:
+        cell = stack.pop()
+        row, column = divmod(cell, board.width)
+        if row in (0, last_row) or column in (0, last_column):
+            return False
+        for step in (-board.width, board.width, -1, 1):
+            if board.cells[cell + step] != WALL and cell + step not in seen:
+                seen.add(cell + step)
+                stack.append(cell + step)
+    return True
+
+
+def canonical(board: Board) -> bytes:
+    """The same bytes for a board and all its rotations and mirror images; different for any other board."""
+    grid = np.frombuffer(board.codes(), np.uint8).reshape(board.height, board.width)
+    forms = [form for each in (grid, grid.T) for form in (each, each[::-1], each[:, ::-1], each[::-1, ::-1])]
+    return min(bytes(form.shape) + form.tobytes() for form in forms)
+
+
+def split_of(board: Board) -> str:
+    """ "heldout" for one class of symmetric boards in eight, "train" for the others: a property of the board alone."""
+    return "heldout" if hashlib.sha256(canonical(board)).digest()[0] < 32 else "train"
