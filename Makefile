@@ -10,7 +10,7 @@ SGLANG_VENV ?= .venv-sglang
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env sglang-env train tiny-models format lint check test test-sglang test-chaos test-long clean
+.PHONY: env sglang-env train tiny-models format lint check test test-sglang test-chaos test-long docs clean
 
 env: $(VENV)/.done
 
@@ -80,6 +80,11 @@ test-sglang: env sglang-env
 # Breaks a running system at random for five minutes and audits its ledger; the faults of the disk need root.
 test-chaos: env
 	$(PY) -m tests.chaos --minutes 5 $(ARGS)
+
+# The documentation, strictly, into build/site; pages of the reference are made from the code.
+docs: env
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group docs
+	$(PY) -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build

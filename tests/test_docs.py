@@ -1,0 +1,93 @@
+"""The documentation tells the truth: its example runs, its links, fields, files and metrics exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from envs.check import main as check_env
+from shared.config import known_keys
+from tests.support.runs import local, metrics, places
+
+README = Path("README.md")
+PAGES = [README, *sorted(Path("docs").rglob("*.md"))]
+SECTIONS = "run|model|env|reward|rollout|data|sampling|actor|engine|learner|eval|transport"
+GENERATED = {
+    "reference": "recipe metrics commands wire-format engine-api files",
+    "explanation": "security faults chaos",
+    "figures": "staleness learner kernels publication transport",
+}
+CATALOGUE = tomllib.loads(Path("learner/metrics/catalogue.toml").read_text(encoding="utf-8"))
+DESCRIBED = [re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(name)) for section in CATALOGUE.values() for name in section]
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    found = re.search(r"```python\n(.*?)```", Path("docs/tutorials/own-environment.md").read_text(), re.DOTALL)
+    assert found
+    path = tmp_path / "sums.py"
+    path.write_text(found.group(1))
+    return path
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    made = {Path("docs", folder, f"{name}.md") for folder, names in GENERATED.items() for name in names.split()}
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    paths = [Path(page.parent, t).resolve().relative_to(Path.cwd()) for t in targets if "://" not in t]
+    assert [str(path) for path in paths if not path.exists() and path not in made] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_field_and_module_that_a_page_names_exists(page: Path) -> None:
+    words = re.findall(rf"(?<![\w/.])(?:--)?((?:{SECTIONS})(?:\.[a-z_]+)+)(?![\w/(.])", page.read_text())
+    assert [word for word in words if word not in known_keys() and not exists(word)] == []
+
+
+def exists(word: str) -> bool:
+    """Whether a dotted word is a section of a recipe, or a module of ours or a name in one."""
+    if any(key.startswith(word + ".") for key in known_keys()):
+        return True
+    parts = word.split(".")
+    for length in range(len(parts), 1, -1):
+        try:
+            if importlib.util.find_spec(".".join(parts[:length])) is not None:
+                return True
+        except ModuleNotFoundError:
+            continue
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    roots = "shared|envs|actor|learner|kernels|launch|tests|docs"
+    named = re.findall(rf"`((?:{roots})/[\w./-]+?\.(?:py|md|toml|txt))`", page.read_text())
+    assert [name for name in named if not Path(name).exists()] == []
+
+
+def test_the_example_environment_keeps_the_contract(example: Path) -> None:
+    assert check_env([str(example)]) == 0
+
+
+@pytest.mark.slow
+def test_the_example_environment_is_trained_on_and_every_metric_of_the_run_is_described(
+    example: Path, tmp_path: Path
+) -> None:
+    fields = {"env.module": example, "learner.total_steps": 2, "eval.samples": 8}
+    run = subprocess.run(local(places(tmp_path, **fields)), capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert json.loads(run.stdout)["optimizer_steps"] == 2
+    rows = metrics(tmp_path)
+    assert [row["rollout/turns"] for row in rows if "rollout/turns" in row] == [1.0, 1.0]
+    names = {name for row in rows for name in row} - {"step", "time"}
+    assert [name for name in sorted(names) if not any(re.fullmatch(p, name) for p in DESCRIBED)] == []
