@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from shared.engine_messages import (
@@ -24,6 +25,7 @@ from shared.types import Completion, Image, PolicyVersion, Sampling
 
 CONNECT_TRIES = 3
 CALL_S = 30.0  # for answers that need no generation
+Key = TypeVar("Key")
 Result = TypeVar("Result")
 
 
@@ -117,28 +119,13 @@ class EngineClient(JsonClient):
     async def health(self, timeout_s: float = 10.0) -> None:
         await self._exchange("GET", "/health", None, timeout_s)  # a router answers with plain text
 
-    async def healthy(self, timeout_s: float = 10.0) -> bool:
-        try:
-            await self.health(timeout_s)
-        except EngineError:
-            return False
-        return True
-
-    async def ready(self) -> bool:
-        """Whether the engine answers and holds weights of a run."""
-        try:
-            self._read(parse_version, await self.weight_version(10.0))
-        except EngineError:
-            return False
-        return True
-
     async def wait_healthy(self, timeout_s: float) -> None:
         """Returns as soon as the engine answers; EngineError after `timeout_s`."""
-        await self._wait(self.healthy, timeout_s, f"not healthy within {timeout_s:g} s: is an engine running there?")
+        await self._wait(self.health, timeout_s, f"not healthy within {timeout_s:g} s: is an engine running there?")
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns when the engine answers and holds weights of a run; EngineError after `timeout_s`."""
-        await self._wait(self.ready, timeout_s, f"not healthy, or without this run's weights, for {timeout_s:g} s")
+        await self._wait(self._version, timeout_s, f"not healthy, or without this run's weights, for {timeout_s:g} s")
 
     async def model_info(self, timeout_s: float = CALL_S) -> dict[str, Any]:
         info = await self.request("GET", "/model_info", timeout_s=timeout_s)
@@ -149,6 +136,9 @@ class EngineClient(JsonClient):
     async def weight_version(self, timeout_s: float = CALL_S) -> Any:
         """As the engine says it: for weights that are no version of a run that may be any word, or None."""
         return (await self.model_info(timeout_s)).get("weight_version")
+
+    async def _version(self) -> PolicyVersion:
+        return self._read(parse_version, await self.weight_version(10.0))
 
     async def traits(self, timeout_s: float = CALL_S) -> EngineTraits:
         """EngineError if the engine is not healthy, or refuses the API key."""
@@ -229,23 +219,32 @@ class EngineClient(JsonClient):
         except ValueError as error:
             raise EngineError(self.url, str(error)) from None
 
-    async def _wait(self, well: Callable[[], Awaitable[bool]], timeout_s: float, reason: str) -> None:
+    async def _wait(self, check: Callable[[], Awaitable[object]], timeout_s: float, reason: str) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                while not await well():
+                while True:
+                    with suppress(EngineError):
+                        await check()
+                        break
                     await asyncio.sleep(0.25)
         except TimeoutError:
             raise EngineError(self.url, reason) from None
         self.suspect = False
 
 
-async def each(
-    engines: Iterable[EngineClient], call: Callable[[EngineClient], Awaitable[Result]]
-) -> dict[str, Result | EngineError]:
-    """Every engine's result, or why there is none, from calls made at once; each call limits its own time."""
-    engines = list(engines)
-    results = await asyncio.gather(*map(call, engines), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, EngineError):
-            raise result
-    return dict(zip((engine.url for engine in engines), results, strict=True))  # type: ignore[arg-type]
+async def each(keys: Iterable[Key], call: Callable[[Key], Awaitable[Result]]) -> dict[Key, Result | EngineError]:
+    """The result of each call, or why there is none; all are made at once, and each limits its own time."""
+
+    async def one(key: Key) -> Result | EngineError:
+        try:
+            return await call(key)
+        except EngineError as error:
+            return error
+
+    keys = list(keys)
+    return dict(zip(keys, await asyncio.gather(*map(one, keys)), strict=True))
+
+
+def reasons(results: Mapping[Any, object]) -> dict[str, str]:
+    """URL -> reason of those that failed."""
+    return {error.url: error.reason for error in results.values() if isinstance(error, EngineError)}

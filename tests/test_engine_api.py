@@ -101,7 +101,7 @@ def test_no_route_lets_garbage_out_as_another_error(content):
             with pytest.raises(EngineError):
                 ask(url, use)
         assert ask(url, lambda client: client.tokenize("a")) is None
-        assert ask(url, lambda client: client.healthy())
+        ask(url, lambda client: client.health())
 
 
 @pytest.mark.parametrize("fault", [hangs_up, talks_nonsense, redirects("/model_info"), says(b"{" * 10**6, 500)])

@@ -42,22 +42,10 @@ class EngineWatch:
         wanted = str(self._version)
         while True:
             await asyncio.sleep(PATIENCE_S)
-            held = await self._versions()
-            others = [url for url, version in held.items() if version != wanted]
+            answers = await each(self._engines(), lambda url: self._link.client(url).weight_version(CALL_S))
+            held = {url: str(said) for url, said in answers.items() if said and not isinstance(said, EngineError)}
+            others = sorted(url for url, version in held.items() if version != wanted)
             if others and (self._fresh or wanted not in held.values()):
                 get_logger("publisher").info("engine %s is back; version %s goes out again", others[0], wanted)
                 self.found.set()
                 return
-
-    async def _versions(self) -> dict[str, str]:
-        """Of the engines that answer and say one; the others cannot be helped now."""
-        clients = []
-        for url in sorted(self._engines()):
-            try:
-                clients.append(self._link.client(url))
-            except EngineError:
-                continue  # a publication names it
-        answers = await each(clients, lambda engine: engine.weight_version(CALL_S))
-        return {
-            url: str(held) for url, held in answers.items() if held is not None and not isinstance(held, EngineError)
-        }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.weights.link import in_thread
-from shared.engine_api import EngineClient, EngineError, each
+from shared.engine_api import EngineClient, EngineError, each, reasons
 from shared.engine_messages import EngineTraits
 from shared.log import get_logger
 
@@ -26,9 +26,9 @@ Members = Mapping[EngineClient, EngineTraits]
 class EnginesFailed(Exception):
     """Engines at fault, with reasons."""
 
-    def __init__(self, reasons: Mapping[str, EngineError | str]) -> None:
-        self.reasons = {url: why if isinstance(why, str) else why.reason for url, why in reasons.items()}
-        super().__init__("; ".join(f"{url}: {reason}" for url, reason in self.reasons.items()))
+    def __init__(self, reasons: dict[str, str]) -> None:
+        super().__init__("; ".join(f"{url}: {reason}" for url, reason in reasons.items()))
+        self.reasons = reasons
 
 
 class WeightGroup:
@@ -129,9 +129,8 @@ class WeightGroupManager:
         if group is None:
             return
         group.abort()
-        for url, result in (await each(members, lambda engine: engine.leave_group(group.name, 5.0))).items():
-            if isinstance(result, EngineError):
-                self._log.debug("%s left the group: %s", url, result.reason)
+        left = await each(members, lambda engine: engine.leave_group(group.name, 5.0))
+        self._log.debug("left the group otherwise: %s", reasons(left))
 
     async def together(
         self, what: str, calls: Mapping[EngineClient, Coroutine[Any, Any, None]], own: Callable[[], None]
@@ -142,47 +141,39 @@ class WeightGroupManager:
         order: engines whose connection broke or that do not answer /health now; where rank 0's own part failed, those
         that stay silent all the same; those that refused while the group was whole.
         """
-        tasks = {asyncio.create_task(call): engine for engine, call in calls.items()}
+        tasks = {engine: asyncio.create_task(call) for engine, call in calls.items()}
         mine = asyncio.create_task(in_thread(own))
-        await asyncio.wait({*tasks, mine}, timeout=self.timeout_s + 1.0, return_when=asyncio.FIRST_EXCEPTION)
-        refused = _errors(tasks)  # while the group was whole
+        everything = {*tasks.values(), mine}
+        await asyncio.wait(everything, timeout=self.timeout_s + 1.0, return_when=asyncio.FIRST_EXCEPTION)
+        refused = reasons(_errors(tasks))  # while the group was whole
         own_failed = isinstance(mine.exception(), RuntimeError) if mine.done() else not refused
         if mine.done() and not own_failed:
             mine.result()
-            if all(task.done() for task in tasks) and not refused:
+            if all(task.done() for task in tasks.values()) and not refused:
                 return
         assert self._group is not None
         self._group.abort()
-        await asyncio.wait(tasks, timeout=LAST_WORD_S)
+        await asyncio.wait(tasks.values(), timeout=LAST_WORD_S)
         errors = _errors(tasks)
-        silent = {engine.url: "gave no answer in time" for task, engine in tasks.items() if not task.done()}
-        for task in (*tasks, mine):
+        silent = {engine.url: "gave no answer in time" for engine, task in tasks.items() if not task.done()}
+        for task in everything:
             task.cancel()
-        gone = await _gone(calls, errors)
-        at_fault: Mapping[str, EngineError | str] = gone or (silent if own_failed else refused) or refused or silent
+        well = await each(tasks.keys() - errors.keys(), lambda engine: engine.health(LAST_WORD_S))
+        gone = reasons(well) | reasons({engine: error for engine, error in errors.items() if error.status == 0})
+        at_fault = gone or (silent if own_failed else refused) or refused or silent
         at_fault = at_fault or {engine.url: f"failed to {what}" for engine in calls}
         self._log.warning("could not %s: %s", what, ", ".join(at_fault))
         await self.shutdown()
         raise EnginesFailed(at_fault)
 
 
-def _errors(tasks: Mapping[asyncio.Task[None], EngineClient]) -> dict[str, EngineError]:
+def _errors(tasks: Mapping[EngineClient, asyncio.Task[None]]) -> dict[EngineClient, EngineError]:
     """Of the calls that have failed by now."""
-    found = {}
-    for task, engine in tasks.items():
-        if task.done() and (error := task.exception()):
-            if not isinstance(error, EngineError):
-                raise error
-            found[engine.url] = error
-    return found
-
-
-async def _gone(engines: Iterable[EngineClient], errors: Mapping[str, EngineError]) -> dict[str, EngineError]:
-    """Engines whose connection broke, and those without an error that do not answer /health now."""
-    asked = [engine for engine in engines if engine.url not in errors]
-    found = await each(asked, lambda engine: engine.health(LAST_WORD_S))
-    unwell = {url: answer for url, answer in found.items() if isinstance(answer, EngineError)}
-    return unwell | {url: error for url, error in errors.items() if error.status == 0}
+    errors = {engine: task.exception() for engine, task in tasks.items() if task.done()}
+    for error in errors.values():
+        if error is not None and not isinstance(error, EngineError):
+            raise error
+    return {engine: error for engine, error in errors.items() if isinstance(error, EngineError)}
 
 
 async def own_address(url: str) -> str:

@@ -18,17 +18,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from learner.distributed import Ranks, broadcast_flag
 from learner.model.policy import Policy
 from learner.weights.buckets import buckets, gathered
 from learner.weights.engine_watch import EngineWatch
-from learner.weights.group import Members, WeightGroupManager
+from learner.weights.group import WeightGroupManager
 from learner.weights.link import EngineLink
-from learner.weights.update import Seconds, UpdateSettings, WeightUpdate
+from learner.weights.update import Seconds, WeightUpdate
 from learner.weights.verify import WeightVerifier
-from shared.engine_api import EngineClient, EngineError, each
+from shared.engine_api import EngineClient, each, reasons
 from shared.engine_messages import EngineTraits
 from shared.log import get_logger
 from shared.types import PolicyVersion
@@ -41,16 +41,8 @@ class PublishSettings:
     timeout_s: float = 120.0  # of one bucket, and of joining
     call_timeout_s: float = 30.0  # of the other calls
     health_timeout_s: float = 10.0
-    pause_mode: str = "in_place"
+    pause_mode: str = "in_place"  # or retract: running requests are computed anew, their KV forgotten
     give_up_s: float = 600.0  # without any engine that takes weights
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """What one pass over all buckets did."""
-
-    num_bytes: int = 0
-    failed: dict[str, str] = field(default_factory=dict)  # engine -> reason
 
 
 class Publisher:
@@ -82,11 +74,19 @@ class Publisher:
         num_bytes, seconds = 0, Seconds()
         verifier = self.verifier if self.verifier and self.verifier.due() else None
         while True:
-            done = self._one_pass(version, members, seconds, verifier)
-            dropped |= done.failed
-            num_bytes += done.num_bytes
-            members = {engine: traits for engine, traits in members.items() if engine.url not in done.failed}
-            if not broadcast_flag(bool(done.failed) and bool(members), self.ranks):
+            update = WeightUpdate(
+                self._manager,
+                members,
+                version,
+                seconds,
+                pause_mode=self.settings.pause_mode,
+                call_timeout_s=self.settings.call_timeout_s,
+            )
+            self._walk(update if members else None, seconds, verifier)
+            dropped |= update.failed
+            num_bytes += update.num_bytes
+            members = {engine: traits for engine, traits in members.items() if engine.url not in update.failed}
+            if not broadcast_flag(bool(update.failed) and bool(members), self.ranks):
                 break
         for url, reason in dropped.items():
             self._log.warning("engine %s did not take version %d: %s", url, version, reason)
@@ -97,7 +97,7 @@ class Publisher:
                 proven = verifier.check(version, members, self._link)
         return proven | {
             "publish/seconds": time.monotonic() - started,
-            **{f"publish/{name}_s": value for name, value in seconds.values.items()},
+            **{f"publish/{name}_s": value for name, value in seconds.items()},
             "publish/bytes": float(num_bytes),
             "publish/engines": float(len(members)),
             "publish/dropped": float(len(dropped)),
@@ -114,14 +114,9 @@ class Publisher:
         self._link.run(self._manager.shutdown())
         self._link.close()
 
-    def _one_pass(
-        self, version: PolicyVersion, members: Members, seconds: Seconds, verifier: WeightVerifier | None
-    ) -> _Pass:
-        """Every rank walks all buckets, whatever happens to the engines."""
-        settings = UpdateSettings(self.settings.call_timeout_s, self.settings.pause_mode)
-        update = WeightUpdate(self._manager, members, version, settings, seconds) if members else None
+    def _walk(self, update: WeightUpdate | None, seconds: Seconds, verifier: WeightVerifier | None) -> None:
+        """Every rank walks all buckets, whatever happens to the engines. The next is gathered while one is sent."""
         in_flight: Future[None] | None = None
-        num_bytes = 0
         walk = buckets(gathered(self.policy), self.policy.dtype, self.settings.bucket_bytes)
         while True:
             with seconds.of("gather"):
@@ -131,39 +126,22 @@ class Publisher:
             if update is None:
                 continue
             if in_flight is None:  # no earlier: the engines generate while the first bucket is gathered
-                self._link.run(update.begin())
-            else:
-                in_flight.result()  # the next bucket was gathered meanwhile
-            in_flight = self._link.start(update.send(bucket))
+                in_flight = self._link.start(update.begin())
+            in_flight.result()
             if update.working:
-                num_bytes += bucket.flat.numel()
+                in_flight = self._link.start(update.send(bucket))
                 if verifier:
                     verifier.keep(bucket)
-        if update is None or in_flight is None:
-            return _Pass()
-        in_flight.result()
-        self._link.run(update.end())
-        return _Pass(num_bytes, update.failed)
+        if update and in_flight:
+            in_flight.result()
+            self._link.run(update.end())
 
     def _healthy(self, engines: Collection[str]) -> tuple[dict[EngineClient, EngineTraits], dict[str, str]]:
         """Those that can be sent weights, and why the others cannot."""
-        clients: list[EngineClient] = []
-        dropped: dict[str, str] = {}
-        for url in sorted(engines):
-            try:
-                clients.append(self._link.client(url))
-            except EngineError as error:
-                dropped[url] = error.reason
-        limit = self.settings.health_timeout_s
-        found = self._link.run(each(clients, lambda engine: engine.traits(limit)))
-        members: dict[EngineClient, EngineTraits] = {}
-        for client in clients:
-            answer = found[client.url]
-            if isinstance(answer, EngineError):
-                dropped[client.url] = answer.reason
-            else:
-                members[client] = answer
-        return members, dropped
+        link, limit = self._link, self.settings.health_timeout_s
+        found = link.run(each(sorted(engines), lambda url: link.client(url).traits(limit)))
+        members = {link.client(url): traits for url, traits in found.items() if isinstance(traits, EngineTraits)}
+        return members, reasons(found)
 
     def _check_somebody_is_served(self, served: bool, dropped: dict[str, str]) -> None:
         now = time.monotonic()

@@ -5,28 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from learner.weights.buckets import Bucket
 from learner.weights.group import EnginesFailed, Members, WeightGroupManager
-from shared.engine_api import EngineClient, EngineError, each
+from shared.engine_api import EngineClient, each, reasons
 from shared.types import PolicyVersion
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSettings:
-    call_timeout_s: float = 30.0
-    pause_mode: str = "in_place"  # or retract: running requests are computed anew, their KV forgotten
-
-
-class Seconds:
+class Seconds(dict[str, float]):
     """Seconds of a publication by name."""
 
     def __init__(self) -> None:
-        self.values = dict.fromkeys(("gather", "broadcast", "load", "pause", "proof"), 0.0)
-
-    def add(self, name: str, seconds: float) -> None:
-        self.values[name] += seconds
+        super().__init__(dict.fromkeys(("gather", "broadcast", "load", "pause", "proof"), 0.0))
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
@@ -34,7 +24,7 @@ class Seconds:
         try:
             yield
         finally:
-            self.add(name, time.monotonic() - started)
+            self[name] += time.monotonic() - started
 
 
 class WeightUpdate:
@@ -49,29 +39,30 @@ class WeightUpdate:
         manager: WeightGroupManager,
         members: Members,
         version: PolicyVersion,
-        settings: UpdateSettings,
         seconds: Seconds,
+        *,
+        pause_mode: str,
+        call_timeout_s: float,
     ) -> None:
         self._manager, self._members, self._version = manager, members, version
-        self._settings, self._seconds = settings, seconds
+        self._pause_mode, self._call_timeout_s, self._seconds = pause_mode, call_timeout_s, seconds
         self.failed: dict[str, str] = {}
-        self.working = True
-        in_place = settings.pause_mode == "in_place"
+        self.working, self.num_bytes = True, 0
+        in_place = pause_mode == "in_place"
         self._to_pause = [engine for engine, traits in members.items() if not (in_place and traits.beside_generation)]
         self._paused_at = 0.0
 
     async def begin(self) -> None:
-        limit = self._settings.call_timeout_s
+        limit = self._call_timeout_s
         with self._noting():
             await self._manager.group_of(self._members)
             self._paused_at = time.monotonic()
-            await self._all(self._to_pause, lambda engine: engine.pause(self._settings.pause_mode, limit))
+            await self._all(self._to_pause, lambda engine: engine.pause(self._pause_mode, limit))
             await self._all(self._members, lambda engine: engine.begin_update(limit))
 
     async def send(self, bucket: Bucket) -> None:
         """Returns when the bucket has arrived, or an engine has failed."""
-        if not self.working:
-            return
+        self.num_bytes += bucket.flat.numel()
         with self._noting():
             group = await self._manager.group_of(self._members)
             body = {
@@ -79,7 +70,7 @@ class WeightUpdate:
                 "dtypes": bucket.dtypes,
                 "shapes": bucket.shapes,
                 "group_name": group.name,
-                "flush_cache": self._settings.pause_mode == "retract",
+                "flush_cache": self._pause_mode == "retract",
             }
             if bucket.last:
                 body["weight_version"] = str(self._version)
@@ -93,13 +84,13 @@ class WeightUpdate:
 
             calls = {engine: engine.receive(body, limit) for engine in self._members}
             await self._manager.together("send weights", calls, broadcast)
-            self._seconds.add("broadcast", sent)
-            self._seconds.add("load", time.monotonic() - started - sent)
+            self._seconds["broadcast"] += sent
+            self._seconds["load"] += time.monotonic() - started - sent
 
     async def end(self) -> None:
         if self._paused_at == 0.0:  # the group did not come about
             return
-        limit = self._settings.call_timeout_s
+        limit = self._call_timeout_s
         with self._noting(), self._seconds.of("load"):
             if self.working:
                 await self._all(self._members, lambda engine: engine.end_update(self._version, limit))
@@ -108,7 +99,7 @@ class WeightUpdate:
         with self._noting():
             await self._all(self._to_pause, lambda engine: engine.resume(limit))
         if self._to_pause:
-            self._seconds.add("pause", time.monotonic() - self._paused_at)
+            self._seconds["pause"] += time.monotonic() - self._paused_at
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -120,6 +111,5 @@ class WeightUpdate:
 
     async def _all(self, engines: Iterable[EngineClient], call: Callable[[EngineClient], Awaitable[None]]) -> None:
         """The same call to all at once: EnginesFailed names each that fails, the others are not held up."""
-        results = await each(engines, call)
-        if errors := {url: error for url, error in results.items() if isinstance(error, EngineError)}:
-            raise EnginesFailed(errors)
+        if failed := reasons(await each(engines, call)):
+            raise EnginesFailed(failed)

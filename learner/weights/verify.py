@@ -91,18 +91,18 @@ class WeightVerifier:
         asked = link.start(each(members, lambda engine: self._ask(engine, key, members[engine])))
         own = self.canary.expected()
         wrong, gaps, skipped, num_unverified = dict[str, str](), [0.0], 0, 0
-        for url, answer in asked.result().items():
+        for engine, answer in asked.result().items():
             if isinstance(answer, EngineError):
                 num_unverified += 1
-                self._log.warning("engine %s did not confirm version %d: %s", url, version, answer.reason)
+                self._log.warning("engine %s did not confirm version %d: %s", engine.url, version, answer.reason)
                 continue
             gaps.append(gap(own, answer.logprobs))
             different, missing = self._compare(answer.checksums)
             skipped += missing
             if different:
-                wrong[url] = f"holds other values of {', '.join(different[:3])} than it was sent"
+                wrong[engine.url] = f"holds other values of {', '.join(different[:3])} than it was sent"
             elif reason := self._canary_fault(answer, gaps[-1], version):
-                wrong[url] = reason
+                wrong[engine.url] = reason
         self._turn += 1
         self._kept.clear()
         if broadcast_flag(bool(wrong), self._ranks):

@@ -11,22 +11,20 @@ from dataclasses import replace
 import pytest
 
 from learner.weights import publisher as publisher_module
-from shared.engine_api import EngineClient
+from shared.engine_api import EngineError
 from shared.types import Ending
+from tests.support.engines import ask
 from tests.support.sglang_rig import gap, move, player_of, tickets
 
 TOLERANCE = 1e-4
 
 
 def answers(url):
-    async def main():
-        client = EngineClient(url)
-        try:
-            return await client.healthy(5.0)
-        finally:
-            await client.close()
-
-    return asyncio.run(main())
+    try:
+        ask(url, lambda client: client.health(5.0))
+    except EngineError:
+        return False
+    return True
 
 
 def play_one(recipe, url, version):
