@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 from learner.weights.buckets import buckets, gathered
 from shared.engine_api import EngineClient, EngineError
-from tests.support.engines import ask, call, false_engine, is_silent, refuses
+from tests.support.engines import ask, call
 from tests.support.publishing import assert_same, holds, move, policy, publisher, served
 from tests.support.tiny import load_model, running_engine
 
@@ -63,18 +61,6 @@ def test_a_new_engine_joins_and_one_that_left_is_forgotten(folder, policy, publi
         assert_same(first_app, policy)
 
 
-@pytest.mark.parametrize("answer", [refuses, is_silent])
-def test_an_engine_that_does_not_join_is_named_and_others_get_the_weights(folder, policy, publisher, answer, caplog):
-    answers = {"/init_weights_update_group": answer}
-    with running_engine(folder, update_timeout_s=4.0) as (url, app), false_engine(answers) as (bad, _):
-        move(policy, 0.01)
-        started = time.monotonic()
-        assert served(publisher.publish(4, [bad, url])) == (1, 1)
-        assert time.monotonic() - started < 30
-        assert_same(app, policy)
-        assert any(bad in record.getMessage() for record in caplog.records)
-
-
 def test_an_engine_that_refuses_a_bucket_is_dropped_and_readmitted_at_the_next_version(folder, policy, publisher):
     with running_engine(folder, update_timeout_s=4.0) as (good, good_app), running_engine(folder) as (url, app):
         real, app.updates.loader.check = app.updates.loader.check, raising(ValueError("no such parameter"))
@@ -85,16 +71,6 @@ def test_an_engine_that_refuses_a_bucket_is_dropped_and_readmitted_at_the_next_v
         app.updates.loader.check = real
         assert served(publisher.publish(6, [good, url])) == (2, 0)
         assert_same(app, policy)
-
-
-def test_an_engine_that_is_silent_about_a_bucket_does_not_hold_the_learner(folder, policy, publisher):
-    with running_engine(folder, update_timeout_s=4.0) as (good, good_app), running_engine(folder) as (url, app):
-        app.updates.loader.check = lambda entries: time.sleep(9)
-        started = time.monotonic()
-        move(policy, 0.01)
-        assert served(publisher.publish(7, [good, url])) == (1, 1)
-        assert time.monotonic() - started < 30
-        assert_same(good_app, policy)
 
 
 def test_older_engines_without_begin_and_end_are_served(folder, policy, publisher, monkeypatch):

@@ -114,8 +114,18 @@ def test_a_second_learner_takes_over_from_one_that_died_in_mid_update(folder, po
 
 
 @pytest.mark.parametrize("fault", [refuses, hangs_up, is_silent, dribbles, talks_nonsense])
-@pytest.mark.parametrize("route", ["/pause_generation", "/begin_weight_update", "/update_weights_from_distributed"])
-def test_a_misbehaving_engine_never_holds_the_learner(folder, policy, ranks, always_paused, route, fault):
+@pytest.mark.parametrize(
+    "route",
+    [
+        "/init_weights_update_group",
+        "/pause_generation",
+        "/begin_weight_update",
+        "/update_weights_from_distributed",
+    ],
+)
+def test_a_misbehaving_engine_is_named_and_never_holds_the_learner(
+    folder, policy, ranks, always_paused, route, fault, caplog
+):
     settings = PublishSettings(bucket_bytes=100_000, timeout_s=1.5, call_timeout_s=1.0, health_timeout_s=1.0)
     with (
         running_engine(folder, update_timeout_s=3.0) as (good, app),
@@ -127,6 +137,7 @@ def test_a_misbehaving_engine_never_holds_the_learner(folder, policy, ranks, alw
         assert served(publisher.publish(6, [bad, good])) == (1, 1)
         assert time.monotonic() - started < LIMIT_S
         assert_same(app, policy)
+        assert any(f"{bad} did not take version 6" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("fault", [hangs_up, dribbles, talks_nonsense])

@@ -37,11 +37,9 @@ class HealthProbe:
 
     async def _answers(self) -> bool:
         """Whatever it says: an error is an answer."""
-        client = EngineClient(self._url)
         try:
-            await client.health(ANSWER_S)
+            async with EngineClient(self._url) as client:
+                await client.health(ANSWER_S)
         except EngineError as error:
             return error.status != 0
-        finally:
-            await client.close()
         return True

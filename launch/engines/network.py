@@ -14,7 +14,7 @@ def check_reach(recipe: Recipe) -> None:
     """ConfigError for engines off loopback without an API key, on an address that names no host, or on loopback while
     the learner is on another host."""
     host, learner = recipe.engine.host, recipe.actor.learner
-    if not is_local(_tcp(host)):
+    if not is_local(f"tcp://{host}:0"):
         if not recipe.engine.api_key_file:
             raise ConfigError(
                 f"engine.host = {host!r} is not loopback: set engine.api_key_file as well (python -m shared.keys keys "
@@ -51,15 +51,7 @@ def check_ports(recipe: Recipe) -> None:
 
 
 def url_of(host: str, port: int) -> str:
-    return f"http://{_bracketed(host)}:{port}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _tcp(host: str) -> str:
-    return f"tcp://{_bracketed(host)}:0"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _is_any(host: str) -> bool:

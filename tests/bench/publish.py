@@ -39,8 +39,9 @@ from learner.weights.group import WeightGroup
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import WeightVerifier
 from shared.config import ConfigError
+from shared.engine_api import EngineClient
 from shared.vision import VisionSpec
-from tests.support.engines import call, engine_process, sglang_process
+from tests.support.engines import ask, engine_process, sglang_process
 
 SIZES = {"tiny": {"hidden": 128, "layers": 4}, "large": {"hidden": 768, "layers": 7}}
 PARTS = ("seconds", "gather_s", "broadcast_s", "load_s", "pause_s", "proof_s")
@@ -55,15 +56,14 @@ class Client:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
+        ask(self.url, self._talk)
+
+    async def _talk(self, client: EngineClient) -> None:
         number = 0
         while not self._over.is_set():
             number += 1
-            body = {
-                "input_ids": [20 + number % 97, 30],
-                "sampling_params": {"max_new_tokens": 1},
-                "extra_key": str(number),
-            }
-            call(self.url, "/generate", body, 60.0)
+            body = {"input_ids": [20 + number % 97, 30], "sampling_params": {"max_new_tokens": 1}}
+            await client.post("/generate", body | {"extra_key": str(number)}, 60.0)
             self.ends.append(time.monotonic())
 
     def waits(self, begin: float, end: float) -> list[float]:
