@@ -10,6 +10,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -42,23 +43,20 @@ class Check:
 
     def call(self, what: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """The result of a call; Hung after `limit_s`; what it raises is passed on."""
-        box: list[Any] = []
+        future: Future[Any] = Future()
 
         def run() -> None:
             try:
-                box.append((True, function(*args, **named)))
+                future.set_result(function(*args, **named))
             except BaseException as error:  # noqa: BLE001  handed to the caller below
-                box.append((False, error))
+                future.set_exception(error)
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(self.limit_s)
-        if not box:
+        if not future.done():
             raise Hung(f"{what} did not return within {self.limit_s:g} s")
-        good, value = box[0]
-        if not good:
-            raise value
-        return value
+        return future.result()
 
 
 def check_env(path: str, args: Mapping[str, Any] | None = None, seed: int = 0, limit_s: float = 30.0) -> Check:

@@ -92,8 +92,7 @@ class Geo3kToolEnv(Geo3kEnv):
         if not text:
             return info | {"feedback": "missing_answer", "answer_missing": True}
         score, timeout = self._score(text)
-        warn = turn >= self.max_turns - 2
-        feedback = "correct" if score else "wrong_final_warning" if warn else "wrong"
+        feedback = "correct" if score else "wrong_final_warning" if turn >= self.max_turns - 2 else "wrong"
         executed = {"tool_executed": True, "answer": text, "score": score, "tool_timeout": timeout}
         return info | executed | {"feedback": feedback}
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from envs.base import setting
+
 
 def load_module(path: str) -> ModuleType:
     """The module at a dotted path (`envs.sokoban`) or in a file (`my_env.py`). ValueError if it cannot be loaded."""
@@ -25,7 +27,8 @@ def load_module(path: str) -> ModuleType:
             raise ValueError(f"no module {path!r}: give a dotted path such as envs.sokoban, or a .py file") from error
         raise ValueError(f"module {path!r} imports {error.name!r}, which is not installed") from error
     except Exception as error:  # whatever the user's module raises while it is imported is the user's mistake
-        raise ValueError(f"module {path!r} cannot be loaded: {_one_line(error)}") from error
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"module {path!r} cannot be loaded: {words}") from error
 
 
 def load_env(path: str) -> Callable[..., Any]:
@@ -35,10 +38,7 @@ def load_env(path: str) -> Callable[..., Any]:
 
 def load_function(path: str) -> Callable[..., Any]:
     """A function by `package.module.name` or `file.py:name`. ValueError if there is none."""
-    if ".py:" in path:
-        module, _, name = path.rpartition(":")
-    else:
-        module, _, name = path.rpartition(".")
+    module, _, name = path.rpartition(":" if ".py:" in path else ".")
     if not module or not name:
         raise ValueError(f"{path!r} names no function: write package.module.function or file.py:function")
     return _callable_of(load_module(module), name, module)
@@ -46,8 +46,6 @@ def load_function(path: str) -> Callable[..., Any]:
 
 def system_prompt(module: ModuleType, args: Any) -> str:
     """The system message of a task: args["system_prompt"], the module's `system_prompt(args)`, or SYSTEM_PROMPT."""
-    from envs.base import setting
-
     own = setting(args, "system_prompt")
     if own is not None:
         return str(own)
@@ -80,7 +78,3 @@ def _callable_of(module: ModuleType, name: str, path: str) -> Callable[..., Any]
         has = ", ".join(sorted(key for key in vars(module) if not key.startswith("_"))[:12]) or "nothing"
         raise ValueError(f"module {path!r} has no function {name}; it has {has}")
     return value
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

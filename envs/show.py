@@ -17,7 +17,9 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from envs.base import total_turn_reward
+from envs.boards.solver import solve
 from envs.play import parser, start
+from envs.sokoban import SokobanEnv
 
 MARGIN, CAPTION_LINES, MIN_WIDTH = 8, 4, 160
 
@@ -115,9 +117,6 @@ def _written(lines: list[str], width: int) -> Image.Image:
 
 
 def _solution(env: Any) -> list[str]:
-    from envs.boards.solver import solve
-    from envs.sokoban import SokobanEnv
-
     if not isinstance(env, SokobanEnv):
         raise ValueError("--solve is for envs.sokoban: give --answers for other environments")
     return solve(env.position) or []

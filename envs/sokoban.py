@@ -17,15 +17,17 @@ from envs.boards.generate import BoardSpec, make_board
 from envs.boards.render import render
 from envs.boards.solver import optimal_first_moves
 
+_RULES = (
+    "You push a box by walking into it; you cannot pull, nor push two boxes or into a wall. "
+    "Answer with your next moves like this: <answer>up, left</answer>"
+)
 SYSTEM_PROMPT = (
     "Solve Sokoban: push every yellow box onto a red target. You are the green player. Brown cells are walls, dark "
-    "cells are floor. You push a box by walking into it; you cannot pull, nor push two boxes or into a wall. "
-    "Answer with your next moves like this: <answer>up, left</answer>"
+    f"cells are floor. {_RULES}"
 )
 TEXT_PROMPT = (
     "Solve Sokoban: push every box X onto a target O. You are P (S on a target). # is a wall, _ is floor, √ is a box "
-    "on a target. You push a box by walking into it; you cannot pull, nor push two boxes or into a wall. "
-    "Answer with your next moves like this: <answer>up, left</answer>"
+    f"on a target. {_RULES}"
 )
 STEP_REWARD, BLOCKED_REWARD, ON_TARGET_REWARD, OFF_TARGET_REWARD, SUCCESS_BONUS = 0.01, -0.05, 1.0, -0.5, 5.0
 LOST = 20  # moves that a position beyond rescue counts as
@@ -72,13 +74,11 @@ def build_env(sample: Any = None, args: Any = None, **_: Any) -> SokobanEnv:
     """The environment of a sample; without a sample, that of seed 0. ValueError on settings that admit no board."""
     metadata = metadata_of(sample)
     config = dict(metadata.get("env_config") or {})
-    values = {}
-    for field in fields(SokobanSettings):
-        value = setting(config, field.name, setting(args, field.name, field.default))
-        values[field.name] = value
-    if "split" in metadata:
-        values["split"] = metadata["split"]
-    settings = SokobanSettings(**values)
+    values = {
+        field.name: setting(config, field.name, setting(args, field.name, field.default))
+        for field in fields(SokobanSettings)
+    }
+    settings = SokobanSettings(**{**values, "split": metadata.get("split", values["split"])})
     if config.get("initial_base_grid") is not None:
         return SokobanEnv(board_from_config(config), settings)
     return SokobanEnv(make_board(int(metadata.get("seed", 0)), settings.spec()), settings)
@@ -170,11 +170,11 @@ class SokobanEnv(Env):
         if self.position is before:
             return BLOCKED_REWARD, False
         reward, cells = STEP_REWARD, self.board.cells
-        for box in set(self.position.boxes) - set(before.boxes):
-            reward += ON_TARGET_REWARD * (cells[box] == TARGET)
-        for box in set(before.boxes) - set(self.position.boxes):
-            reward += OFF_TARGET_REWARD * (cells[box] == TARGET)
-        self.success = self.position.solved
+        if self.position.boxes is not before.boxes:  # the box was where the player is now
+            (pushed,) = set(self.position.boxes) - set(before.boxes)
+            reward += ON_TARGET_REWARD * (cells[pushed] == TARGET)
+            reward += OFF_TARGET_REWARD * (cells[self.position.player] == TARGET)
+            self.success = self.position.solved
         return reward, True
 
     def _observation(self, actions: list[str]) -> Observation:

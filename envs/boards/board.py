@@ -6,7 +6,8 @@ Cells are numbered row by row: cell = row * width + column.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -47,23 +48,22 @@ class Board:
 
     def text(self) -> str:
         """The board in symbols, cells padded with spaces and joined by tabs."""
-        return text_of(self.codes(), self.width)
-
-    def offset(self, move: str) -> int:
-        return {"up": -self.width, "down": self.width, "left": -1, "right": 1}[move]
+        codes = self.codes()
+        rows = [codes[start : start + self.width] for start in range(0, len(codes), self.width)]
+        return "\n".join("\t".join(f" {SYMBOLS[code]} " for code in row) for row in rows)
 
     def moved(self, move: str) -> Board:
         """The board after one move; itself where the move is blocked."""
-        step = self.offset(move)
+        step = (-self.width, self.width, -1, 1)[MOVES.index(move)]
         to, behind = self.player + step, self.player + 2 * step
         if self.cells[to] == WALL:
             return self
         if to not in self.boxes:
-            return replace(self, player=to)
+            return Board(self.height, self.width, self.cells, self.boxes, to)
         if self.cells[behind] == WALL or behind in self.boxes:
             return self
         boxes = tuple(sorted(behind if box == to else box for box in self.boxes))
-        return replace(self, boxes=boxes, player=to)
+        return Board(self.height, self.width, self.cells, boxes, to)
 
     def env_config(self) -> dict[str, Any]:
         """The board in the fields of the public dataset (rows of codes, [row, column] pairs)."""
@@ -75,11 +75,6 @@ class Board:
             "initial_boxes": [list(divmod(box, width)) for box in self.boxes],
             "initial_player": list(divmod(self.player, width)),
         }
-
-
-def text_of(codes: bytes, width: int) -> str:
-    rows = [codes[start : start + width] for start in range(0, len(codes), width)]
-    return "\n".join("\t".join(f" {SYMBOLS[code]} " for code in row) for row in rows)
 
 
 def board_of(height: int, width: int, codes: bytes) -> Board:
@@ -118,24 +113,31 @@ def checked(board: Board) -> Board:
         raise ValueError(
             f"a board needs a target for each box; it has {len(board.targets)} for {len(board.boxes)} boxes"
         )
-    if not _closed(board):
+    if reached(board.cells, board.width, [board.player]) & edge(board.height, board.width):
         raise ValueError("the board is not closed by walls around the player")
     return board
 
 
-def _closed(board: Board) -> bool:
-    last_row, last_column = board.height - 1, board.width - 1
-    seen, stack = {board.player}, [board.player]
+def edge(height: int, width: int) -> set[int]:
+    """The outermost cells of a board."""
+    return {
+        cell for cell in range(height * width) if cell // width in (0, height - 1) or cell % width in (0, width - 1)
+    }
+
+
+def reached(codes: bytes, width: int, starts: Iterable[int]) -> set[int]:
+    """The cells without a wall that can be walked to from `starts`."""
+    seen: set[int] = set()
+    stack, last_row = list(starts), len(codes) // width - 1
     while stack:
         cell = stack.pop()
-        row, column = divmod(cell, board.width)
-        if row in (0, last_row) or column in (0, last_column):
-            return False
-        for step in (-board.width, board.width, -1, 1):
-            if board.cells[cell + step] != WALL and cell + step not in seen:
-                seen.add(cell + step)
-                stack.append(cell + step)
-    return True
+        if cell in seen or codes[cell] == WALL:
+            continue
+        seen.add(cell)
+        row, column = divmod(cell, width)
+        near = ((-width, row > 0), (width, row < last_row), (-1, column > 0), (1, column < width - 1))
+        stack += [cell + step for step, inside in near if inside]
+    return seen
 
 
 def canonical(board: Board) -> bytes:

@@ -40,34 +40,24 @@ class Reading:
 
 def make_boards(count: int, spec: BoardSpec, seed: int = 0, tick: Tick = no_tick) -> list[Board]:
     """`count` different solvable boards. ValueError if `spec` admits fewer."""
-    boards: list[Board] = []
-    seen: set[bytes] = set()
+    boards: dict[bytes, Board] = {}
     repeats = 0
     while len(boards) < count:
         board = make_board(f"{seed}/{len(boards)}/{repeats}", spec)
         form = canonical(board)
-        if form in seen:
-            repeats += 1
-            if repeats > MAX_REPEATS + count:
-                raise ValueError(
-                    f"only {len(boards)} of {count} boards differ for {spec}: ask for fewer or larger ones"
-                )
-            continue
-        seen.add(form)
-        boards.append(board)
+        repeats += form in boards
+        if repeats > MAX_REPEATS + count:
+            raise ValueError(f"only {len(boards)} of {count} boards differ for {spec}: ask for fewer or larger ones")
+        boards.setdefault(form, board)
         tick(len(boards))
-    return boards
+    return list(boards.values())
 
 
 def different(boards: Iterable[Board]) -> tuple[list[Board], int]:
-    """The boards without those that are the same as an earlier one but for a rotation or mirror image, and how many
-    those were."""
+    """The boards that are no rotation or mirror image of an earlier one, and how many the others were."""
     kept: dict[bytes, Board] = {}
-    total = 0
-    for board in boards:
-        total += 1
-        kept.setdefault(canonical(board), board)
-    return list(kept.values()), total - len(kept)
+    found = [kept.setdefault(canonical(board), board) for board in boards]
+    return list(kept.values()), len(found) - len(kept)
 
 
 def split_boards(boards: Sequence[Board], num_heldout: int, seed: int = 0) -> tuple[list[Board], list[Board]]:
@@ -97,10 +87,8 @@ def read_boards(path: str | Path, tick: Tick = no_tick) -> Reading:
             else:
                 reading.boards.append(level)
     if not reading.boards:
-        found = (
-            f"{reading.unreadable} unreadable, such as {reading.examples[0]}" if reading.examples else "no level in it"
-        )
-        raise ValueError(f"{path} holds no board: {found}")
+        faults = f"{reading.unreadable} unreadable, such as {''.join(reading.examples[:1])}"
+        raise ValueError(f"{path} holds no board: {faults if reading.unreadable else 'no level in it'}")
     return reading
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from envs.boards.board import FLOOR, WALL, XSB, Board, board_of
+from envs.boards.board import FLOOR, WALL, XSB, Board, board_of, edge, reached
 
 _ROW = re.compile(r"^[#@+$*.\-_ ]+$")
 
@@ -40,20 +40,7 @@ def _blocks(text: str) -> list[list[str]]:
 
 def _outside_filled(codes: bytes, width: int) -> bytes:
     """`codes` with the floor outside the outer wall turned into wall; unchanged where the level is not closed."""
-    height = len(codes) // width
-    edge = [row * width + column for row in range(height) for column in range(width)
-            if row in (0, height - 1) or column in (0, width - 1)]  # fmt: skip
-    outside: set[int] = set()
-    stack = [cell for cell in edge if codes[cell] != WALL]
-    while stack:
-        cell = stack.pop()
-        if cell in outside:
-            continue
-        outside.add(cell)
-        row, column = divmod(cell, width)
-        for r, c in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
-            if 0 <= r < height and 0 <= c < width and codes[r * width + c] != WALL:
-                stack.append(r * width + c)
+    outside = reached(codes, width, edge(len(codes) // width, width))
     if any(codes[cell] != FLOOR for cell in outside):
         return codes
     return bytes(WALL if cell in outside else code for cell, code in enumerate(codes))

@@ -24,22 +24,16 @@ def parse_tool_call(text: str) -> ToolCall | None:
     also be a string that holds a JSON object.
     """
     found = _CALL.findall(text[-MAX_CHARS:])
-    if not found:
-        return None
-    payload = _loads(found[-1])
-    if not isinstance(payload, dict):
-        return None
-    function = payload.get("function", {})
-    if not isinstance(function, dict):
+    payload = _loads(found[-1]) if found else None
+    function = payload.get("function", {}) if isinstance(payload, dict) else None
+    if not isinstance(payload, dict) or not isinstance(function, dict):
         return None
     name = payload.get("name") or function.get("name")
     arguments = payload.get("arguments", function.get("arguments"))
-    if isinstance(arguments, str):
-        arguments = _loads(arguments)
-        if arguments is None:
-            return None
     if arguments is None:
         arguments = {}
+    elif isinstance(arguments, str):
+        arguments = _loads(arguments)
     if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
         return None
     return ToolCall(name.strip(), arguments)
