@@ -1,4 +1,4 @@
-"""Runs environments in threads, each call with a time limit: a call that hangs costs its thread, not the actor."""
+"""Runs environments in threads, each call with a time limit. A call that hangs blocks its thread, not the actor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class _Call:
 
 
 class EnvThreads:
-    """A pool of daemon threads; one that overran its limit is replaced. RuntimeError beyond `max_lost` of them."""
+    """A pool of daemon threads. A thread whose call overran its limit is replaced; beyond `max_lost` of them, `run`
+    raises RuntimeError."""
 
     def __init__(self, num_threads: int = 4, max_lost: int = 64) -> None:
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()

@@ -1,7 +1,7 @@
-"""Who says what an episode was worth: the environment, a function named in the recipe, or a server elsewhere.
+"""Where an episode's reward comes from: the environment, a function named in the recipe, or a server elsewhere.
 
-A judge raises TimeoutError when it takes too long and anything else when it fails; the episode then ends so, and no
-reward is made up for it.
+A reward raises TimeoutError when it takes too long and any other exception when it fails; the episode then ends with
+that cause and is given no reward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Reward(Protocol):
 
 
 class EnvReward:
-    """The environment's own `episode_reward(env)`; in the threads of environments."""
+    """The environment's own `episode_reward(env)`. It runs in the threads of the environments."""
 
     replaces_turns = False
 
@@ -66,7 +66,8 @@ class FunctionReward:
 class HttpReward:
     """Posts the episode as JSON (see `as_json`) to `url`, whose answer is a number or {"reward": number}.
 
-    A server that is busy, broken or silent is asked up to `tries` times, each with `timeout_s`.
+    The request is sent up to `tries` times, each with a limit of `timeout_s`, while the server is busy, broken or
+    silent.
     """
 
     replaces_turns = True

@@ -103,10 +103,10 @@ def make_player(recipe: Recipe, renderer: Renderer, engines: EnginePool) -> Play
     )
     threads = EnvThreads(env.threads)
     rollout = load_function(recipe.rollout.path) if recipe.rollout.path else None
-    return Player(build, renderer, engines, limits, threads, make_judge(recipe, threads), rollout, args)
+    return Player(build, renderer, engines, limits, threads, make_reward(recipe, threads), rollout, args)
 
 
-def make_judge(recipe: Recipe, threads: EnvThreads) -> Reward | None:
+def make_reward(recipe: Recipe, threads: EnvThreads) -> Reward | None:
     """Who rewards episodes: the recipe's function or server, the environment's module, or nobody but the turns."""
     env, reward = recipe.env, recipe.reward
     if reward.url:

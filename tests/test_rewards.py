@@ -15,7 +15,7 @@ from actor.engine_pool import EnginePool
 from actor.limits import EpisodeLimits
 from actor.rewards import FunctionReward, HttpReward
 from actor.rollout import Player
-from actor.worker import make_judge
+from actor.worker import make_reward
 from envs.loader import load_function
 from shared.config import Recipe
 from shared.engine_api import EngineError
@@ -189,14 +189,14 @@ def test_a_server_that_is_not_there_is_the_episodes_ending(renderer, threads, se
     assert "cannot connect" in trajectory.error
 
 
-def test_the_recipe_names_the_judge(threads, tmp_path: Path):
+def test_the_recipe_names_the_reward(threads, tmp_path: Path):
     (tmp_path / "own.py").write_text("async def reward(played):\n    return 1.0\n")
     base = {"model": {"path": "m"}, "env": {"module": "envs.colour"}}
     named = {**base, "env": {"module": "envs.colour", "reward": f"{tmp_path}/own.py:reward"}}
     remote = {**base, "reward": {"url": "https://host/grade"}}
-    assert make_judge(Recipe.model_validate(base), threads) is None
-    assert isinstance(make_judge(Recipe.model_validate(named), threads), FunctionReward)
-    assert isinstance(make_judge(Recipe.model_validate(remote), threads), HttpReward)
+    assert make_reward(Recipe.model_validate(base), threads) is None
+    assert isinstance(make_reward(Recipe.model_validate(named), threads), FunctionReward)
+    assert isinstance(make_reward(Recipe.model_validate(remote), threads), HttpReward)
 
 
 ROLLOUT = '''
