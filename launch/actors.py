@@ -27,10 +27,11 @@ from launch.processes.restarts import Restarts
 from launch.recording import Recording, with_own_weights
 from launch.task_samples import ready
 from shared.codec import TokenRules
-from shared.config import EngineConfig, Recipe
+from shared.config import Recipe
 from shared.engine_api import EngineError
 from shared.keys import actor_security, read_api_key
 from shared.log import get_logger
+from shared.sections import EngineConfig
 from shared.vision import VisionSpec
 
 LOG = get_logger("actors")

@@ -20,7 +20,7 @@ def split(description: str | None, argv: list[str]) -> tuple[str, list[str]]:
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Any field of the recipe can be overridden: --learner.lr 2e-6 --env.max_turns 4",
+        epilog="Any field of the recipe can be overridden: --learner.optimizer.lr 2e-6 --env.max_turns 4",
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, metavar="R.toml", help="recipe; see launch/recipes/")

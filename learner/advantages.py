@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from learner.vtrace import token_vtrace
-from shared.config import LearnerConfig
+from shared.learner_config import ObjectiveConfig
 
 
 class Episode(Protocol):
@@ -55,10 +55,10 @@ class RunningScale:
     It is known before a step, hence the same in all its microbatches; the first step starts it from the returns alone.
     """
 
-    def __init__(self, config: LearnerConfig) -> None:
+    def __init__(self, config: ObjectiveConfig) -> None:
         self.moment = 0.0  # running mean of squares; 0 before the first step
         self._config = config
-        self._used = config.normalize_advantages and config.objective == "vtrace"
+        self._used = config.normalize_advantages and not config.group_relative
 
     def __call__(self, episodes: Sequence[Episode]) -> float:
         if not self._used or not episodes:

@@ -10,12 +10,11 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-from learner.batch import EpisodeSettings, is_uninformative
+from learner.batch import is_uninformative
 from learner.metrics.episodes import RunResult, evaluation_metrics, rollout_metrics
 from learner.metrics.writer import MetricLogger
 from learner.tickets.book import BookSettings
@@ -27,6 +26,7 @@ from learner.trainer import episode_settings
 from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.keys import learner_security
+from shared.learner_config import ObjectiveConfig
 from shared.log import get_logger
 from shared.recording import record
 from shared.transport import SocketSettings
@@ -55,13 +55,13 @@ class Coordinator:
         self.sampling = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, env.turn_tokens)
         book = BookSettings(
             group_size=learner.group_size,
-            groups_per_version=learner.groups_per_step * learner.publish_every,
+            groups_per_version=learner.groups_per_step * learner.publish.every,
             max_staleness=learner.max_staleness,
             sampling=self.sampling,
             lease_s=learner.lease_s,
             seed=recipe.run.seed,
             total_groups=learner.groups_per_step * learner.total_steps,
-            refuse=partial(_uninformative, settings=episode_settings(learner)) if learner.dynamic_sampling else None,
+            refuse=refusal(learner.objective),
         )
         limits = SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages)
         self.run_id = str(state.get("run_id") or uuid.uuid4().hex)
@@ -226,5 +226,9 @@ class Coordinator:
         self.metrics.close()
 
 
-def _uninformative(group: Group, settings: EpisodeSettings) -> str:
-    return "uninformative" if is_uninformative(group, settings) else ""
+def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:
+    """What names the reason why a group is replaced by a fresh one; None where every group is trained on."""
+    if not config.dynamic_sampling:
+        return None
+    settings = episode_settings(config)
+    return lambda group: "uninformative" if is_uninformative(group, settings) else ""

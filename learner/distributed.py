@@ -42,7 +42,9 @@ def init(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: int = 0)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if size % (shard_size or size):
-        raise ValueError(f"learner.shard_size = {shard_size} does not divide the {size} ranks; choose one that does")
+        raise ValueError(
+            f"learner.parallel.shard_size = {shard_size} does not divide the {size} ranks; choose one that does"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device = 'cuda' but torch sees no GPU; use device = 'cpu'")
     if device == "cuda" and local_rank >= torch.cuda.device_count():

@@ -31,8 +31,9 @@ from learner.trainer import Trainer
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import VerifierSettings, WeightVerifier
 from shared.codec import TokenRules, decode, frames_of
-from shared.config import LearnerConfig, Recipe
+from shared.config import Recipe
 from shared.keys import read_api_key
+from shared.learner_config import LearnerConfig
 from shared.log import get_logger
 from shared.types import Group, Sample
 from shared.vision import VisionSpec
@@ -44,11 +45,11 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
     Left after SIGTERM or SIGINT; ValueError for what the user can mend (model, port, checkpoint) and for an engine
     that holds wrong weights; TimeoutError when actors or engines stay away.
     """
-    config = recipe.learner
+    config, parallel = recipe.learner, recipe.learner.parallel
     torch.set_num_threads(config.threads)
     shutdown, complete = Shutdown(config.leave_timeout_s), False
     shutdown.guard()
-    ranks = distributed.init(config.device, timeout_s=config.wait_timeout_s + 600, shard_size=config.shard_size)
+    ranks = distributed.init(config.device, timeout_s=config.wait_timeout_s + 600, shard_size=parallel.shard_size)
     coordinator: Coordinator | None = None
     publisher: Publisher | None = None
     saver: Saver | None = None
@@ -111,7 +112,7 @@ def loop(
     last = False
     while not last:
         groups = next_groups(
-            coordinator, shutdown, ranks, publisher, version, fresh=trainer.num_steps % config.publish_every == 0
+            coordinator, shutdown, ranks, publisher, version, fresh=trainer.num_steps % config.publish.every == 0
         )
         if not groups:  # rank 0 was asked to leave
             saver.save(version, coordinator.state() if coordinator else {})
@@ -123,7 +124,7 @@ def loop(
         last = step == config.total_steps or distributed.broadcast_flag(
             bool(coordinator and coordinator.out_of_time()), ranks
         )
-        if step % config.publish_every == 0 or last:
+        if step % config.publish.every == 0 or last:
             if coordinator:
                 coordinator.finish_evaluations(step, shutdown.requested)
                 saver.best.result(coordinator.result_of_candidate(saver.best.candidate))
@@ -136,7 +137,7 @@ def loop(
             coordinator.record(step, version, groups, values | {"checkpoint/failed": float(saver.num_failed)})
             if evaluated:
                 coordinator.evaluate(f"step_{step}")
-        due = bool(config.checkpoint_every and step % config.checkpoint_every == 0)
+        due = bool(config.checkpoint.every and step % config.checkpoint.every == 0)
         if last or due or (evaluated and evaluation.best):
             saver.best.candidate = step if (last or evaluated) and evaluation.best else saver.best.candidate
             saver.save(version, coordinator.state() if coordinator else {})
@@ -177,24 +178,24 @@ def next_groups(
 
 def check_step(trainer: Trainer, coordinator: Coordinator | None, groups: Sequence[Group]) -> None:
     """Keeps the batch of a step without a finite loss and gradient; ValueError after too many in a row."""
-    bad, limit = trainer.num_bad_in_a_row, trainer.config.max_bad_steps
+    bad, limit = trainer.num_bad_in_a_row, trainer.config.optimizer.max_bad_steps
     if bad and coordinator:
         coordinator.keep_bad_batch(trainer.num_steps, groups)
     if bad >= limit:
         raise ValueError(
-            f"{bad} steps in a row (learner.max_bad_steps = {limit}), the last of them {trainer.num_steps}, had a "
-            "loss or gradient that is not finite; their batches are in the run's folder bad_steps/; "
-            "lower learner.lr or resume from an earlier checkpoint"
+            f"{bad} steps in a row (learner.optimizer.max_bad_steps = {limit}), the last of them "
+            f"{trainer.num_steps}, had a loss or gradient that is not finite; their batches are in the run's folder "
+            "bad_steps/; lower learner.optimizer.lr or resume from an earlier checkpoint"
         )
 
 
 def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     """The policy on its device, sharded where there are several ranks, with its optimizer."""
-    attention_backend.activate(recipe.learner.attention, recipe.model.dtype, ranks.device)
+    attention_backend.activate(recipe.learner.parallel.attention, recipe.model.dtype, ranks.device)
     torch.manual_seed(recipe.run.seed)
     policy = build_policy(recipe, ranks)
     reference = None
-    if recipe.learner.kl_coef:
+    if recipe.learner.objective.kl_coef:
         reference = build_policy(recipe, ranks).requires_grad_(False)
     return Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
 
@@ -212,19 +213,19 @@ def publish_settings(config: LearnerConfig) -> PublishSettings:
     backend = "nccl" if config.device == "cuda" else "gloo"
     return PublishSettings(
         backend,
-        config.bucket_bytes,
-        config.publish_timeout_s,
-        pause_mode=config.pause_mode,
+        config.publish.bucket_bytes,
+        config.publish.timeout_s,
+        pause_mode=config.publish.pause_mode,
         give_up_s=config.wait_timeout_s,
     )
 
 
 def build_verifier(recipe: Recipe, trainer: Trainer, ranks: Ranks) -> WeightVerifier | None:
     """What checks the engines' weights at a publication, unless the recipe wants none."""
-    config = recipe.learner
-    if not config.proof_every:
+    config = recipe.learner.publish
+    if not config.verify_every:
         return None
-    settings = VerifierSettings(config.proof_every, config.canary_tolerance)
+    settings = VerifierSettings(config.verify_every, config.canary_tolerance)
     return WeightVerifier(trainer.policy, recipe.model.path, ranks, settings)
 
 

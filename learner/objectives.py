@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from learner.vtrace import segment_mean, token_vtrace, turn_vtrace
-from shared.config import LearnerConfig
+from shared.learner_config import ObjectiveConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class Tokens:
     reference_logprobs: Tensor | None = None  # of the frozen initial policy
 
 
-def corrected(tokens: Tokens, config: LearnerConfig) -> Tokens:
+def corrected(tokens: Tokens, config: ObjectiveConfig) -> Tokens:
     """What objectives see: with correction `none`, tokens whose ratio pi/mu is 1, as if the policy had not moved on."""
     if config.correction == "importance":
         return tokens
@@ -124,7 +124,7 @@ def value_term(values_N: Tensor, vs_N: Tensor, clip: float | None) -> Tensor:
     return inside_N * (error_N.abs() - 0.5 * inside_N)
 
 
-def vtrace(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
+def vtrace(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
     """Actor-critic with V-trace targets (Espeholt et al., 2018, section 4.2): policy + value_coef value term.
 
     `scale` multiplies the advantages. At the level of turns, the critic learns at the first token of each turn, where
@@ -156,12 +156,12 @@ def vtrace(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
     return _loss(tokens, config, term, got.advantages, got.vs, config.value_coef * value)
 
 
-def grpo(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
+def grpo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
     """Group-relative policy gradient (Shao et al., 2024, equation 3) with truncated importance weights per token."""
     return _group_relative(tokens, config, tokens.logprobs - tokens.behaviour_logprobs)
 
 
-def gspo(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
+def gspo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
     """One ratio an episode, the geometric mean of its tokens' (GSPO: Zheng et al., 2025, equations 5 to 7).
 
     With aggregation `sequence_mean` it is the paper's objective; its clip range is much narrower than a token's, of the
@@ -171,7 +171,7 @@ def gspo(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
     return _group_relative(tokens, config, segment_mean(log_ratios_N, tokens.episode_end))
 
 
-def cispo(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
+def cispo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
     """The importance weight is clipped, no token loses its gradient (MiniMax-M1, 2025, equations 4 and 5)."""
     ratios_N = (tokens.logprobs - tokens.behaviour_logprobs).detach().exp()
     held_N = ratios_N.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -179,7 +179,7 @@ def cispo(tokens: Tokens, config: LearnerConfig, scale: float = 1.0) -> Loss:
     return _loss(tokens, config, PolicyTerm(term.loss_N, held_N != ratios_N), tokens.advantages)
 
 
-OBJECTIVES: dict[str, Callable[[Tokens, LearnerConfig, float], Loss]] = {
+OBJECTIVES: dict[str, Callable[[Tokens, ObjectiveConfig, float], Loss]] = {
     "vtrace": vtrace,
     "grpo": grpo,
     "gspo": gspo,
@@ -187,7 +187,7 @@ OBJECTIVES: dict[str, Callable[[Tokens, LearnerConfig, float], Loss]] = {
 }
 
 
-def _group_relative(tokens: Tokens, config: LearnerConfig, log_ratios_N: Tensor) -> Loss:
+def _group_relative(tokens: Tokens, config: ObjectiveConfig, log_ratios_N: Tensor) -> Loss:
     clip = (config.clip_low, config.clip_high)
     limits = {"max_weight": config.pg_rho_bar, "dual_clip": config.dual_clip}
     term = policy_term(tokens.logprobs, log_ratios_N, tokens.advantages, clip=clip, **limits)
@@ -196,7 +196,7 @@ def _group_relative(tokens: Tokens, config: LearnerConfig, log_ratios_N: Tensor)
 
 def _loss(
     tokens: Tokens,
-    config: LearnerConfig,
+    config: ObjectiveConfig,
     term: PolicyTerm,
     advantages_N: Tensor,
     vs_N: Tensor | None = None,

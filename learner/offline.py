@@ -34,7 +34,7 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
             f"--from-recording {recording} holds no recorded groups; make some with launch/actors.py --record"
         )
     torch.set_num_threads(config.threads)
-    ranks = distributed.init(config.device, timeout_s=600, shard_size=config.shard_size)
+    ranks = distributed.init(config.device, timeout_s=600, shard_size=config.parallel.shard_size)
     metrics: MetricLogger | None = None
     try:
         check_recipe(recipe, ranks.size, distributed.gpu_bytes(ranks))
@@ -56,7 +56,7 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
             if metrics is not None:
                 metrics.scalars(trainer.num_steps, values)
             last = trainer.num_steps == config.total_steps
-            if last or (config.checkpoint_every and trainer.num_steps % config.checkpoint_every == 0):
+            if last or (config.checkpoint.every and trainer.num_steps % config.checkpoint.every == 0):
                 saver.save(0, {"recording": str(recording)})
         saver.wait()
         return values

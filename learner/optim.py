@@ -13,25 +13,25 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from learner.distributed import Ranks, all_sum
 from learner.model.policy import Policy
-from shared.config import LearnerConfig
+from shared.learner_config import LearnerConfig, OptimizerConfig
 
 MUON_MOMENTUM = 0.95
 
 
-def make_optimizer(policy: Policy, config: LearnerConfig) -> AdamW:
+def make_optimizer(policy: Policy, config: OptimizerConfig) -> AdamW:
     """Groups: matrices (with weight decay), vectors (without), value head (own rate, without); with Muon, the matrices
     of decoder layers make a fourth. Experts (stacks of matrices), embeddings and the vision tower stay AdamW's."""
     head = list(policy.value_head.parameters())
     body = {name: p for name, p in policy.vlm.named_parameters() if p.requires_grad}
     hidden = {name for name, p in body.items() if "language_model.layers." in name and p.ndim == 2}
-    hidden = hidden if config.optimizer == "muon" else set()
+    hidden = hidden if config.name == "muon" else set()
     matrices = [p for name, p in body.items() if p.ndim >= 2 and name not in hidden]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "base_lr": config.lr, "weight_decay": config.weight_decay},
         {"params": [p for p in body.values() if p.ndim < 2], "base_lr": config.lr, "weight_decay": 0.0},
         {"params": head, "base_lr": config.value_lr, "weight_decay": 0.0},
     ]
-    if config.optimizer == "adamw":
+    if config.name == "adamw":
         return AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     groups = [group | {"muon": False} for group in groups]
     own = {"base_lr": config.lr, "weight_decay": config.weight_decay, "muon": True}
@@ -41,11 +41,12 @@ def make_optimizer(policy: Policy, config: LearnerConfig) -> AdamW:
 
 def lr_factor(step: int, config: LearnerConfig) -> float:
     """What the base rates are multiplied by at optimizer step `step` (0 is the first)."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.total_steps - config.warmup_steps)
+    warmup_steps = config.optimizer.warmup_steps
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, config.total_steps - warmup_steps)
     done = min(max(done, 0.0), 1.0)
-    match config.lr_schedule:
+    match config.optimizer.schedule:
         case "linear":
             return 1.0 - done
         case "cosine":

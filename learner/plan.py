@@ -164,15 +164,15 @@ def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> Non
     if gpu_bytes is not None:
         setting = Setting(
             gpus=num_ranks,
-            shard_size=learner.shard_size,
+            shard_size=learner.parallel.shard_size,
             dtype_bytes=2 if recipe.model.dtype == "bfloat16" else FP32,
-            microbatch_tokens=max(learner.microbatch_tokens, recipe.model.max_context),
+            microbatch_tokens=max(learner.parallel.microbatch_tokens, recipe.model.max_context),
             logits_bytes=0.1 * gpu_bytes,
-            activation_checkpointing=learner.activation_checkpointing,
-            offload=learner.offload,
-            reference=learner.kl_coef != 0,
-            optimizer=learner.optimizer,
-            freeze=learner.freeze,
+            activation_checkpointing=learner.parallel.activation_checkpointing,
+            offload=learner.parallel.offload,
+            reference=learner.objective.kl_coef != 0,
+            optimizer=learner.optimizer.name,
+            freeze=learner.optimizer.freeze,
         )
         check(shape, setting, gpu_bytes, path)
 
@@ -181,19 +181,22 @@ def _cure(shape: ModelSizes, setting: Setting, room: float) -> str:
     """The first change that would make it fit."""
     if not setting.activation_checkpointing:
         if memory(shape, replace(setting, activation_checkpointing=True)).total <= room:
-            return "set learner.activation_checkpointing = true"
+            return "set learner.parallel.activation_checkpointing = true"
         setting = replace(setting, activation_checkpointing=True)
     tokens = setting.microbatch_tokens
     while tokens > 2048:
         tokens //= 2
         if memory(shape, replace(setting, microbatch_tokens=tokens)).total <= room:
-            return f"set learner.activation_checkpointing = true and learner.microbatch_tokens = {tokens}"
+            return (
+                "set learner.parallel.activation_checkpointing = true and "
+                f"learner.parallel.microbatch_tokens = {tokens}"
+            )
     gpus = setting.gpus
     while gpus < 1 << 14:
         gpus *= 2
         if memory(shape, replace(setting, gpus=gpus, shard_size=0)).total <= room:
-            return f"set learner.activation_checkpointing = true and use {gpus} GPUs"
-    return "set learner.offload = true, or use larger GPUs"
+            return f"set learner.parallel.activation_checkpointing = true and use {gpus} GPUs"
+    return "set learner.parallel.offload = true, or use larger GPUs"
 
 
 def report(name: str, shape: ModelSizes, setting: Setting, gpu_bytes: float) -> tuple[str, bool]:

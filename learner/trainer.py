@@ -32,7 +32,7 @@ from learner.model.policy import Policy, PolicyOutput
 from learner.model.sizes import sizes_of
 from learner.objectives import OBJECTIVES, Tokens, corrected
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
-from shared.config import LearnerConfig
+from shared.learner_config import LearnerConfig, ObjectiveConfig
 from shared.types import Group, PolicyVersion
 
 
@@ -48,25 +48,28 @@ class Trainer:
         temperature: float = 1.0,
         reference: Policy | None = None,
     ) -> None:
-        """`reference`: the frozen initial policy, sharded as `policy` is; needed where config.kl_coef is not 0."""
+        """`reference`: the frozen initial policy, sharded as `policy` is; needed where the KL's weight is not 0."""
         if temperature <= 0:
             raise ValueError(f"sampling.temperature = {temperature}: training needs a temperature above 0")
-        if (config.kl_coef != 0) != (reference is not None):
-            raise ValueError(f"learner.kl_coef = {config.kl_coef} and {reference and 'a'} reference policy do not fit")
+        kl_coef = config.objective.kl_coef
+        if (kl_coef != 0) != (reference is not None):
+            raise ValueError(
+                f"learner.objective.kl_coef = {kl_coef} and {reference and 'a'} reference policy do not fit"
+            )
         self.policy = policy.train()
         self.reference = reference
         self.config = config
         self.ranks = ranks
         self.temperature = temperature
-        self.optimizer = make_optimizer(policy, config)
+        self.optimizer = make_optimizer(policy, config.optimizer)
         self.decoder = ImageDecoder(policy.spec)
         self.num_steps = 0
         self.num_skipped = 0
         self.num_bad_in_a_row = 0  # steps without a finite loss and gradient
-        self.scale = RunningScale(config)
+        self.scale = RunningScale(config.objective)
         self.router = RouterLoad(policy.vlm, ranks.device)
         self._shape = sizes_of(policy.vlm.config.to_dict())
-        self._per_episode = config.aggregation == "sequence_mean"
+        self._per_episode = config.objective.aggregation == "sequence_mean"
 
     def step(self, groups: Sequence[Group], version: PolicyVersion) -> dict[str, float]:
         """Trains once on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank.
@@ -74,7 +77,7 @@ class Trainer:
         A step without a trainable token, or with a non-finite loss or gradient, changes no weight and is counted.
         """
         clock = Clock(self.ranks.device)
-        episodes = make_episodes(groups, self.decoder, episode_settings(self.config))
+        episodes = make_episodes(groups, self.decoder, episode_settings(self.config.objective))
         num_tokens = sum(len(e.targets) for e in episodes)
         microbatches = self._plan(episodes)
         scale = self.scale(episodes)
@@ -127,14 +130,14 @@ class Trainer:
     def _plan(self, episodes: list[Episode]) -> list[list[int]]:
         """This rank's microbatches. Episodes whose loss is exactly 0 take no part; the token count still has them."""
         useful = list(range(len(episodes)))
-        config = self.config
-        if config.objective != "vtrace" and config.entropy_coef == 0 and config.kl_coef == 0:
+        config, objective = self.config, self.config.objective
+        if objective.group_relative and objective.entropy_coef == 0 and objective.kl_coef == 0:
             useful = [i for i in useful if episodes[i].advantage != 0.0]
         if not useful:
             return []  # on every rank
         lengths = [episodes[i].num_tokens for i in useful]
         place = plan if config.group_size == 1 else plan_together
-        mine = place(lengths, self.ranks.size, config.microbatch_tokens)[self.ranks.rank]
+        mine = place(lengths, self.ranks.size, config.parallel.microbatch_tokens)[self.ranks.rank]
         return [[useful[i] for i in chosen] for chosen in mine]
 
     def _pack(self, episodes: list[Episode]) -> Microbatch:
@@ -168,7 +171,8 @@ class Trainer:
             weights=1.0 / batch.episode_tokens if self._per_episode else torch.ones_like(batch.episode_tokens),
             reference_logprobs=reference,
         )
-        loss = OBJECTIVES[self.config.objective](corrected(tokens, self.config), self.config, scale)
+        objective = self.config.objective
+        loss = OBJECTIVES[objective.name](corrected(tokens, objective), objective, scale)
         stats.add(version - batch.versions, loss_columns(tokens, loss))
         return loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
 
@@ -183,14 +187,14 @@ class Trainer:
         if num_tokens == 0 or not sound:
             self.num_skipped += 1
         else:
-            clip_(gradients, norm, self.config.max_grad_norm)
+            clip_(gradients, norm, self.config.optimizer.max_grad_norm)
             set_learning_rates(self.optimizer, factor)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm, self.config.lr * factor
+        return norm, self.config.optimizer.lr * factor
 
 
-def episode_settings(config: LearnerConfig) -> EpisodeSettings:
+def episode_settings(config: ObjectiveConfig) -> EpisodeSettings:
     return EpisodeSettings(
         reward_scale=config.reward_scale,
         turn_rewards=config.turn_rewards,

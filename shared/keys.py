@@ -22,7 +22,7 @@ from pathlib import Path
 import zmq
 
 from shared.auth import AllowList, ClientKeys, ServerKeys
-from shared.config import TransportConfig
+from shared.sections import TransportConfig
 from shared.transport import Secure
 
 LEARNER, ALLOWED, ENGINE = "learner", "allowed", "engine"

@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from shared.sections import Section
+
+GroupRelative = Literal[
+    "grpo", "gspo", "cispo"
+]  # objectives that compare the episodes of one sample; the others have a critic
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class ObjectiveConfig(Section):
+    """What is maximised: advantages, importance weights and clips, and the terms beside the policy's."""
 
-
-class LearnerConfig(Section):
-    bind: str = Field("tcp://127.0.0.1:5555", description="where actors connect")
-    objective: Literal["vtrace", "grpo", "gspo", "cispo"] = Field(
+    name: Literal["vtrace", GroupRelative] = Field(
         "vtrace", description="V-trace with a value head; the others are group-relative: see learner/objectives.py"
     )
     aggregation: Literal["token_mean", "sequence_mean"] = Field(
         "token_mean", description="each token, or each episode, weighs the same in the loss"
-    )
-    group_size: int = Field(1, gt=0, description="episodes of one sample")
-    groups_per_step: int = Field(64, gt=0, description="groups of one optimizer step, over all ranks")
-    total_steps: int = Field(100, gt=0, description="optimizer steps of the run")
-    max_minutes: float = Field(0.0, ge=0, description="training ends after the step that passes this; 0 = no limit")
-    publish_every: int = Field(1, gt=0, description="optimizer steps between weight publications")
-    max_staleness: int = Field(1, ge=0, description="versions between issue and training, at most")
-    actor_timeout_s: float = Field(10.0, gt=0, description="an actor silent for so long is gone; its tickets go on")
-    lease_s: float = Field(300.0, gt=0, description="a ticket not fulfilled by then is issued again")
-    microbatch_tokens: int = Field(8192, gt=0, description="tokens of one packed forward")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks compute; cuda takes one GPU a rank")
-    threads: int = Field(1, gt=0, description="CPU threads of each learner rank")
-    shard_size: int = Field(0, ge=0, description="ranks that share one copy of the parameters; 0 = all of them")
-    offload: bool = Field(False, description="sharded parameters, gradients, optimizer state rest in CPU memory")
-    activation_checkpointing: bool = Field(False, description="compute activations again in the backward: less memory")
-    compile: bool = Field(False, description="torch.compile of each block; the first steps take minutes")
-    attention: Literal["auto", "flash2", "flash3", "flash4", "sdpa"] = Field(
-        "auto", description="auto: torch's own flash2 in bfloat16 on a GPU, else sdpa; flash3, flash4: to be installed"
-    )
-    freeze: tuple[Literal["vision", "projector"], ...] = Field((), description="parts that are not trained")
-    bucket_bytes: int = Field(512 * 2**20, gt=0, description="weights gathered and broadcast at once")
-    publish_timeout_s: float = Field(
-        300.0, gt=0, description="an engine that takes longer for a publication is dropped"
-    )
-    pause_mode: Literal["in_place", "retract"] = Field(
-        "in_place", description="running requests keep their cache at a publication, or compute it anew"
-    )
-    proof_every: int = Field(1, ge=0, description="publications between proofs that engines hold the weights; 0 = none")
-    canary_tolerance: float = Field(
-        0.0, ge=0, description="largest mean gap of the canary's logprobs; 0 = 0.001 in float32, 0.5 in bfloat16"
-    )
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: for the matrices of decoder layers, with steps of AdamW's size; AdamW for the rest"
-    )
-    lr: float = Field(1e-6, gt=0, description="learning rate of the model")
-    value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
-    weight_decay: float = Field(0.1, ge=0, description="of either optimizer, on matrices")
-    betas: tuple[float, float] = Field((0.9, 0.98), description="of AdamW")
-    max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")
-    max_bad_steps: int = Field(
-        5, gt=0, description="steps in a row without a finite loss and gradient before the run stops; each is skipped"
     )
     gamma: float = Field(1.0, ge=0, le=1, description="discount between turns (1 inside a turn)")
     lam: float = Field(1.0, ge=0, le=1, description="lambda between turns: how far V-trace looks ahead")
@@ -100,13 +60,86 @@ class LearnerConfig(Section):
     turn_rewards: bool = Field(
         True, description="vtrace: train on the rewards of turns; false = the episode's at the end"
     )
-    checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
-    checkpoint_in_background: bool = Field(
-        True, description="train on while one is written; costs a copy in CPU memory"
+
+    @property
+    def group_relative(self) -> bool:
+        """Whether advantages compare the episodes of one sample, and no critic is trained."""
+        return self.name in get_args(GroupRelative)
+
+
+class OptimizerConfig(Section):
+    """What a gradient does to the parameters."""
+
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: for the matrices of decoder layers, with steps of AdamW's size; AdamW for the rest"
     )
-    keep_checkpoints: int = Field(2, gt=0, description="older ones are removed")
+    freeze: tuple[Literal["vision", "projector"], ...] = Field((), description="parts that are not trained")
+    lr: float = Field(1e-6, gt=0, description="learning rate of the model")
+    value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
+    weight_decay: float = Field(0.1, ge=0, description="of either optimizer, on matrices")
+    betas: tuple[float, float] = Field((0.9, 0.98), description="of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")
+    max_bad_steps: int = Field(
+        5, gt=0, description="steps in a row without a finite loss and gradient before the run stops; each is skipped"
+    )
+
+
+class PublishConfig(Section):
+    """How weights reach the engines, and how it is verified that they have."""
+
+    every: int = Field(1, gt=0, description="optimizer steps between weight publications")
+    bucket_bytes: int = Field(512 * 2**20, gt=0, description="weights gathered and broadcast at once")
+    timeout_s: float = Field(300.0, gt=0, description="an engine that takes longer for a publication is dropped")
+    pause_mode: Literal["in_place", "retract"] = Field(
+        "in_place", description="running requests keep their cache at a publication, or compute it anew"
+    )
+    verify_every: int = Field(
+        1, ge=0, description="publications between verifications of the weights that engines hold; 0 = none"
+    )
+    canary_tolerance: float = Field(
+        0.0, ge=0, description="largest mean gap of the canary's logprobs; 0 = 0.001 in float32, 0.5 in bfloat16"
+    )
+
+
+class CheckpointConfig(Section):
+    every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
+    in_background: bool = Field(True, description="train on while one is written; costs a copy in CPU memory")
+    keep: int = Field(2, gt=0, description="older ones are removed")
+
+
+class ParallelConfig(Section):
+    """How the model and its work lie on the ranks; it changes no result beyond rounding."""
+
+    microbatch_tokens: int = Field(8192, gt=0, description="tokens of one packed forward")
+    shard_size: int = Field(0, ge=0, description="ranks that share one copy of the parameters; 0 = all of them")
+    offload: bool = Field(False, description="sharded parameters, gradients, optimizer state rest in CPU memory")
+    activation_checkpointing: bool = Field(False, description="compute activations again in the backward: less memory")
+    compile: bool = Field(False, description="torch.compile of each block; the first steps take minutes")
+    attention: Literal["auto", "flash2", "flash3", "flash4", "sdpa"] = Field(
+        "auto", description="auto: torch's own flash2 in bfloat16 on a GPU, else sdpa; flash3, flash4: to be installed"
+    )
+
+
+class LearnerConfig(Section):
+    bind: str = Field("tcp://127.0.0.1:5555", description="where actors connect")
+    group_size: int = Field(1, gt=0, description="episodes of one sample")
+    groups_per_step: int = Field(64, gt=0, description="groups of one optimizer step, over all ranks")
+    total_steps: int = Field(100, gt=0, description="optimizer steps of the run")
+    max_minutes: float = Field(0.0, ge=0, description="training ends after the step that passes this; 0 = no limit")
+    max_staleness: int = Field(1, ge=0, description="versions between issue and training, at most")
+    actor_timeout_s: float = Field(10.0, gt=0, description="an actor silent for so long is gone; its tickets go on")
+    lease_s: float = Field(300.0, gt=0, description="a ticket not fulfilled by then is issued again")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the ranks compute; cuda takes one GPU a rank")
+    threads: int = Field(1, gt=0, description="CPU threads of each learner rank")
     wait_timeout_s: float = Field(
         600.0, gt=0, description="longest time without groups, or without any engine that takes weights"
     )
     leave_timeout_s: float = Field(25.0, gt=0, description="after SIGTERM: longest time to a checkpoint and the end")
     resume: str = Field("auto", description="auto, never, or a checkpoint folder")
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    publish: PublishConfig = PublishConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()

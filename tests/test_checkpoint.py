@@ -13,22 +13,24 @@ from learner.export import export, export_checkpoint
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
 from learner.weights.publisher import gathered
-from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe
-from tests.support.episodes import random_groups
+from shared.config import Recipe
+from shared.sections import EnvConfig, ModelConfig
+from tests.support.episodes import learner_config, random_groups
 from tests.support.tiny import load_model, tiny_model_dir
 
-CONFIG = LearnerConfig(lr=1e-3, value_lr=1e-2, lr_schedule="linear", warmup_steps=2, total_steps=10)
+
+def config(**changes):
+    settings = {"lr": 1e-3, "value_lr": 1e-2, "lr_schedule": "linear", "warmup_steps": 2, "total_steps": 10}
+    return learner_config(**settings | changes)
 
 
 @pytest.fixture
 def new_trainer(folder, spec, ranks):
-    return lambda **changes: Trainer(load_policy(str(folder), spec), CONFIG.model_copy(update=changes), ranks)
+    return lambda **changes: Trainer(load_policy(str(folder), spec), config(**changes), ranks)
 
 
 def recipe(**changes):
-    return Recipe(
-        model=ModelConfig(path="m"), env=EnvConfig(module="envs.colour"), learner=CONFIG.model_copy(update=changes)
-    )
+    return Recipe(model=ModelConfig(path="m"), env=EnvConfig(module="envs.colour"), learner=config(**changes))
 
 
 def save(trainer, ranks, path, *, version=7, keep=2, background=False):
@@ -63,7 +65,7 @@ def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path, backgr
 
 def test_a_resumed_run_follows_the_recipes_learning_rate(new_trainer, ranks, tmp_path, folder, spec):
     path = save(new_trainer(), ranks, tmp_path)
-    changed = Trainer(load_policy(str(folder), spec), CONFIG.model_copy(update={"lr": 5e-4}), ranks)
+    changed = Trainer(load_policy(str(folder), spec), config(lr=5e-4), ranks)
     checkpoint.load(path, changed, ranks, recipe(lr=5e-4))
     assert [group["base_lr"] for group in changed.optimizer.param_groups] == [5e-4, 5e-4, 1e-2]
 
@@ -112,7 +114,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_with_its_name(new_trainer, ranks, tmp_path, spec):
     path = save(new_trainer(), ranks, tmp_path / "run")
     other = tiny_model_dir(tmp_path, layers=1)
-    trainer = Trainer(load_policy(str(other), spec), CONFIG, ranks)
+    trainer = Trainer(load_policy(str(other), spec), config(), ranks)
     with pytest.raises(ValueError, match="is of another model") as error:
         checkpoint.load(path, trainer, ranks, recipe())
     assert str(path) in str(error.value) and "\n" not in str(error.value)
@@ -156,8 +158,8 @@ def test_a_checkpoint_of_another_recipe_names_the_fields_that_differ(new_trainer
     other = recipe(objective="grpo", group_size=4, lr=5e-4)
     with pytest.raises(ValueError, match="is of another recipe") as error:
         checkpoint.load(path, new_trainer(), ranks, other)
-    assert "learner.objective (it: 'vtrace', now: 'grpo'), learner.group_size (it: 1, now: 4)" in str(error.value)
-    assert "learner.lr" not in str(error.value) and "\n" not in str(error.value)
+    assert "learner.group_size (it: 1, now: 4), learner.objective.name (it: 'vtrace', now: 'grpo')" in str(error.value)
+    assert "learner.optimizer.lr" not in str(error.value) and "\n" not in str(error.value)
 
 
 def moved(trainer):

@@ -27,11 +27,11 @@ def test_every_recipe_in_the_repository_loads(path: Path) -> None:
 def test_the_command_line_beats_the_environment_which_beats_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path, MINIMAL + "[learner]\nlr = 1e-3\ntotal_steps = 7\ngroup_size = 2\n")
-    monkeypatch.setenv("PRONK_LEARNER__LR", "2e-3")
+    path = write(tmp_path, MINIMAL + "[learner]\ntotal_steps = 7\ngroup_size = 2\noptimizer.lr = 1e-3\n")
+    monkeypatch.setenv("PRONK_LEARNER__OPTIMIZER__LR", "2e-3")
     monkeypatch.setenv("PRONK_LEARNER__TOTAL_STEPS", "8")
-    recipe = load_recipe(path, ["--learner.lr", "3e-3"])
-    assert (recipe.learner.lr, recipe.learner.total_steps, recipe.learner.group_size) == (3e-3, 8, 2)
+    recipe = load_recipe(path, ["--learner.optimizer.lr", "3e-3"])
+    assert (recipe.learner.optimizer.lr, recipe.learner.total_steps, recipe.learner.group_size) == (3e-3, 8, 2)
 
 
 def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
@@ -45,13 +45,13 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL + "[learner]\nlearning_rat = 1\n", [], "unknown key 'learner.learning_rat'"),
         (MINIMAL + "[learner]\ngroups_per_stp = 1\n", [], "did you mean 'learner.groups_per_step'?"),
         (MINIMAL + "[lerner]\nlr = 1\n", [], "did you mean 'learner'?"),
-        (MINIMAL, ["--learner.lrr", "1"], "unknown option --learner.lrr; did you mean --learner.lr?"),
-        (MINIMAL + '[learner]\nlr = "fast"\n', [], "learner.lr = 'fast'"),
+        (MINIMAL, ["--learner.lrr", "1"], "unknown option --learner.lrr; did you mean --learner.optimizer.lr?"),
+        (MINIMAL + '[learner.optimizer]\nlr = "fast"\n', [], "learner.optimizer.lr = 'fast'"),
         (MINIMAL, ["--learner.group_size", "0"], "learner.group_size = '0'"),
         ('[env]\nmodule = "envs.colour"\n', [], "'model' is required"),
         ("[model\n", [], "is not valid TOML"),
         (MINIMAL, ["--sampling.top_p", "0.9"], "sampling.top_p = 0.9"),
-        (MINIMAL, ["--learner.objective", "grpo"], "learner.group_size = 1"),
+        (MINIMAL, ["--learner.objective.name", "grpo"], "learner.group_size = 1"),
         (MINIMAL, ["--env.turn_tokens", "9000", "--env.max_tokens", "9000"], "no room in model.max_context"),
         (MINIMAL, ["--eval.samples", "5", "--data.eval_first_seed", "3"], "held-out seeds overlap the training seeds"),
         (MINIMAL, ["--env.reward", "a.b", "--reward.url", "http://c"], "leave one of them out"),
@@ -68,11 +68,32 @@ def test_a_mistake_is_one_line_that_names_value_and_cure(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("objective", "objective.name"),
+        ("optimizer", "optimizer.name"),
+        ("lr", "optimizer.lr"),
+        ("gamma", "objective.gamma"),
+        ("proof_every", "publish.verify_every"),
+        ("keep_checkpoints", "checkpoint.keep"),
+        ("microbatch_tokens", "parallel.microbatch_tokens"),
+    ],
+)
+@pytest.mark.parametrize("how", ["recipe", "command line", "environment"])
+def test_an_old_name_is_refused_with_the_new_one(tmp_path, monkeypatch, how, old, new) -> None:
+    if how == "environment":
+        monkeypatch.setenv(f"PRONK_LEARNER__{old.upper()}", "grpo")
+    path = write(tmp_path, MINIMAL + (f'[learner]\n{old} = "grpo"\n' if how == "recipe" else ""))
+    with pytest.raises(ConfigError, match=f"learner.{old} is now called learner.{new}$"):
+        load_recipe(path, [f"--learner.{old}", "grpo"] if how == "command line" else [])
+
+
 def test_a_missing_recipe_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'nowhere\.toml' does not exist"):
         load_recipe("nowhere.toml")
 
 
 def test_the_nearest_key_is_found() -> None:
-    assert nearest_key("learner.lrr", known_keys()) == "learner.lr"
+    assert nearest_key("learner.lrr", known_keys()) == "learner.optimizer.lr"
     assert nearest_key("zzzzzz", known_keys()) == ""

@@ -19,7 +19,7 @@ from tests.support.runs import RECIPE, local, metrics, places
 
 @pytest.mark.slow
 def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
-    fields = {"eval.every_steps": 15, "learner.keep_checkpoints": 1}
+    fields = {"eval.every_steps": 15, "learner.checkpoint.keep": 1}
     command = local([*places(tmp_path, **fields), "--ranks", "2"])
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -70,7 +70,7 @@ def test_ctrl_c_stops_everything_within_ten_seconds_and_leaves_no_process(tmp_pa
 
 @pytest.mark.slow
 def test_a_run_stopped_half_way_resumes_and_finishes(tmp_path: Path) -> None:
-    fields = {"learner.total_steps": 12, "learner.checkpoint_every": 6, "learner.resume": "auto", "eval.samples": 0}
+    fields = {"learner.total_steps": 12, "learner.checkpoint.every": 6, "learner.resume": "auto", "eval.samples": 0}
     half = places(tmp_path, **{**fields, "learner.total_steps": 6})
     assert subprocess.run(local(half), capture_output=True, timeout=200).returncode == 0
     run = subprocess.run(local(places(tmp_path, **fields)), capture_output=True, text=True, timeout=200)
@@ -86,12 +86,12 @@ def test_a_run_stopped_half_way_resumes_and_finishes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "expected"),
     [
-        ("learner", ["--learner.lrr", "1"], "did you mean --learner.lr?"),
+        ("learner", ["--learner.lrr", "1"], "did you mean --learner.optimizer.lr?"),
         ("learner", ["--env.module", "envs.nothing"], "no module 'envs.nothing'"),
         ("learner", ["--model.path", "envs"], "config.json"),
         ("actors", ["--env.module", "tests/conftest_missing.py"], "no file 'tests/conftest_missing.py'"),
         ("actors", ["--model.path", "nowhere"], "nowhere"),
-        ("local", ["--learner.objective", "ppo"], "learner.objective = 'ppo'"),
+        ("local", ["--learner.objective.name", "ppo"], "learner.objective.name = 'ppo'"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_two(

@@ -17,8 +17,8 @@ from actor.loop import run_actor
 from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.auth import ClientKeys
-from shared.config import TransportConfig
 from shared.keys import actor_security, learner_security, make_keys
+from shared.sections import TransportConfig
 from shared.transport import Dealer, Secure
 from shared.types import Hello, Request, Ticket, Trajectory, Welcome
 from tests.support.wires import RULES, VOCAB, actor_settings, book_settings, episode

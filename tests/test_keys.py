@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import TransportConfig
 from shared.keys import actor_security, is_local, learner_security, main, make_keys
+from shared.sections import TransportConfig
 
 PUBLIC = "tcp://0.0.0.0:5555"
 

@@ -16,8 +16,9 @@ from launch.engines.gpus import check_apart, claim, engine_gpus, names
 from launch.engines.supervisor import Engine
 from launch.processes.children import start_family, stop_all
 from launch.processes.restarts import Restarts
-from shared.config import ConfigError, EngineConfig, load_recipe
+from shared.config import ConfigError, load_recipe
 from shared.engine_api import EngineError
+from shared.sections import EngineConfig
 from tests.support.machine import free_port, until
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"

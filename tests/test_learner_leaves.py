@@ -16,7 +16,7 @@ from learner.shutdown import Shutdown
 from shared.types import Stop
 from tests.support.runs import RECIPE, metrics, places
 
-FIELDS = {"learner.total_steps": 24, "learner.checkpoint_every": 4, "learner.resume": "auto", "eval.samples": 0}
+FIELDS = {"learner.total_steps": 24, "learner.checkpoint.every": 4, "learner.resume": "auto", "eval.samples": 0}
 
 
 @pytest.fixture

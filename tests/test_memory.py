@@ -9,14 +9,13 @@ from learner import distributed
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
-from shared.config import LearnerConfig
-from tests.support.episodes import random_groups
+from tests.support.episodes import learner_config, random_groups
 
 
 def trained(folder, spec, ranks, *, plain_adamw=False, dtype=torch.float32, **settings) -> Trainer:
     """After three steps."""
     policy = load_policy(str(folder), spec)
-    config = LearnerConfig(lr=1e-3, value_lr=1e-2, **settings)
+    config = learner_config(lr=1e-3, value_lr=1e-2, **settings)
     parallelize(policy, ranks, config, dtype)
     trainer = Trainer(policy, config, ranks)
     for group in trainer.optimizer.param_groups if plain_adamw else ():
@@ -74,5 +73,5 @@ def test_a_frozen_part_stays_as_it_was_and_the_rest_learns(folder, spec, ranks, 
 
 
 def test_ranks_that_do_not_divide_into_shards_are_one_line():
-    with pytest.raises(ValueError, match=r"learner\.shard_size = 2 does not divide the 1 ranks"):
+    with pytest.raises(ValueError, match=r"learner\.parallel\.shard_size = 2 does not divide the 1 ranks"):
         distributed.init("cpu", shard_size=2)

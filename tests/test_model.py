@@ -17,10 +17,9 @@ from learner.images import ImageDecoder
 from learner.model.policy import load_policy
 from learner.model.sharding import shard
 from learner.trainer import Trainer
-from shared.config import LearnerConfig
 from shared.types import Ending, Image, Trajectory, Turn
 from tests.support.engines import call
-from tests.support.episodes import random_groups, random_trajectory
+from tests.support.episodes import learner_config, random_groups, random_trajectory
 from tests.support.tiny import draw_image, load_model, moe_policy, png, reference_logits, running_engine, tiny_model_dir
 
 CPU = torch.device("cpu")
@@ -97,7 +96,7 @@ def test_bfloat16_under_fsdp_stays_near_float32_and_keeps_float32_parameters(fol
     shard(half, ranks.mesh, torch.bfloat16)
     expected, got = (p(packed(p, trajectories), 1.0).logprobs for p in (policy, half))
     assert got.dtype == torch.float32 and (got - expected).abs().max() < 0.1
-    config = LearnerConfig(lr=1e-3)
+    config = learner_config(lr=1e-3)
     metrics = Trainer(half, config, ranks).step(random_groups(spec, 2), version=0)
     assert np.isfinite(metrics["optim/grad_norm"]) and metrics["optim/skipped_steps"] == 0
     assert {p.dtype for p in half.parameters()} == {torch.float32}

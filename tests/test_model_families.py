@@ -27,11 +27,10 @@ from learner.images import ImageDecoder
 from learner.model.attention import window_lengths
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
-from shared.config import LearnerConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec, pixel_values
 from tests.support.engines import call
-from tests.support.episodes import on_policy, random_trajectory
+from tests.support.episodes import learner_config, on_policy, random_trajectory
 from tests.support.tiny import draw_image, png, reference_logits, running_engine, tiny_model_dir, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -142,7 +141,7 @@ def test_every_parameter_is_trained_and_the_step_is_on_policy(family, ranks):
     policy = load_policy(str(folder), spec)
     before = on_policy(policy, random_trajectory(spec, 1, turns=2, sides=sides))
     old = {name: p.detach().clone() for name, p in policy.named_weights()}
-    metrics = Trainer(policy, LearnerConfig(lr=1e-3, weight_decay=0.0), ranks).step([Group("g", "a", (before,))], 0)
+    metrics = Trainer(policy, learner_config(lr=1e-3, weight_decay=0.0), ranks).step([Group("g", "a", (before,))], 0)
     assert metrics["behaviour/logprob_gap"] < 1e-4
     still = [name for name, p in policy.named_weights() if torch.equal(p, old[name])]
     assert [name for name in still if "deepstack_merger_list.1" not in name] == []  # added after the last of 2 layers

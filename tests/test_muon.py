@@ -8,10 +8,9 @@ from torch.optim import AdamW, Muon
 from learner.model.policy import load_policy
 from learner.optim import make_optimizer
 from learner.trainer import Trainer
-from shared.config import LearnerConfig
-from tests.support.episodes import random_groups
+from tests.support.episodes import learner_config, random_groups
 
-CONFIG = LearnerConfig(optimizer="muon", lr=1e-3, value_lr=1e-2, weight_decay=0.1, max_grad_norm=1e9)
+CONFIG = learner_config(optimizer="muon", lr=1e-3, value_lr=1e-2, weight_decay=0.1, max_grad_norm=1e9)
 
 
 def is_hidden(name: str, p: torch.Tensor) -> bool:
@@ -30,7 +29,7 @@ def test_three_steps_are_those_of_torchs_muon_and_adamw_side_by_side(folder, spe
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
         {"params": list(copy.value_head.parameters()), "lr": 1e-2, "weight_decay": 0.0},
     ]
-    adamw = AdamW(groups, lr=1e-3, betas=CONFIG.betas, fused=True)
+    adamw = AdamW(groups, lr=1e-3, betas=CONFIG.optimizer.betas, fused=True)
     step = trainer.optimizer.step
 
     def beside() -> None:
@@ -51,7 +50,7 @@ def test_three_steps_are_those_of_torchs_muon_and_adamw_side_by_side(folder, spe
 def test_each_parameter_is_in_one_group_and_embeddings_experts_and_frozen_parts_are_not_muons(folder, spec):
     policy = load_policy(str(folder), spec)
     policy.vlm.model.visual.requires_grad_(False)
-    optimizer = make_optimizer(policy, CONFIG)
+    optimizer = make_optimizer(policy, CONFIG.optimizer)
     names = {p: name for name, p in policy.named_parameters()}
     placed = [names[p] for group in optimizer.param_groups for p in group["params"]]
     assert sorted(placed) == sorted(name for name, p in policy.named_parameters() if p.requires_grad)

@@ -10,7 +10,7 @@ import torch
 
 from learner.advantages import group_advantages
 from learner.objectives import OBJECTIVES, Tokens, corrected, kl_term, policy_term, value_term
-from shared.config import LearnerConfig
+from shared.learner_config import ObjectiveConfig
 from tests.support.objective_references import REFERENCES, extras
 
 
@@ -59,7 +59,7 @@ def tokens_of(log_ratios, advantages=None, *, values=0.0, rewards=None, turn_end
 
 def gradients(objective: str, tokens: Tokens, scale: float = 1.0, **settings) -> list[list[float]]:
     """By log pi, entropy and value."""
-    loss = OBJECTIVES[objective](tokens, LearnerConfig(objective=objective, **settings), scale)
+    loss = OBJECTIVES[objective](tokens, ObjectiveConfig(name=objective, **settings), scale)
     inputs = (tokens.logprobs, tokens.entropies, tokens.values)
     found = torch.autograd.grad(loss.total, inputs, allow_unused=True)
     return [[0.0] * len(tokens.values) if g is None else g.tolist() for g in found]
@@ -192,7 +192,7 @@ def packed_tokens(episodes: list[dict[str, torch.Tensor]], *, per_episode: bool)
 @pytest.mark.parametrize(("objective", "settings"), SETTINGS)
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_an_objective_has_the_gradient_of_its_plain_reference(objective, settings, estimator):
-    config = LearnerConfig(objective=objective, kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.2, **settings)
+    config = ObjectiveConfig(name=objective, kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.2, **settings)
     for seed in range(3):
         episodes = random_episodes(seed)
         leaves = [e[name] for name in ("logprobs", "entropies", "values") for e in episodes]
@@ -212,7 +212,7 @@ def test_an_objective_has_the_gradient_of_its_plain_reference(objective, setting
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_parts_of_a_step_add_up_to_the_whole(objective):
-    config, episodes = LearnerConfig(objective=objective), random_episodes(7)
+    config, episodes = ObjectiveConfig(name=objective), random_episodes(7)
     total = lambda part: float(OBJECTIVES[objective](packed_tokens(part, per_episode=False), config, 1.0).total)  # noqa: E731
     assert total(episodes) == pytest.approx(total(episodes[:2]) + total(episodes[2:]))
 
@@ -223,9 +223,9 @@ def test_without_correction_a_stale_token_counts_as_one_of_the_current_policy(ob
     rewards = [0.0, 0.0, 3.0]
     stale = tokens_of([0.9, -0.7, 0.4], advantages, values=0.5, rewards=rewards)
     fresh = tokens_of([0.0, 0.0, 0.0], advantages, values=0.5, rewards=rewards)
-    config = LearnerConfig(objective=objective, correction="none")
+    config = ObjectiveConfig(name=objective, correction="none")
     OBJECTIVES[objective](corrected(stale, config), config, 1.0).total.backward()
-    OBJECTIVES[objective](fresh, LearnerConfig(objective=objective), 1.0).total.backward()
+    OBJECTIVES[objective](fresh, ObjectiveConfig(name=objective), 1.0).total.backward()
     assert stale.logprobs.grad.abs().sum() > 0
     assert torch.equal(stale.logprobs.grad, fresh.logprobs.grad)
     if objective == "vtrace":
@@ -234,4 +234,4 @@ def test_without_correction_a_stale_token_counts_as_one_of_the_current_policy(ob
 
 def test_importance_correction_leaves_the_tokens_as_they_are():
     tokens = tokens_of([0.9, -0.7])
-    assert corrected(tokens, LearnerConfig()) is tokens
+    assert corrected(tokens, ObjectiveConfig()) is tokens

@@ -21,8 +21,10 @@ from learner.model.sharding import parallelize
 from learner.model.sizes import PUBLISHED, find, sizes_of
 from learner.optim import make_optimizer
 from learner.plan import Setting, activations, check, memory, report
-from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe
-from tests.support.episodes import random_trajectory
+from shared.config import Recipe
+from shared.learner_config import OptimizerConfig
+from shared.sections import EnvConfig, ModelConfig
+from tests.support.episodes import learner_config, random_trajectory
 from tests.support.tiny import moe_policy, tiny_model_dir
 
 
@@ -118,7 +120,7 @@ def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, 
 def test_planned_weights_gradients_and_optimizer_state_are_what_a_trainer_holds(folder, spec, optimizer, experts):
     policy = moe_policy(folder, spec) if experts else load_policy(str(folder), spec)
     need = memory(sizes_of(policy.vlm.config.to_dict()), Setting(dtype_bytes=4, optimizer=optimizer))
-    optimizer = make_optimizer(policy, LearnerConfig(optimizer=optimizer))
+    optimizer = make_optimizer(policy, OptimizerConfig(name=optimizer))
     parameters = list(policy.vlm.parameters())
     for p in parameters:
         p.grad = torch.ones_like(p)
@@ -163,7 +165,7 @@ def test_a_model_that_cannot_fit_is_refused_with_the_numbers_and_the_cure():
     assert "\n" not in str(error.value)
     check(PUBLISHED["Qwen3-VL-2B"], Setting(), 141e9, "it")
     text, fits = report("it", PUBLISHED["Qwen3-VL-235B-A22B"], Setting(gpus=8), 141e9)
-    assert not fits and "does not fit: set learner.activation_checkpointing = true and use" in text
+    assert not fits and "does not fit: set learner.parallel.activation_checkpointing = true and use" in text
 
 
 def test_a_context_longer_than_the_models_is_one_line(folder):
@@ -184,7 +186,7 @@ def test_the_command_prints_every_published_model_and_names_an_unknown_one(capsy
 
 def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, single_rank):
     policy, shape = load_policy(str(folder), spec), find(str(folder))
-    parallelize(policy, single_rank, LearnerConfig(freeze=("vision",)), torch.float32)
+    parallelize(policy, single_rank, learner_config(freeze=("vision",)), torch.float32)
     trained = sum(p.numel() for p in policy.vlm.parameters() if p.requires_grad)
     assert trained == shape.parameters - shape.vision_parameters
 

@@ -46,7 +46,7 @@ def test_a_file_that_is_no_group_is_named(groups, tmp_path):
 def test_actors_record_without_a_learner_and_a_learner_trains_on_it_without_actors(tmp_path):
     recipe, folder = "launch/recipes/colour_tiny.toml", tmp_path / "recorded"
     small = [
-        "--learner.lr",
+        "--learner.optimizer.lr",
         "1e-9",
         "--learner.groups_per_step",
         "4",

@@ -12,7 +12,8 @@ import pytest
 from launch.processes.actor_supervisor import ActorFailed, ActorProcess
 from launch.processes.children import Child
 from launch.processes.restarts import Restarts, TooManyRestarts
-from shared.config import ActorConfig, EnvConfig, ModelConfig, Recipe
+from shared.config import Recipe
+from shared.sections import ActorConfig, EnvConfig, ModelConfig
 
 
 def test_pauses_double_while_it_fails_early_and_there_is_none_once_it_ran_well() -> None:

@@ -12,9 +12,9 @@ from learner.images import ImageDecoder
 from learner.loop import check_step
 from learner.model.policy import load_policy
 from learner.trainer import Trainer, episode_settings
-from shared.config import LearnerConfig
+from shared.learner_config import ObjectiveConfig
 from shared.types import Ending, Group
-from tests.support.episodes import on_policy, random_groups
+from tests.support.episodes import learner_config, on_policy, random_groups
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def weights_of(policy):
 
 
 def test_one_sgd_step_gives_the_weights_computed_by_hand(policy, spec, ranks):
-    config = LearnerConfig(
+    config = learner_config(
         value_lr=0.5, lr=0.5, weight_decay=0, max_grad_norm=1e9, normalize_advantages=False, gamma=0.9, lam=0.8,
         value_coef=0.25, entropy_coef=0.01, microbatch_tokens=100,
     )  # fmt: skip
@@ -84,7 +84,7 @@ def test_microbatches_change_nothing_but_rounding(folder, spec, ranks):
     after = []
     for budget in (10_000, 60):
         policy = load_policy(str(folder), spec)
-        config = LearnerConfig(lr=1e-3, microbatch_tokens=budget)
+        config = learner_config(lr=1e-3, microbatch_tokens=budget)
         Trainer(policy, config, ranks).step(groups, version=0)
         after.append(policy.state_dict())
     for name, value in after[0].items():
@@ -92,7 +92,7 @@ def test_microbatches_change_nothing_but_rounding(folder, spec, ranks):
 
 
 def test_equal_rewards_change_nothing_under_grpo_and_cost_no_microbatch(policy, spec, ranks):
-    trainer = Trainer(policy, LearnerConfig(objective="grpo", lr=1.0, weight_decay=0.0), ranks)
+    trainer = Trainer(policy, learner_config(objective="grpo", lr=1.0, weight_decay=0.0), ranks)
     same = [replace(t, reward=0.9) for t in random_groups(spec, 1, group_size=4)[0].trajectories]
     before, forwards = weights_of(policy), []
     policy.register_forward_hook(lambda *_: forwards.append(1))
@@ -102,7 +102,7 @@ def test_equal_rewards_change_nothing_under_grpo_and_cost_no_microbatch(policy, 
 
 
 def test_grpo_raises_the_logprob_of_what_was_rewarded(policy, spec, ranks):
-    trainer = Trainer(policy, LearnerConfig(objective="grpo", lr=3e-3, weight_decay=0.0), ranks)
+    trainer = Trainer(policy, learner_config(objective="grpo", lr=3e-3, weight_decay=0.0), ranks)
     group = random_groups(spec, 1, group_size=4, turns=1)[0]
     played = [replace(on_policy(policy, t), reward=0.0) for t in group.trajectories]
     played[0] = replace(played[0], reward=1.0)
@@ -113,7 +113,7 @@ def test_grpo_raises_the_logprob_of_what_was_rewarded(policy, spec, ranks):
 
 
 def test_a_non_finite_loss_skips_the_step_and_is_counted(policy, spec, ranks):
-    trainer = Trainer(policy, LearnerConfig(lr=1.0), ranks)
+    trainer = Trainer(policy, learner_config(lr=1.0), ranks)
     group = random_groups(spec, 1)[0]
     first = group.trajectories[0]
     bad = replace(first, turns=(replace(first.turns[0], reward=float("nan")),))
@@ -127,23 +127,23 @@ def test_a_non_finite_loss_skips_the_step_and_is_counted(policy, spec, ranks):
 
 
 def test_the_run_stops_after_too_many_bad_steps_in_a_row(policy, ranks):
-    trainer = Trainer(policy, LearnerConfig(max_bad_steps=2), ranks)
+    trainer = Trainer(policy, learner_config(max_bad_steps=2), ranks)
     trainer.num_bad_in_a_row = 1
     check_step(trainer, None, [])
     trainer.num_bad_in_a_row = 2
-    with pytest.raises(ValueError, match=r"2 steps in a row \(learner.max_bad_steps = 2\)"):
+    with pytest.raises(ValueError, match=r"2 steps in a row \(learner.optimizer.max_bad_steps = 2\)"):
         check_step(trainer, None, [])
 
 
 def test_a_step_without_any_trainable_episode_is_skipped(policy, ranks):
-    metrics = Trainer(policy, LearnerConfig(), ranks).step([], version=0)
+    metrics = Trainer(policy, learner_config(), ranks).step([], version=0)
     assert metrics["optim/skipped_steps"] == 1.0 and metrics["batch/episodes"] == 0.0
 
 
 def test_metrics_are_split_by_version_lag(policy, spec, ranks):
     groups = [random_groups(spec, 1, seed=s, version=v)[0] for s, v in ((0, 5), (1, 4), (2, 4))]
     groups = [Group(g.ticket_id, g.actor, (on_policy(policy, g.trajectories[0]),)) for g in groups]
-    metrics = Trainer(policy, LearnerConfig(), ranks).step(groups, version=5)
+    metrics = Trainer(policy, learner_config(), ranks).step(groups, version=5)
     tokens = metrics["tokens/lag_0"] + metrics["tokens/lag_1"]
     assert tokens == metrics["batch/sampled_tokens"] and "tokens/lag_2" not in metrics
     names = (
@@ -159,7 +159,7 @@ def test_metrics_are_split_by_version_lag(policy, spec, ranks):
 
 
 def test_the_time_of_a_step_is_split_and_its_operations_are_counted(policy, spec, ranks):
-    metrics = Trainer(policy, LearnerConfig(), ranks).step(random_groups(spec, 2), version=0)
+    metrics = Trainer(policy, learner_config(), ranks).step(random_groups(spec, 2), version=0)
     parts = [metrics[f"time/{name}_s"] for name in ("prepare", "forward", "backward", "optimizer")]
     assert min(parts) > 0
     flops = metrics["speed/tflops_per_rank"] * 1e12 * sum(parts)
@@ -169,7 +169,7 @@ def test_the_time_of_a_step_is_split_and_its_operations_are_counted(policy, spec
 
 def test_temperature_zero_cannot_be_trained_on(policy, ranks):
     with pytest.raises(ValueError, match=r"sampling\.temperature = 0"):
-        Trainer(policy, LearnerConfig(), ranks, temperature=0.0)
+        Trainer(policy, learner_config(), ranks, temperature=0.0)
 
 
 def test_episodes_cut_off_by_a_limit_are_masked_or_penalised_as_the_recipe_says(spec):
@@ -178,7 +178,7 @@ def test_episodes_cut_off_by_a_limit_are_masked_or_penalised_as_the_recipe_says(
     group = Group("g", "a", (replace(first, reward=1.0), cut))
 
     def made(**settings):
-        return make_episodes([group], ImageDecoder(spec), episode_settings(LearnerConfig(objective="grpo", **settings)))
+        return make_episodes([group], ImageDecoder(spec), episode_settings(ObjectiveConfig(name="grpo", **settings)))
 
     assert [e.advantage for e in made()] == [0.0, 0.0]
     assert len(made(overlong="mask")) == 1
@@ -197,7 +197,7 @@ def test_the_kl_to_the_reference_holds_the_policy_back(folder, spec, ranks, esti
     for coef in (0.0, 30.0):
         policy, reference = load_policy(str(folder), spec), load_policy(str(folder), spec) if coef else None
         played = [on_policy(policy, t) for t in group.trajectories]
-        config = LearnerConfig(objective="grpo", lr=3e-3, kl_coef=coef, kl_estimator=estimator, pg_rho_bar=None)
+        config = learner_config(objective="grpo", lr=3e-3, kl_coef=coef, kl_estimator=estimator, pg_rho_bar=None)
         trainer = Trainer(policy, config, ranks, reference=reference)
         metrics = [trainer.step([Group("g", "a", tuple(played))], version=0) for _ in range(4)]
         assert metrics[0]["reference/kl"] == pytest.approx(0.0, abs=1e-5)
@@ -207,15 +207,15 @@ def test_the_kl_to_the_reference_holds_the_policy_back(folder, spec, ranks, esti
 
 def test_a_reference_is_asked_for_only_where_its_weight_is_not_zero(policy, ranks):
     with pytest.raises(ValueError, match="kl_coef"):
-        Trainer(policy, LearnerConfig(kl_coef=0.1), ranks)
+        Trainer(policy, learner_config(kl_coef=0.1), ranks)
     with pytest.raises(ValueError, match="kl_coef"):
-        Trainer(policy, LearnerConfig(), ranks, reference=policy)
+        Trainer(policy, learner_config(), ranks, reference=policy)
 
 
 def test_sequence_mean_weighs_a_short_episode_as_much_as_a_long_one(folder, spec, ranks):
     """Under SGD, a step on two episodes is the mean of the steps on each alone."""
     groups = [random_groups(spec, 1, seed=s, turns=t)[0] for s, t in ((0, 1), (1, 3))]
-    config = LearnerConfig(aggregation="sequence_mean", normalize_advantages=False, max_grad_norm=1e9)
+    config = learner_config(aggregation="sequence_mean", normalize_advantages=False, max_grad_norm=1e9)
     moves = []
     for chosen in (groups, groups[:1], groups[1:]):
         trainer = Trainer(load_policy(str(folder), spec), config, ranks)

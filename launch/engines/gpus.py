@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from shared.config import ConfigError, EngineConfig
+from shared.config import ConfigError
+from shared.sections import EngineConfig
 
 
 def engine_gpus(engine: EngineConfig, num_visible: int) -> list[tuple[int, ...]]:

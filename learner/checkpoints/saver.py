@@ -29,7 +29,7 @@ from learner.checkpoints.best import Best, checkpoint_name
 from learner.distributed import Ranks, barrier
 from learner.model.policy import Policy
 from learner.trainer import Trainer
-from shared.config import Recipe
+from shared.config import Recipe, dotted_values
 from shared.log import get_logger
 from shared.types import PolicyVersion
 
@@ -47,26 +47,23 @@ class Restored:
 
 
 # What a run cannot change on its way: model, task and data, and what tickets and optimizer state are made of.
-_FIXED = ("run.seed", "model.min_pixels", "model.max_pixels", "env.module", "env.args", "env.reward", "data.")
-_FIXED_LEARNER = ("objective", "group_size", "groups_per_step", "publish_every", "freeze", "optimizer")
+_FIXED = (
+    *("run.seed", "model.min_pixels", "model.max_pixels", "env.module", "env.args", "env.reward", "data."),
+    *("learner.objective.name", "learner.group_size", "learner.groups_per_step", "learner.publish.every"),
+    *("learner.optimizer.name", "learner.optimizer.freeze"),
+)
 
 
 def differences(recipe: Recipe, of_checkpoint: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Dotted field -> (in the checkpoint, in the recipe), where they differ. A field that one lacks does not differ."""
-    found = {}
-    for section, fields in recipe.model_dump(mode="json").items():
-        old = of_checkpoint.get(section, {})
-        for name, value in fields.items():
-            if name in old and old[name] != value:
-                found[f"{section}.{name}"] = (old[name], value)
-    return found
+    was, now = dotted_values(of_checkpoint), dotted_values(recipe.model_dump(mode="json"))
+    return {name: (was[name], now[name]) for name in now if name in was and was[name] != now[name]}
 
 
 def check_recipe(path: Path, recipe: Recipe, of_checkpoint: dict[str, Any]) -> None:
     """ValueError naming the fields in which a resumed run may not differ and does; other differences are logged."""
     found = differences(recipe, of_checkpoint)
-    fixed = (*_FIXED, *(f"learner.{name}" for name in _FIXED_LEARNER))
-    wrong = {name: values for name, values in found.items() if name.startswith(fixed)}
+    wrong = {name: values for name, values in found.items() if name.startswith(_FIXED)}
     if wrong:
         told = ", ".join(f"{name} (it: {was!r}, now: {now!r})" for name, (was, now) in wrong.items())
         raise ValueError(f"checkpoint {path} is of another recipe: {told}; set them back, or learner.resume = 'never'")
@@ -100,7 +97,7 @@ class Saver:
         self._timeout_s = timeout_s
         self.best = Best.load(folder)
         self._group = torch.distributed.new_group(backend="gloo")  # the thread's own: collectives must not mix
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if recipe.learner.checkpoint_in_background else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if recipe.learner.checkpoint.in_background else None
         self._writing: Future[None] | None = None
         self.num_failed = 0
 
@@ -169,7 +166,7 @@ class Saver:
             self._remove_old()
 
     def _remove_old(self) -> None:
-        for old in checkpoints(self._folder)[: -self._recipe.learner.keep_checkpoints]:
+        for old in checkpoints(self._folder)[: -self._recipe.learner.checkpoint.keep]:
             if old.name not in (checkpoint_name(self.best.step), checkpoint_name(self.best.candidate)):
                 try:
                     shutil.rmtree(old)
@@ -203,7 +200,7 @@ class Saver:
 
 def _state(trainer: Trainer) -> dict[str, Any]:
     on_gpu = trainer.ranks.device.type == "cuda"
-    options = StateDictOptions(cpu_offload=on_gpu and trainer.config.checkpoint_in_background)
+    options = StateDictOptions(cpu_offload=on_gpu and trainer.config.checkpoint.in_background)
     model, optimizer = get_state_dict(trainer.policy, trainer.optimizer, options=options)
     return {"model": model, "optimizer": optimizer}
 

@@ -28,7 +28,7 @@ def choose(setting: str, dtype: str, capability: tuple[int, int] | None, install
     """`flash2`, `flash3`, `flash4` or `sdpa` (one call for each length of document, any device and dtype).
 
     Args:
-        setting: learner.attention. `auto` is torch's own flash2 in bfloat16 on a GPU, else sdpa.
+        setting: learner.parallel.attention. `auto` is torch's own flash2 in bfloat16 on a GPU, else sdpa.
         dtype: model.dtype.
         capability: of the GPU, (major, minor); None on a CPU.
         installed: which of the modules of `KERNELS` are.
@@ -40,11 +40,12 @@ def choose(setting: str, dtype: str, capability: tuple[int, int] | None, install
     if capability is None or dtype != "bfloat16":
         where = "a CPU" if capability is None else "a GPU"
         raise ValueError(
-            f"learner.attention = {setting!r} is for bfloat16 on a GPU, this is {dtype} on {where}; set it to 'auto'"
+            f"learner.parallel.attention = {setting!r} is for bfloat16 on a GPU, this is {dtype} on {where}; "
+            "set it to 'auto'"
         )
     major, minor = capability
     usable = [name for name, k in KERNELS.items() if major in k.majors and (not k.module or k.module in installed)]
-    cure = f"set learner.attention = {usable[0] if usable else 'sdpa'!r}"
+    cure = f"set learner.parallel.attention = {usable[0] if usable else 'sdpa'!r}"
     if setting == "auto" and not usable:
         raise ValueError(f"no flash attention is known to run on a GPU of compute capability {major}.{minor}; {cure}")
     name = "flash2" if setting == "auto" else setting
@@ -52,10 +53,13 @@ def choose(setting: str, dtype: str, capability: tuple[int, int] | None, install
     if major not in kernel.majors:
         runs_on = " or ".join(f"{m}.x" for m in kernel.majors)
         raise ValueError(
-            f"learner.attention = {name!r} runs on compute capability {runs_on}, this GPU has {major}.{minor}; {cure}"
+            f"learner.parallel.attention = {name!r} runs on compute capability {runs_on}, "
+            f"this GPU has {major}.{minor}; {cure}"
         )
     if kernel.module and kernel.module not in installed:
-        raise ValueError(f"learner.attention = {name!r} needs the module {kernel.module}; install it, or {cure}")
+        raise ValueError(
+            f"learner.parallel.attention = {name!r} needs the module {kernel.module}; install it, or {cure}"
+        )
     return name
 
 

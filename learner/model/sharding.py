@@ -18,7 +18,7 @@ from kernels.cpu_linear import use_plain_linear
 from learner.distributed import Ranks
 from learner.model.attention import keep_attention_out_of_graphs
 from learner.model.policy import Policy
-from shared.config import LearnerConfig
+from shared.learner_config import LearnerConfig
 
 
 def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
@@ -26,14 +26,14 @@ def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
 
     It is sharded where there are several ranks, a dtype other than float32, or an offload.
     """
-    freeze(policy, config.freeze)
-    if config.activation_checkpointing:
+    freeze(policy, config.optimizer.freeze)
+    if config.parallel.activation_checkpointing:
         for block in _blocks(policy):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if config.compile:
+    if config.parallel.compile:
         compile_blocks(policy)
-    if ranks.size > 1 or dtype != torch.float32 or config.offload:
-        shard(policy, ranks.mesh, dtype, offload=config.offload)
+    if ranks.size > 1 or dtype != torch.float32 or config.parallel.offload:
+        shard(policy, ranks.mesh, dtype, offload=config.parallel.offload)
     else:
         policy.to(ranks.device)
 

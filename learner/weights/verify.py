@@ -139,7 +139,7 @@ class WeightVerifier:
         if value > self.tolerance:
             return (
                 f"the canary prompt's logprobs are {value:.3g} off the learner's in the mean, above "
-                f"{self.tolerance:g} (learner.canary_tolerance)"
+                f"{self.tolerance:g} (learner.publish.canary_tolerance)"
             )
         return ""
 

@@ -7,7 +7,7 @@
 
 All train the same float32 model on the same recorded episodes with the same group-relative loss, in turns, on one
 thread. What each contestant does is told in learner_peers.py; ours is `Trainer.step`, from groups of the wire to the
-metrics, once as the recipes have it and once with `learner.compile`. The last line is one JSON object: medians of wall
+metrics, once as the recipes have it and once with `parallel.compile`. The last line is one JSON object: medians of wall
 and CPU seconds of a step, and their ratios to ours. CPU seconds do not see other processes. `grad_norm` tells that all
 compute the same (the peers do not ban the vision ids).
 """
@@ -37,10 +37,11 @@ from learner.batch import make_episodes
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer, episode_settings
-from shared.config import LearnerConfig
+from shared.learner_config import LearnerConfig
 from shared.recording import recorded
 from shared.vision import VisionSpec
 from tests.bench.learner_peers import CLIP_HIGH, CLIP_LOW, LR, MAX_NORM, PaddedLoop, TrlLoop
+from tests.support.episodes import learner_config
 
 PADDED: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -64,15 +65,14 @@ def main() -> int:
     ranks = distributed.init("cpu")
     groups = list(recorded(Path(options.recording)))[: options.groups or None]
     size = len(groups[0].trajectories)
-    config = LearnerConfig(
-        objective="grpo", group_size=size, pg_rho_bar=None, lr=LR, clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
-        max_grad_norm=MAX_NORM,
-    )  # fmt: skip
+    settings = {"pg_rho_bar": None, "lr": LR, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "max_grad_norm": MAX_NORM}
+    settings |= {"objective": "grpo", "group_size": size}
+    config = learner_config(**settings)
     trainer = trainer_of(options.model, config, ranks)
-    episodes = make_episodes(groups, trainer.images, episode_settings(config))
+    episodes = make_episodes(groups, trainer.images, episode_settings(config.objective))
     steps: dict[str, Callable[[], float]] = {"ours": lambda: trainer.step(groups, 0)["optim/grad_norm"]}
     if "ours_compiled" in options.only:
-        compiled = trainer_of(options.model, config.model_copy(update={"compile": True}), ranks)
+        compiled = trainer_of(options.model, learner_config(**settings, compile=True), ranks)
         steps["ours_compiled"] = lambda: compiled.step(groups, 0)["optim/grad_norm"]
     for name, how in PADDED.items():
         if name in options.only:

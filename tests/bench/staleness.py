@@ -37,13 +37,15 @@ class Task:
     recipe: str
     groups_per_step: int
     steps: int
-    fields: dict[str, Any]
+    learner: dict[str, Any]  # fields of the learner
 
 
-COMMON = {"learner.objective": "vtrace", "learner.vtrace_clip": "true", "learner.lr_schedule": "linear"}
+COMMON = {"objective.name": "vtrace", "objective.vtrace_clip": "true", "optimizer.schedule": "linear"}
 TASKS = {
-    "colour": Task("colour_tiny", 16, 100, {"learner.lr": 5e-4, "learner.value_lr": 3e-3, "learner.warmup_steps": 16}),
-    "sokoban": Task("sokoban_tiny", 32, 48, {"learner.lr": 4e-4, "learner.warmup_steps": 8}),
+    "colour": Task(
+        "colour_tiny", 16, 100, {"optimizer.lr": 5e-4, "optimizer.value_lr": 3e-3, "optimizer.warmup_steps": 16}
+    ),
+    "sokoban": Task("sokoban_tiny", 32, 48, {"optimizer.lr": 4e-4, "optimizer.warmup_steps": 8}),
 }
 
 
@@ -72,13 +74,15 @@ def play(name: str, bound: int, correction: str, seed: int, samples: int) -> Row
     task = TASKS[name]
     address = f"tcp://127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as folder:
-        fields: dict[str, Any] = {
-            "run.dir": folder, "run.name": "run", "run.seed": seed, "learner.bind": address, "actor.learner": address,
-            "engine.port": free_port(), "learner.total_steps": task.steps, "learner.max_staleness": bound,
-            "learner.groups_per_step": task.groups_per_step, "learner.correction": correction,
-            "learner.checkpoint_every": 0, "learner.proof_every": 0, "eval.samples": samples, "eval.greedy": "false",
-            "actor.groups": task.groups_per_step * (bound + 1), "engine.max_batch": 64,
-        } | COMMON | task.fields  # fmt: skip
+        learner = {
+            "bind": address, "total_steps": task.steps, "max_staleness": bound, "checkpoint.every": 0,
+            "groups_per_step": task.groups_per_step, "objective.correction": correction, "publish.verify_every": 0,
+        } | COMMON | task.learner  # fmt: skip
+        fields = {f"learner.{name}": value for name, value in learner.items()} | {
+            "run.dir": folder, "run.name": "run", "run.seed": seed, "actor.learner": address,
+            "actor.groups": task.groups_per_step * (bound + 1), "engine.port": free_port(), "engine.max_batch": 64,
+            "eval.samples": samples, "eval.greedy": "false",
+        }  # fmt: skip
         arguments = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
         command = [sys.executable, "launch/local.py", "--config", f"launch/recipes/{task.recipe}.toml", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

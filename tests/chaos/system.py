@@ -47,8 +47,8 @@ class System:
             "actor.connect_timeout_s": 300,
             "engine.count": 2, "engine.port": self.engine_port, "engine.max_restarts": 10000,
             "engine.request_timeout_s": 10, "learner.total_steps": 1000000, "learner.resume": "auto",
-            "learner.checkpoint_every": 5, "learner.lease_s": 20, "learner.actor_timeout_s": 6,
-            "learner.publish_timeout_s": 8, "eval.samples": 0,
+            "learner.checkpoint.every": 5, "learner.lease_s": 20, "learner.actor_timeout_s": 6,
+            "learner.publish.timeout_s": 8, "eval.samples": 0,
         }  # fmt: skip
         self._arguments = ["--config", RECIPE, *(part for k, v in fields.items() for part in (f"--{k}", str(v)))]
         self.log = (folder / "output.log").open("wb")

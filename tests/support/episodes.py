@@ -1,6 +1,9 @@
-"""Random episodes for tests of the learner: real PNG images, several turns, behaviour logprobs as asked for."""
+"""Random episodes for tests of the learner: real PNG images, several turns, behaviour logprobs as asked for; and its
+settings, each by the last part of its name."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,9 +12,23 @@ from msgspec.structs import replace
 from learner.batch import EpisodeSettings, make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
+from shared.config import new_name
+from shared.learner_config import LearnerConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec
 from tests.support.tiny import draw_image, png
+
+
+def learner_config(**values: Any) -> LearnerConfig:
+    """`objective` and `optimizer` are the names of these; the others have one name only."""
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        _, section, *inner = (new_name(f"learner.{name}") or f"learner.{name}").split(".")
+        if inner:
+            fields.setdefault(section, {})[inner[0]] = value
+        else:
+            fields[section] = value
+    return LearnerConfig(**fields)
 
 
 def random_trajectory(

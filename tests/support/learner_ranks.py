@@ -23,10 +23,12 @@ from learner.weights.buckets import gathered  # noqa: E402
 from learner.weights.publisher import Publisher, PublishSettings  # noqa: E402
 from learner.weights.verify import WeightVerifier  # noqa: E402
 from shared.codec import decode, encode  # noqa: E402
-from shared.config import EnvConfig, LearnerConfig, ModelConfig, Recipe  # noqa: E402
+from shared.config import Recipe  # noqa: E402
+from shared.learner_config import LearnerConfig  # noqa: E402
+from shared.sections import EnvConfig, ModelConfig  # noqa: E402
 from shared.types import Group  # noqa: E402
 from shared.vision import VisionSpec  # noqa: E402
-from tests.support.episodes import random_groups  # noqa: E402
+from tests.support.episodes import learner_config, random_groups  # noqa: E402
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "vtrace": ({}, 3),
@@ -50,12 +52,14 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to b
 def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     policy = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
     torch.nn.init.constant_(policy.value_head.weight, 0.01)
-    config = LearnerConfig(lr=1e-3, value_lr=1e-2, microbatch_tokens=90, entropy_coef=0.01, warmup_steps=2)
-    config = config.model_copy(update=changes)
-    mesh = distributed.make_mesh("cpu", ranks.size, config.shard_size)
+    settings = {"lr": 1e-3, "value_lr": 1e-2, "microbatch_tokens": 90, "entropy_coef": 0.01, "warmup_steps": 2}
+    config = learner_config(**settings | changes)
+    mesh = distributed.make_mesh("cpu", ranks.size, config.parallel.shard_size)
     ranks = replace(ranks, mesh=mesh)
     parallelize(policy, ranks, config, torch.float32)
-    return Trainer(policy, config, ranks, reference=reference_of(folder, ranks, config) if config.kl_coef else None)
+    return Trainer(
+        policy, config, ranks, reference=reference_of(folder, ranks, config) if config.objective.kl_coef else None
+    )
 
 
 def reference_of(folder: str, ranks: Ranks, config: LearnerConfig) -> Policy:
@@ -102,7 +106,8 @@ def first_gradients(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[str
     def note(*_: object) -> None:
         found.update({name: whole(p.grad) for name, p in trainer.policy.named_parameters() if p.requires_grad})
 
-    trainer.config = trainer.config.model_copy(update={"max_grad_norm": 1e9})
+    optimizer = trainer.config.optimizer.model_copy(update={"max_grad_norm": 1e9})
+    trainer.config = trainer.config.model_copy(update={"optimizer": optimizer})
     trainer.optimizer.step = note  # type: ignore[method-assign]
     train(trainer, ranks, range(1), num_groups)
     return found

@@ -1,0 +1,126 @@
+"""The sections of a recipe; the learner's are in shared/learner_config.py."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    name: str = Field("run", description="name of the run; its folder is DIR/NAME")
+    dir: str = Field("runs", description="where run folders are made")
+    seed: int = Field(0, description="seed of the run: samples, sampling, initialisation of the value head")
+
+
+class ModelConfig(Section):
+    path: str = Field(..., description="folder or hub name of a Qwen-VL model with tokenizer and chat template")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of forward and backward")
+    max_context: int = Field(2048, gt=0, description="tokens of one episode, images expanded")
+    min_pixels: int = Field(1024, gt=0, description="images below are enlarged")
+    max_pixels: int = Field(1048576, gt=0, description="images above are reduced")
+
+
+class EnvConfig(Section):
+    module: str = Field(..., description="dotted path or .py file that holds build_env")
+    args: dict[str, Any] = Field(default_factory=dict, description="settings handed to build_env as `args`")
+    max_turns: int = Field(8, gt=0, description="turns of one episode")
+    max_tokens: int = Field(1536, gt=0, description="model tokens of one episode")
+    turn_tokens: int = Field(256, gt=0, description="model tokens of one turn")
+    timeout_s: float = Field(30.0, gt=0, description="time limit of one reset or step")
+    threads: int = Field(
+        2, gt=0, description="steps and rewards that one actor computes at once; more for those that wait for others"
+    )
+    reward: str = Field("", description="episode reward: dotted path or .py file:function; empty = the env's own")
+    max_failure_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="the run stops when env or reward fails in more of the last 256 episodes; 1 = never",
+    )
+
+
+class RewardConfig(Section):
+    url: str = Field("", description="server that is posted each episode as JSON and answers its reward; empty = none")
+    timeout_s: float = Field(30.0, gt=0, description="time limit of env.reward, or of one request to the server")
+    tries: int = Field(3, gt=0, description="requests to the server before the episode counts as failed")
+
+
+class RolloutConfig(Section):
+    path: str = Field("", description="async function that plays episodes: dotted path or .py file:function")
+    timeout_s: float = Field(600.0, gt=0, description="time limit of one episode that it plays")
+
+
+class DataConfig(Section):
+    source: str = Field("seeds", description="`seeds` (each sample is a seed) or a .parquet/.jsonl file")
+    first_seed: int = Field(0, description="first training seed")
+    num_samples: int = Field(1_000_000_000, gt=0, description="number of training seeds")
+    eval_first_seed: int = Field(2_000_000_000, description="first held-out seed; never overlaps the training seeds")
+    eval_source: str = Field("", description="held-out dataset, when `source` is a file")
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, ge=0, description="of training and of sampled evaluations")
+    top_p: float = Field(1.0, gt=0, le=1, description="only 1: the engine's logprobs are of the full distribution")
+    top_k: int = Field(-1, description="only -1, for the same reason")
+
+
+class ActorConfig(Section):
+    learner: str = Field("tcp://127.0.0.1:5555", description="address of the learner's ticket socket")
+    processes: int = Field(1, gt=0, description="actor processes that launch/actors.py starts")
+    groups: int = Field(16, gt=0, description="groups that one process plays at once")
+    connect_timeout_s: float = Field(60.0, gt=0, description="how long an actor waits for the learner at first")
+    reconnect_timeout_s: float = Field(600.0, gt=0, description="how long it waits for a learner that has gone silent")
+    max_restarts: int = Field(10, ge=0, description="times within an hour that one actor process is started again")
+    heartbeat_s: float = Field(2.0, gt=0, description="seconds between an actor's signs of life")
+
+
+class EngineConfig(Section):
+    kind: Literal["embedded", "sglang"] = Field("embedded", description="which server launch/actors.py starts")
+    urls: tuple[str, ...] = Field((), description="engines that run already; empty = start them")
+    router: str = Field("", description="router before engine.urls: episodes go through it, weights to each of urls")
+    count: int = Field(1, gt=0, description="engines to start")
+    host: str = Field("127.0.0.1", description="address of this host where its engines listen, and the learner calls")
+    port: int = Field(31000, gt=0, lt=65536, description="port of the first engine; the next ones follow")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the engines compute")
+    gpus: tuple[int, ...] = Field((), description="cuda: GPUs that the engines share out; empty = the first ones")
+    max_batch: int = Field(64, gt=0, description="requests that an engine computes at once")
+    threads: int = Field(1, gt=0, description="CPU threads of an engine")
+    api_key_file: str = Field("", description="file of the key that engines ask for (mode 0600); empty = they ask none")
+    tensor_parallel: int = Field(1, gt=0, description="sglang: GPUs of one engine")
+    mem_fraction: float = Field(0.0, ge=0, lt=1, description="sglang: share of GPU memory it takes; 0 = its own choice")
+    attention_backend: str = Field("", description="sglang: empty = its own choice")
+    mm_attention_backend: str = Field("", description="sglang: of the vision tower; sdpa on B200")
+    flags: dict[str, Any] = Field(default_factory=dict, description="sglang: any other flags of its server")
+    sglang_env: str = Field(".venv-sglang", description="sglang: the environment that make sglang-env builds")
+    stage_weights: Literal["auto", "on", "off"] = Field(
+        "auto", description="sglang: receives weights beside generation, in host memory; auto = where it runs on a CPU"
+    )
+    start_timeout_s: float = Field(300.0, gt=0, description="how long an engine may take until its first answer")
+    request_timeout_s: float = Field(300.0, gt=0, description="longest wait for one turn")
+    silent_timeout_s: float = Field(
+        120.0, gt=0, description="an engine of launch/actors.py that answers nothing for so long is started again"
+    )
+    max_restarts: int = Field(3, ge=0, description="an engine that ended is started again so often within an hour")
+
+
+class EvalConfig(Section):
+    every_steps: int = Field(0, ge=0, description="0 = only before and after training")
+    samples: int = Field(0, ge=0, description="held-out samples; 0 = no evaluation")
+    greedy: bool = Field(False, description="also evaluate greedily before and after")
+    repeats: int = Field(
+        1, gt=0, description="episodes of each held-out sample: gives mean and pass@k; greedy plays one"
+    )
+    best: str = Field("success", description="metric by which the best evaluated checkpoint is kept; empty = none is")
+
+
+class TransportConfig(Section):
+    max_message_bytes: int = Field(256 * 2**20, gt=0, description="larger messages are refused")
+    queue_messages: int = Field(64, gt=0, description="messages a socket holds before it refuses more")
+    keys: str = Field("", description="folder of keys, made by python -m shared.keys; needed off loopback")
+    key_name: str = Field("actor", description="which actor's key of that folder this host has")
+    allow_plain: bool = Field(False, description="off loopback without keys: only where everybody is trusted")
