@@ -53,10 +53,11 @@ class Image:
     read-only views, equal to their bytes. Never changed after it is made."""
 
     __slots__ = ("content_hash", "data")
+    data: bytes | memoryview
+    content_hash: str  # XXH3 (128 bits) of `data`, 32 hex digits
 
     def __init__(self, data: bytes | memoryview, content_hash: str = "") -> None:
-        self.data = data
-        self.content_hash = content_hash  # XXH3 (128 bits) of `data`, 32 hex digits
+        self.data, self.content_hash = data, content_hash
 
     @staticmethod
     def of(data: bytes | memoryview) -> Image:
@@ -73,7 +74,7 @@ class Image:
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What travels as a map of its fields."""
+    """A record that travels as a map of its fields."""
 
 
 class Sample(Record, frozen=True):

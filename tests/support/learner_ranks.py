@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from learner import distributed  # noqa: E402
 from learner.checkpoints import saver as checkpoint  # noqa: E402
 from learner.distributed import Ranks  # noqa: E402
+from learner.loop import broadcast_groups  # noqa: E402
 from learner.model.policy import Policy, load_policy  # noqa: E402
 from learner.model.sharding import parallelize  # noqa: E402
 from learner.optim import MuonAdamW  # noqa: E402
@@ -22,7 +24,6 @@ from learner.trainer import Trainer  # noqa: E402
 from learner.weights.buckets import gathered  # noqa: E402
 from learner.weights.publisher import Publisher, PublishSettings  # noqa: E402
 from learner.weights.verify import WeightVerifier  # noqa: E402
-from shared.codec import decode, encode  # noqa: E402
 from shared.config import Recipe  # noqa: E402
 from shared.learner_config import LearnerConfig  # noqa: E402
 from shared.sections import EnvConfig, ModelConfig  # noqa: E402
@@ -81,13 +82,9 @@ def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
     return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, images=False)
 
 
-def shared_groups(ranks: Ranks, groups: list[Group]) -> list[Group]:
-    """Rank 0's groups, over the wire's own frames."""
-    received = []
-    for group in groups:
-        frames = distributed.broadcast_frames(encode(group) if ranks.is_main else None, ranks)
-        received.append(decode(frames))
-    return received
+def shared(ranks: Ranks, groups: list[Group]) -> Sequence[Group]:
+    """Rank 0's groups, as a run shares them."""
+    return broadcast_groups(groups if ranks.is_main else None, ranks)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +93,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def train(trainer: Trainer, ranks: Ranks, steps: range, num_groups: int) -> list[dict[str, float]]:
     spec = trainer.policy.spec
-    return [trainer.step(shared_groups(ranks, groups_of_step(spec, s, num_groups)), version=1) for s in steps]
+    return [trainer.step(shared(ranks, groups_of_step(spec, s, num_groups)), version=1) for s in steps]
 
 
 def first_gradients(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[str, torch.Tensor]:
