@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -244,7 +244,7 @@ class HeldTickets:
     async def _play_one(self, ticket: Ticket, index: int) -> Trajectory:
         trajectory = await self._play(ticket, index)
         try:
-            check_trajectory(trajectory, **asdict(self._settings.rules))
+            check_trajectory(trajectory, self._settings.rules)
         except WireError as error:
             self._log.warning("an episode of ticket %s breaks the contract: %s", ticket.id, error)
             return failed_trajectory(f"wire: {error}")

@@ -244,7 +244,7 @@ class TokenRules:
     vocab_size: int
 
 
-def check_trajectory(t: Trajectory, *, placeholder_id: int, banned_ids: Sequence[int], vocab_size: int) -> None:
+def check_trajectory(t: Trajectory, rules: TokenRules) -> None:
     """Raises WireError unless `t` is what a trajectory must be: see `shared.types.Trajectory`.
 
     Turns are in order, do not overlap, and cover exactly the tokens with mask 1.
@@ -257,13 +257,13 @@ def check_trajectory(t: Trajectory, *, placeholder_id: int, banned_ids: Sequence
     ids, logprobs, versions = t.token_ids, t.behaviour_logprobs, t.policy_versions
     mask = _check_turns(t)
     sampled = t.loss_mask.view(bool)
-    if mask and ids.view(np.uint32).max() >= vocab_size:  # negative ones are large
-        raise WireError("token_id", f"token ids {ids.min()}..{ids.max()} leave the vocabulary of {vocab_size}")
-    placeholders = np.flatnonzero(ids == placeholder_id)
-    if len(placeholders) != len(t.images):
-        raise WireError("placeholders", f"{len(placeholders)} image placeholders for {len(t.images)} images")
-    banned = [placeholders, *(np.flatnonzero(ids == token) for token in banned_ids if token != placeholder_id)]
-    if any(np.count_nonzero(sampled[places]) for places in banned):
+    if mask and ids.view(np.uint32).max() >= rules.vocab_size:  # negative ones are large
+        raise WireError("token_id", f"token ids {ids.min()}..{ids.max()} leave the vocabulary of {rules.vocab_size}")
+    places = {token: np.flatnonzero(ids == token) for token in (rules.placeholder_id, *rules.banned_ids)}
+    num_placeholders = len(places[rules.placeholder_id])
+    if num_placeholders != len(t.images):
+        raise WireError("placeholders", f"{num_placeholders} image placeholders for {len(t.images)} images")
+    if any(np.count_nonzero(sampled[banned]) for banned in places.values()):
         raise WireError("sampled_vision_id", "the policy sampled a vision token")
     if mask and not (logprobs.min() >= _LOWEST and logprobs.max() <= 0):  # neither holds for NaN
         raise WireError("logprob", "behaviour logprobs must be finite and <= 0")

@@ -16,7 +16,7 @@ from enum import Enum
 import zmq
 
 from shared.auth import HandshakeMonitor, ZapHandler
-from shared.codec import Frame, Limits, Message, WireError, decode, encode
+from shared.codec import Frame, Limits, Message, decode, encode
 
 SENT_COPY_BYTES = 2**16  # of a frame; a larger one is cheaper to share with ZeroMQ than to copy
 RECEIVED_COPY_BYTES = 2**14  # of a frame; a larger one is read where ZeroMQ has put it
@@ -250,6 +250,3 @@ class Dealer:
         self._handshakes.close()
         self._socket.close(int(linger_s * 1000))
         self._context.term()
-
-
-__all__ = ["Dealer", "Router", "Secure", "Sent", "SocketSettings", "WireError"]

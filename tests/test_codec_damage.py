@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from shared.codec import WireError, check_trajectory, decode, encode
-from shared.types import Trajectory, Turn
+from shared.types import Turn
 from tests.support.codec_rig import EXAMPLES, GROUP, raw
 from tests.support.wires import PLACEHOLDER, RULES, VISION_START, episode, failed_episode
 
@@ -38,13 +36,9 @@ def test_frames_that_change_places_or_boundaries_are_noticed() -> None:
             decode(swapped)
 
 
-def check(trajectory: Trajectory) -> None:
-    check_trajectory(trajectory, **dataclasses.asdict(RULES))
-
-
 def test_trajectories_that_keep_the_contract_pass() -> None:
-    check(episode())
-    check(failed_episode())
+    check_trajectory(episode(), RULES)
+    check_trajectory(failed_episode(), RULES)
 
 
 def replaced(name: str, index: int, value: float) -> dict[str, np.ndarray]:
@@ -80,5 +74,5 @@ def replaced(name: str, index: int, value: float) -> dict[str, np.ndarray]:
 )
 def test_trajectories_that_break_the_contract_are_refused(changes: dict, reason: str) -> None:
     with pytest.raises(WireError) as caught:
-        check(episode(**changes))
+        check_trajectory(episode(**changes), RULES)
     assert caught.value.reason == reason

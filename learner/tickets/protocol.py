@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from logging import Logger
 
 from learner.tickets.book import TicketBook, Verdict
@@ -60,7 +60,7 @@ class TicketProtocol:
         self.failures = FailureRate(max_failure_share)
         self._router = router
         self._book = book
-        self._rules = asdict(rules)
+        self._rules = rules
         self._log = log
         self._run_id = run_id
         self._actor_timeout_s = actor_timeout_s
@@ -81,7 +81,7 @@ class TicketProtocol:
         if isinstance(message, Group):
             try:
                 for trajectory in message.trajectories:
-                    check_trajectory(trajectory, **self._rules)
+                    check_trajectory(trajectory, self._rules)
             except WireError as error:
                 error.ticket_id = message.ticket_id
                 return error
@@ -132,7 +132,7 @@ class TicketProtocol:
 
     def _misfit(self, hello: Hello) -> WireError | None:
         """Why this actor cannot take part."""
-        vocab_size, urls = self._rules["vocab_size"], hello.engine_urls
+        vocab_size, urls = self._rules.vocab_size, hello.engine_urls
         if hello.vocab_size != vocab_size:
             detail = f"vocabulary of {hello.vocab_size} tokens, the learner's has {vocab_size}"
             return WireError("vocab_size", f"{detail}; give actors and learner the same model.path")

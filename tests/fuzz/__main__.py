@@ -16,7 +16,6 @@ import sys
 import time
 from collections import Counter
 from copy import deepcopy
-from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -122,7 +121,7 @@ def verdict_of(frames: list[bytes]) -> str:
         message = decode(frames, LIMITS)
         if isinstance(message, Group):
             for trajectory in message.trajectories:
-                check_trajectory(trajectory, **asdict(RULES))
+                check_trajectory(trajectory, RULES)
     except WireError as error:
         assert error.reason and error.reason != "unreadable" and error.detail and len(str(error)) < 10_000
         return error.reason

@@ -79,7 +79,7 @@ def recipe_of(config: LearnerConfig) -> Recipe:
 
 def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
     groups = random_groups(spec, num_groups, seed=10 * step, turns=2, group_size=2)
-    return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, images=False)
+    return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, with_images=False)
 
 
 def shared(ranks: Ranks, groups: list[Group]) -> Sequence[Group]:

@@ -10,7 +10,7 @@ from actor.limits import EpisodeLimits
 from actor.render import Renderer
 from actor.rewards import EnvReward
 from actor.rollout import Player
-from shared.codec import check_trajectory
+from shared.codec import TokenRules, check_trajectory
 from shared.engine_api import EngineClient
 from shared.types import Completion, Sample, Sampling, Ticket, VersionSpan
 from shared.vision import VisionSpec
@@ -96,4 +96,4 @@ def play(renderer, threads, answers, env=Counting, limits=None, episode_reward=N
 
 
 def check(renderer, trajectory):
-    check_trajectory(trajectory, placeholder_id=renderer.image_id, banned_ids=renderer.banned_ids, vocab_size=640)
+    check_trajectory(trajectory, TokenRules(renderer.image_id, renderer.banned_ids, 640))
