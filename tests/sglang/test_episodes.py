@@ -7,25 +7,12 @@ import asyncio
 import pytest
 
 from launch.engines.probe import ModelFacts
-from shared.engine_api import EngineClient
 from shared.types import Image, Sampling
-from tests.support.sglang_rig import ENDS, gap, move, player_of, surprise, tickets, vision_of
+from tests.support.engines import ask
+from tests.support.sglang_rig import ENDS, gap, move, play, surprise, vision_of
 from tests.support.tiny import draw_image, png
 
 TOLERANCE = 1e-4
-
-
-def play(recipe, urls, count, version, temperature=1.0, top_p=1.0):
-    async def main():
-        player = player_of(recipe, urls)
-        try:
-            return await asyncio.gather(
-                *(player.play(ticket) for ticket in tickets(recipe, count, version, temperature, top_p))
-            )
-        finally:
-            await player.engines.close()
-
-    return asyncio.run(main())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -49,7 +36,7 @@ def test_tokens_are_sampled_as_often_as_their_logprobs_say(servers, recipe, poli
     publisher.publish(4, servers.urls)
     episodes = [episode for _ in range(2) for episode in play(recipe, servers.urls, 32, 4)]
     assert abs(surprise(policy, episodes)) < 4
-    narrow = play(recipe, servers.urls, 32, 4, top_p=0.7)
+    narrow = play(recipe, servers.urls, 32, 4, 1.0, 0.7)
     assert surprise(policy, narrow) < -5  # and it would show
 
 
@@ -71,24 +58,17 @@ def test_two_engines_share_the_episodes_and_each_stays_with_one(servers, recipe,
     assert all(gap(policy, episode) < TOLERANCE for episode in episodes)
 
 
-def ask(recipe, url, use):
-    facts = ModelFacts.load(recipe.model.path, vision_of(recipe))
-
-    async def main():
-        client = EngineClient(url, timeout_s=120)
-        try:
-            return await use(client, [*facts.image_ids, 30, 31])
-        finally:
-            await client.close()
-
-    return asyncio.run(main())
+def placeholder_and_text(recipe):
+    return [*ModelFacts.load(recipe.model.path, vision_of(recipe)).image_ids, 30, 31]
 
 
 def test_stop_length_and_abort_are_told_apart(servers, recipe, publisher):
     publisher.publish(4, servers.urls[:1])
     image = Image.of(png(draw_image(64, 64)))
 
-    async def use(client, ids):
+    ids = placeholder_and_text(recipe)
+
+    async def use(client):
         short = await client.generate(ids, [image], Sampling(max_new_tokens=3), banned_ids=ENDS)
         stopped = await client.generate(ids, [image], Sampling(max_new_tokens=200), stop_ids=range(640))
         long = asyncio.create_task(client.generate(ids, [image], Sampling(max_new_tokens=4000), banned_ids=ENDS))
@@ -96,7 +76,7 @@ def test_stop_length_and_abort_are_told_apart(servers, recipe, publisher):
         await client.abort_all()
         return short, stopped, await long
 
-    short, stopped, aborted = ask(recipe, servers.urls[0], use)
+    short, stopped, aborted = ask(servers.urls[0], use, timeout_s=120)
     assert short.finish_reason == "length" and len(short.token_ids) == 3
     assert stopped.finish_reason == "stop" and len(stopped.token_ids) == 1
     assert aborted.finish_reason == "abort"
@@ -108,8 +88,10 @@ def test_an_image_is_bounded_as_the_recipe_says(servers, recipe):
     vision = vision_of(recipe)
     sizes = [(20, 20), (64, 96), (333, 190)]
 
-    async def use(client, ids):
+    ids = placeholder_and_text(recipe)
+
+    async def use(client):
         return [await client.warm_up(ids, [Image.of(png(draw_image(*size)))], 60) for size in sizes]
 
-    counted = [num_tokens for num_tokens, _ in ask(recipe, servers.urls[0], use)]
+    counted = [num_tokens for num_tokens, _ in ask(servers.urls[0], use)]
     assert counted == [4 + vision.num_tokens(vision.grid(*size)) for size in sizes]

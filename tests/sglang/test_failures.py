@@ -14,7 +14,7 @@ from learner.weights import publisher as publisher_module
 from shared.engine_api import EngineError
 from shared.types import Ending
 from tests.support.engines import ask
-from tests.support.sglang_rig import gap, move, player_of, tickets
+from tests.support.sglang_rig import gap, move, play, tickets, with_player
 
 TOLERANCE = 1e-4
 
@@ -28,14 +28,7 @@ def answers(url):
 
 
 def play_one(recipe, url, version):
-    async def main():
-        player = player_of(recipe, [url])
-        try:
-            return await player.play(tickets(recipe, 1, version)[0])
-        finally:
-            await player.engines.close()
-
-    return asyncio.run(main())
+    return play(recipe, [url], 1, version)[0]
 
 
 def publish_to_both(publisher, urls, version):
@@ -55,17 +48,13 @@ def test_a_server_killed_in_mid_episode_is_named_and_comes_back(servers, recipe,
     publisher.publish(30, servers.urls)
     pid = servers.pid(1)
 
-    async def main():
-        player = player_of(recipe, servers.urls)
-        try:
-            games = [asyncio.create_task(player.play(ticket)) for ticket in tickets(recipe, 16, 30)]
-            await asyncio.sleep(1.0)
-            os.kill(pid, signal.SIGKILL)
-            return await asyncio.gather(*games), await player.play(tickets(recipe, 1, 30)[0])
-        finally:
-            await player.engines.close()
+    async def use(player):
+        games = [asyncio.create_task(player.play(ticket)) for ticket in tickets(recipe, 16, 30)]
+        await asyncio.sleep(1.0)
+        os.kill(pid, signal.SIGKILL)
+        return await asyncio.gather(*games), await player.play(tickets(recipe, 1, 30)[0])
 
-    episodes, later = asyncio.run(main())
+    episodes, later = asyncio.run(with_player(recipe, servers.urls, use))
     lost = [episode for episode in episodes if episode.ending is Ending.ENGINE_ERROR]
     assert 0 < len(lost) <= 8
     assert all(second in episode.error for episode in lost)

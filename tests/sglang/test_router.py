@@ -17,7 +17,7 @@ from launch.processes.children import cpu_env
 from shared.engine_api import EngineError
 from tests.support.engines import wait_healthy
 from tests.support.machine import free_port
-from tests.support.sglang_rig import gap, player_of, tickets, vision_of
+from tests.support.sglang_rig import gap, tickets, vision_of, with_player
 
 TOLERANCE = 1e-4
 
@@ -64,16 +64,14 @@ async def balance(urls):
 def test_episodes_play_through_a_proxy_on_the_weights_that_each_engine_was_given(servers, recipe, policy, publisher):
     assert publisher.publish(60, servers.urls)["publish/engines"] == 2
 
-    async def play():
+    async def use():
         server, url = await balance(servers.urls)
-        player = player_of(recipe, [url])
-        try:
-            return await asyncio.gather(*(player.play(ticket) for ticket in tickets(recipe, 8, 60)))
-        finally:
-            await player.engines.close()
-            server.close()
+        async with server:
+            return await with_player(
+                recipe, [url], lambda player: asyncio.gather(*map(player.play, tickets(recipe, 8, 60)))
+            )
 
-    episodes = asyncio.run(play())
+    episodes = asyncio.run(use())
     assert all(episode.trainable for episode in episodes), [episode.error for episode in episodes]
     for episode in episodes:
         assert set(episode.policy_versions[episode.loss_mask == 1].tolist()) == {60}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -90,6 +92,24 @@ def vision_of(recipe: Recipe) -> VisionSpec:
 def player_of(recipe: Recipe, urls: Sequence[str], timeout_s: float = 120.0) -> Player:
     renderer = Renderer(AutoTokenizer.from_pretrained(recipe.model.path), vision_of(recipe))
     return make_player(recipe, renderer, EnginePool([EngineClient(url, timeout_s=timeout_s) for url in urls]))
+
+
+async def with_player(recipe: Recipe, urls: Sequence[str], use: Callable[[Player], Awaitable[Any]]) -> Any:
+    """What `use` makes of a player that is open meanwhile."""
+    player = player_of(recipe, urls)
+    try:
+        return await use(player)
+    finally:
+        await player.engines.close()
+
+
+def play(recipe: Recipe, urls: Sequence[str], count: int, version: int, *sampling: float) -> list[Trajectory]:
+    """Episodes of held-out samples, all at once."""
+
+    async def use(player: Player) -> list[Trajectory]:
+        return await asyncio.gather(*map(player.play, tickets(recipe, count, version, *sampling)))
+
+    return asyncio.run(with_player(recipe, urls, use))
 
 
 def tickets(recipe: Recipe, count: int, version: int, temperature: float = 1.0, top_p: float = 1.0) -> list[Ticket]:
