@@ -130,7 +130,7 @@ class WeightGroupManager:
             return
         group.abort()
         left = await each(members, lambda engine: engine.leave_group(group.name, 5.0))
-        self._log.debug("left the group otherwise: %s", reasons(left))
+        self._log.debug("engines that did not leave the group: %s", reasons(left))
 
     async def together(
         self, what: str, calls: Mapping[EngineClient, Coroutine[Any, Any, None]], own: Callable[[], None]
