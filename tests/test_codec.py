@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from shared.codec import MESSAGES, SCHEMA_VERSION, Limits, WireError, decode, encode, frames_of
 from shared.frames import digest
 from shared.types import Group, Hello, Image, Refusal, Request, Sample, Stop, Tickets
-from tests.support.codec_rig import EXAMPLES, GROUP, SAMPLE, STOP, TICKET, changed_header, raw, with_header
-from tests.support.wires import episode
+from tests.support.wires import EXAMPLES, GROUP, SAMPLE, STOP, TICKET, changed_header, episode, raw, with_header
 
 pack = msgspec.msgpack.encode
 METADATA = ["tickets", 0, "sample", "metadata"]

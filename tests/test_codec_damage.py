@@ -7,8 +7,7 @@ import pytest
 
 from shared.codec import WireError, check_trajectory, decode, encode
 from shared.types import Turn
-from tests.support.codec_rig import EXAMPLES, GROUP, raw
-from tests.support.wires import PLACEHOLDER, RULES, VISION_START, episode, failed_episode
+from tests.support.wires import EXAMPLES, GROUP, PLACEHOLDER, RULES, VISION_START, episode, failed_episode, raw
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)

@@ -9,7 +9,7 @@ import torch
 from shared.engine_api import EngineClient, EngineError
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
-from tests.support.calibration import surprise_z
+from tests.support.engines import surprise_z
 from tests.support.tiny import draw_image, load_model, png, reference_logits, running_engine, tiny_tokenizer
 
 SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.codec import MESSAGES, SCHEMA_VERSION
-from tests.fuzz.__main__ import run, seeds, verdict_of
+from tests.fuzz.mutations import run, seeds, verdict_of
 from tests.support.wires import sealed
 
 FIELDS = sorted({name for kind in MESSAGES.values() for name in kind.__struct_fields__})

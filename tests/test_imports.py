@@ -46,7 +46,6 @@ KNOWN_CYCLES = {
     "actor.engine.app": {"actor.engine.server"},
 }
 KNOWN_LONG = {"launch/tiny_models/build.py: build_config", "learner/loop.py: loop", "learner/tickets/book.py"}
-KNOWN_TESTS = {"test_fuzz", "test_staged_weights"}
 HEAVY = {"torch", "transformers", "triton", "tensorboard", "tensorflow"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 300, 50, 16  # branches: ruff's C901, at most 15
 
@@ -108,7 +107,7 @@ def test_packages_hold_no_code_of_their_own() -> None:
 
 
 def test_no_test_module_imports_another_and_only_scripts_change_the_search_path() -> None:
-    for path in (path for path in TESTS if path.stem not in KNOWN_TESTS):
+    for path in TESTS:
         assert not [name for name in imported(path) if ".test_" in name or name.endswith(".__main__")], path
         if path.name.startswith("test_"):
             assert "sys.path" not in path.read_text(encoding="utf-8").replace('"sys.path"', ""), path
@@ -142,4 +141,4 @@ def test_files_and_functions_are_short() -> None:
 
 def test_folders_hold_few_modules() -> None:
     folders = [path.parent for path in [*PRODUCT, *TESTS] if path.name != "__init__.py" and path.parent.name != "tests"]
-    assert [str(folder) for folder in {*folders} if folders.count(folder) > MAX_MODULES + 2] == []
+    assert [str(folder) for folder in {*folders} if folders.count(folder) > MAX_MODULES] == []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -12,9 +12,6 @@ import torch
 
 from launch.engines.commands import PLUGIN
 from shared.engine_messages import traits_of
-
-sys.path.append(str(PLUGIN))
-import pronk_staged_weights as plugin
 
 
 class Updater:
@@ -39,8 +36,15 @@ def request(name, version=None):
     return SimpleNamespace(**fields, group_name="g", weight_version=version)
 
 
+@pytest.fixture(scope="module")
+def plugin():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PLUGIN)
+        yield importlib.import_module("pronk_staged_weights")
+
+
 @pytest.fixture
-def staging():
+def staging(plugin):
     staging = plugin.Staging()
     yield staging
     staging.close()
@@ -65,7 +69,7 @@ def test_a_broken_broadcast_is_an_error_and_not_half_an_update(staging):
         staging.buckets()
 
 
-def test_bytes_that_do_not_come_are_not_waited_for_without_end(staging, monkeypatch):
+def test_bytes_that_do_not_come_are_not_waited_for_without_end(plugin, staging, monkeypatch):
     monkeypatch.setattr(plugin, "LAST_BYTES_S", 0.05)
     gate = threading.Event()
     staging.receive(Updater(gate), request("a"))
@@ -74,7 +78,7 @@ def test_bytes_that_do_not_come_are_not_waited_for_without_end(staging, monkeypa
     gate.set()
 
 
-def test_the_plugin_is_found_by_its_entry_point():
+def test_the_plugin_is_found_by_its_entry_point(plugin):
     (point,) = importlib.metadata.entry_points(group="sglang.srt.plugins")
     assert point.load() is plugin.register
 

@@ -24,7 +24,7 @@ with atheris.instrument_imports(include=["shared"]):
     import shared.codec
     import shared.frames  # noqa: F401 - instrumented here, used by tests.fuzz
 
-from tests.fuzz.__main__ import mutate, seeds, verdict_of
+from tests.fuzz.mutations import mutate, seeds, verdict_of
 
 MAX_BYTES = 2**16
 LIMIT_S, LIMIT_MIB = 10, 2048  # of one message, of the process

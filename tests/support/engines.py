@@ -1,4 +1,4 @@
-"""Engines for tests of the publisher: real ones as processes, and servers that misbehave on purpose."""
+"""Engines for tests: real ones as processes, servers that misbehave on purpose, and a check of what was sampled."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from actor.engine.weight_loader import broadcast, join_group, parse_entries
 from launch.engines.commands import engine_specs
@@ -207,3 +208,16 @@ class JoiningEngine:
             thread.start()
         for thread in threads:
             thread.join(20)
+
+
+def surprise_z(logprobs_KV: Tensor, token_ids_K: Tensor) -> float:
+    """Whether tokens were sampled from the distribution that their logprobs come from: a sampler that narrows or
+    sharpens it biases every importance weight, and no comparison of logprobs shows it.
+
+    The tokens' -log p beyond the entropy, summed, in its standard deviations: about normal if each was sampled from
+    its row, for tokens of one sequence too (differences of a martingale)."""
+    p, logprobs = logprobs_KV.double().exp(), logprobs_KV.double().clamp(min=-1e4)
+    own = logprobs.gather(1, token_ids_K[:, None])[:, 0]
+    entropy = -(p * logprobs).sum(1)
+    variance = (p * logprobs.square()).sum(1) - entropy.square()
+    return float((-own - entropy).sum() / variance.sum().sqrt())

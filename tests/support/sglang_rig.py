@@ -28,7 +28,7 @@ from shared.config import Recipe, load_recipe
 from shared.engine_api import EngineClient
 from shared.types import Sampling, Ticket, Trajectory
 from shared.vision import VisionSpec
-from tests.support.calibration import surprise_z
+from tests.support.engines import surprise_z
 
 ENDS = (480, 479)
 """Tokens that end a turn of the small model: a request that bans them runs to its limit."""

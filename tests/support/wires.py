@@ -1,4 +1,5 @@
-"""Small records for tests of the wire: valid trajectories, ticket servers and actors on a free port."""
+"""Small records for tests of the wire: a message of every kind, messages with one place changed, ticket servers and
+actors on a free port."""
 
 from __future__ import annotations
 
@@ -7,14 +8,34 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from actor.loop import ActorSettings
 from learner.tickets.book import BookSettings
 from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
-from shared.codec import TokenRules
+from shared.codec import SCHEMA_VERSION, TokenRules, encode
 from shared.frames import Frame, digest
-from shared.types import Ending, Group, Image, Ticket, Trajectory, Turn
+from shared.types import (
+    Ack,
+    Bye,
+    Cancel,
+    Ending,
+    Group,
+    Hello,
+    Image,
+    Receipt,
+    Refusal,
+    Request,
+    Sample,
+    Sampling,
+    Stop,
+    Ticket,
+    Tickets,
+    Trajectory,
+    Turn,
+    Welcome,
+)
 
 PLACEHOLDER, VISION_START, VOCAB = 7, 8, 100
 RULES = TokenRules(PLACEHOLDER, (PLACEHOLDER, VISION_START), VOCAB)
@@ -74,3 +95,47 @@ def actor_settings(learner: str, name: str = "a", **changes: object) -> ActorSet
     fields = {"name": name, "learner": learner, "engine_urls": (f"http://engine-of-{name}",), "rules": RULES}
     waits = {"heartbeat_s": 0.1, "connect_timeout_s": 5.0, "reconnect_timeout_s": 5.0}
     return ActorSettings(**(fields | waits | {"groups": 3} | changes))  # type: ignore[arg-type]
+
+
+SAMPLE = Sample(
+    "s",
+    ({"role": "system", "content": [{"type": "text", "text": "größe"}, {"type": "image"}]},),
+    (Image.of(b"x"),),
+    None,
+    {"seed": 2**40, "nested": {"f": 0.5, "n": None, "b": True}},
+)
+TICKET = Ticket("0-a", SAMPLE, 2, 3, Sampling(0.7, 0.9, 50, 12), 30.0, "eval", 5)
+GROUP = Group("0-a", "actor", (episode(image=b"one"), episode(2), failed_episode()), 1.5)
+STOP = {"v": SCHEMA_VERSION, "message": {"kind": "Stop", "reason": "x"}, "images": []}
+EXAMPLES = [
+    Hello("a", ("http://x:1", "http://y:2"), 100, ("0-a", "1-a"), 0.25),
+    Request(3),
+    Bye("done"),
+    GROUP,
+    Welcome("run", 4, "p"),
+    Tickets((TICKET, replace(TICKET, evaluation=""))),
+    Receipt(("0-a", "1-a")),
+    Refusal("0-a", "stale"),
+    Ack(("0-a", "1-a")),
+    Cancel(("0-a",), "void"),
+    Stop("over"),
+]
+
+
+def raw(frames: list) -> list[bytes]:
+    return [bytes(frame) for frame in frames]
+
+
+def changed_header(message: object, path: list, value: object) -> list[bytes]:
+    """The frames of `message` with one place of its fields replaced, and the digest of what is there now."""
+    frames = raw(encode(message))  # type: ignore[arg-type]
+    header = msgspec.msgpack.decode(frames[0])
+    place = header["message"]
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return with_header(header, *frames[1:-1])
+
+
+def with_header(header: dict, *frames: bytes) -> list[bytes]:
+    return sealed([msgspec.msgpack.encode(header), *frames])
