@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from learner.advantages import equal, group_advantages
-from learner.images import ImageDecoder
+from learner.images import ImageDecoder, ImagePatches
 from shared.types import Ending, Group, Image, Trajectory
-from shared.vision import expand, mrope_positions
+from shared.vision import VisionSpec, expand, mrope_positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,16 +63,36 @@ def is_uninformative(group: Group, settings: EpisodeSettings) -> bool:
     return equal(episode_rewards(group, settings))
 
 
+def check_layout(trajectory: Trajectory, spec: VisionSpec) -> None:
+    """ValueError unless its images have their placeholders, and its sampled tokens follow a prompt."""
+    placeholders, sampled = trajectory.token_ids == spec.image_token_id, trajectory.loss_mask == 1
+    if placeholders.sum() != len(trajectory.images):
+        raise ValueError(f"{placeholders.sum()} image placeholders but {len(trajectory.images)} images")
+    if not sampled.any() or sampled[0] or (placeholders & sampled).any():
+        raise ValueError("an episode needs a prompt, then sampled tokens, none of which is an image's placeholder")
+
+
+def check_group(group: Group, decoder: ImageDecoder) -> None:
+    """ValueError, in one line, if `make_episodes` and `pack` cannot use `group`; its decoded images are kept for them.
+
+    For the receiver of groups, so that no bad one reaches a step.
+    """
+    for trajectory in group.trajectories:
+        if trajectory.trainable:
+            check_layout(trajectory, decoder.spec)
+            for image in trajectory.images:
+                decoder.get(image)
+
+
 def make_episode(trajectory: Trajectory, advantage: float, decoder: ImageDecoder, settings: EpisodeSettings) -> Episode:
-    """Expands the placeholders. ValueError when an image cannot be read or the first token is a sampled one."""
+    """Expands the placeholders. ValueError when the layout is wrong or an image cannot be read."""
+    check_layout(trajectory, decoder.spec)
     grids = [decoder.grid(image) for image in trajectory.images]
     merge, image_token = decoder.spec.merge_size, decoder.spec.image_token_id
     ids, compact_index = expand(trajectory.token_ids, grids, image_token_id=image_token, merge_size=merge)
     rope = mrope_positions(ids, grids, image_token_id=image_token, merge_size=merge)
     targets = np.flatnonzero(trajectory.loss_mask[compact_index])
     sampled = np.flatnonzero(trajectory.loss_mask)
-    if len(targets) == 0 or targets[0] == 0 or len(sampled) != len(targets):
-        raise ValueError("an episode needs a prompt, then sampled tokens, none of which is an image's placeholder")
     rewards = np.zeros(len(sampled), dtype=np.float32)
     turn_end = np.zeros(len(sampled), dtype=bool)
     for turn in trajectory.turns:
@@ -109,16 +129,6 @@ def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, settings: Epis
             if not (settings.mask_overlong and trajectory.ending in _OVERLONG):
                 episodes.append(make_episode(trajectory, float(advantage), decoder, settings))
     return episodes
-
-
-def check_group(group: Group, decoder: ImageDecoder) -> None:
-    """Does everything that training on `group` will do with its tokens and images, and keeps the images.
-
-    ValueError, in one line, if it cannot be done: for the receiver of groups, so that no bad one reaches a step.
-    """
-    make_episodes([group], decoder, EpisodeSettings())
-    for image in (image for t in group.trajectories if t.trainable for image in t.images):
-        decoder.get(image)
 
 
 def plan(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[list[int]]]:
@@ -181,7 +191,7 @@ class Microbatch:
     episode_end: Tensor  # bool [N]
     advantages: Tensor  # float32 [N], relative to the group
     episode_tokens: Tensor  # float32 [N], sampled tokens of the token's episode
-    empty: bool = False
+    empty: bool
 
     @property
     def num_tokens(self) -> int:
@@ -191,51 +201,50 @@ class Microbatch:
 def pack(episodes: Sequence[Episode], decoder: ImageDecoder, device: torch.device) -> Microbatch:
     """Packs episodes (shortest first, so that equal lengths are neighbours) into one microbatch."""
     episodes = sorted(episodes, key=lambda e: e.num_tokens)
+    images, visual_rows = _distinct_images(episodes, decoder)
+    counts = np.array([len(e.targets) for e in episodes])
+    starts = np.cumsum([0, *(e.num_tokens for e in episodes)])
+    targets = np.concatenate([e.targets + start for e, start in zip(episodes, starts, strict=False)])
     input_ids = np.concatenate([e.input_ids for e in episodes])
-    offsets = np.cumsum([0] + [e.num_tokens for e in episodes])
-    targets = np.concatenate([e.targets + offset for e, offset in zip(episodes, offsets, strict=False)])
     episode_end = np.zeros(len(targets), dtype=bool)
-    episode_end[np.cumsum([len(e.targets) for e in episodes]) - 1] = True
+    episode_end[counts.cumsum() - 1] = True
+    side = decoder.spec.patch_size
+    arrays = {
+        "input_ids": input_ids[None],
+        "position_ids": np.concatenate([e.position_ids for e in episodes], axis=1)[:, None],
+        "patches": np.concatenate([np.zeros((0, 3, side, side), np.uint8), *(image.patches for image in images)]),
+        "grids_thw": np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3),
+        "visual_positions": np.flatnonzero(input_ids == decoder.spec.image_token_id),
+        "visual_rows": visual_rows,
+        "predictors": targets - 1,
+        "target_ids": input_ids[targets],
+        "episode_end": episode_end,
+        "advantages": np.repeat(np.array([e.advantage for e in episodes], dtype=np.float32), counts),
+        "episode_tokens": np.repeat(counts.astype(np.float32), counts),
+    }
+    for name in ("behaviour_logprobs", "versions", "rewards", "turn_end"):
+        arrays[name] = np.concatenate([getattr(e, name) for e in episodes])
+    tensors = {
+        name: torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+        for name, array in arrays.items()
+    }
+    lengths, image_lengths = tuple(e.num_tokens for e in episodes), tuple(len(image.patches) for image in images)
+    return Microbatch(lengths=lengths, image_lengths=image_lengths, empty=False, **tensors)
 
-    row_of: dict[str, int] = {}  # hash -> first row of the image's features in the tower's output
-    distinct, rows, num_rows = [], [], 0
+
+def _distinct_images(episodes: Sequence[Episode], decoder: ImageDecoder) -> tuple[list[ImagePatches], np.ndarray]:
+    """The distinct images of the episodes, and for each visual token its row in the tower's output over them."""
+    first_row: dict[str, int] = {}  # by the image's hash
+    distinct, rows, num_rows = [], [np.zeros(0, dtype=np.int64)], 0
     for image in (image for e in episodes for image in e.images):
-        source = decoder.get(image)
-        length = len(source.patches) // decoder.spec.merge_size**2
-        if image.content_hash not in row_of:
-            row_of[image.content_hash] = num_rows
-            distinct.append(source)
+        patches = decoder.get(image)
+        length = len(patches.patches) // decoder.spec.merge_size**2
+        if image.content_hash not in first_row:
+            first_row[image.content_hash] = num_rows
+            distinct.append(patches)
             num_rows += length
-        rows.append(np.arange(row_of[image.content_hash], row_of[image.content_hash] + length))
-
-    def cat(name: str) -> np.ndarray:
-        return np.concatenate([getattr(e, name) for e in episodes])
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
-    counts = [len(e.targets) for e in episodes]
-    advantages = np.repeat(np.array([e.advantage for e in episodes], dtype=np.float32), counts)
-    no_patches = np.zeros((0, 3, decoder.spec.patch_size, decoder.spec.patch_size), dtype=np.uint8)
-    return Microbatch(
-        input_ids=tensor(input_ids[None]),
-        position_ids=tensor(np.concatenate([e.position_ids for e in episodes], axis=1)[:, None]),
-        lengths=tuple(e.num_tokens for e in episodes),
-        patches=tensor(np.concatenate([p.patches for p in distinct]) if distinct else no_patches),
-        grids_thw=tensor(np.array([p.grid for p in distinct], dtype=np.int64).reshape(-1, 3)),
-        image_lengths=tuple(len(p.patches) for p in distinct),
-        visual_positions=tensor(np.flatnonzero(input_ids == decoder.spec.image_token_id)),
-        visual_rows=tensor(np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)),
-        predictors=tensor(targets - 1),
-        target_ids=tensor(input_ids[targets]),
-        behaviour_logprobs=tensor(cat("behaviour_logprobs")),
-        versions=tensor(cat("versions")),
-        rewards=tensor(cat("rewards")),
-        turn_end=tensor(cat("turn_end")),
-        episode_end=tensor(episode_end),
-        advantages=tensor(advantages),
-        episode_tokens=tensor(np.repeat(np.array(counts, dtype=np.float32), counts)),
-    )
+        rows.append(np.arange(first_row[image.content_hash], first_row[image.content_hash] + length))
+    return distinct, np.concatenate(rows)
 
 
 def empty_microbatch(decoder: ImageDecoder, token_id: int, device: torch.device) -> Microbatch:
@@ -252,6 +261,4 @@ def empty_microbatch(decoder: ImageDecoder, token_id: int, device: torch.device)
         turn_end=np.ones(1, dtype=bool),
         advantage=0.0,
     )
-    packed = pack([episode], decoder, device)
-    fields = {name: getattr(packed, name) for name in packed.__slots__}
-    return Microbatch(**(fields | {"empty": True}))
+    return replace(pack([episode], decoder, device), empty=True)
