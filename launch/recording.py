@@ -1,4 +1,4 @@
-"""Plays without a learner: tickets from a desk of its own, whose groups go into a folder."""
+"""Plays without a learner: a ticket server of its own, whose groups go into a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from shared.config import Recipe
 from shared.log import get_logger
 from shared.recording import Recorder
 from shared.transport import SocketSettings
-from shared.types import Sampling
 
 LOG = get_logger("recording")
 
@@ -35,22 +34,14 @@ class Recording:
     """
 
     def __init__(self, recipe: Recipe, folder: Path, rules: TokenRules) -> None:
-        learner, sampling = recipe.learner, recipe.sampling
+        learner = recipe.learner
         self._num_groups = learner.groups_per_step * learner.total_steps
         self._timeout_s = learner.wait_timeout_s
         try:
             self._recorder = Recorder(folder)
         except OSError as error:
             raise ValueError(f"--record {folder}: {error}") from error
-        book = BookSettings(
-            group_size=learner.group_size,
-            groups_per_version=self._num_groups,
-            max_staleness=0,
-            sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k, recipe.env.turn_tokens),
-            lease_s=learner.lease_s,
-            seed=recipe.run.seed,
-            total_groups=self._num_groups,
-        )
+        book = replace(BookSettings.of(recipe), groups_per_version=self._num_groups, max_staleness=0)
         sockets = SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages)
         settings = TicketServerSettings(
             "tcp://127.0.0.1:0", folder, uuid.uuid4().hex, rules, learner.actor_timeout_s, sockets=sockets

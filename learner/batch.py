@@ -17,6 +17,7 @@ from torch import Tensor
 
 from learner.advantages import equal, group_advantages
 from learner.images import ImageDecoder, ImagePatches
+from shared.learner_config import ObjectiveConfig
 from shared.types import Ending, Group, Image, Trajectory
 from shared.vision import VisionSpec, expand, mrope_positions
 
@@ -48,6 +49,17 @@ class EpisodeSettings:
     leave_one_out: bool = False
     mask_overlong: bool = False  # episodes cut off by a token limit get no gradient; they still count in their group
     overlong_penalty: float = 0.0  # what such an episode's reward is less
+
+    @staticmethod
+    def of(config: ObjectiveConfig) -> EpisodeSettings:
+        return EpisodeSettings(
+            reward_scale=config.reward_scale,
+            turn_rewards=config.turn_rewards,
+            divide_by_std=config.divide_by_std,
+            leave_one_out=config.leave_one_out,
+            mask_overlong=config.overlong == "mask",
+            overlong_penalty=config.overlong_penalty if config.overlong == "penalise" else 0.0,
+        )
 
 
 _OVERLONG = frozenset({Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})

@@ -1,6 +1,8 @@
-"""Rank 0's desk: the intake, the evaluations and the run folder. The other ranks have none.
+"""Who the loop talks to for groups, evaluations and records: the same calls on every rank.
 
-intake ──groups──▶ batch()          evaluate_*() ──tickets──▶ intake ──groups──▶ finish_evaluations()
+    ticket server ──groups──▶ next_groups()     evaluate() ──tickets──▶ ticket server ──groups──▶ finish_evaluations()
+
+On rank 0 a `Coordinator` has the ticket server and the run folder; the other ranks have a `Follower`.
 """
 
 from __future__ import annotations
@@ -8,120 +10,146 @@ from __future__ import annotations
 import json
 import shutil
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-from learner.batch import is_uninformative
+from learner.distributed import Ranks, broadcast_flag, broadcast_groups
 from learner.metrics.episodes import RunResult, evaluation_metrics, rollout_metrics
 from learner.metrics.writer import MetricLogger
-from learner.tickets.book import BookSettings
 from learner.tickets.ledger import Ledger
 from learner.tickets.records import number_of
-from learner.tickets.server import Interrupted, TicketServer, TicketServerSettings
-from learner.tickets.sources import SampleSource
-from learner.trainer import episode_settings
-from shared.codec import TokenRules
+from learner.tickets.server import Interrupted, TicketServer
 from shared.config import Recipe
-from shared.keys import learner_security
-from shared.learner_config import ObjectiveConfig
 from shared.log import get_logger
 from shared.recording import record
-from shared.transport import SocketSettings
 from shared.types import Group, PolicyVersion, Sample, Sampling, Stop
 
 KEPT_BAD_BATCHES = 10
 
 
-class Coordinator:
-    """Opens the ticket socket at once; tickets are issued from `open` on. `state` is that of a checkpoint, or empty."""
+class Follower:
+    """On ranks other than 0: gets what rank 0 broadcasts; nothing else needs to be done there."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def wait_for_engines(self) -> frozenset[str]:
+        return frozenset()
+
+    def engines(self) -> frozenset[str]:
+        return frozenset()
+
+    def open(self, version: PolicyVersion) -> None: ...
+
+    def set_version(self, version: PolicyVersion) -> None: ...
+
+    def next_groups(self, engine_is_back: Event) -> Sequence[Group]:
+        return broadcast_groups(None, self.ranks)
+
+    def shutdown_requested(self) -> bool:
+        return broadcast_flag(False, self.ranks)
+
+    def out_of_time(self) -> bool:
+        return broadcast_flag(False, self.ranks)
+
+    def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None: ...
+
+    def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None: ...
+
+    def evaluate(self, name: str, *, greedy: bool = False) -> None: ...
+
+    def finish_evaluations(self, step: int) -> None: ...
+
+    def value_of(self, name: str) -> float:
+        return float("nan")
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def result(self, steps: int, version: PolicyVersion) -> RunResult | None:
+        return None
+
+    def close(self, farewell: Stop | None) -> None: ...
+
+
+class Coordinator(Follower):
+    """On rank 0. Issues tickets from `open` on; `shutdown` ends its waits for groups and results."""
 
     def __init__(
         self,
         recipe: Recipe,
-        source: SampleSource,
+        ranks: Ranks,
+        ticket_server: TicketServer,
+        run_id: str,
         held_out: Sequence[Sample],
-        rules: TokenRules,
-        check: Callable[[Group], None],
-        state: dict[str, Any],
+        unwritten: Iterable[str],
+        shutdown: Event,
     ) -> None:
-        learner, env, sampling = recipe.learner, recipe.env, recipe.sampling
-        self.recipe = recipe
-        self.held_out = held_out
+        """`unwritten`: the lines that the ledger of an earlier process could not write."""
+        super().__init__(ranks)
+        self.recipe, self.ticket_server, self.run_id = recipe, ticket_server, run_id
+        self.held_out, self._shutdown = held_out, shutdown
         self.log = get_logger("learner")
         self.run_dir = Path(recipe.run.dir) / recipe.run.name
-        self.sampling = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, env.turn_tokens)
-        book = BookSettings(
-            group_size=learner.group_size,
-            groups_per_version=learner.groups_per_step * learner.publish.every,
-            max_staleness=learner.max_staleness,
-            sampling=self.sampling,
-            lease_s=learner.lease_s,
-            seed=recipe.run.seed,
-            total_groups=learner.groups_per_step * learner.total_steps,
-            refuse=refusal(learner.objective),
-        )
-        limits = SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages)
-        self.run_id = str(state.get("run_id") or uuid.uuid4().hex)
-        settings = TicketServerSettings(
-            learner.bind,
-            self.run_dir,
-            self.run_id,
-            rules,
-            learner.actor_timeout_s,
-            sockets=limits,
-            secure=learner_security(recipe.transport, learner.bind),
-            check=check,
-            max_failure_share=env.max_failure_share,
-        )
-        self.ticket_server = TicketServer(source, book, settings)
-        if state:
-            self.ticket_server.load_state(state["tickets"])
         self.metrics = MetricLogger(self.run_dir)
-        self.results: dict[str, dict[str, float]] = {}
-        self._running: list[str] = []
-        self.ledger = Ledger(self.run_dir / "ledger.jsonl", state.get("ledger", ()))
+        self.ledger = Ledger(self.run_dir / "ledger.jsonl", unwritten)
+        self.results: dict[str, dict[str, float]] = {}  # by the evaluation's name
+        self._running: list[str] = []  # evaluations
         self._episodes = self._turns = 0
         self._idle_s = self._busy_s = 0.0
         self._actor_idle: list[float] = []
         self._started = self._last_step = time.monotonic()
 
-    def wait_for_engines(self, timeout_s: float) -> frozenset[str]:
-        """The engines that actors have announced. TimeoutError when nobody came."""
+    def wait_for_engines(self) -> frozenset[str]:
+        """The engines that actors have announced. TimeoutError when no actor came."""
+        address, timeout_s = self.ticket_server.address, self.recipe.learner.wait_timeout_s
         deadline = time.monotonic() + timeout_s
-        while not self.ticket_server.engines():
+        while not (engines := self.engines()):
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"no actor came to {self.ticket_server.address} within {timeout_s:g} s; start "
-                    f"launch/actors.py --actor.learner {self.ticket_server.address}"
+                    f"no actor came to {address} within {timeout_s:g} s; start "
+                    f"launch/actors.py --actor.learner {address}"
                 )
             time.sleep(0.05)
+        return engines
+
+    def engines(self) -> frozenset[str]:
         return self.ticket_server.engines()
 
     def open(self, version: PolicyVersion) -> None:
-        """Starts the clock of the run and issues tickets."""
+        """Starts the clock of the run and issues tickets: the engines have the weights of `version`."""
         self._started = self._last_step = time.monotonic()
         self.ticket_server.open(version)
+
+    def set_version(self, version: PolicyVersion) -> None:
+        """The engines have the weights of `version`."""
+        self.ticket_server.set_version(version)
+
+    def next_groups(self, engine_is_back: Event) -> Sequence[Group]:
+        """The groups of the next step, on every rank; none when asked to shut down, or when an engine is back without
+        weights. TimeoutError names what it waited for."""
+        started, learner, groups = time.monotonic(), self.recipe.learner, list[Group]()
+        interrupts = (self._shutdown, engine_is_back)
+        try:
+            batch = self.ticket_server.next_batch(learner.groups_per_step, learner.wait_timeout_s, *interrupts)
+            groups = [group for _, group in batch]
+            self._idle_s += time.monotonic() - started
+        except Interrupted:
+            pass  # no groups
+        return broadcast_groups(groups, self.ranks)
+
+    def shutdown_requested(self) -> bool:
+        return broadcast_flag(self._shutdown.is_set(), self.ranks)
+
+    def out_of_time(self) -> bool:
+        limit_s = 60 * self.recipe.learner.max_minutes
+        return broadcast_flag(0 < limit_s < time.monotonic() - self._started, self.ranks)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of rank 0, as JSON values."""
         return {"run_id": self.run_id, "tickets": self.ticket_server.state_dict(), "ledger": self.ledger.state()}
-
-    def batch(self, *interrupts: Event) -> list[Group]:
-        """The groups of the next step; none when one of `interrupts` is set. TimeoutError names whom it waited for."""
-        started, learner = time.monotonic(), self.recipe.learner
-        try:
-            batch = self.ticket_server.next_batch(learner.groups_per_step, learner.wait_timeout_s, *interrupts)
-        except Interrupted:
-            return []
-        self._idle_s += time.monotonic() - started
-        return [group for _, group in batch]
-
-    def out_of_time(self) -> bool:
-        limit = self.recipe.learner.max_minutes
-        return limit > 0 and time.monotonic() - self._started > 60 * limit
 
     def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None:
         """Closes a step: acknowledgments, the ledger, metrics; `values` are those of the trainer and the publisher."""
@@ -163,20 +191,23 @@ class Coordinator:
     # -------------------------------------------------------------- evaluation
 
     def evaluate(self, name: str, *, greedy: bool = False) -> None:
-        """Issues the held-out samples' tickets; the next publication waits for them."""
+        """Issues the held-out samples' tickets, with `greedy` those of a greedy evaluation too. The next publication
+        waits for them."""
         if not self.held_out:
             return
-        temperature = 0.0 if greedy else self.sampling.temperature
-        sampling = Sampling(temperature, 1.0, -1, self.sampling.max_new_tokens)
-        self.ticket_server.start_evaluation(name, self.held_out, sampling, 1 if greedy else self.recipe.eval.repeats)
-        self._running.append(name)
+        temperature, max_tokens = self.recipe.sampling.temperature, self.recipe.env.turn_tokens
+        plans = {name: (temperature, self.recipe.eval.repeats)} | ({f"greedy_{name}": (0.0, 1)} if greedy else {})
+        for each, (at_temperature, repeats) in plans.items():
+            sampling = Sampling(at_temperature, 1.0, -1, max_tokens)
+            self.ticket_server.start_evaluation(each, self.held_out, sampling, repeats)
+            self._running.append(each)
 
-    def finish_evaluations(self, step: int, shutdown: Event) -> None:
-        """Waits for all open evaluations, so that each result belongs to one version; not when asked to leave."""
+    def finish_evaluations(self, step: int) -> None:
+        """Waits for all open evaluations; not when asked to shut down."""
         while self._running:
             name = self._running.pop(0)
             try:
-                result = self.ticket_server.evaluation_result(name, self.recipe.learner.wait_timeout_s, shutdown)
+                result = self.ticket_server.evaluation_result(name, self.recipe.learner.wait_timeout_s, self._shutdown)
             except Interrupted:
                 return
             values = evaluation_metrics(result)
@@ -188,13 +219,13 @@ class Coordinator:
             lost += f", {100 * values['failed']:.0f} % failed" if values.get("failed") else ""
             self.log.info("evaluation %s: %s (%d samples%s)", name, numbers, len(self.held_out), lost)
 
-    def result_of_candidate(self, step: int, *, final: bool = False) -> float:
-        """The value of eval.best that the evaluation at `step` brought; NaN if there is none."""
-        values = self.results.get("after" if final else f"step_{step}", {})
-        return values.get(self.recipe.eval.best, float("nan"))
+    def value_of(self, name: str) -> float:
+        """The value of eval.best that an evaluation brought; NaN if there is none."""
+        return self.results.get(name, {}).get(self.recipe.eval.best, float("nan"))
 
     def result(self, steps: int, version: PolicyVersion) -> RunResult:
         """Writes the run's summary to result.json."""
+        self.log.info("%d steps, %d versions", steps, version)
         seconds = max(self._last_step - self._started, 1e-9)
 
         def success(name: str) -> float | None:
@@ -224,11 +255,3 @@ class Coordinator:
         else:
             self.ticket_server.stop(farewell.reason, failed=farewell.failed)
         self.metrics.close()
-
-
-def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:
-    """What names the reason why a group is replaced by a fresh one; None where every group is trained on."""
-    if not config.dynamic_sampling:
-        return None
-    settings = episode_settings(config)
-    return lambda group: "uninformative" if is_uninformative(group, settings) else ""

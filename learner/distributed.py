@@ -1,4 +1,4 @@
-"""Ranks of the learner: process group, rank 0's bytes to all, sums over ranks. Nothing here waits without a limit."""
+"""Ranks of the learner: process group, rank 0's groups and flags to all, sums over ranks. Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, islice
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
+
+from shared.codec import decode, frames_of
+from shared.types import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Ranks:
         return self.rank == 0
 
 
-def init(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: int = 0) -> Ranks:
+def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: int = 0) -> Ranks:
     """Joins torchrun's process group (a single process makes its own group of one).
 
     `timeout_s` bounds every collective, so it must exceed the longest wait of rank 0 for groups. `shard_size`: ranks
@@ -86,7 +91,7 @@ def gpu_bytes(ranks: Ranks) -> float | None:
     return float(torch.cuda.get_device_properties(ranks.device).total_memory)
 
 
-def close() -> None:
+def close_ranks() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -107,6 +112,21 @@ def broadcast_frames(frames: Sequence[bytes | memoryview] | None, ranks: Ranks) 
         dist.broadcast(torch.frombuffer(joined, dtype=torch.uint8), src=0)
     view, ends = memoryview(joined).toreadonly(), sizes.cumsum(0).tolist()
     return [view[end - size : end] for size, end in zip(sizes.tolist(), ends, strict=True)]
+
+
+def broadcast_groups(groups: Sequence[Group] | None, ranks: Ranks) -> Sequence[Group]:
+    """Rank 0's groups on every rank, as the wire's frames; the others pass None."""
+    if ranks.size == 1:
+        assert groups is not None
+        return groups
+    messages = [frames_of(group) for group in groups or ()]
+    counts = np.array([len(frames) for frames in messages], dtype=np.int64).tobytes()
+    received = broadcast_frames([counts, *chain(*messages)] if groups is not None else None, ranks)
+    if groups is not None:
+        return groups
+    rest = iter(received[1:])
+    messages = [list(islice(rest, count)) for count in np.frombuffer(received[0], dtype=np.int64)]
+    return [group for group in map(decode, messages) if isinstance(group, Group)]
 
 
 def all_sum(tensor: Tensor, ranks: Ranks) -> Tensor:

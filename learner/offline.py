@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
 import torch
 
-from learner import distributed
 from learner.batch import check_group
-from learner.checkpoints import saver as checkpoint
-from learner.checkpoints.saver import Saver
-from learner.loop import build_trainer, check_step
+from learner.checkpoints.saver import Saver, restore
+from learner.coordinator import Follower
+from learner.distributed import close_ranks, gpu_bytes, init_ranks
+from learner.loop import check_step, is_due
 from learner.metrics.episodes import rollout_metrics
 from learner.metrics.writer import MetricLogger
 from learner.plan import check_recipe
+from learner.setup import build_trainer
 from shared.config import Recipe
 from shared.recording import files, read
 from shared.types import Group
@@ -34,17 +36,17 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
             f"--from-recording {recording} holds no recorded groups; make some with launch/actors.py --record"
         )
     torch.set_num_threads(config.threads)
-    ranks = distributed.init(config.device, timeout_s=600, shard_size=config.parallel.shard_size)
-    metrics: MetricLogger | None = None
-    try:
-        check_recipe(recipe, ranks.size, distributed.gpu_bytes(ranks))
+    ranks = init_ranks(config.device, timeout_s=600, shard_size=config.parallel.shard_size)
+    with ExitStack() as stack:
+        stack.callback(close_ranks)
+        check_recipe(recipe, ranks.size, gpu_bytes(ranks))
         trainer = build_trainer(recipe, ranks)
         run_dir = Path(recipe.run.dir) / recipe.run.name
-        chosen = checkpoint.choose(run_dir / "checkpoints", config.resume)
-        if chosen:
-            checkpoint.load(chosen, trainer, ranks, recipe)
+        restore(run_dir / "checkpoints", trainer, ranks, recipe)
         saver = Saver(run_dir / "checkpoints", trainer, ranks, recipe)
         metrics = MetricLogger(run_dir) if ranks.is_main else None
+        if metrics is not None:
+            stack.callback(metrics.close)
         groups = endless(paths, trainer.num_steps * config.groups_per_step)
         values: dict[str, float] = {}
         while trainer.num_steps < config.total_steps:
@@ -52,18 +54,13 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
             for group in batch:
                 check_group(group, trainer.decoder)
             values = rollout_metrics(batch) | trainer.step(batch, newest_version(batch))
-            check_step(trainer, None, batch)
+            check_step(trainer, Follower(ranks), batch)
             if metrics is not None:
                 metrics.scalars(trainer.num_steps, values)
-            last = trainer.num_steps == config.total_steps
-            if last or (config.checkpoint.every and trainer.num_steps % config.checkpoint.every == 0):
+            if trainer.num_steps == config.total_steps or is_due(config.checkpoint.every, trainer.num_steps):
                 saver.save(0, {"recording": str(recording)})
         saver.wait()
-        return values
-    finally:
-        if metrics is not None:
-            metrics.close()
-        distributed.close()
+    return values
 
 
 def endless(paths: list[Path], start: int) -> Iterator[Group]:

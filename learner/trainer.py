@@ -32,7 +32,7 @@ from learner.model.policy import Policy, PolicyOutput
 from learner.model.sizes import sizes_of
 from learner.objectives import OBJECTIVES, Tokens, corrected
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
-from shared.learner_config import LearnerConfig, ObjectiveConfig
+from shared.learner_config import LearnerConfig
 from shared.types import Group, PolicyVersion
 
 
@@ -66,6 +66,7 @@ class Trainer:
         self.num_steps = 0
         self.num_skipped = 0
         self.num_bad_in_a_row = 0  # steps without a finite loss and gradient
+        self._episode_settings = EpisodeSettings.of(config.objective)
         self.scale = RunningScale(config.objective)
         self.router = RouterLoad(policy.vlm, ranks.device)
         self._shape = sizes_of(policy.vlm.config.to_dict())
@@ -77,7 +78,7 @@ class Trainer:
         A step without a trainable token, or with a non-finite loss or gradient, changes no weight and is counted.
         """
         clock = Clock(self.ranks.device)
-        episodes = make_episodes(groups, self.decoder, episode_settings(self.config.objective))
+        episodes = make_episodes(groups, self.decoder, self._episode_settings)
         num_tokens = sum(len(e.targets) for e in episodes)
         microbatches = self._plan(episodes)
         scale = self.scale(episodes)
@@ -192,14 +193,3 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm, self.config.optimizer.lr * factor
-
-
-def episode_settings(config: ObjectiveConfig) -> EpisodeSettings:
-    return EpisodeSettings(
-        reward_scale=config.reward_scale,
-        turn_rewards=config.turn_rewards,
-        divide_by_std=config.divide_by_std,
-        leave_one_out=config.leave_one_out,
-        mask_overlong=config.overlong == "mask",
-        overlong_penalty=config.overlong_penalty if config.overlong == "penalise" else 0.0,
-    )

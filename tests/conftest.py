@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner import distributed
+from learner.distributed import close_ranks, init_ranks
 from shared.vision import VisionSpec
 from tests.support.tiny import tiny_model_dir
 
@@ -21,5 +21,5 @@ def spec(folder):
 
 @pytest.fixture(scope="module")
 def ranks():
-    yield distributed.init("cpu")
-    distributed.close()
+    yield init_ranks("cpu")
+    close_ranks()

@@ -8,7 +8,7 @@ import resource
 import pytest
 import torch
 
-from learner.checkpoints import saver as checkpoint
+from learner.checkpoints.saver import Restored, Saver, choose_checkpoint, list_checkpoints, load_checkpoint
 from learner.export import export, export_checkpoint
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
@@ -35,7 +35,7 @@ def recipe(**changes):
 
 def save(trainer, ranks, path, *, version=7, keep=2, background=False):
     settings = recipe(keep_checkpoints=keep, checkpoint_in_background=background)
-    saver = checkpoint.Saver(path, trainer, ranks, settings)
+    saver = Saver(path, trainer, ranks, settings)
     where = saver.save(version, {"cursor": version, "open": ["a"]})
     saver.wait()
     saver.close()
@@ -53,8 +53,8 @@ def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path, backgr
         trainer.step(random_groups(spec, 2, seed=step), version=0)
 
     resumed = new_trainer(optimizer=optimizer)
-    restored = checkpoint.load(path, resumed, ranks, recipe())
-    assert restored == checkpoint.Restored(path, 7, {"cursor": 7, "open": ["a"]})
+    restored = load_checkpoint(path, resumed, ranks, recipe())
+    assert restored == Restored(7, {"cursor": 7, "open": ["a"]})
     assert resumed.num_steps == 2
     for step in range(2, 4):
         resumed.step(random_groups(spec, 2, seed=step), version=0)
@@ -66,7 +66,7 @@ def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path, backgr
 def test_a_resumed_run_follows_the_recipes_learning_rate(new_trainer, ranks, tmp_path, folder, spec):
     path = save(new_trainer(), ranks, tmp_path)
     changed = Trainer(load_policy(str(folder), spec), config(lr=5e-4), ranks)
-    checkpoint.load(path, changed, ranks, recipe(lr=5e-4))
+    load_checkpoint(path, changed, ranks, recipe(lr=5e-4))
     assert [group["base_lr"] for group in changed.optimizer.param_groups] == [5e-4, 5e-4, 1e-2]
 
 
@@ -74,7 +74,7 @@ def test_the_random_state_is_restored(new_trainer, ranks, tmp_path):
     trainer = new_trainer()
     path = save(trainer, ranks, tmp_path)
     expected = torch.rand(3)
-    checkpoint.load(path, trainer, ranks, recipe())
+    load_checkpoint(path, trainer, ranks, recipe())
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -85,15 +85,15 @@ def test_the_last_few_checkpoints_are_kept_and_a_partial_one_is_no_checkpoint(ne
         save(trainer, ranks, tmp_path, keep=2)
     (tmp_path / ".step_00000004.partial").mkdir()
     (tmp_path / "step_00000005").mkdir()  # no meta.json
-    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
-    assert checkpoint.choose(tmp_path, "auto").name == "step_00000003"
-    assert checkpoint.choose(tmp_path, "never") is None
-    assert checkpoint.choose(tmp_path / "none", "auto") is None
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
+    assert choose_checkpoint(tmp_path, "auto").name == "step_00000003"
+    assert choose_checkpoint(tmp_path, "never") is None
+    assert choose_checkpoint(tmp_path / "none", "auto") is None
 
 
 def test_the_best_checkpoint_and_the_one_under_evaluation_are_not_removed(new_trainer, ranks, tmp_path):
     trainer = new_trainer()
-    saver = checkpoint.Saver(tmp_path, trainer, ranks, recipe(keep_checkpoints=1, checkpoint_in_background=False))
+    saver = Saver(tmp_path, trainer, ranks, recipe(keep_checkpoints=1, checkpoint_in_background=False))
     for step in (1, 2, 3, 4):
         trainer.num_steps = step
         if step in (1, 3):
@@ -101,14 +101,14 @@ def test_the_best_checkpoint_and_the_one_under_evaluation_are_not_removed(new_tr
         saver.save(0, {})
         if step == 1:
             saver.best.result(0.5)
-    assert [p.name[-1] for p in checkpoint.checkpoints(tmp_path)] == ["1", "3", "4"]
+    assert [p.name[-1] for p in list_checkpoints(tmp_path)] == ["1", "3", "4"]
     saver.result_of_last(0.7)
-    assert [p.name[-1] for p in checkpoint.checkpoints(tmp_path)] == ["3", "4"]
+    assert [p.name[-1] for p in list_checkpoints(tmp_path)] == ["3", "4"]
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is no checkpoint"):
-        checkpoint.choose(tmp_path, str(tmp_path))
+        choose_checkpoint(tmp_path, str(tmp_path))
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_its_name(new_trainer, ranks, tmp_path, spec):
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_name(new_trainer, ran
     other = tiny_model_dir(tmp_path, layers=1)
     trainer = Trainer(load_policy(str(other), spec), config(), ranks)
     with pytest.raises(ValueError, match="is of another model") as error:
-        checkpoint.load(path, trainer, ranks, recipe())
+        load_checkpoint(path, trainer, ranks, recipe())
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
@@ -131,33 +131,33 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(n
     trainer = new_trainer()
     trainer.step(random_groups(spec, 2, seed=0), version=0)
     before = [p.detach().clone() for p in trainer.policy.parameters()]
-    saver = checkpoint.Saver(tmp_path, trainer, ranks, recipe())
+    saver = Saver(tmp_path, trainer, ranks, recipe())
     path = saver.save(1, {})
     for step in range(1, 4):
         trainer.step(random_groups(spec, 2, seed=step), version=0)
     saver.wait()
     resumed = new_trainer()
-    checkpoint.load(path, resumed, ranks, recipe())
+    load_checkpoint(path, resumed, ranks, recipe())
     assert resumed.num_steps == 1
     assert all(torch.equal(p, q) for p, q in zip(resumed.policy.parameters(), before, strict=True))
 
 
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_wait(new_trainer, ranks, tmp_path, monkeypatch):
-    saver = checkpoint.Saver(tmp_path, new_trainer(), ranks, recipe())
+    saver = Saver(tmp_path, new_trainer(), ranks, recipe())
     path = saver.save(1, {})
     saver.wait()
-    monkeypatch.setattr(checkpoint, "_write", lambda *_: (_ for _ in ()).throw(ValueError("a mistake")))
+    monkeypatch.setattr("learner.checkpoints.saver._write", lambda *_: (_ for _ in ()).throw(ValueError("a mistake")))
     saver.save(2, {})
     with pytest.raises(ValueError, match="a mistake"):
         saver.wait()
-    assert checkpoint.checkpoints(tmp_path) == [path]
+    assert list_checkpoints(tmp_path) == [path]
 
 
 def test_a_checkpoint_of_another_recipe_names_the_fields_that_differ(new_trainer, ranks, tmp_path):
     path = save(new_trainer(), ranks, tmp_path)
     other = recipe(objective="grpo", group_size=4, lr=5e-4)
     with pytest.raises(ValueError, match="is of another recipe") as error:
-        checkpoint.load(path, new_trainer(), ranks, other)
+        load_checkpoint(path, new_trainer(), ranks, other)
     assert "learner.group_size (it: 1, now: 4), learner.objective.name (it: 'vtrace', now: 'grpo')" in str(error.value)
     assert "learner.optimizer.lr" not in str(error.value) and "\n" not in str(error.value)
 
@@ -198,7 +198,7 @@ def test_a_full_disk_costs_one_checkpoint_and_the_last_good_one_stays(new_traine
     good = save(trainer, ranks, tmp_path, background=background)
     trainer.num_steps += 1
     settings = recipe(keep_checkpoints=1, checkpoint_in_background=background)
-    saver = checkpoint.Saver(tmp_path, trainer, ranks, settings)
+    saver = Saver(tmp_path, trainer, ranks, settings)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
@@ -207,9 +207,9 @@ def test_a_full_disk_costs_one_checkpoint_and_the_last_good_one_stays(new_traine
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert saver.num_failed == 1
-    assert checkpoint.checkpoints(tmp_path) == [good]
+    assert list_checkpoints(tmp_path) == [good]
     assert [p.name for p in tmp_path.iterdir()] == [good.name]
     saver.save(8, {})
     saver.wait()
     saver.close()
-    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step_00000001"]
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_00000001"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner import distributed
-from learner.checkpoints import saver as checkpoint
+from learner.checkpoints.saver import load_checkpoint
+from learner.distributed import close_ranks, init_ranks
 from learner.weights.buckets import gathered
 from shared.vision import VisionSpec
 from tests.support.learner_ranks import CASES, MODES, recipe_of, train, trainer_of
@@ -129,12 +129,12 @@ def test_two_ranks_publish_their_shards_as_whole_parameters(results, engine):
 
 
 def test_a_run_on_two_ranks_resumes_on_one(results, folder):
-    ranks = distributed.init("cpu")
+    ranks = init_ranks("cpu")
     try:
         trainer = trainer_of(str(folder), ranks)
-        restored = checkpoint.load(Path(results[2]["checkpoint"]), trainer, ranks, recipe_of(trainer.config))
-        assert (restored.version, restored.ticket_server, trainer.num_steps) == (3, {"cursor": 5}, 3)
+        restored = load_checkpoint(Path(results[2]["checkpoint"]), trainer, ranks, recipe_of(trainer.config))
+        assert (restored.version, restored.coordinator, trainer.num_steps) == (3, {"cursor": 5}, 3)
         train(trainer, ranks, range(3, 5), CASES["vtrace"][1])
         assert distance(dict(gathered(trainer.policy)), results[2]["uninterrupted"]) < 1e-5
     finally:
-        distributed.close()
+        close_ranks()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner import distributed
+from learner.distributed import init_ranks
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
@@ -74,4 +74,4 @@ def test_a_frozen_part_stays_as_it_was_and_the_rest_learns(folder, spec, ranks, 
 
 def test_ranks_that_do_not_divide_into_shards_are_one_line():
     with pytest.raises(ValueError, match=r"learner\.parallel\.shard_size = 2 does not divide the 1 ranks"):
-        distributed.init("cpu", shard_size=2)
+        init_ranks("cpu", shard_size=2)

@@ -193,7 +193,7 @@ def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, sing
 
 @pytest.fixture
 def single_rank():
-    from learner import distributed
+    from learner.distributed import close_ranks, init_ranks
 
-    yield distributed.init("cpu")
-    distributed.close()
+    yield init_ranks("cpu")
+    close_ranks()

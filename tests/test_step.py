@@ -8,10 +8,11 @@ import torch
 from msgspec.structs import replace
 
 from learner.batch import EpisodeSettings, is_uninformative, make_episodes, pack
+from learner.coordinator import Follower
 from learner.images import ImageDecoder
 from learner.loop import check_step
 from learner.model.policy import load_policy
-from learner.trainer import Trainer, episode_settings
+from learner.trainer import Trainer
 from shared.learner_config import ObjectiveConfig
 from shared.types import Ending, Group
 from tests.support.episodes import learner_config, on_policy, random_groups
@@ -129,10 +130,10 @@ def test_a_non_finite_loss_skips_the_step_and_is_counted(policy, spec, ranks):
 def test_the_run_stops_after_too_many_bad_steps_in_a_row(policy, ranks):
     trainer = Trainer(policy, learner_config(max_bad_steps=2), ranks)
     trainer.num_bad_in_a_row = 1
-    check_step(trainer, None, [])
+    check_step(trainer, Follower(ranks), [])
     trainer.num_bad_in_a_row = 2
     with pytest.raises(ValueError, match=r"2 steps in a row \(learner.optimizer.max_bad_steps = 2\)"):
-        check_step(trainer, None, [])
+        check_step(trainer, Follower(ranks), [])
 
 
 def test_a_step_without_any_trainable_episode_is_skipped(policy, ranks):
@@ -178,7 +179,7 @@ def test_episodes_cut_off_by_a_limit_are_masked_or_penalised_as_the_recipe_says(
     group = Group("g", "a", (replace(first, reward=1.0), cut))
 
     def made(**settings):
-        return make_episodes([group], ImageDecoder(spec), episode_settings(ObjectiveConfig(name="grpo", **settings)))
+        return make_episodes([group], ImageDecoder(spec), EpisodeSettings.of(ObjectiveConfig(name="grpo", **settings)))
 
     assert [e.advantage for e in made()] == [0.0, 0.0]
     assert len(made(overlong="mask")) == 1

@@ -3,7 +3,7 @@
 RUN/checkpoints/step_00000050/
     dcp/        parameters and optimizer, sharded (torch.distributed.checkpoint)
     rng/        random state of each rank
-    meta.json   model fingerprint, recipe, trainer and intake state, step, version
+    meta.json   model fingerprint, recipe, state of trainer and coordinator (`intake`), step, version
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,8 @@ CLOSE_S = 30.0
 class Restored:
     """What a checkpoint holds besides the trainer, which is restored in place."""
 
-    path: Path
-    version: PolicyVersion
-    ticket_server: dict[str, Any]
+    version: PolicyVersion = 0
+    coordinator: dict[str, Any] = field(default_factory=dict)  # rank 0's
 
 
 # What a run cannot change on its way: model, task and data, and what tickets and optimizer state are made of.
@@ -77,7 +76,7 @@ def fingerprint(policy: Policy) -> str:
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first; what an interrupted write left behind is not among them."""
     if not folder.is_dir():
         return []
@@ -101,8 +100,8 @@ class Saver:
         self._writing: Future[None] | None = None
         self.num_failed = 0
 
-    def save(self, version: PolicyVersion, ticket_server: dict[str, Any]) -> Path:
-        """Of the trainer's step, kept beside the last few. `intake` is rank 0's, plain JSON values."""
+    def save(self, version: PolicyVersion, coordinator: dict[str, Any]) -> Path:
+        """Of the trainer's step, kept beside the last few. `coordinator`: the state of rank 0's, plain JSON values."""
         self.wait()
         trainer, ranks = self._trainer, self._ranks
         final = self._folder / checkpoint_name(trainer.num_steps)
@@ -114,7 +113,7 @@ class Saver:
             "recipe": self._recipe.model_dump(mode="json"),
             "trainer": trainer.state(),
             "version": version,
-            "intake": ticket_server,
+            "intake": coordinator,
         }
         barrier(ranks, timeout_s=self._timeout_s)
         rng = _rng_state(ranks)
@@ -166,7 +165,7 @@ class Saver:
             self._remove_old()
 
     def _remove_old(self) -> None:
-        for old in checkpoints(self._folder)[: -self._recipe.learner.checkpoint.keep]:
+        for old in list_checkpoints(self._folder)[: -self._recipe.learner.checkpoint.keep]:
             if old.name not in (checkpoint_name(self.best.step), checkpoint_name(self.best.candidate)):
                 try:
                     shutil.rmtree(old)
@@ -214,12 +213,12 @@ def _copied(state: Any) -> Any:
     return state.detach().clone() if isinstance(state, torch.Tensor) else state
 
 
-def choose(folder: Path, resume: str) -> Path | None:
+def choose_checkpoint(folder: Path, resume: str) -> Path | None:
     """The checkpoint that `learner.resume` asks for: `never`, `auto` (the last whole one in `folder`) or a path."""
     if resume == "never":
         return None
     if resume == "auto":
-        found = checkpoints(folder)
+        found = list_checkpoints(folder)
         return found[-1] if found else None
     path = Path(resume)
     if not (path / "meta.json").exists():
@@ -229,7 +228,13 @@ def choose(folder: Path, resume: str) -> Path | None:
     return path
 
 
-def load(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) -> Restored:
+def restore(folder: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) -> Restored:
+    """The checkpoint that the recipe asks for, loaded; without one the run begins anew."""
+    chosen = choose_checkpoint(folder, recipe.learner.resume)
+    return load_checkpoint(chosen, trainer, ranks, recipe) if chosen else Restored()
+
+
+def load_checkpoint(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) -> Restored:
     """Restores parameters, optimizer, counters and random state in place; a collective, on any number of ranks.
 
     ValueError if the checkpoint is of another model or recipe, or written by another schema.
@@ -255,7 +260,7 @@ def load(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) -> Restored
     rng = path / "rng" / f"rank_{ranks.rank}.pt"
     if rng.exists():
         _restore_rng(torch.load(rng, weights_only=True), ranks)
-    return Restored(path, meta["version"], meta["intake"])
+    return Restored(meta["version"], meta["intake"])
 
 
 def _rng_state(ranks: Ranks) -> dict[str, torch.Tensor]:

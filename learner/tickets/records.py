@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from shared.config import Recipe
 from shared.types import TRAINABLE_ENDINGS, Group, PolicyVersion, Sampling, Ticket
 
 
@@ -32,6 +33,20 @@ class BookSettings:
     seed: int = 0
     total_groups: int | None = None  # what the whole run trains on; nothing is issued beyond it
     refuse: Callable[[Group], str] | None = None  # why a sound training group is not trained on; "" = it is
+
+    @staticmethod
+    def of(recipe: Recipe, refuse: Callable[[Group], str] | None = None) -> BookSettings:
+        learner, sampling = recipe.learner, recipe.sampling
+        return BookSettings(
+            group_size=learner.group_size,
+            groups_per_version=learner.groups_per_step * learner.publish.every,
+            max_staleness=learner.max_staleness,
+            sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k, recipe.env.turn_tokens),
+            lease_s=learner.lease_s,
+            seed=recipe.run.seed,
+            total_groups=learner.groups_per_step * learner.total_steps,
+            refuse=refuse,
+        )
 
 
 @dataclass(frozen=True, slots=True)

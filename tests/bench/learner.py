@@ -32,11 +32,11 @@ if "--peers" in sys.argv[:-1]:  # before transformers is imported, which looks f
 
 import torch
 
-from learner import distributed
-from learner.batch import make_episodes
+from learner.batch import EpisodeSettings, make_episodes
+from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
-from learner.trainer import Trainer, episode_settings
+from learner.trainer import Trainer
 from shared.learner_config import LearnerConfig
 from shared.recording import recorded
 from shared.vision import VisionSpec
@@ -62,14 +62,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=CONTESTANTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    ranks = distributed.init("cpu")
+    ranks = init_ranks("cpu")
     groups = list(recorded(Path(options.recording)))[: options.groups or None]
     size = len(groups[0].trajectories)
     settings = {"pg_rho_bar": None, "lr": LR, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "max_grad_norm": MAX_NORM}
     settings |= {"objective": "grpo", "group_size": size}
     config = learner_config(**settings)
     trainer = trainer_of(options.model, config, ranks)
-    episodes = make_episodes(groups, trainer.images, episode_settings(config.objective))
+    episodes = make_episodes(groups, trainer.images, EpisodeSettings.of(config.objective))
     steps: dict[str, Callable[[], float]] = {"ours": lambda: trainer.step(groups, 0)["optim/grad_norm"]}
     if "ours_compiled" in options.only:
         compiled = trainer_of(options.model, learner_config(**settings, compile=True), ranks)
@@ -89,12 +89,12 @@ def main() -> int:
         **measure(steps, options.repeats),
         "absent": absent,
     }
-    distributed.close()
+    close_ranks()
     print(json.dumps(result))
     return 0
 
 
-def trainer_of(model: str, config: LearnerConfig, ranks: distributed.Ranks) -> Trainer:
+def trainer_of(model: str, config: LearnerConfig, ranks: Ranks) -> Trainer:
     policy = load_policy(model, VisionSpec.load(model, min_pixels=1024, max_pixels=1 << 20))
     parallelize(policy, ranks, config, torch.float32)
     return Trainer(policy, config, ranks)

@@ -31,8 +31,7 @@ import torch
 
 from actor.engine.weight_loader import broadcast, join_group
 from launch.tiny_models.build import build_config, build_model, build_tokenizer, save
-from learner import distributed
-from learner.distributed import Ranks
+from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.model.policy import Policy, load_policy
 from learner.weights.buckets import buckets, gathered
 from learner.weights.group import WeightGroup
@@ -160,7 +159,7 @@ def main() -> None:
     if arguments.receive:
         return receive(arguments.receive[0], arguments.receive[1:])
     torch.set_num_threads(1)
-    ranks = distributed.init("cpu")
+    ranks = init_ranks("cpu")
     result: dict[str, Any] = {"engine": "sglang" if arguments.sglang else "embedded"}
     for size in arguments.model:
         with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +172,7 @@ def main() -> None:
                 )
             result[size] = found
             print(f"{size}: {found}", file=sys.stderr)
-    distributed.close()
+    close_ranks()
     print(json.dumps(result))
 
 

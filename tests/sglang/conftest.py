@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner import distributed
+from learner.distributed import close_ranks, init_ranks
 from learner.model.policy import load_policy
 from learner.weights.publisher import Publisher, PublishSettings
 from tests.support.machine import free_port
@@ -35,8 +35,8 @@ def recipe(servers):
 
 @pytest.fixture(scope="session")
 def ranks():
-    yield distributed.init("cpu")
-    distributed.close()
+    yield init_ranks("cpu")
+    close_ranks()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,15 @@ sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]  # before tests/, whi
 import torch  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
-from learner import distributed  # noqa: E402
-from learner.checkpoints import saver as checkpoint  # noqa: E402
-from learner.distributed import Ranks  # noqa: E402
-from learner.loop import broadcast_groups  # noqa: E402
+from learner.checkpoints.saver import Saver  # noqa: E402
+from learner.distributed import (  # noqa: E402
+    Ranks,
+    barrier,
+    broadcast_groups,
+    close_ranks,
+    init_ranks,
+    make_mesh,
+)
 from learner.model.policy import Policy, load_policy  # noqa: E402
 from learner.model.sharding import parallelize  # noqa: E402
 from learner.optim import MuonAdamW  # noqa: E402
@@ -55,7 +59,7 @@ def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     torch.nn.init.constant_(policy.value_head.weight, 0.01)
     settings = {"lr": 1e-3, "value_lr": 1e-2, "microbatch_tokens": 90, "entropy_coef": 0.01, "warmup_steps": 2}
     config = learner_config(**settings | changes)
-    mesh = distributed.make_mesh("cpu", ranks.size, config.parallel.shard_size)
+    mesh = make_mesh("cpu", ranks.size, config.parallel.shard_size)
     ranks = replace(ranks, mesh=mesh)
     parallelize(policy, ranks, config, torch.float32)
     return Trainer(
@@ -82,18 +86,17 @@ def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
     return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, with_images=False)
 
 
-def shared(ranks: Ranks, groups: list[Group]) -> Sequence[Group]:
-    """Rank 0's groups, as a run shares them."""
-    return broadcast_groups(groups if ranks.is_main else None, ranks)
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def train(trainer: Trainer, ranks: Ranks, steps: range, num_groups: int) -> list[dict[str, float]]:
-    spec = trainer.policy.spec
-    return [trainer.step(shared(ranks, groups_of_step(spec, s, num_groups)), version=1) for s in steps]
+    """On rank 0's groups."""
+    metrics = []
+    for step in steps:
+        groups = groups_of_step(trainer.policy.spec, step, num_groups) if ranks.is_main else None
+        metrics.append(trainer.step(broadcast_groups(groups, ranks), version=1))
+    return metrics
 
 
 def first_gradients(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[str, torch.Tensor]:
@@ -121,7 +124,7 @@ def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> 
 
 
 def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, folder: Path, engines: list[str]) -> dict[str, Any]:
-    saver = checkpoint.Saver(folder, trainer, ranks, recipe_of(trainer.config))
+    saver = Saver(folder, trainer, ranks, recipe_of(trainer.config))
     path = saver.save(3, {"cursor": 5})
     settings, verifier = (
         PublishSettings(bucket_bytes=100_000, timeout_s=30),
@@ -162,7 +165,7 @@ def expert_shards(trainer: Trainer) -> list[tuple[int, int]]:
 def main() -> None:
     folder, out, engines = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
-    ranks = distributed.init("cpu", timeout_s=120)
+    ranks = init_ranks("cpu", timeout_s=120)
     result: dict[str, Any] = {}
     for name, (changes, num_groups) in CASES.items() if ranks.size < 4 else ():
         model = str(Path(folder).parent / "moe") if name == "experts" else folder
@@ -177,8 +180,8 @@ def main() -> None:
             _, result[name] = run(folder, ranks, settings, CASES["vtrace"][1])
     if ranks.is_main:
         torch.save(result, out)
-    distributed.barrier(ranks, timeout_s=30)
-    distributed.close()
+    barrier(ranks, timeout_s=30)
+    close_ranks()
 
 
 if __name__ == "__main__":

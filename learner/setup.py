@@ -1,0 +1,113 @@
+"""From a recipe to the parts of a learner: trainer, publisher, coordinator."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+
+from learner.batch import EpisodeSettings, check_group, is_uninformative
+from learner.coordinator import Coordinator, Follower
+from learner.distributed import Ranks
+from learner.model import attention_backend
+from learner.model.policy import Policy, load_policy
+from learner.model.sharding import parallelize
+from learner.tickets.book import BookSettings
+from learner.tickets.server import TicketServer, TicketServerSettings
+from learner.tickets.sources import SampleSource
+from learner.trainer import Trainer
+from learner.weights.publisher import Publisher, PublishSettings
+from learner.weights.verify import VerifierSettings, WeightVerifier
+from shared.codec import TokenRules
+from shared.config import Recipe
+from shared.keys import learner_security, read_api_key
+from shared.learner_config import ObjectiveConfig
+from shared.transport import SocketSettings
+from shared.types import Group, Sample
+from shared.vision import VisionSpec
+
+
+def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
+    """The policy on its device, sharded where there are several ranks, with its optimizer."""
+    attention_backend.activate(recipe.learner.parallel.attention, recipe.model.dtype, ranks.device)
+    torch.manual_seed(recipe.run.seed)
+    policy = build_policy(recipe, ranks)
+    reference = None
+    if recipe.learner.objective.kl_coef:
+        reference = build_policy(recipe, ranks).requires_grad_(False)
+    return Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
+
+
+def build_policy(recipe: Recipe, ranks: Ranks) -> Policy:
+    """The model of `model.path`, also where a checkpoint is to be resumed from."""
+    model = recipe.model
+    spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
+    policy = load_policy(model.path, spec)
+    parallelize(policy, ranks, recipe.learner, getattr(torch, model.dtype))
+    return policy
+
+
+def build_publisher(recipe: Recipe, trainer: Trainer) -> Publisher:
+    """With what verifies the engines' weights at a publication, unless the recipe wants none."""
+    config, policy, ranks = recipe.learner.publish, trainer.policy, trainer.ranks
+    settings = PublishSettings(
+        "nccl" if recipe.learner.device == "cuda" else "gloo",
+        config.bucket_bytes,
+        config.timeout_s,
+        pause_mode=config.pause_mode,
+        give_up_s=recipe.learner.wait_timeout_s,
+    )
+    verifier = None
+    if config.verify_every:
+        limits = VerifierSettings(config.verify_every, config.canary_tolerance)
+        verifier = WeightVerifier(policy, recipe.model.path, ranks, limits)
+    api_key = read_api_key(recipe.engine.api_key_file) if ranks.is_main else ""
+    return Publisher(policy, ranks, settings, verifier, api_key)
+
+
+def build_coordinator(
+    recipe: Recipe,
+    source: SampleSource,
+    held_out: Sequence[Sample],
+    trainer: Trainer,
+    state: dict[str, Any],
+    shutdown: Event,
+) -> Follower:
+    """On rank 0 the coordinator, whose ticket socket is open at once. `state` is that of a checkpoint, or empty."""
+    ranks, learner = trainer.ranks, recipe.learner
+    if not ranks.is_main:
+        return Follower(ranks)
+    run_id = str(state.get("run_id") or uuid.uuid4().hex)
+    settings = TicketServerSettings(
+        learner.bind,
+        Path(recipe.run.dir) / recipe.run.name,
+        run_id,
+        token_rules(trainer),
+        learner.actor_timeout_s,
+        sockets=SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages),
+        secure=learner_security(recipe.transport, learner.bind),
+        check=partial(check_group, decoder=trainer.decoder),
+        max_failure_share=recipe.env.max_failure_share,
+    )
+    ticket_server = TicketServer(source, BookSettings.of(recipe, refusal(learner.objective)), settings)
+    if state:
+        ticket_server.load_state(state["tickets"])
+    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, state.get("ledger", ()), shutdown)
+
+
+def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:
+    """What names the reason why a group is replaced by a fresh one; None where every group is trained on."""
+    if not config.dynamic_sampling:
+        return None
+    settings = EpisodeSettings.of(config)
+    return lambda group: "uninformative" if is_uninformative(group, settings) else ""
+
+
+def token_rules(trainer: Trainer) -> TokenRules:
+    config = trainer.policy.vlm.config
+    return TokenRules(config.image_token_id, trainer.policy.banned_ids, config.text_config.vocab_size)
