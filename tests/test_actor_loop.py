@@ -1,11 +1,14 @@
-"""The actor's loop against the real intake, and against a learner that loses, cancels and falls silent."""
+"""The actor's loop against the real ticket server, and against a learner that loses, cancels, falls silent or stops."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
 from pathlib import Path
+
+import pytest
 
 from actor.loop import run_actor
 from learner.tickets.sources import SeedSource
@@ -22,10 +25,12 @@ from shared.types import (
     Refusal,
     Request,
     Sampling,
+    Stop,
     Ticket,
     Tickets,
     Trajectory,
-)
+    Welcome,
+)  # fmt: skip
 from tests.support.actor_rig import Learner, Stage, dismiss, start, start_with, ticket, with_learner
 from tests.support.wires import actor_settings, episode, start_ticket_server
 
@@ -73,79 +78,69 @@ def test_actors_fill_batches_until_the_learner_says_stop(tmp_path: Path) -> None
     assert ticket_server.max_staleness_seen <= 1
 
 
-def test_an_actor_says_who_it_is_and_how_much_it_plays_at_once() -> None:
-    async def test(learner: Learner) -> None:
-        actor = start(learner, Stage().play)
-        hello = await learner.expect(Hello)
-        assert (hello.actor, hello.engine_urls, hello.held) == ("a", ("http://engine-of-a",), ())
-        assert (await learner.expect(Request)).slots == 3
-        await dismiss(learner, actor)
-        await learner.expect(Bye)
-
-    with_learner(test)
+@with_learner
+async def test_an_actor_says_who_it_is_and_how_much_it_plays_at_once(learner: Learner) -> None:
+    actor = start(learner, Stage().play)
+    hello = await learner.expect(Hello)
+    assert (hello.actor, hello.engine_urls, hello.held) == ("a", ("http://engine-of-a",), ())
+    assert (await learner.expect(Request)).slots == 3
+    await dismiss(learner, actor)
+    await learner.expect(Bye)
 
 
-def test_no_more_groups_are_played_at_once_than_the_settings_say() -> None:
-    async def test(learner: Learner) -> None:
-        stage = Stage(gated=True)
-        actor = await start_with(learner, stage.play, *(ticket(str(i), 2) for i in range(7)))
-        hello = await learner.expect(Hello, lambda m: len(m.held) == 7)
-        assert sorted(hello.held) == [str(i) for i in range(7)]
-        await learner.expect(Hello)
-        assert len(stage.running) == 6
-        stage.gate.set()
-        for _ in range(7):
-            await learner.expect(Group)
-        assert stage.most == 3
-        await dismiss(learner, actor)
-
-    with_learner(test)
-
-
-def test_a_group_is_sent_again_until_it_is_received_and_kept_until_it_is_acknowledged() -> None:
-    async def test(learner: Learner) -> None:
-        actor = await start_with(learner, Stage().play, ticket("kept"), ticket("kept"))
-        for _ in range(3):
-            assert (await learner.expect(Group)).ticket_id == "kept"
-        await learner.expect(Hello, lambda m: m.held == ("kept",))
-        learner.send(Receipt(("kept",)))
-        await learner.expect(Hello, lambda m: m.held == ("kept",))
-        learner.send(Ack(("kept",)))
-        await learner.expect(Hello, lambda m: m.held == ())
-        await dismiss(learner, actor)
-
-    with_learner(test)
-
-
-def test_a_group_that_one_learner_process_took_is_sent_to_the_next_one() -> None:
-    async def test(learner: Learner) -> None:
-        actor = await start_with(learner, Stage().play, ticket("kept"))
+@with_learner
+async def test_no_more_groups_are_played_at_once_than_the_settings_say(learner: Learner) -> None:
+    stage = Stage(gated=True)
+    actor = await start_with(learner, stage.play, *(ticket(str(i), 2) for i in range(7)))
+    hello = await learner.expect(Hello, lambda m: len(m.held) == 7)
+    assert sorted(hello.held) == [str(i) for i in range(7)]
+    await learner.expect(Hello)
+    assert len(stage.running) == 6
+    stage.gate.set()
+    for _ in range(7):
         await learner.expect(Group)
-        learner.send(Receipt(("kept",)))
-        await learner.expect(Hello, lambda m: m.held == ("kept",))
-        await asyncio.sleep(0.5)
-        while learner.socket.poll(0):
-            assert not isinstance(decode(learner.socket.recv_multipart()[1:]), Group)
-        learner.process_id = "second"
+    assert stage.most == 3
+    await dismiss(learner, actor)
+
+
+@with_learner
+async def test_a_group_is_sent_again_until_it_is_received_and_kept_until_it_is_acknowledged(learner: Learner) -> None:
+    actor = await start_with(learner, Stage().play, ticket("kept"), ticket("kept"))
+    for _ in range(3):
         assert (await learner.expect(Group)).ticket_id == "kept"
-        await dismiss(learner, actor)
+    await learner.expect(Hello, lambda m: m.held == ("kept",))
+    learner.send(Receipt(("kept",)))
+    await learner.expect(Hello, lambda m: m.held == ("kept",))
+    learner.send(Ack(("kept",)))
+    await learner.expect(Hello, lambda m: m.held == ())
+    await dismiss(learner, actor)
 
-    with_learner(test)
+
+@with_learner
+async def test_a_group_that_one_learner_process_took_is_sent_to_the_next_one(learner: Learner) -> None:
+    actor = await start_with(learner, Stage().play, ticket("kept"))
+    await learner.expect(Group)
+    learner.send(Receipt(("kept",)))
+    await learner.expect(Hello, lambda m: m.held == ("kept",))
+    await asyncio.sleep(0.5)
+    while learner.socket.poll(0):
+        assert not isinstance(decode(learner.socket.recv_multipart()[1:]), Group)
+    learner.process_id = "second"
+    assert (await learner.expect(Group)).ticket_id == "kept"
+    await dismiss(learner, actor)
 
 
-def test_a_cancelled_ticket_is_no_longer_played_nor_sent() -> None:
-    async def test(learner: Learner) -> None:
-        stage = Stage(gated=True)
-        actor = await start_with(learner, stage.play, ticket("void"), ticket("good"))
-        await learner.expect(Hello, lambda m: len(m.held) == 2)
-        learner.send(Cancel(("void", "never heard of"), "test"))
-        await learner.expect(Hello, lambda m: m.held == ("good",))
-        assert stage.cancelled == ["void"]
-        stage.gate.set()
-        assert (await learner.expect(Group)).ticket_id == "good"
-        await dismiss(learner, actor)
-
-    with_learner(test)
+@with_learner
+async def test_a_cancelled_ticket_is_no_longer_played_nor_sent(learner: Learner) -> None:
+    stage = Stage(gated=True)
+    actor = await start_with(learner, stage.play, ticket("void"), ticket("good"))
+    await learner.expect(Hello, lambda m: len(m.held) == 2)
+    learner.send(Cancel(("void", "never heard of"), "test"))
+    await learner.expect(Hello, lambda m: m.held == ("good",))
+    assert stage.cancelled == ["void"]
+    stage.gate.set()
+    assert (await learner.expect(Group)).ticket_id == "good"
+    await dismiss(learner, actor)
 
 
 def test_an_actor_finds_a_restarted_learner_by_itself(tmp_path: Path) -> None:
@@ -172,32 +167,86 @@ def test_an_actor_finds_a_restarted_learner_by_itself(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_an_episode_that_breaks_the_contract_or_does_not_fit_is_sent_as_a_failure() -> None:
+@with_learner
+async def test_an_episode_that_breaks_the_contract_or_does_not_fit_is_sent_as_a_failure(learner: Learner) -> None:
     async def play(ticket: Ticket, index: int) -> Trajectory:
         return episode(images=()) if ticket.id == "broken" else episode(image=os.urandom(100_000))
 
-    async def test(learner: Learner) -> None:
-        actor = start(learner, play, sockets=SocketSettings(max_message_bytes=50_000))
-        await learner.expect(Request)
-        for name, word in (("broken", "placeholders"), ("large", "50000")):
-            learner.send(Tickets((ticket(name),)))
-            group = await learner.expect(Group, lambda g, name=name: g.ticket_id == name)
-            assert group.trajectories[0].ending is Ending.WIRE_ERROR
-            assert word in group.trajectories[0].error
-            learner.send(Refusal(name, "wire_error"))
-        await dismiss(learner, actor)
-
-    with_learner(test)
+    actor = start(learner, play, sockets=SocketSettings(max_message_bytes=50_000))
+    await learner.expect(Request)
+    for name, word in (("broken", "placeholders"), ("large", "50000")):
+        learner.send(Tickets((ticket(name),)))
+        group = await learner.expect(Group, lambda g, name=name: g.ticket_id == name)
+        assert group.trajectories[0].ending is Ending.WIRE_ERROR
+        assert word in group.trajectories[0].error
+        learner.send(Refusal(name, "wire_error"))
+    await dismiss(learner, actor)
 
 
-def test_idleness_is_the_share_of_time_without_an_episode() -> None:
-    async def test(learner: Learner) -> None:
-        stage = Stage(gated=True)
-        actor = start(learner, stage.play)
-        await learner.expect(Hello, lambda m: m.idle_frac == 1.0)
-        await learner.expect(Request)
-        learner.send(Tickets((ticket("t"),)))
-        await learner.expect(Hello, lambda m: m.idle_frac == 0.0)
-        await dismiss(learner, actor)
+@with_learner
+async def test_idleness_is_the_share_of_time_without_an_episode(learner: Learner) -> None:
+    stage = Stage(gated=True)
+    actor = start(learner, stage.play)
+    await learner.expect(Hello, lambda m: m.idle_frac == 1.0)
+    await learner.expect(Request)
+    learner.send(Tickets((ticket("t"),)))
+    await learner.expect(Hello, lambda m: m.idle_frac == 0.0)
+    await dismiss(learner, actor)
 
-    with_learner(test)
+
+# ------------------------------------------------------------------ how an actor ends
+
+
+def test_an_unreachable_learner_is_one_line_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        settings = actor_settings(address, "lonely", connect_timeout_s=0.3)
+        assert asyncio.run(run_actor(settings, Stage().play)) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert address in lines[0]
+    assert "--actor.learner" in lines[0]
+
+
+@with_learner
+async def test_a_learner_that_refuses_the_actor_ends_it_with_an_error(learner: Learner) -> None:
+    actor = start(learner, Stage().play)
+    while not learner.socket.poll(0):
+        await asyncio.sleep(0.01)
+    learner.peer = learner.socket.recv_multipart()[0]
+    learner.send(Stop("another vocabulary"))
+    assert await actor == 1
+
+
+@with_learner
+async def test_an_error_in_play_ends_the_actor_and_says_goodbye(learner: Learner) -> None:
+    async def broken(ticket: Ticket, index: int) -> Trajectory:
+        raise ZeroDivisionError("a bug, not an ending")
+
+    actor = await start_with(learner, broken, ticket("t"))
+    with pytest.raises(ExceptionGroup) as caught:
+        await actor
+    assert caught.group_contains(ZeroDivisionError)
+    assert (await learner.expect(Bye)).reason == "failed"
+
+
+@with_learner
+async def test_a_cancelled_actor_cancels_its_episodes_and_says_goodbye(learner: Learner) -> None:
+    stage = Stage(gated=True)
+    actor = await start_with(learner, stage.play, ticket("t"))
+    await learner.expect(Hello, lambda m: m.held == ("t",))
+    actor.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await actor
+    assert stage.cancelled == ["t"]
+    assert (await learner.expect(Bye)).reason == "asked to stop"
+
+
+@with_learner
+async def test_an_actor_ends_with_an_error_when_the_learner_failed(learner: Learner) -> None:
+    actor = start(learner, Stage().play)
+    await learner.expect(Request)
+    learner.send(Welcome("run", 0, "p"))
+    learner.send(Stop("the learner failed", failed=True))
+    assert await actor == 1

@@ -82,12 +82,17 @@ def ticket(name: str, group_size: int = 1) -> Ticket:
     return Ticket(name, SeedSource().sample(0), group_size, 0, Sampling(), 60.0)
 
 
-def with_learner(test: Callable[[Learner], Coroutine[Any, Any, None]]) -> None:
-    learner = Learner()
-    try:
-        asyncio.run(asyncio.wait_for(test(learner), 20))
-    finally:
-        learner.close()
+def with_learner(test: Callable[[Learner], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """The test with a learner of its own, as a function that pytest can call."""
+
+    def run() -> None:
+        learner = Learner()
+        try:
+            asyncio.run(asyncio.wait_for(test(learner), 20))
+        finally:
+            learner.close()
+
+    return run
 
 
 def start(learner: Learner, play: Play, **changes: Any) -> asyncio.Task[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from learner.tickets.book import TicketBook, Verdict
-from tests.support.ticket_rig import Clock, adds_up, issue_all, make_book
+from tests.support.ticket_book_rig import Clock, adds_up, issue_all, make_book
 from tests.support.wires import group_of
 
 

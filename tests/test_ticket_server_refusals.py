@@ -1,4 +1,4 @@
-"""What the intake refuses: malformed and damaged messages, strangers, and actors of another model; counted and kept."""
+"""What the ticket server refuses: malformed messages, strangers, actors of another model, too many failed episodes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from learner.tickets.server import TicketServer
+from learner.tickets.failure_rate import TooManyFailures
+from learner.tickets.server import TicketServer, TicketServerSettings
+from learner.tickets.sources import SeedSource
 from shared.codec import encode
 from shared.types import Cancel, Ending, Group, Hello, Receipt, Refusal, Stop, Welcome
-from tests.support.intake_rig import Peer, opened, peer, ticket_server
 from tests.support.machine import until
-from tests.support.wires import VOCAB, episode, failed_episode, group_of
+from tests.support.ticket_server_rig import Peer, opened, peer, ticket_server
+from tests.support.wires import RULES, VOCAB, book_settings, episode, failed_episode, group_of
 
 __all__ = ["opened", "peer", "ticket_server"]  # fixtures
 
@@ -26,8 +28,7 @@ def test_what_an_actor_holds_of_another_run_is_void_and_its_group_is_refused(
     peer.hello()
     foreign = replace(peer.tickets(1)[0], id="0-0ther5un")
     peer.hello(foreign.id)
-    cancel = peer.expect(Cancel)
-    assert isinstance(cancel, Cancel) and cancel.ticket_ids == (foreign.id,)
+    assert peer.expect(Cancel) == Cancel((foreign.id,), "the learner has no use for these tickets")
     peer.send(group_of(foreign))
     assert peer.expect(Refusal) == Refusal(foreign.id, "unknown")
     metrics = ticket_server.metrics()
@@ -44,14 +45,14 @@ def test_a_malformed_group_is_refused_counted_kept_and_its_sample_dropped(
     bad = episode(images=())  # a placeholder without its image
     peer.send(Group(ticket.id, "p", (bad,)))
     refusal = peer.expect(Refusal)
-    assert isinstance(refusal, Refusal) and refusal.ticket_id == ticket.id
+    assert refusal.ticket_id == ticket.id
     peer.send(Group(other.id, "p", (episode(token_ids=np.full(7, 1, np.int32)),)))
     peer.expect(Refusal)
     peer.socket.send_multipart([b"noise", b"noise"])
     peer.send(Stop("an actor has no say in this"))
     peer.send(Group(third.id, "p", (failed_episode(Ending.ENV_TIMEOUT, "reset took 30 s"),)))
     refusal = peer.expect(Refusal)
-    assert isinstance(refusal, Refusal) and "reset took 30 s" in refusal.reason
+    assert "reset took 30 s" in refusal.reason
     peer.send(group_of(fourth))
     peer.expect(Receipt)
     metrics = ticket_server.metrics()
@@ -113,12 +114,10 @@ def test_an_actor_of_another_vocabulary_or_schema_is_sent_away_with_the_reason(
     assert stranger.receive(0.3) is None  # one message alone may have been damaged
     stranger.hello(vocab_size=VOCAB + 1)
     stop = stranger.expect(Stop)
-    assert isinstance(stop, Stop)
     assert "model.path" in stop.reason
     for _ in range(2):
         ancient.socket.send_multipart([msgspec.msgpack.encode({"v": 999, "kind": "Hello", "body": []})])
     stop = ancient.expect(Stop)
-    assert isinstance(stop, Stop)
     assert "999" in stop.reason
     assert ticket_server.metrics()["actors/known"] == 0
 
@@ -132,7 +131,6 @@ def test_an_actor_that_names_no_usable_engines_is_sent_away(
     for _ in range(2):
         stranger.send(Hello("stranger", urls, VOCAB, (), 0.5))
     stop = stranger.expect(Stop)
-    assert isinstance(stop, Stop)
     assert "engine" in stop.reason
     assert not ticket_server.engines()
 
@@ -145,3 +143,35 @@ def test_a_known_actor_stays_when_one_of_its_messages_is_damaged(ticket_server: 
         peer.socket.send_multipart([msgspec.msgpack.encode({"v": 66, "kind": "Hello", "body": []})])
     assert peer.receive(0.5) is None
     assert ticket_server.metrics()["actors/known"] == 1
+
+
+# ------------------------------------------------------------------ episodes that fail
+
+
+@pytest.fixture
+def half_may_fail(tmp_path: Path, opened: list) -> tuple[TicketServer, Peer]:
+    """An open ticket server that bears half of its episodes to fail, and an actor with 64 places."""
+    settings = TicketServerSettings("tcp://127.0.0.1:*", tmp_path, "run-1", RULES, max_failure_share=0.5)
+    ticket_server = TicketServer(SeedSource(), book_settings(groups_per_version=100), settings)
+    peer = Peer(ticket_server.address, slots=64)
+    opened += [ticket_server, peer]
+    ticket_server.open(0)
+    peer.hello()
+    return ticket_server, peer
+
+
+def test_too_many_failed_episodes_stop_the_run_with_the_first_reason(half_may_fail: tuple[TicketServer, Peer]) -> None:
+    ticket_server, peer = half_may_fail
+    for number, ticket in enumerate(peer.tickets(64)):
+        good = number < 30
+        made = group_of(ticket) if good else Group(ticket.id, "p", (failed_episode(error=f"boom {number}"),))
+        peer.send(made)
+    with pytest.raises(TooManyFailures, match=r"env.max_failure_share = 0.5; the first: env_error: boom 30"):
+        ticket_server.next_batch(60, timeout_s=10.0)
+
+
+def test_failures_below_the_stated_share_do_not_stop_the_run(half_may_fail: tuple[TicketServer, Peer]) -> None:
+    ticket_server, peer = half_may_fail
+    for number, ticket in enumerate(peer.tickets(64)):
+        peer.send(Group(ticket.id, "p", (failed_episode(),)) if number % 2 else group_of(ticket))
+    assert len(ticket_server.next_batch(32, timeout_s=10.0)) == 32

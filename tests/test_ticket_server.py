@@ -1,4 +1,4 @@
-"""The intake hands out tickets and gathers groups, over real sockets and with its real thread."""
+"""The ticket server issues tickets and gathers groups, over real sockets and with its real thread."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from learner.tickets.server import TicketServer
 from learner.tickets.sources import SeedSource
 from shared.types import Ack, Bye, Cancel, Group, Receipt, Refusal, Sampling, Stop, Tickets, Welcome
-from tests.support.intake_rig import Peer, opened, peer, ticket_server
 from tests.support.machine import until
-from tests.support.wires import episode, failed_episode, group_of, start_ticket_server
+from tests.support.ticket_server_rig import Peer, opened, peer, ticket_server
+from tests.support.wires import failed_episode, group_of, start_ticket_server
 
 __all__ = ["opened", "peer", "ticket_server"]  # fixtures
 
@@ -20,7 +20,6 @@ __all__ = ["opened", "peer", "ticket_server"]  # fixtures
 def test_tickets_groups_and_acknowledgments_make_a_batch(ticket_server: TicketServer, peer: Peer) -> None:
     peer.hello()
     welcome = peer.expect(Welcome)
-    assert isinstance(welcome, Welcome)
     assert (welcome.run_id, welcome.version) == ("run-1", 0)
     assert peer.receive(0.3) is None  # no engine has weights yet
     ticket_server.open()
@@ -129,16 +128,7 @@ def test_the_slower_actor_of_a_ticket_is_told_to_stop(tmp_path: Path, opened: li
     assert slow.expect(Cancel) == Cancel((ticket.id,), "another actor was faster")
 
 
-def test_an_actor_that_returns_to_a_restarted_learner_is_told_what_is_void(
-    ticket_server: TicketServer, peer: Peer
-) -> None:
-    peer.hello("5-before", "6-before")
-    assert peer.expect(Cancel) == Cancel(("5-before", "6-before"), "the learner has no use for these tickets")
-    peer.send(Group("5-before", "p", (episode(),)))
-    assert peer.expect(Refusal) == Refusal("5-before", "unknown")
-
-
-def test_a_restarted_intake_goes_on_where_the_checkpoint_was(tmp_path: Path, opened: list) -> None:
+def test_a_restarted_ticket_server_goes_on_where_the_checkpoint_was(tmp_path: Path, opened: list) -> None:
     states = []
     for _ in range(2):
         ticket_server = start_ticket_server(tmp_path)

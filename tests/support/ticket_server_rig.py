@@ -1,4 +1,4 @@
-"""An intake with real sockets and its real thread, and actors that are bare sockets and say what the test wants."""
+"""A ticket server with real sockets and its real thread, and actors that are bare sockets which a test makes speak."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Peer:
             return None
         return decode(self.socket.recv_multipart())
 
-    def expect(self, kind: type) -> object:
+    def expect(self, kind: type) -> Any:
         """The next message of this kind; others are skipped."""
         while (message := self.receive()) is not None:
             if isinstance(message, kind):
