@@ -7,6 +7,8 @@ import os
 import tracemalloc
 from pathlib import Path
 
+import pytest
+
 from actor.loop import run_actor
 from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
@@ -58,6 +60,7 @@ async def train_on(ticket_server: TicketServer, steps: int) -> list[str]:
     return trained
 
 
+@pytest.mark.slow
 def test_while_the_learner_is_stuck_actors_wait_and_then_everything_is_trained(tmp_path: Path) -> None:
     async def run() -> None:
         stage, steps = Stage(), 6

@@ -42,6 +42,7 @@ def save(trainer, ranks, path, *, version=7, keep=2, background=False):
     return where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("background", "optimizer"), [(False, "adamw"), (True, "adamw"), (True, "muon")])
 def test_resumed_equals_uninterrupted(new_trainer, spec, ranks, tmp_path, background, optimizer):
     trainer = new_trainer(optimizer=optimizer)
@@ -127,6 +128,7 @@ def test_saving_the_same_step_again_replaces_it(new_trainer, ranks, tmp_path):
     assert json.loads((path / "meta.json").read_text())["version"] == 2
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(new_trainer, spec, ranks, tmp_path):
     trainer = new_trainer()
     trainer.step(random_groups(spec, 2, seed=0), version=0)

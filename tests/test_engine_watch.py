@@ -37,6 +37,7 @@ def engines(folder):
         yield back, w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "fresh", "found"),
     [

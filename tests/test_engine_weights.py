@@ -19,6 +19,7 @@ __all__ = ["engine", "spec"]  # fixtures
 LONG = Sampling(max_new_tokens=300)
 
 
+@pytest.mark.slow
 def test_an_update_in_the_middle_of_a_request_shows_as_two_spans(folder, spec, engine):
     url, app = engine
     drawn_images = [draw_image(64, 64, 1)]

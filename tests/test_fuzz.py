@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ def test_the_fuzzer_starts_from_a_valid_message_of_each_kind() -> None:
     assert sorted(verdict_of(frames) for frames in seeds()) == sorted(f"valid {kind}" for kind in MESSAGES)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     kind=st.sampled_from(sorted(MESSAGES)),
@@ -41,6 +43,7 @@ def test_any_fields_of_any_kind_get_a_verdict(kind: str, fields: dict[str, objec
     assert verdict_of(sealed([msgspec.msgpack.encode(header), *frames])) not in ("digest", "unknown_kind")
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(frames=st.lists(st.binary(max_size=100), max_size=5))
 def test_any_bytes_get_a_verdict(frames: list[bytes]) -> None:

@@ -87,6 +87,7 @@ def run(tmp_path: Path, hub: Hub, code: list[str]) -> subprocess.CompletedProces
     return subprocess.run([sys.executable, *code], capture_output=True, text=True, timeout=120, env=environment)
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_hub_is_downloaded_with_its_own_split(tmp_path: Path, hub: Hub) -> None:
     out = tmp_path / "out"
     ended = run(tmp_path, hub, ["launch/prepare.py", "geo3k_multi_turn", "--out", str(out)])
@@ -96,6 +97,7 @@ def test_a_dataset_of_the_hub_is_downloaded_with_its_own_split(tmp_path: Path, h
     assert sorted(hub.asked) == ["data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"]
 
 
+@pytest.mark.slow
 def test_a_dataset_that_the_hub_does_not_have_is_one_line(tmp_path: Path, hub: Hub) -> None:
     ended = run(tmp_path, hub, ["launch/prepare.py", "sokoban", "--out", str(tmp_path / "out")])
     assert ended.returncode == 2
@@ -105,6 +107,7 @@ def test_a_dataset_that_the_hub_does_not_have_is_one_line(tmp_path: Path, hub: H
     )
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_downloaded_once(tmp_path: Path, hub: Hub) -> None:
     imports = "from launch.hub import local_model; from shared.vision import VisionSpec"
     code = f"{imports}; print(VisionSpec.load(local_model('us/tiny')))"

@@ -99,6 +99,7 @@ def test_a_client_without_a_key_is_not_served(guarded: Guarded) -> None:
     assert guarded.logged("refused a client", "it has no keys") == 1
 
 
+@pytest.mark.slow
 def test_a_client_whose_key_is_not_on_the_list_is_not_served(guarded: Guarded) -> None:
     stranger = ClientKeys(*zmq.curve_keypair(), guarded.key.server)
     for _ in range(2):
@@ -108,6 +109,7 @@ def test_a_client_whose_key_is_not_on_the_list_is_not_served(guarded: Guarded) -
     assert guarded.logged("is not allowed") == 1
 
 
+@pytest.mark.slow
 def test_a_client_that_expects_another_learner_is_not_served(guarded: Guarded) -> None:
     mistaken = ClientKeys(guarded.key.public, guarded.key.secret, zmq.curve_keypair()[0])
     served, trouble = asyncio.run(try_to_join(guarded.ticket_server.address, mistaken))

@@ -50,6 +50,7 @@ GRID = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "hidden_size", "vocab_size", "temperature", "banned", "budget"), GRID)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_and_gradients_agree_with_float64(
@@ -110,6 +111,7 @@ def test_a_shard_without_rows_still_runs_its_backward_and_gives_zeros():
     assert results[3].shape == weight.shape
 
 
+@pytest.mark.slow
 def test_kept_and_recomputed_tiles_give_the_same_gradients_also_a_second_time():
     hidden, weight, target, upstream = make(200, 16, 3000)
     tile = 128 * 1024 * 4
@@ -185,6 +187,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_no_tensor_of_rows_times_vocabulary_is_ever_made():
     hidden, weight, target, upstream = make(600, 8, 6000)
     with LargestTensor() as largest:
@@ -222,6 +225,7 @@ def test_bad_input_is_refused_in_one_line(changes, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_importing_the_kernels_does_not_import_triton():
     code = "import sys, kernels; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -15,6 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the subprocess that switches the interpreter on")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="would start itself again")
 def test_the_kernels_agree_with_float64_in_the_interpreter():
     here = os.path.dirname(__file__)

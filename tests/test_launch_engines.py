@@ -176,6 +176,7 @@ def test_an_engine_that_ended_is_started_again_and_named(tmp_path, caplog):
         stop_all([engine.child])
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("launch.engines.health.EVERY_S", 0.05)
     monkeypatch.setattr("launch.engines.health.ANSWER_S", 1.0)
@@ -220,6 +221,7 @@ def test_an_engine_that_cannot_stay_alive_is_given_up(tmp_path, capfd):
     assert "no memory" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_an_engine_has_started_ends_with_it(tmp_path):
     code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     child = start_family("engine", [sys.executable, "-c", code], tmp_path / "log", env={})

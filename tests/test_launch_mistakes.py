@@ -53,6 +53,7 @@ def answering(answer):
         thread.join(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["actors", "local"])
 def test_a_missing_sglang_environment_names_its_cure(tmp_path, script):
     code, line, _ = run(script, tmp_path, **{"engine.kind": "sglang", "engine.sglang_env": tmp_path})
@@ -73,6 +74,7 @@ def test_a_server_that_dies_at_start_shows_its_last_lines(tmp_path):
     assert "there is no memory" in everything
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_answer_is_named(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
     code, line, _ = run("actors", tmp_path, **{"engine.urls": json.dumps([url]), "engine.start_timeout_s": 1})

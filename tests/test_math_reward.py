@@ -23,6 +23,7 @@ def rows(name):
     return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "count"), [("math_reward.jsonl", 45), ("math_cases.jsonl", 595)])
 def test_answers_are_graded_by_mathematical_truth(name, count):
     cases = [
@@ -106,6 +107,7 @@ def hostile(index: int, rng: Random) -> str:
     ][index % 24]
 
 
+@pytest.mark.slow
 def test_a_thousand_hostile_answers_are_graded_and_none_is_right():
     rng = Random(0)
     labels = ["60", r"2 \sqrt { 3 }", "x=8", "2x+3", r"x \le 3", "1,200", "x^2+y^2=1", "[1,2)", "acute", "y=2x+3"]
@@ -115,6 +117,7 @@ def test_a_thousand_hostile_answers_are_graded_and_none_is_right():
         assert verdict.outcome == "wrong" or index % 24 == 21, index  # that one may take longer than its limit
 
 
+@pytest.mark.slow
 def test_a_comparison_over_its_limit_is_a_timeout_and_the_next_one_works():
     assert is_modest(SLOW)
     assert reward_function(rf"\boxed{{{SLOW}}}", "60", limit_s=0.05).outcome == "timeout"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.optim import AdamW, Muon
 
@@ -17,6 +18,7 @@ def is_hidden(name: str, p: torch.Tensor) -> bool:
     return name.startswith("vlm.model.language_model.layers.") and p.ndim == 2
 
 
+@pytest.mark.slow
 def test_three_steps_are_those_of_torchs_muon_and_adamw_side_by_side(folder, spec, ranks):
     trainer = Trainer(load_policy(str(folder), spec), CONFIG, ranks)
     copy = load_policy(str(folder), spec)

@@ -56,6 +56,7 @@ def in_mid_update(monkeypatch, action):
     monkeypatch.setattr(WeightUpdate, "send", send)
 
 
+@pytest.mark.slow
 def test_an_engine_killed_in_mid_update_is_the_only_one_left_behind(folder, policy, publisher, monkeypatch, caplog):
     with running_engine(folder, update_timeout_s=8.0) as (good, app), engine_process(folder) as doomed:
         in_mid_update(monkeypatch, lambda: doomed.signal(signal.SIGKILL))
@@ -68,6 +69,7 @@ def test_an_engine_killed_in_mid_update_is_the_only_one_left_behind(folder, poli
         assert len(named) == 1 and doomed.url in named[0]
 
 
+@pytest.mark.slow
 def test_an_engine_stopped_in_mid_update_comes_back_with_the_right_weights(folder, policy, publisher, monkeypatch):
     with running_engine(folder, update_timeout_s=8.0) as (good, app), engine_process(folder) as frozen:
         in_mid_update(monkeypatch, lambda: frozen.signal(signal.SIGSTOP))
@@ -140,6 +142,7 @@ def test_a_misbehaving_engine_is_named_and_never_holds_the_learner(
         assert any(f"{bad} did not take version 6" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [hangs_up, dribbles, talks_nonsense])
 def test_an_engine_without_a_whole_health_answer_is_not_asked_to_join(policy, publisher, fault):
     with false_engine({"/health": fault}) as (url, seen):

@@ -95,6 +95,7 @@ def test_the_solver_gives_up_at_its_limit_and_says_so():
     assert not found.proven
 
 
+@pytest.mark.slow
 def test_all_thousand_boxoban_levels_load_and_render_and_the_first_two_hundred_are_solved():
     assert len(LEVELS) == 1000
     for board in LEVELS:

@@ -34,6 +34,7 @@ def weights_of(policy):
     return {name: p.detach().clone() for name, p in policy.named_parameters()}
 
 
+@pytest.mark.slow
 def test_one_sgd_step_gives_the_weights_computed_by_hand(policy, spec, ranks):
     config = learner_config(
         value_lr=0.5, lr=0.5, weight_decay=0, max_grad_norm=1e9, normalize_advantages=False, gamma=0.9, lam=0.8,
@@ -80,6 +81,7 @@ def _gradient_by_hand(policy, trajectories, *, gamma, lam, value_coef):
     return gradients
 
 
+@pytest.mark.slow
 def test_microbatches_change_nothing_but_rounding(folder, spec, ranks):
     groups = random_groups(spec, 4, turns=2, group_size=2)
     after = []
@@ -102,6 +104,7 @@ def test_equal_rewards_change_nothing_under_grpo_and_cost_no_microbatch(policy, 
     assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
 
 
+@pytest.mark.slow
 def test_grpo_raises_the_logprob_of_what_was_rewarded(policy, spec, ranks):
     trainer = Trainer(policy, learner_config(objective="grpo", lr=3e-3, weight_decay=0.0), ranks)
     group = random_groups(spec, 1, group_size=4, turns=1)[0]
@@ -113,6 +116,7 @@ def test_grpo_raises_the_logprob_of_what_was_rewarded(policy, spec, ranks):
     assert after.behaviour_logprobs.sum() > played[0].behaviour_logprobs.sum() + 0.5
 
 
+@pytest.mark.slow
 def test_a_non_finite_loss_skips_the_step_and_is_counted(policy, spec, ranks):
     trainer = Trainer(policy, learner_config(lr=1.0), ranks)
     group = random_groups(spec, 1)[0]
@@ -141,6 +145,7 @@ def test_a_step_without_any_trainable_episode_is_skipped(policy, ranks):
     assert metrics["optim/skipped_steps"] == 1.0 and metrics["batch/episodes"] == 0.0
 
 
+@pytest.mark.slow
 def test_metrics_are_split_by_version_lag(policy, spec, ranks):
     groups = [random_groups(spec, 1, seed=s, version=v)[0] for s, v in ((0, 5), (1, 4), (2, 4))]
     groups = [Group(g.ticket_id, g.actor, (on_policy(policy, g.trajectories[0]),)) for g in groups]
@@ -191,6 +196,7 @@ def test_episodes_cut_off_by_a_limit_are_masked_or_penalised_as_the_recipe_says(
     assert np.array_equal(penalised[0].rewards, plain[0].rewards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_to_the_reference_holds_the_policy_back(folder, spec, ranks, estimator):
     group = random_groups(spec, 1, group_size=4, turns=1)[0]
@@ -213,6 +219,7 @@ def test_a_reference_is_asked_for_only_where_its_weight_is_not_zero(policy, rank
         Trainer(policy, learner_config(), ranks, reference=policy)
 
 
+@pytest.mark.slow
 def test_sequence_mean_weighs_a_short_episode_as_much_as_a_long_one(folder, spec, ranks):
     """Under SGD, a step on two episodes is the mean of the steps on each alone."""
     groups = [random_groups(spec, 1, seed=s, turns=t)[0] for s, t in ((0, 1), (1, 3))]

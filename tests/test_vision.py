@@ -85,6 +85,7 @@ def test_too_narrow_an_image_is_refused():
         SPEC.grid(3000, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(64, 64), (192, 96), (50, 70), (40, 20), (1500, 1200)])
 def test_patches_equal_the_image_processors(width, height):
     image = draw_image(width, height, seed=width)

@@ -19,6 +19,7 @@ def publisher(policy, folder, ranks):
         yield publisher
 
 
+@pytest.mark.slow
 def test_every_parameter_of_an_honest_engine_is_covered_in_time(folder, policy, publisher):
     names = {name for name, _ in policy.named_weights()}
     seen = []
@@ -76,11 +77,13 @@ def test_an_engine_that_says_another_version_stops_the_run(folder, publisher):
             publisher.publish(8, [url])
 
 
+@pytest.mark.slow
 def test_the_canary_follows_a_changed_vision_tower(folder, policy, ranks):
     with engine_process(folder) as engine:
         check_no_stale_image(engine.url, policy, str(folder), ranks)
 
 
+@pytest.mark.slow
 def test_a_stale_image_stops_the_run(folder, policy, ranks):
     with running_engine(folder) as (url, app):
         real, cache = app.scheduler.runner.encode, {}
