@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import logging
 import os
 import time
+from contextlib import ExitStack
 
-from launch.cli import fail, parse, take_option
 from launch.engines.commands import EngineSpec, engine_specs
 from launch.engines.gpus import claim
 from launch.engines.network import check_ports, check_reach
@@ -23,11 +23,11 @@ from launch.engines.probe import ModelFacts
 from launch.engines.supervisor import Engine, check_router, wait_until_serving
 from launch.processes.actor_supervisor import ActorFailed, ActorProcess
 from launch.processes.children import Stopped, raise_on_signals, stop_all
-from launch.processes.restarts import Restarts
+from launch.processes.restarts import Restarts, Supervised
 from launch.recording import Recording, with_own_weights
 from launch.task_samples import ready
 from shared.codec import TokenRules
-from shared.config import Recipe
+from shared.config import Recipe, fail, parse, recipe_parser
 from shared.engine_api import EngineError
 from shared.keys import actor_security, read_api_key
 from shared.log import get_logger
@@ -38,48 +38,56 @@ LOG = get_logger("actors")
 
 
 def main(argv: list[str] | None = None) -> int:
-    folder, argv = take_option(sys.argv[1:] if argv is None else argv, "--record", "")
-    recipe = parse(__doc__, argv)
-    recording: Recording | None = None
-    actors: list[ActorProcess] = []
-    engines: list[Engine] = []
-    try:
-        recipe = ready(recipe)
-        actor_security(recipe.transport, recipe.actor.learner)  # what is wrong with the keys is said now
-        api_key = read_api_key(recipe.engine.api_key_file)
-        model, specs = check(recipe)
-        if folder:
-            specs = tuple(with_own_weights(spec) for spec in specs)
-        raise_on_signals()
-        locks = [claim(spec.gpus, spec.name) for spec in specs]
-        LOG.debug("%d GPUs are taken", sum(len(own) for own in locks))
-        engines = [engine_of(spec, recipe.engine) for spec in specs]
-        for engine in engines:
-            engine.start()
-        urls = recipe.engine.urls or tuple(spec.url for spec in specs)
-        wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s, api_key)
-        if recipe.engine.router:
-            check_router(recipe.engine.router, model, recipe.engine.start_timeout_s, api_key)
-        if folder:
-            recording = Recording(recipe, Path(folder), rules(model))
-            recipe = recording.recipe
-        actors = [ActorProcess(recipe, index, urls) for index in range(recipe.actor.processes)]
-        for actor in actors:
-            actor.start()
-        return supervise(actors, engines)
-    except ActorFailed as failure:
-        LOG.error("%s; stopping the others", failure)
-        return failure.code
-    except (EngineError, ValueError) as error:
-        return fail(error)
-    except Stopped as signal:
-        LOG.info("%s: stopping", signal)
-        return 130
-    finally:
-        if recording is not None:
-            recording.close()
-        children = [*(actor.child for actor in actors), *(engine.child for engine in engines)]
-        stop_all([child for child in children if child])
+    parser = recipe_parser(__doc__)
+    parser.add_argument("--record", default="", metavar="DIR", help="no learner: groups go into this folder")
+    recipe, options = parse(parser, argv)
+    with ExitStack() as cleanup:
+        try:
+            return run(recipe, options.record, cleanup)
+        except ActorFailed as failure:
+            LOG.error("%s; stopping the others", failure)
+            return failure.code
+        except (EngineError, ValueError) as error:
+            return fail(error)
+        except Stopped as signal:
+            LOG.info("%s: stopping", signal)
+            return 130
+
+
+def run(recipe: Recipe, folder: str, cleanup: ExitStack) -> int:
+    """Starts engines, then actors, and keeps them alive until the run is over. Groups go into `folder`, if one is
+    given. `cleanup` ends all that was started."""
+    recipe = ready(recipe)
+    actor_security(recipe.transport, recipe.actor.learner)  # what is wrong with the keys is said now
+    api_key = read_api_key(recipe.engine.api_key_file)
+    model, specs = check(recipe)
+    if folder:
+        specs = tuple(with_own_weights(spec) for spec in specs)
+    raise_on_signals()
+    for lock in [lock for spec in specs for lock in claim(spec.gpus, spec.name)]:
+        cleanup.enter_context(lock)
+    engines = [engine_of(spec, recipe.engine) for spec in specs]
+    started: list[Supervised] = [*engines]
+    cleanup.callback(lambda: stop_all([each.child for each in started if each.child]))
+    for engine in engines:
+        engine.start()
+    urls = recipe.engine.urls or tuple(spec.url for spec in specs)
+    wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s, api_key)
+    if recipe.engine.router:
+        check_router(recipe.engine.router, model, recipe.engine.start_timeout_s, api_key)
+    if folder:
+        recording = Recording(recipe, Path(folder), rules(model))
+        cleanup.callback(recording.close)
+        recipe = recording.recipe
+    actors = [ActorProcess(recipe, index, urls) for index in range(recipe.actor.processes)]
+    started += actors
+    for actor in actors:
+        actor.start()
+    while not all(actor.done for actor in actors):  # which is the end of the run
+        for each in started:
+            each.keep_alive()
+        time.sleep(0.2)
+    return 0
 
 
 def check(recipe: Recipe) -> tuple[ModelFacts, tuple[EngineSpec, ...]]:
@@ -102,18 +110,6 @@ def engine_of(spec: EngineSpec, engine: EngineConfig) -> Engine:
 
 def rules(model: ModelFacts) -> TokenRules:
     return TokenRules(model.vision.image_token_id, model.vision.banned_ids, model.vocab_size)
-
-
-def supervise(actors: list[ActorProcess], engines: list[Engine]) -> int:
-    """Until all actors have ended well, which is the end of the run. What ends otherwise is started again; ActorFailed
-    or EngineError when that does not help."""
-    while not all(actor.done for actor in actors):
-        for actor in actors:
-            actor.keep_alive()
-        for engine in engines:
-            engine.keep_alive()
-        time.sleep(0.2)
-    return 0
 
 
 if __name__ == "__main__":

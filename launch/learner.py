@@ -20,20 +20,20 @@ from typing import TextIO
 
 import zmq
 
-from launch.cli import fail, parse, take_option
 from launch.engines.gpus import claim, names
 from launch.processes.children import Stopped, die_with_parent, raise_on_signals
 from launch.task_samples import held_out_samples, ready, training_samples
 from learner.shutdown import ShutdownRequested
 from learner.tickets.sources import SeedSource
-from shared.config import Recipe
+from shared.config import Recipe, fail, parse, recipe_parser
 from shared.keys import learner_security, read_api_key
 from shared.log import get_logger
 
 
 def main(argv: list[str] | None = None) -> int:
-    recording, argv = take_option(sys.argv[1:] if argv is None else argv, "--from-recording", "")
-    recipe = parse(__doc__, argv)
+    parser = recipe_parser(__doc__)
+    parser.add_argument("--from-recording", default="", metavar="DIR", help="train on these groups, without actors")
+    recipe, options = parse(parser, argv)
     rank = int(os.environ.get("RANK", "0"))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)  # a rank never outlives its torchrun
@@ -49,10 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         raise_on_signals()
         held = claim_gpu(recipe, rank)
         logging.getLogger("pronk").debug("rank %d holds %d GPUs", rank, len(held))
-        if recording:
+        if options.from_recording:
             from learner.offline import run_recorded
 
-            print(json.dumps(run_recorded(recipe, Path(recording))), flush=True)
+            print(json.dumps(run_recorded(recipe, Path(options.from_recording))), flush=True)
             return 0
         from learner.loop import run  # torch and transformers, after the cheap checks
 

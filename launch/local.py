@@ -20,23 +20,22 @@ from random import Random
 from typing import TextIO
 
 from envs.loader import load_env, load_module
-from launch.cli import fail, load, split, take_option
 from launch.engines.commands import check_host
 from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
 from launch.task_samples import held_out_samples, ready
-from shared.config import Recipe
+from shared.config import Recipe, fail, parse, recipe_parser
 from shared.log import get_logger
 
 LOG = get_logger("local")
 
 
 def main(argv: list[str] | None = None) -> int:
-    path, overrides = split(__doc__, sys.argv[1:] if argv is None else argv)
-    ranks, overrides = take_option(overrides, "--ranks", "1")
-    recipe = load(path, overrides)
+    parser = recipe_parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the learner")
+    recipe, options = parse(parser, argv)
     try:
         recipe = ready(recipe)
-        check_host(recipe, int(ranks))
+        check_host(recipe, options.ranks)
     except ValueError as error:
         return fail(error)
     show_random_policy(recipe)
@@ -46,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     try:
-        arguments = ["--config", path, *overrides]
-        torchrun = [sys.executable, script("processes/torchrun"), "--standalone", "--nproc-per-node", ranks]
+        arguments = ["--config", options.config, *options.overrides]
+        torchrun = [sys.executable, script("processes/torchrun"), "--standalone", f"--nproc-per-node={options.ranks}"]
         progress = Progress(folder / "metrics.jsonl", recipe)
         children.append(
             start("learner", [*torchrun, script("learner"), *arguments], env=cpu_env(recipe.learner.threads), mute=True)

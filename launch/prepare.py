@@ -32,8 +32,8 @@ from envs.datasets import write_rows
 from envs.geometry import data as problem_data
 from envs.geometry import triangles
 from envs.geometry.data import listed
-from launch.cli import fail
 from launch.hub import local_dataset
+from shared.config import fail
 
 DATASETS = {
     "sokoban": "VeraIsHere/sokoban_processed",

@@ -1,6 +1,7 @@
 """Will it fit? Bytes per rank by kind, from a model's sizes alone: no weights, no GPU.
 
 python -m learner.plan --model Qwen3-VL-8B --gpus 8 --gpu-memory 141
+python -m learner.plan --config launch/recipes/geo3k.toml --gpus 8 [--section.key VALUE ...]
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from learner.model.sizes import PUBLISHED, ModelSizes, find, sizes_of
-from shared.config import Recipe
+from shared.config import Recipe, fail, load, recipe_parser
 
 FP32 = 4
+DTYPE_BYTES = {"float32": FP32, "bfloat16": 2}
 ADAMW_STATES, MUON_STATES = 2, 1  # float32 each
 RESERVED_FRACTION = 0.06  # of a GPU: context, communication buffers, what the allocator cannot use
 
@@ -151,7 +153,7 @@ def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> Non
 
     A model whose sizes are not known here passes.
     """
-    path, learner = recipe.model.path, recipe.learner
+    path = recipe.model.path
     file = Path(path) / "config.json"
     shape = sizes_of(json.loads(file.read_text())) if file.exists() else None
     if shape is None:
@@ -162,19 +164,24 @@ def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> Non
             f"{shape.max_context} tokens; lower it"
         )
     if gpu_bytes is not None:
-        setting = Setting(
-            gpus=num_ranks,
-            shard_size=learner.parallel.shard_size,
-            dtype_bytes=2 if recipe.model.dtype == "bfloat16" else FP32,
-            microbatch_tokens=max(learner.parallel.microbatch_tokens, recipe.model.max_context),
-            logits_bytes=0.1 * gpu_bytes,
-            activation_checkpointing=learner.parallel.activation_checkpointing,
-            offload=learner.parallel.offload,
-            reference=learner.objective.kl_coef != 0,
-            optimizer=learner.optimizer.name,
-            freeze=learner.optimizer.freeze,
-        )
-        check(shape, setting, gpu_bytes, path)
+        check(shape, setting_of(recipe, num_ranks, gpu_bytes), gpu_bytes, path)
+
+
+def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
+    """What a recipe's run on that many GPUs depends on."""
+    objective, optimizer, parallel = recipe.learner.objective, recipe.learner.optimizer, recipe.learner.parallel
+    return Setting(
+        gpus=num_ranks,
+        shard_size=parallel.shard_size,
+        dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
+        microbatch_tokens=max(parallel.microbatch_tokens, recipe.model.max_context),
+        logits_bytes=0.1 * gpu_bytes,
+        activation_checkpointing=parallel.activation_checkpointing,
+        offload=parallel.offload,
+        reference=objective.kl_coef != 0,
+        optimizer=optimizer.name,
+        freeze=optimizer.freeze,
+    )
 
 
 def _cure(shape: ModelSizes, setting: Setting, room: float) -> str:
@@ -216,38 +223,43 @@ def report(name: str, shape: ModelSizes, setting: Setting, gpu_bytes: float) -> 
     return "\n".join(lines), fits
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_parser() -> argparse.ArgumentParser:
+    """Each option of a setting is a field of `Setting`, and stays away unless it is given."""
+    parser = recipe_parser(__doc__, required=False)
     parser.add_argument("--model", default="", help=f"a folder, or {', '.join(PUBLISHED)}; left out: all of these")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--gpu-memory", type=float, default=141, help="of one GPU, in GB")
-    parser.add_argument("--shard-size", type=int, default=0, help="GPUs that share one copy; 0 = all")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of forward and backward")
-    parser.add_argument("--microbatch-tokens", type=int, default=16384)
-    parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--offload", action="store_true")
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    parser.add_argument("--freeze", nargs="*", choices=("vision", "projector"), default=())
-    options = parser.parse_args(argv)
-    setting = Setting(
-        gpus=options.gpus,
-        shard_size=options.shard_size,
-        dtype_bytes=2 if options.dtype == "bfloat16" else FP32,
-        microbatch_tokens=options.microbatch_tokens,
-        logits_bytes=options.gpu_memory * 1e8,
-        activation_checkpointing=options.activation_checkpointing,
-        offload=options.offload,
-        optimizer=options.optimizer,
-        freeze=tuple(options.freeze),
-    )
+    of_setting = parser.add_argument_group("setting", argument_default=argparse.SUPPRESS)
+    of_setting.add_argument("--shard-size", type=int, help="GPUs that share one copy; 0 = all")
+    of_setting.add_argument("--dtype", choices=DTYPE_BYTES, help="of forward and backward; bfloat16")
+    of_setting.add_argument("--microbatch-tokens", type=int)
+    of_setting.add_argument("--activation-checkpointing", action="store_true")
+    of_setting.add_argument("--offload", action="store_true")
+    of_setting.add_argument("--optimizer", choices=("adamw", "muon"))
+    of_setting.add_argument("--freeze", nargs="*", choices=("vision", "projector"))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = options_parser()
+    options, overrides = parser.parse_known_args(argv)
+    if overrides and not options.config:
+        parser.error(f"unknown option {overrides[0]}; the fields of a recipe need --config R.toml")
+    given = {name: value for name, value in vars(options).items() if name in Setting.__dataclass_fields__}
+    if "dtype" in options:
+        given["dtype_bytes"] = DTYPE_BYTES[options.dtype]
+    gpu_bytes, names = options.gpu_memory * 1e9, [options.model] if options.model else list(PUBLISHED)
+    setting = Setting(logits_bytes=0.1 * gpu_bytes)
+    if options.config:
+        recipe = load(options.config, overrides)
+        setting, names = setting_of(recipe, options.gpus, gpu_bytes), [options.model or recipe.model.path]
+    setting = replace(setting, **given)
     try:
-        if options.gpus < 1 or options.gpus % setting.shards:
-            raise ValueError(f"--shard-size {setting.shards} does not divide --gpus {options.gpus}")
-        names = [options.model] if options.model else list(PUBLISHED)
-        reports = [report(name, find(name), setting, options.gpu_memory * 1e9) for name in names]
+        if setting.gpus < 1 or setting.gpus % setting.shards:
+            raise ValueError(f"--shard-size {setting.shards} does not divide --gpus {setting.gpus}")
+        reports = [report(name, find(name), setting, gpu_bytes) for name in names]
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return fail(error)
     print("\n\n".join(text for text, _ in reports))
     return 0 if all(fits for _, fits in reports) else 1
 

@@ -6,16 +6,18 @@ Each process is given only the sections it needs. An unknown key, a wrong type o
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
@@ -35,6 +37,8 @@ from shared.sections import (
     TransportConfig,
 )
 
+EXIT_USER_ERROR = 2
+
 
 class Recipe(Section):
     run: RunConfig = RunConfig()
@@ -49,6 +53,45 @@ class Recipe(Section):
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     transport: TransportConfig = TransportConfig()
+
+    @model_validator(mode="after")
+    def _episodes_fit(self) -> Self:
+        env, model = self.env, self.model
+        if env.turn_tokens >= model.max_context:
+            raise ValueError(
+                f"env.turn_tokens = {env.turn_tokens} leaves no room in model.max_context = {model.max_context}; "
+                "lower it"
+            )
+        if env.reward and self.reward.url:
+            raise ValueError(f"env.reward = {env.reward!r} and reward.url = {self.reward.url!r}: leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _actors_fit_the_learner(self) -> Self:
+        learner, actor = self.learner, self.actor
+        if learner.actor_timeout_s < 2 * actor.heartbeat_s:
+            raise ValueError(
+                f"learner.actor_timeout_s = {learner.actor_timeout_s}: below two heartbeats of {actor.heartbeat_s} s "
+                "every actor seems gone; raise it"
+            )
+        reach = (learner.max_staleness + 1) * learner.publish.every * learner.groups_per_step
+        if actor.processes * actor.groups > 4 * reach:
+            raise ValueError(
+                f"actor.processes x actor.groups = {actor.processes * actor.groups} places, but the staleness bound "
+                f"admits {reach} groups at once; lower actor.groups or raise learner.max_staleness"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _held_out_seeds_are_apart(self) -> Self:
+        data, held_first = self.data, self.data.eval_first_seed
+        first, last = data.first_seed, data.first_seed + data.num_samples
+        if data.source == "seeds" and first < held_first + self.eval.samples and held_first < last:
+            raise ValueError(
+                f"data.eval_first_seed = {held_first}: held-out seeds overlap the training seeds [{first}, {last}); "
+                "move it past them"
+            )
+        return self
 
 
 class ConfigError(ValueError):
@@ -85,59 +128,7 @@ def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
         raise ConfigError(_settings_error(str(error), overrides or [])) from None
     except ValidationError as error:
         raise ConfigError(_first_line(error, path)) from None
-    recipe = Recipe.model_validate(settings.model_dump())
-    check_consistency(recipe)
-    return recipe
-
-
-def check_consistency(recipe: Recipe) -> None:
-    """Raises `ConfigError` where two settings contradict each other."""
-    env, model, learner, actor = recipe.env, recipe.model, recipe.learner, recipe.actor
-    if env.turn_tokens > env.max_tokens:
-        raise ConfigError(f"env.turn_tokens = {env.turn_tokens} exceeds env.max_tokens = {env.max_tokens}; lower it")
-    if env.turn_tokens >= model.max_context:
-        raise ConfigError(
-            f"env.turn_tokens = {env.turn_tokens} leaves no room in model.max_context = {model.max_context}; lower it"
-        )
-    if env.reward and recipe.reward.url:
-        raise ConfigError(f"env.reward = {env.reward!r} and reward.url = {recipe.reward.url!r}: leave one of them out")
-    objective = learner.objective
-    if objective.group_relative and learner.group_size < 2:
-        raise ConfigError(
-            f"learner.group_size = {learner.group_size}: {objective.name} compares episodes of one sample; set >= 2"
-        )
-    if objective.dynamic_sampling and not objective.group_relative:
-        raise ConfigError(
-            "learner.objective.dynamic_sampling = true is for group-relative objectives; set learner.objective.name"
-        )
-    if recipe.sampling.top_p < 1.0 or recipe.sampling.top_k != -1:
-        raise ConfigError(
-            f"sampling.top_p = {recipe.sampling.top_p}, top_k = {recipe.sampling.top_k}: truncated sampling makes the "
-            "behaviour logprobs untrue; set top_p = 1 and top_k = -1"
-        )
-    if recipe.sampling.temperature == 0:
-        raise ConfigError("sampling.temperature = 0: a greedy policy explores nothing; set it above 0")
-    if learner.actor_timeout_s < 2 * actor.heartbeat_s:
-        raise ConfigError(
-            f"learner.actor_timeout_s = {learner.actor_timeout_s}: below two heartbeats of {actor.heartbeat_s} s every "
-            "actor seems gone; raise it"
-        )
-    reach = (learner.max_staleness + 1) * learner.publish.every * learner.groups_per_step
-    if actor.processes * actor.groups > 4 * reach:
-        raise ConfigError(
-            f"actor.processes x actor.groups = {actor.processes * actor.groups} places, but the staleness bound admits "
-            f"{reach} groups at once; lower actor.groups or raise learner.max_staleness"
-        )
-    if recipe.engine.router and not recipe.engine.urls:
-        raise ConfigError(f"engine.router = {recipe.engine.router!r}: name the engines behind it in engine.urls")
-    if recipe.data.source == "seeds":
-        first, last = recipe.data.first_seed, recipe.data.first_seed + recipe.data.num_samples
-        held_first, held_last = recipe.data.eval_first_seed, recipe.data.eval_first_seed + recipe.eval.samples
-        if first < held_last and held_first < last:
-            raise ConfigError(
-                f"data.eval_first_seed = {held_first}: held-out seeds overlap the training seeds [{first}, {last}); "
-                "move it past them"
-            )
+    return Recipe.model_validate(settings.model_dump())
 
 
 def nearest_key(key: str, known: list[str]) -> str:
@@ -197,6 +188,8 @@ def known_keys() -> list[str]:
 
 def _first_line(error: ValidationError, path: str) -> str:
     first = error.errors()[0]
+    if first["type"] == "value_error":  # of a section's own check, which names value and cure
+        return str(first["ctx"]["error"])
     key = ".".join(str(part) for part in first["loc"])
     if new_name(key):
         return f"recipe {path!r}: {_moved(key)}"
@@ -237,6 +230,39 @@ def field_table() -> str:
         default = "required" if info.is_required() else json.dumps(info.get_default(call_default_factory=True))
         rows.append(f"| `{key}` | {default} | {info.description or ''} |")
     return "\n".join(rows)
+
+
+def recipe_parser(description: str | None, *, required: bool = True) -> argparse.ArgumentParser:
+    """Knows `--config`; a command adds the options of its own."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Any field of the recipe can be overridden: --learner.optimizer.lr 2e-6 --env.max_turns 4",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=required, metavar="R.toml", help="recipe; see launch/recipes/")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[Recipe, argparse.Namespace]:
+    """The recipe with its overrides, and the command's options, with the overrides as they were written. Exits with one
+    line on a mistake."""
+    options, overrides = parser.parse_known_args(argv)
+    options.overrides = overrides
+    return load(options.config, overrides), options
+
+
+def load(path: str, overrides: list[str]) -> Recipe:
+    try:
+        return load_recipe(path, overrides)
+    except ConfigError as error:
+        sys.exit(fail(error))
+
+
+def fail(error: Exception) -> int:
+    """Prints a user's mistake in one line; returns the exit code."""
+    print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+    return EXIT_USER_ERROR
 
 
 if __name__ == "__main__":

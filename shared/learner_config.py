@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared.sections import Section
 
@@ -65,6 +65,14 @@ class ObjectiveConfig(Section):
     def group_relative(self) -> bool:
         """Whether advantages compare the episodes of one sample, and no critic is trained."""
         return self.name in get_args(GroupRelative)
+
+    @model_validator(mode="after")
+    def _only_groups_are_sampled_dynamically(self) -> Self:
+        if self.dynamic_sampling and not self.group_relative:
+            raise ValueError(
+                "learner.objective.dynamic_sampling = true is for group-relative objectives; set learner.objective.name"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -143,3 +151,12 @@ class LearnerConfig(Section):
     publish: PublishConfig = PublishConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _a_group_is_compared(self) -> Self:
+        if self.objective.group_relative and self.group_size < 2:
+            raise ValueError(
+                f"learner.group_size = {self.group_size}: {self.objective.name} compares episodes of one sample; "
+                "set >= 2"
+            )
+        return self

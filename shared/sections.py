@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -43,6 +43,14 @@ class EnvConfig(Section):
         description="the run stops when env or reward fails in more of the last 256 episodes; 1 = never",
     )
 
+    @model_validator(mode="after")
+    def _turns_fit(self) -> Self:
+        if self.turn_tokens > self.max_tokens:
+            raise ValueError(
+                f"env.turn_tokens = {self.turn_tokens} exceeds env.max_tokens = {self.max_tokens}; lower it"
+            )
+        return self
+
 
 class RewardConfig(Section):
     url: str = Field("", description="server that is posted each episode as JSON and answers its reward; empty = none")
@@ -67,6 +75,17 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0, description="of training and of sampled evaluations")
     top_p: float = Field(1.0, gt=0, le=1, description="only 1: the engine's logprobs are of the full distribution")
     top_k: int = Field(-1, description="only -1, for the same reason")
+
+    @model_validator(mode="after")
+    def _logprobs_are_true(self) -> Self:
+        if self.top_p < 1.0 or self.top_k != -1:
+            raise ValueError(
+                f"sampling.top_p = {self.top_p}, top_k = {self.top_k}: truncated sampling makes the behaviour logprobs "
+                "untrue; set top_p = 1 and top_k = -1"
+            )
+        if self.temperature == 0:
+            raise ValueError("sampling.temperature = 0: a greedy policy explores nothing; set it above 0")
+        return self
 
 
 class ActorConfig(Section):
@@ -106,6 +125,12 @@ class EngineConfig(Section):
         120.0, gt=0, description="an engine of launch/actors.py that answers nothing for so long is started again"
     )
     max_restarts: int = Field(3, ge=0, description="an engine that ended is started again so often within an hour")
+
+    @model_validator(mode="after")
+    def _a_router_has_engines(self) -> Self:
+        if self.router and not self.urls:
+            raise ValueError(f"engine.router = {self.router!r}: name the engines behind it in engine.urls")
+        return self
 
 
 class EvalConfig(Section):

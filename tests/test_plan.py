@@ -184,6 +184,17 @@ def test_the_command_prints_every_published_model_and_names_an_unknown_one(capsy
     assert plan.main(["--model", "Qwen/Qwen3-VL-2B-Thinking"]) == 0
 
 
+def test_the_command_takes_a_recipe_with_overrides_and_options_of_its_own(capsys):
+    recipe = ["--config", "launch/recipes/geo3k.toml", "--model", "Qwen3-VL-8B", "--gpus", "8"]
+    assert (
+        plan.main([*recipe, "--learner.parallel.microbatch_tokens", "12000"]) == 1
+    )  # of 141 GB, without checkpointing
+    assert "12000 tokens a microbatch" in capsys.readouterr().out
+    assert plan.main([*recipe, "--learner.parallel.activation_checkpointing", "true"]) == 0
+    assert plan.main([*recipe, "--activation-checkpointing", "--microbatch-tokens", "4096"]) == 0
+    assert "4096 tokens a microbatch" in capsys.readouterr().out
+
+
 def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, single_rank):
     policy, shape = load_policy(str(folder), spec), find(str(folder))
     parallelize(policy, single_rank, learner_config(freeze=("vision",)), torch.float32)

@@ -21,7 +21,7 @@ def recipe(**fields):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"engine__host": ELSEWHERE}, r"is not loopback: set engine\.api_key_file"),
+        ({"engine__host": ELSEWHERE}, r"is not loopback; set engine\.api_key_file"),
         ({"engine__host": "0.0.0.0", "engine__api_key_file": "k"}, "name the address by which the learner reaches"),
         ({"actor__learner": f"tcp://{ELSEWHERE}:5555"}, r"is another host.*set engine\.host"),
     ],

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.engines.gpus import check_apart, engine_gpus, names, num_visible
-from launch.engines.network import check_ports, check_reach, url_of
+from launch.engines.network import check_key, check_ports, check_reach, url_of
 from launch.processes.children import ROOT, cpu_env
 from shared.config import ConfigError, Recipe
-from shared.keys import is_local, read_api_key
+from shared.keys import read_api_key
 
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
@@ -59,16 +59,8 @@ def check_host(recipe: Recipe, num_ranks: int) -> None:
 def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], environ: Mapping[str, str]) -> EngineSpec:
     engine, model = recipe.engine, recipe.model
     command = [sys.executable, "-m", "actor.engine.server", "--model-path", model.path, "--port", str(port)]
-    command += [
-        "--host",
-        engine.host,
-        "--device",
-        engine.device,
-        "--dtype",
-        model.dtype,
-        "--threads",
-        str(engine.threads),
-    ]
+    command += ["--host", engine.host, "--device", engine.device, "--dtype", model.dtype]
+    command += ["--threads", str(engine.threads)]
     command += ["--max-batch", str(engine.max_batch), "--max-context", str(model.max_context)]
     command += ["--min-pixels", str(model.min_pixels), "--max-pixels", str(model.max_pixels)]
     command += ["--weight-version", NO_WEIGHTS]
@@ -120,8 +112,7 @@ def sglang_key(recipe: Recipe, path: Path) -> tuple[Path, str] | None:
             raise ConfigError(f"engine.flags holds {name}, which ps would show; use engine.api_key_file instead")
     if key and "config" in flags:
         raise ConfigError("engine.flags holds config, which engine.api_key_file needs for itself; leave one out")
-    if not key and not is_local(f"tcp://{flags.get('host', recipe.engine.host)}:0"):
-        raise ConfigError(f"host = {flags.get('host', recipe.engine.host)!r} is not loopback; set engine.api_key_file")
+    check_key(flags.get("host", recipe.engine.host), key)
     return (path, f"api-key: {json.dumps(key)}\n") if key else None
 
 

@@ -15,17 +15,22 @@ def check_reach(recipe: Recipe) -> None:
     the learner is on another host."""
     host, learner = recipe.engine.host, recipe.actor.learner
     if not is_local(f"tcp://{host}:0"):
-        if not recipe.engine.api_key_file:
-            raise ConfigError(
-                f"engine.host = {host!r} is not loopback: set engine.api_key_file as well (python -m shared.keys keys "
-                "--engine makes one)"
-            )
+        check_key(host, recipe.engine.api_key_file)
         if _is_any(host):
             raise ConfigError(f"engine.host = {host!r}: name the address by which the learner reaches this host")
     elif not is_local(learner) and _is_elsewhere(urlsplit(learner).hostname or ""):
         raise ConfigError(
             f"actor.learner = {learner!r} is another host, which cannot reach engines on engine.host = {host!r}: set "
             "engine.host to this host's address in their network, or engine.urls to engines that run elsewhere"
+        )
+
+
+def check_key(host: str, api_key: str) -> None:
+    """ConfigError for an address off loopback without an API key."""
+    if not api_key and not is_local(f"tcp://{host}:0"):
+        raise ConfigError(
+            f"engine.host = {host!r} is not loopback; set engine.api_key_file (python -m shared.keys keys --engine "
+            "makes one)"
         )
 
 

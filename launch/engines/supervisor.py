@@ -1,35 +1,26 @@
-"""Keeps this host's engines alive: starts them, waits until they serve, starts again what has ended."""
+"""This host's engines: starts them, waits until they serve, restarts those that have ended or hang."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from dataclasses import dataclass
 
 from launch.engines.commands import EngineSpec, last_lines
 from launch.engines.health import HealthProbe
 from launch.engines.probe import ModelFacts, check_answers, check_engine
 from launch.processes.children import Child, start, start_family
-from launch.processes.restarts import Restarts, TooManyRestarts, how_it_ended
+from launch.processes.restarts import Restarts, Supervised, how_it_ended
 from shared.engine_api import EngineClient, EngineError
 from shared.keys import write_secret
-from shared.log import get_logger
-
-LOG = get_logger("engines")
 
 
-@dataclass(slots=True)
-class Engine:
-    """One engine through all its restarts. `child` is None while it waits for the next one."""
-
-    spec: EngineSpec
-    restarts: Restarts
-    start_timeout_s: float
-    silent_timeout_s: float
-    child: Child | None = None
-    restart_at: float = 0.0
-    probe: HealthProbe | None = None
+class Engine(Supervised):
+    def __init__(self, spec: EngineSpec, restarts: Restarts, start_timeout_s: float, silent_timeout_s: float) -> None:
+        super().__init__(spec.name, restarts, "engine.max_restarts")
+        self.spec = spec
+        self.probe: HealthProbe | None = None
+        self._timeouts = {"first_s": start_timeout_s, "silent_s": silent_timeout_s}
 
     def start(self) -> None:
         spec = self.spec
@@ -41,30 +32,26 @@ class Engine:
                 write_secret(*spec.secret, anew=True)
             self.child = start_family(spec.name, spec.command, spec.log, env=spec.env, fresh=fresh)
         self.restarts.started()
-        self.probe = HealthProbe(spec.url, first_s=self.start_timeout_s, silent_s=self.silent_timeout_s)
+        self.probe = HealthProbe(spec.url, **self._timeouts)
 
     def how_it_ended(self) -> str:
         """Empty while it runs."""
         return how_it_ended(self.child)
 
-    def keep_alive(self) -> None:
-        """Starts an engine again that has ended or hangs, as `Restarts` says. EngineError when it did so too often."""
-        if self.child is None:
-            if time.monotonic() >= self.restart_at:
-                self.start()
-            return
+    def failure(self, child: Child) -> str:
+        """An engine that hangs has failed, too."""
         assert self.probe is not None
-        if not (how := self.how_it_ended() or self.probe.missing):
-            return
-        self.probe.stop()
-        self.child.kill()  # itself if it hangs, and what it left behind
-        try:
-            pause_s = self.restarts.pause_s()
-        except TooManyRestarts as error:
-            print(last_lines(self.spec.log), file=sys.stderr, flush=True)
-            raise EngineError(self.spec.name, f"{how}, {error} (engine.max_restarts)") from None
-        self.child, self.restart_at = None, time.monotonic() + pause_s
-        LOG.warning("%s %s; starting it again in %g s; %s", self.spec.name, how, pause_s, last_lines(self.spec.log, 3))
+        failure = how_it_ended(child) or self.probe.missing
+        if failure:
+            self.probe.stop()
+        return failure
+
+    def given_up(self, failure: str, child: Child) -> EngineError:
+        print(last_lines(self.spec.log), file=sys.stderr, flush=True)
+        return EngineError(self.name, failure)
+
+    def hint(self) -> str:
+        return "; " + last_lines(self.spec.log, 3)
 
 
 def wait_until_serving(

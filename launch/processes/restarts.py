@@ -1,14 +1,16 @@
-"""Starts again what has ended: at once if it had run well, after growing pauses if not, and not for ever."""
+"""Restarts failed children with exponential backoff: at once after a long run, and only so often within an hour."""
 
 from __future__ import annotations
 
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from launch.processes.children import Child
+from shared.log import get_logger
 
 HOUR_S = 3600.0
 FIRST_PAUSE_S = 1.0
@@ -17,13 +19,13 @@ RAN_WELL_S = 30.0
 
 
 class TooManyRestarts(Exception):
-    """It has ended more often than it may."""
+    """The child has failed more often than it may."""
 
 
 @dataclass(slots=True)
 class Restarts:
-    """Decides about one child. No pause after it ran well; after an end soon after its start one that doubles with each
-    such end; `limit` ends within an hour."""
+    """The pauses before the restarts of one child: none after a long run, doubled with each end soon after a start; at
+    most `limit` restarts within an hour."""
 
     limit: int
     clock: Callable[[], float] = time.monotonic
@@ -59,3 +61,45 @@ def how_it_ended(child: Child | None) -> str:
     if code is None:
         return ""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+class Supervised(ABC):
+    """A child process through all its restarts; `child` is None between an end and the next start."""
+
+    def __init__(self, name: str, restarts: Restarts, setting: str) -> None:
+        """`setting`: the field of the recipe that limits the restarts."""
+        self.name, self.restarts, self.setting = name, restarts, setting
+        self.child: Child | None = None
+        self.done = False  # it has ended well, and is not started again
+        self._start_at = 0.0
+
+    def keep_alive(self) -> None:
+        """To be called again and again: restarts the child when it has failed, after a pause. Raises what `given_up`
+        returns when it failed too often."""
+        if self.child is None:
+            if time.monotonic() >= self._start_at:
+                self.start()
+            return
+        if self.done or not (failure := self.failure(self.child)):
+            return
+        self.child.kill()  # itself if it hangs, and what it left behind
+        try:
+            pause_s = self.restarts.pause_s()
+        except TooManyRestarts as error:
+            raise self.given_up(f"{failure}, {error} ({self.setting})", self.child) from None
+        self.child, self._start_at = None, time.monotonic() + pause_s
+        get_logger("restarts").warning("%s %s; starting it again in %g s%s", self.name, failure, pause_s, self.hint())
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def failure(self, child: Child) -> str:
+        """In words; empty while it runs, or when it has ended well."""
+
+    @abstractmethod
+    def given_up(self, failure: str, child: Child) -> Exception: ...
+
+    def hint(self) -> str:
+        """What may tell why it failed."""
+        return ""

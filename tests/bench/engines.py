@@ -23,11 +23,10 @@ from transformers import AutoTokenizer
 from actor.render import Fragment, Renderer
 from envs.loader import load_env
 from launch.actors import check, engine_of
-from launch.cli import fail, load
 from launch.engines.supervisor import wait_until_serving
 from launch.processes.children import stop_all
 from launch.task_samples import held_out_samples, ready
-from shared.config import Recipe
+from shared.config import Recipe, fail, load
 from shared.engine_api import EngineClient, EngineError
 from shared.engine_messages import generate_body
 from shared.types import Sampling
