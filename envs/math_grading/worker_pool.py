@@ -28,7 +28,7 @@ class WorkerTimeout(TimeoutError):
 
 
 class WorkerFailed(RuntimeError):
-    """The process died during the call, or could not be started; the message says why."""
+    """The process died during the call; the message says why."""
 
 
 class WorkerPool:
@@ -45,10 +45,14 @@ class WorkerPool:
         atexit.register(self.close)
 
     def call(self, request: Any, limit_s: float) -> Any:
-        """The result; WorkerTimeout or WorkerFailed otherwise. Waiting for a free process is not counted."""
+        """The result; WorkerTimeout or WorkerFailed otherwise, and RuntimeError where no process can be started.
+
+        Waiting for a free process is not counted.
+        """
         process = self._idle.get()
         try:
-            process = process or self._start()
+            if process is None or process.poll() is not None:  # killed from outside while it was idle
+                process = self._start()
             assert process.stdin is not None
             process.stdin.write(json.dumps([limit_s, request]).encode() + b"\n")
             process.stdin.flush()
@@ -72,15 +76,16 @@ class WorkerPool:
         """A new process that has said that it is ready."""
         module = "envs.math_grading.worker_main"
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {module} import main; main({self.module!r})"
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        process = None
         try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
             _read_line(process, START_LIMIT_S)
-        except (TimeoutError, EOFError) as error:
+        except (OSError, EOFError) as error:
             _kill(process)
-            raise WorkerFailed(f"the worker of {self.module} did not start: {error}") from error
+            raise RuntimeError(f"the worker of {self.module} did not start: {error}") from error
         return process
 
 
