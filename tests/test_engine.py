@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import msgspec
 import pytest
 import torch
 
@@ -183,20 +184,32 @@ def test_top_k_and_top_p_narrow_the_choice_but_not_the_logprob(folder, spec, eng
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input_ids": []}, "input_ids must be"),
-        ({"input_ids": [640]}, "from 0 to 639"),
+        ({}, "missing required field `input_ids`"),
+        ({"input_ids": []}, "length >= 1"),
+        ({"input_ids": [30, True]}, "Expected `int`, got `bool`"),
+        ({"input_ids": [640]}, "input_ids holds 640: token ids are from 0 to 639"),
         ({"input_ids": [1] * 600}, "the context is 512"),
         ({"input_ids": [30], "image_data": ["data:image/png;base64,!!"]}, "no image"),
         ({"input_ids": [30], "image_data": "aGVsbG8="}, "no image"),
-        ({"input_ids": [30], "sampling_params": {"temperature": -1}}, "temperature is -1"),
-        ({"input_ids": [30], "sampling_params": {"logit_bias": {"999": -100}}}, "logit_bias"),
+        ({"input_ids": [30], "token_ids_logprob": [640]}, "token_ids_logprob holds 640"),
+        ({"input_ids": [30], "sampling_params": [1]}, "got `array`"),
+        ({"input_ids": [30], "sampling_params": {"temperature": -1}}, ">= 0.0 - at .*temperature"),
+        ({"input_ids": [30], "sampling_params": {"temperature": msgspec.Raw(b"NaN")}}, "malformed"),
+        ({"input_ids": [30], "sampling_params": {"temperature": msgspec.Raw(b"Infinity")}}, "malformed"),
+        ({"input_ids": [30], "sampling_params": {"temperature": 1e-46}}, "temperature is 1e-46: give 0 or at least"),
+        ({"input_ids": [30], "sampling_params": {"temperature": 1e300}}, "<= 1000000.0"),
+        ({"input_ids": [30], "sampling_params": {"top_p": 0}}, "at .*top_p"),
+        ({"input_ids": [30], "sampling_params": {"logit_bias": {"999": -100}}}, "logit_bias holds 999"),
+        ({"input_ids": [30], "sampling_params": {"logit_bias": {"9": msgspec.Raw(b"NaN")}}}, "malformed"),
+        ({"input_ids": [30], "sampling_params": {"logit_bias": {"9": 1e300}}}, "<= 1000000.0"),
+        ({"input_ids": [30], "sampling_params": {"logit_bias": {str(i): -100 for i in range(640)}}}, "bans all 640"),
     ],
 )
 def test_a_bad_request_is_refused_with_its_reason(engine, body, words):
     url, _ = engine
     with pytest.raises(EngineError, match=words) as failure:
         asyncio.run(EngineClient(url).request("POST", "/generate", body, timeout_s=10))
-    assert failure.value.status == 400
+    assert failure.value.status == 400 and "\n" not in str(failure.value)
 
 
 def test_as_many_images_as_placeholders_are_required(spec, engine):

@@ -43,7 +43,6 @@ LIGHT = [
     "envs.base",
 ]
 KNOWN_CYCLES = {
-    "actor.engine.app": {"actor.engine.server"},
 }
 KNOWN_LONG = {"launch/tiny_models/build.py: build_config", "learner/loop.py: loop", "learner/tickets/book.py"}
 HEAVY = {"torch", "transformers", "triton", "tensorboard", "tensorflow"}

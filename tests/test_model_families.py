@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from actor.engine.app import load_model
-from actor.engine.server import EngineSettings
+from actor.engine.settings import EngineSettings
 from learner.batch import EpisodeSettings, make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.attention import window_lengths

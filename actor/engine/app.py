@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from msgspec import Struct
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from actor.engine.http import Handler, HttpError
 from actor.engine.images import ImageCache
-from actor.engine.request import Request, parse_request
+from actor.engine.request import GenerateBody, Request
 from actor.engine.runner import Runner
 from actor.engine.scheduler import Scheduler
-from actor.engine.server import EngineSettings
+from actor.engine.settings import EngineSettings
 from actor.engine.weight_routes import WeightUpdates
 from shared.vision import VisionSpec
 
@@ -50,6 +51,19 @@ def eos_ids(settings: EngineSettings, config: Any) -> frozenset[int]:
     return frozenset([found] if isinstance(found, int) else found or [])
 
 
+class Ignored(Struct, frozen=True):
+    """Any JSON object."""
+
+
+class AbortBody(Struct, frozen=True):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseBody(Struct, frozen=True):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
 class EngineApp:
     """State and handlers of one engine."""
 
@@ -65,7 +79,7 @@ class EngineApp:
             max_batch=settings.max_batch,
             request_timeout_s=settings.request_timeout_s,
             weight_version=settings.weight_version,
-            on_failure=lambda: _wake(self._loop, stop),
+            on_failure=lambda: self._loop.call_soon_threadsafe(stop.set),
         )
         self.updates = WeightUpdates(model, self.scheduler, self._on_model, timeout_s=settings.update_timeout_s)
         self.images = ImageCache(spec)
@@ -84,81 +98,69 @@ class EngineApp:
         self.updates.close()
 
     def routes(self) -> dict[str, Handler]:
-        posts: dict[str, Handler] = {
-            "generate": self.generate,
-            "abort_request": self.abort,
-            "flush_cache": self.flush_cache,
-            "pause_generation": self.pause,
-            "continue_generation": self.resume,
+        return {
+            "POST /generate": self.generate,
+            "POST /abort_request": self.abort,
+            "POST /flush_cache": self.flush_cache,
+            "GET /flush_cache": self.flush_cache,
+            "POST /pause_generation": self.pause,
+            "POST /continue_generation": self.resume,
+            "GET /health": self.health,
+            "POST /health": self.health,
+            "GET /model_info": self.model_info,
+            "GET /get_model_info": self.model_info,
+            "GET /server_info": self.server_info,
+            "GET /get_server_info": self.server_info,
+            **self.updates.routes(),
         }
-        gets: dict[str, Handler] = {
-            "health": self.health,
-            "model_info": self.model_info,
-            "get_model_info": self.model_info,
-            "server_info": self.server_info,
-            "get_server_info": self.server_info,
-        }
-        table = {f"POST /{name}": handler for name, handler in posts.items()}
-        table |= {f"GET /{name}": handler for name, handler in gets.items()}
-        table |= {"GET /flush_cache": self.flush_cache, "POST /health": self.health}
-        return table | self.updates.routes()
 
     # ------------------------------------------------------------------ generation
 
-    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def generate(self, body: GenerateBody) -> dict[str, Any]:
         if self.scheduler.num_open >= MAX_OPEN_REQUESTS:
             raise HttpError(503, f"{MAX_OPEN_REQUESTS} requests are open already")
-        request = parse_request(
-            body,
-            self.images,
-            self.spec,
-            vocab_size=self.vocab_size,
-            max_context=self.settings.max_context,
-            eos_ids=self.eos_ids,
-        )
-        done: asyncio.Future[None] = self._loop.create_future()
+        body.check(self.vocab_size)
+        request = Request(body, self.images, self.spec, max_context=self.settings.max_context, eos_ids=self.eos_ids)
+        done = asyncio.Event()
 
-        def wake(_: Request) -> None:
-            self._loop.call_soon_threadsafe(_finish, done)
+        def on_done(_: Request) -> None:
+            self._loop.call_soon_threadsafe(done.set)
 
-        request.on_done = wake
+        request.on_done = on_done
         self.scheduler.submit(request)
         try:
-            await done
+            await done.wait()
         except asyncio.CancelledError:  # the client is gone
             self.scheduler.call(lambda: self.scheduler.abort(request.rid))
             raise
         return request.answer()
 
-    async def abort(self, body: dict[str, Any]) -> dict[str, Any]:
-        rid = None if body.get("abort_all") else body.get("rid")
-        if rid is None and not body.get("abort_all"):
+    async def abort(self, body: AbortBody) -> dict[str, Any]:
+        if body.rid is None and not body.abort_all:
             raise ValueError("name a rid, or set abort_all")
+        rid = None if body.abort_all else body.rid
         return {"success": True, "aborted": await self._on_model(lambda: self.scheduler.abort(rid))}
 
-    async def flush_cache(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def flush_cache(self, _: Ignored) -> dict[str, Any]:
         """Idle KV is forgotten now, that of running requests as soon as they end."""
         return {"success": True, "running": await self._on_model(self.scheduler.slots.flush)}
 
-    async def pause(self, body: dict[str, Any]) -> dict[str, Any]:
-        mode = body.get("mode", "abort")
-        if mode not in ("abort", "retract", "in_place"):
-            raise ValueError(f"mode is {mode!r}: use abort, retract or in_place")
-        await self._on_model(lambda: self.scheduler.pause(mode))
-        return {"status": "ok", "message": f"paused ({mode})"}
+    async def pause(self, body: PauseBody) -> dict[str, Any]:
+        await self._on_model(lambda: self.scheduler.pause(body.mode))
+        return {"status": "ok", "message": f"paused ({body.mode})"}
 
-    async def resume(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def resume(self, _: Ignored) -> dict[str, Any]:
         await self._on_model(self.scheduler.resume)
         return {"status": "ok", "message": "continued"}
 
     # ------------------------------------------------------------------ information
 
-    async def health(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def health(self, _: Ignored) -> dict[str, Any]:
         if self.scheduler.failed is not None:
             raise HttpError(503, f"the model thread failed: {self.scheduler.failed}")
         return {"status": "ok"}
 
-    async def model_info(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def model_info(self, _: Ignored) -> dict[str, Any]:
         return {
             "model_path": self.settings.model_path,
             "tokenizer_path": self.settings.model_path,
@@ -167,7 +169,7 @@ class EngineApp:
             "vocab_size": self.vocab_size,
         }
 
-    async def server_info(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def server_info(self, _: Ignored) -> dict[str, Any]:
         s = self.scheduler
         return {
             "engine": "embedded",
@@ -188,12 +190,3 @@ class EngineApp:
     async def _on_model(self, function: Any) -> Any:
         """Runs it on the scheduler's thread between two steps; a step takes well under a second."""
         return await asyncio.wait_for(asyncio.wrap_future(self.scheduler.call(function)), 60.0)
-
-
-def _finish(done: asyncio.Future[None]) -> None:
-    if not done.done():  # else the client has gone
-        done.set_result(None)
-
-
-def _wake(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    loop.call_soon_threadsafe(stop.set)

@@ -1,4 +1,4 @@
-"""One request of the embedded engine: from its JSON to the JSON of its answer.
+"""One request of the embedded engine: from the body of /generate to its answer, both in SGLang's form.
 
 E = tokens of the expanded prompt.
 """
@@ -8,48 +8,91 @@ from __future__ import annotations
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, Struct
 
 from actor.engine.images import ImageCache, ImagePatches
-from actor.engine.sampling import Sampler
+from actor.engine.sampling import BAN, Sampler
 from shared.vision import VisionSpec, expand, mrope_positions, next_position
 
-MAX_NEW_TOKENS_DEFAULT = 128
+MIN_TEMPERATURE = 1e-6  # of those above 0: in float32 logits over less are infinite
+Token = Annotated[int, Meta(ge=0)]
+
+
+class SamplingBody(Struct, frozen=True):
+    """`sampling_params`; null means the default, and what the client sends beside these is ignored."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Meta(ge=1e-6, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
+    sampling_seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[Token, Annotated[float, Meta(le=1e6)]] | None = None
+
+    def sampler(self, watched: Sequence[int]) -> Sampler:
+        """ValueError for a temperature that is almost 0."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        if 0 < temperature < MIN_TEMPERATURE:
+            raise ValueError(f"temperature is {temperature}: give 0 or at least {MIN_TEMPERATURE}")
+        return Sampler(
+            temperature=temperature,
+            top_p=self.top_p or 1.0,
+            top_k=-1 if self.top_k is None else self.top_k,
+            bias=tuple(sorted((self.logit_bias or {}).items())),
+            random=Random(self.sampling_seed),
+            watched=tuple(watched),
+        )
+
+
+class GenerateBody(Struct, frozen=True):
+    """The body of /generate."""
+
+    input_ids: Annotated[list[Token], Meta(min_length=1)]
+    sampling_params: SamplingBody | None = None
+    image_data: list[str] | str | None = None
+    rid: str | None = None
+    extra_key: str | None = None
+    token_ids_logprob: list[Token] | None = None
+
+    def check(self, vocab_size: int) -> None:
+        """ValueError for a token outside the vocabulary, or if nothing may be sampled."""
+        bias = (self.sampling_params and self.sampling_params.logit_bias) or {}
+        named = {"input_ids": self.input_ids, "logit_bias": bias, "token_ids_logprob": self.token_ids_logprob or ()}
+        for name, ids in named.items():
+            if max(ids, default=0) >= vocab_size:
+                raise ValueError(f"{name} holds {max(ids)}: token ids are from 0 to {vocab_size - 1}")
+        if len(bias) == vocab_size and max(bias.values()) <= BAN:
+            raise ValueError(f"logit_bias bans all {vocab_size} tokens: leave at least one")
 
 
 class Request:
-    """Prompt, sampler and progress. Touched by the HTTP thread before, by the scheduler's thread after `submit`."""
+    """Prompt, sampler and progress. Touched by the HTTP thread before, by the scheduler's thread after `submit`.
 
-    __slots__ = (
-        "_image_starts",
-        "arrived_s",
-        "cached",
-        "finish_reason",
-        "ids",
-        "images",
-        "keys",
-        "logprobs",
-        "max_new_tokens",
-        "next_position",
-        "num_compact",
-        "on_done",
-        "positions",
-        "rid",
-        "sampler",
-        "slot",
-        "stop_ids",
-        "tokens",
-        "versions",
-        "watched",
-    )  # fmt: skip
+    ValueError if the prompt does not fit into the context, or to its images.
+    """
 
-    def __init__(self, token_ids: Sequence[int], images: Sequence[ImagePatches], spec: VisionSpec, rid: str) -> None:
-        grids = [image.grid for image in images]
-        self.ids, _ = expand(token_ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+    def __init__(
+        self,
+        body: GenerateBody,
+        images: ImageCache,
+        spec: VisionSpec,
+        *,
+        max_context: int,
+        eos_ids: frozenset[int],
+    ) -> None:
+        uris = [body.image_data] if isinstance(body.image_data, str) else body.image_data or ()
+        self.images = tuple(images.get(uri) for uri in uris)
+        grids = [image.grid for image in self.images]
+        self.ids, _ = expand(body.input_ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+        room = max_context - len(self.ids)
+        if room < 1:
+            raise ValueError(f"the prompt has {len(self.ids)} tokens with its images; the context is {max_context}")
         self.positions = mrope_positions(
             self.ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size
         )
@@ -57,13 +100,17 @@ class Request:
         self.keys = self.ids.copy()
         visual = np.flatnonzero(self.ids == spec.image_token_id)
         self._image_starts, at = [], 0
-        for image in images:
+        for image in self.images:
             self.keys[visual[at : at + image.num_tokens]] = -1 - image.key
             self._image_starts.append(int(visual[at]))
             at += image.num_tokens
-        self.rid, self.images, self.num_compact = rid, tuple(images), len(token_ids)
-        self.sampler = Sampler(1.0, 1.0, -1, (), Random())
-        self.max_new_tokens, self.stop_ids = MAX_NEW_TOKENS_DEFAULT, frozenset[int]()
+        if body.extra_key and self.keys[0] >= 0:  # cached tokens are shared with requests of the same key alone
+            self.keys[0] += (1 + zlib.crc32(body.extra_key.encode())) << 30
+        sampling = body.sampling_params or SamplingBody()
+        self.sampler = sampling.sampler(body.token_ids_logprob or ())
+        self.max_new_tokens = min(room, sampling.max_new_tokens or 128)
+        self.stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
+        self.rid = body.rid or uuid.uuid4().hex
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[str] = []
@@ -118,10 +165,6 @@ class Request:
                 return start
         return length
 
-    def keep_apart(self, extra_key: str) -> None:
-        """Shares cached tokens only with requests of the same `extra_key`. The first token is no image's."""
-        self.keys[0] += (1 + zlib.crc32(extra_key.encode())) << 30
-
     def advance(self, token: int, logprob: float, version: str, watched: list[float]) -> None:
         """All tokens so far are cached, and `token` follows them."""
         self.cached = len(self.ids) + len(self.tokens)
@@ -170,59 +213,3 @@ def finished(request: Request) -> str:
     if request.tokens[-1] in request.stop_ids:
         return "stop"
     return "length" if len(request.tokens) >= request.max_new_tokens else ""
-
-
-def parse_request(
-    body: Mapping[str, Any],
-    images: ImageCache,
-    spec: VisionSpec,
-    *,
-    vocab_size: int,
-    max_context: int,
-    eos_ids: frozenset[int],
-) -> Request:
-    """A request from SGLang's JSON. ValueError names what is wrong with it."""
-    ids = body.get("input_ids")
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-        raise ValueError(f"input_ids must be a list of token ids from 0 to {vocab_size - 1}")
-    uris = body.get("image_data") or []
-    uris = [uris] if isinstance(uris, str) else uris
-    if not isinstance(uris, list) or not all(isinstance(uri, str) for uri in uris):
-        raise ValueError("image_data must be a list of data URIs")
-    request = Request(ids, [images.get(uri) for uri in uris], spec, str(body.get("rid") or uuid.uuid4().hex))
-    room = max_context - len(request.ids)
-    if room < 1:
-        raise ValueError(f"the prompt has {len(request.ids)} tokens with its images; the context is {max_context}")
-    settings = body.get("sampling_params") or {}
-    if not isinstance(settings, dict):
-        raise ValueError("sampling_params must be an object")
-    request.max_new_tokens = min(room, _number(settings, "max_new_tokens", MAX_NEW_TOKENS_DEFAULT, int, 1))
-    stop = settings.get("stop_token_ids") or []
-    request.stop_ids = frozenset(stop) | (frozenset() if settings.get("ignore_eos") else eos_ids)
-    seed = settings.get("sampling_seed")
-    bias = {int(token): float(value) for token, value in (settings.get("logit_bias") or {}).items()}
-    if any(not 0 <= token < vocab_size for token in bias):
-        raise ValueError(f"logit_bias names a token outside 0 to {vocab_size - 1}")
-    watched = body.get("token_ids_logprob") or []
-    if not isinstance(watched, list) or not all(type(i) is int and 0 <= i < vocab_size for i in watched):
-        raise ValueError(f"token_ids_logprob must be a list of token ids from 0 to {vocab_size - 1}")
-    if body.get("extra_key") and request.keys[0] >= 0:
-        request.keep_apart(str(body["extra_key"]))
-    request.sampler = Sampler(
-        temperature=_number(settings, "temperature", 1.0, float, 0),
-        top_p=_number(settings, "top_p", 1.0, float, 0),
-        top_k=_number(settings, "top_k", -1, int, -1),
-        bias=tuple(sorted(bias.items())),
-        random=Random(seed),
-        watched=tuple(watched),
-    )
-    return request
-
-
-def _number(settings: Mapping[str, Any], name: str, default: Any, kind: type, low: float) -> Any:
-    value = settings.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < low:
-        raise ValueError(f"{name} is {value!r}: it must be a number of at least {low}")
-    return kind(value)

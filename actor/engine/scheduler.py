@@ -37,7 +37,7 @@ class Scheduler:
         max_batch: int,
         request_timeout_s: float,
         weight_version: str,
-        on_failure: Callable[[], None],
+        on_failure: Callable[[], object],
     ) -> None:
         self.runner = runner
         self.slots = SlotTable(runner.num_slots, runner.max_context)
@@ -74,6 +74,8 @@ class Scheduler:
         future: Future[Any] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():  # the client that asked is gone
+                return
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - handed to the caller, who raises it

@@ -64,10 +64,10 @@ def parse_entries(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[
         raise ValueError(f"names, dtypes and shapes have {len(names)}, {len(dtypes)} and {len(shapes)} entries")
     entries = []
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        kind = getattr(torch, str(dtype).removeprefix("torch."), None)
+        kind = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(kind, torch.dtype):
             raise ValueError(f"{name} has the unknown dtype {dtype!r}")
-        entries.append(Entry(name, kind, tuple(int(size) for size in shape)))
+        entries.append(Entry(name, kind, tuple(shape)))
     total = sum(entry.nbytes for entry in entries)
     if total > MAX_BUCKET_BYTES:
         raise ValueError(f"a bucket of {total} bytes: send at most {MAX_BUCKET_BYTES} at once")

@@ -9,17 +9,61 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
-from actor.engine.http import Handler, HttpError
+from actor.engine.http import Handler
 from actor.engine.scheduler import Scheduler
 from actor.engine.weight_loader import Entry, WeightLoader, broadcast, join_group, parse_entries, raw_bytes
 from shared.engine_messages import checksums
 
 log = logging.getLogger("engine")
+
+
+class GroupBody(Struct, frozen=True, kw_only=True):
+    group_name: str = "weight_update_group"
+
+
+class InitGroupBody(GroupBody, frozen=True, kw_only=True):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: Literal["gloo", "nccl"] = "nccl"
+
+
+class BucketBody(GroupBody, frozen=True, kw_only=True):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    load_format: Literal["flattened_bucket"]
+    flush_cache: bool = True
+    weight_version: str | None = None
+
+
+class BeginBody(Struct, frozen=True):
+    """Any JSON object."""
+
+
+class EndBody(Struct, frozen=True):
+    """`weight_version` None: as the buckets say. What is received can be thrown away instead: `discard`."""
+
+    weight_version: str | None = None
+    discard: bool = False
+
+
+class NameBody(Struct, frozen=True):
+    name: str
+    truncate_size: int = 100
+
+
+class CheckBody(Struct, frozen=True):
+    action: Literal["checksum"] = "checksum"
+    skip_tensor_list: list[str] | None = None
 
 
 class WeightUpdates:
@@ -50,96 +94,84 @@ class WeightUpdates:
     def close(self) -> None:
         self._groups.clear()
 
-    async def init_group(self, body: dict[str, Any]) -> dict[str, Any]:
-        name, backend = body.get("group_name", "weight_update_group"), body.get("backend", "nccl")
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"backend is {backend!r}: use gloo or nccl")
+    async def init_group(self, body: InitGroupBody) -> dict[str, Any]:
+        name = body.group_name
         if name in self._groups:
             raise ValueError(f"the group {name!r} exists: destroy it first")
-        missing = [key for key in ("master_address", "master_port", "rank_offset", "world_size") if key not in body]
-        if missing:
-            raise ValueError(f"the request lacks {', '.join(missing)}")
-        rank, size = int(body["rank_offset"]), int(body["world_size"])
         try:
             self._groups[name] = await asyncio.to_thread(
                 join_group,
-                address=body["master_address"],
-                port=int(body["master_port"]),
-                rank=rank,
-                world_size=size,
+                address=body.master_address,
+                port=body.master_port,
+                rank=body.rank_offset,
+                world_size=body.world_size,
                 name=name,
-                backend=backend,
+                backend=body.backend,
                 timeout_s=self._timeout_s,
             )
         except RuntimeError as error:
-            raise HttpError(400, f"cannot join the group {name!r}: {' '.join(str(error).split())}") from error
-        log.info("joined %s as rank %d of %d over %s", name, rank, size, backend)
+            raise ValueError(f"cannot join the group {name!r}: {' '.join(str(error).split())}") from error
+        log.info("joined %s as rank %d of %d over %s", name, body.rank_offset, body.world_size, body.backend)
         return {"success": True, "message": f"joined {name}"}
 
-    async def destroy_group(self, body: dict[str, Any]) -> dict[str, Any]:
-        name = body.get("group_name", "weight_update_group")
-        if self._groups.pop(name, None) is None:
-            raise ValueError(f"there is no group {name!r}")
-        return {"success": True, "message": f"left {name}"}
+    async def destroy_group(self, body: GroupBody) -> dict[str, Any]:
+        if self._groups.pop(body.group_name, None) is None:
+            raise ValueError(f"there is no group {body.group_name!r}")
+        return {"success": True, "message": f"left {body.group_name}"}
 
-    async def begin(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def begin(self, _: BeginBody) -> dict[str, Any]:
         if self._received is not None:
             raise ValueError("an update is open already: end it first")
         self._received, self._broken, self._flush, self._version = [], False, False, None
         return {"success": True, "message": "ready for weights"}
 
-    async def update(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def update(self, raw: msgspec.Raw) -> dict[str, Any]:
         received = self._received
         if received is None:
             raise ValueError("weights must come between begin_weight_update and end_weight_update")
-        self._broken = True  # until this bucket is there
-        if body.get("load_format") != "flattened_bucket":
-            raise ValueError(f"load_format is {body.get('load_format')!r}: use flattened_bucket")
-        group = self._groups.get(body.get("group_name", "weight_update_group"))
+        self._broken = True  # until this bucket is there; also if its body cannot be read
+        body = msgspec.json.decode(raw, type=BucketBody)
+        group = self._groups.get(body.group_name)
         if group is None:
-            raise ValueError(f"there is no group {body.get('group_name')!r}: call init_weights_update_group first")
-        entries = parse_entries(body.get("names", []), body.get("dtypes", []), body.get("shapes", []))
+            raise ValueError(f"there is no group {body.group_name!r}: call init_weights_update_group first")
+        entries = parse_entries(body.names, body.dtypes, body.shapes)
         self.loader.check(entries)
         size = sum(entry.nbytes for entry in entries)
         flat = torch.empty(size, dtype=torch.uint8, device=self.loader.device)
         try:
             await asyncio.to_thread(broadcast, group, flat, self._timeout_s)
         except RuntimeError as error:
-            raise HttpError(400, f"the broadcast failed: {' '.join(str(error).split())}") from error
+            raise ValueError(f"the broadcast failed: {' '.join(str(error).split())}") from error
         received.append((flat, entries))
         self._broken = False
-        self._flush |= bool(body.get("flush_cache", True))
-        self._version = body.get("weight_version", self._version)
+        self._flush |= body.flush_cache
+        self._version = body.weight_version or self._version
         return {"success": True, "message": f"{len(entries)} parameters"}
 
-    async def end(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def end(self, body: EndBody) -> dict[str, Any]:
         """Installs what was received; an update that failed, or is ended with `discard`, changes nothing."""
         received, self._received = self._received, None
         if received is None:
             raise ValueError("no update is open: call begin_weight_update first")
-        if body.get("discard"):
+        if body.discard:
             return {"success": True, "message": f"discarded; the weights are {self._scheduler.weight_version}"}
         if self._broken:
             raise ValueError(f"the update failed and is discarded; the weights are {self._scheduler.weight_version}")
-        version = body.get("weight_version", self._version)
+        version = body.weight_version or self._version
 
         def install() -> None:
             for flat, entries in received:
                 self.loader.load(flat, entries)
-            self._scheduler.weights_changed(None if version is None else str(version), self._flush)
+            self._scheduler.weights_changed(version, self._flush)
 
         await self._on_model(install)
         return {"success": True, "message": f"weights {self._scheduler.weight_version}"}
 
-    async def get(self, body: dict[str, Any]) -> list[Any]:
-        limit = int(body.get("truncate_size", 100))
-        return await self._on_model(lambda: self.loader.get(str(body.get("name")), limit))
+    async def get(self, body: NameBody) -> list[Any]:
+        return await self._on_model(lambda: self.loader.get(body.name, body.truncate_size))
 
-    async def check(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def check(self, body: CheckBody) -> dict[str, Any]:
         """SGLang's checksums: of every parameter whose name holds no fragment in `skip_tensor_list`."""
-        action, skip = body.get("action", "checksum"), body.get("skip_tensor_list") or []
-        if action != "checksum":
-            raise ValueError(f"action is {action!r}: use checksum")
-        taken = await self._on_model(lambda: self.loader.snapshot([str(part) for part in skip]))
+        taken = await self._on_model(lambda: self.loader.snapshot(body.skip_tensor_list or ()))
         found = await asyncio.to_thread(checksums, ((name, raw_bytes(values)) for name, values in taken))
         return {"success": True, "message": "Success.", "ranks": [{"checksums": found}]}

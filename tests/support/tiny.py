@@ -24,7 +24,7 @@ from transformers import (
 
 from actor.engine.app import EngineApp
 from actor.engine.http import HttpServer
-from actor.engine.server import EngineSettings
+from actor.engine.settings import EngineSettings
 from launch.tiny_models.build import build_config, build_model, build_tokenizer, save
 from learner.model.policy import Policy
 from shared.vision import VisionSpec, expand, mrope_positions, patchify, pixel_values
