@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from shared.engine_api import EngineClient, EngineError
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
 from tests.support.engines import surprise_z
+from tests.support.machine import until_async
 from tests.support.tiny import draw_image, load_model, png, reference_logits, running_engine, tiny_tokenizer
 
 SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
@@ -238,6 +240,36 @@ def test_an_unknown_route_and_a_broken_body_are_told_apart(engine):
     assert asyncio.run(status("GET", "/generate")) == 405
     assert asyncio.run(status("POST", "/nothing")) == 404
     assert asyncio.run(status("POST", "/generate", [1, 2])) == 400
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"content-length: 70000000", b"413"),
+        (b"transfer-encoding: chunked", b"413"),
+        (b"x: " + b"y" * 5000, b"400"),
+        (b"\r\n".join(b"x%d: y" % i for i in range(100)), b"400"),
+    ],
+)
+def test_what_is_beyond_the_limits_is_refused_unread(engine, head, status):
+    port = int(engine[0].rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n")
+        assert connection.recv(100).split()[1] == status
+
+
+def test_a_client_that_hangs_up_ends_its_request_and_leaves_the_engine_alone(engine):
+    url, app = engine
+
+    async def main():
+        client = EngineClient(url)
+        task = asyncio.create_task(client.generate([30], [], Sampling(max_new_tokens=500), banned_ids=[eos()]))
+        await until_async(lambda: app.scheduler.num_open == 1, 60.0)
+        task.cancel()
+        await until_async(lambda: app.scheduler.num_open == 0, 60.0)
+        return await client.generate([30], [], Sampling(max_new_tokens=2))
+
+    assert asyncio.run(main()).token_ids and app.scheduler.tokens_out < 400
 
 
 def eos():

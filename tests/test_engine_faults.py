@@ -28,7 +28,7 @@ def test_weights_outside_an_update_are_refused(engine):
             (END, {}, "no update is open"),
             (BEGIN, {}, ""),
             (BEGIN, {}, "open already"),
-            (UPDATE, ONE, "flattened_bucket"),
+            (UPDATE, ONE, "missing required field `load_format`"),
             (UPDATE, ONE | FLAT, "no parameter 'x'"),
             (UPDATE, ONE | FLAT | {"group_name": "other"}, "no group"),
         ]:

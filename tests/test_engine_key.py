@@ -65,7 +65,9 @@ def test_no_route_but_health_answers_a_stranger(engine):
 def test_a_stranger_is_refused_before_the_body_is_read(engine):
     port = int(engine.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-        connection.sendall(b"POST /generate HTTP/1.1\r\nauthorization: Basic x\r\ncontent-length: 60000000\r\n\r\n")
+        connection.sendall(
+            b"POST /generate HTTP/1.1\r\nhost: x\r\nauthorization: Basic x\r\ncontent-length: 60000000\r\n\r\n"
+        )
         assert connection.recv(100).startswith(b"HTTP/1.1 401 Unauthorized")
 
 

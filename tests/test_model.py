@@ -155,7 +155,7 @@ def test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_n
         if not trimmed:
             policy.trimmed = False
             for module in (last, last.self_attn):
-                module.__class__ = module.__class__.__mro__[2]
+                del module.forward
         policy.zero_grad()
         output = policy(batch, 1.0)
         (output.logprobs.sum() + output.values.square().sum() + output.entropies.sum()).backward()

@@ -1,4 +1,4 @@
-"""Attention over packed documents, without a T x T mask; registered with transformers under two names.
+"""Attention over packed documents, without a T x T mask; learner/model/adapt.py registers it with transformers.
 
 Shape suffixes: T = packed tokens, H = heads, D = head size; documents lie one after another along T.
 """
@@ -12,14 +12,8 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shared.vision import Grid
-
-# A name with `flash` in it makes transformers' vision towers hand over all images at once, not one after another.
-TEXT_ATTENTION = "pronk_packed"
-VISION_ATTENTION = "pronk_packed_flash"
 
 ROWS_AT_ONCE = 128  # queries that share one mask
 
@@ -130,20 +124,3 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: 
     out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out
-
-
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Makes the text and vision parts of a Qwen-VL model take `packing=` and compute documents apart."""
-    ALL_ATTENTION_FUNCTIONS.register(TEXT_ATTENTION, packed_attention)
-    ALL_ATTENTION_FUNCTIONS.register(VISION_ATTENTION, packed_attention)
-    model.config.text_config._attn_implementation = TEXT_ATTENTION
-    model.config.vision_config._attn_implementation = VISION_ATTENTION
-    visual = model.model.visual
-    for index, block in enumerate(visual.blocks if hasattr(visual, "fullatt_block_indexes") else ()):
-        block.attn.looks_through_windows = index not in visual.fullatt_block_indexes
-
-
-def keep_attention_out_of_graphs() -> None:
-    """For compiled blocks: where documents begin and end differs in each microbatch, and would compile anew."""
-    for name in (TEXT_ATTENTION, VISION_ATTENTION):
-        ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(packed_attention))

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from learner.model import attention
+from learner.model.adapt import check_varlen
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ def activate(setting: str, dtype: str, device: torch.device) -> str:
     modules = {kernel.module for kernel in KERNELS.values() if kernel.module}
     name = choose(setting, dtype, capability, frozenset(m for m in modules if _installed(m)))
     attention.use_varlen(name != "sdpa")
+    if name != "sdpa":
+        check_varlen()
     if name != "sdpa" and KERNELS[name].torch_name:
         from torch.nn.attention import activate_flash_attention_impl
 

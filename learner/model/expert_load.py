@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.distributed import Ranks, all_sum
+from learner.model.adapt import TRICKS
 
 
 class RouterLoad:
@@ -20,6 +21,8 @@ class RouterLoad:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.counting = True
         routers = [m for m in model.modules() if hasattr(m, "num_experts") and hasattr(m, "top_k") and _is_leaf(m)]
+        has_experts = getattr(getattr(model, "config", None), "model_type", "").endswith("_moe")
+        TRICKS["routers"].require(bool(routers) or not has_experts)
         most = max((int(m.num_experts) for m in routers), default=0)  # type: ignore[arg-type]
         self.loads_LE = torch.zeros(len(routers), most, dtype=torch.float64, device=device)
         for layer, router in enumerate(routers):

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from kernels.cpu_linear import use_fast_linear
 from kernels.linear_logprob import linear_logprob
 from learner.batch import Microbatch
-from learner.model.attention import packing_of, use_packed_attention, window_lengths
-from learner.model.last_layer import keep_predictors_only
-from learner.model.patch_embed import StillPatchEmbed
+from learner.model.adapt import adapt
+from learner.model.attention import packing_of, window_lengths
 from shared.vision import VisionSpec, banned_ids
 
 SUPPORTED_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
@@ -41,16 +39,13 @@ class Policy(nn.Module):
         self.vlm = vlm
         self.spec = spec
         self.dtype = torch.float32  # of forward and backward, and of what engines are given
-        vlm.model.visual.patch_embed = StillPatchEmbed(vlm.model.visual.patch_embed.proj, spec)
+        self.trimmed = adapt(vlm, spec)  # whether the last layer takes `rows=`
         self.value_head = nn.Linear(vlm.config.text_config.hidden_size, 1, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
         self.banned_ids = banned_ids(vlm.config)
         window = getattr(vlm.config.vision_config, "window_size", 0)  # pixels; 0 = no block looks through windows
         self.window_tokens = window // (spec.patch_size * spec.merge_size)
-        self.trimmed = keep_predictors_only(vlm)
-        use_packed_attention(vlm)
-        use_fast_linear(vlm)
 
     def forward(self, batch: Microbatch, temperature: float) -> PolicyOutput:
         hidden_NH = self._hidden(batch)

@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from kernels.cpu_linear import use_plain_linear
 from learner.distributed import Ranks
-from learner.model.attention import keep_attention_out_of_graphs
+from learner.model.adapt import adapt_to_compile
 from learner.model.policy import Policy
 from shared.learner_config import LearnerConfig
 
@@ -48,8 +47,7 @@ def freeze(policy: Policy, parts: tuple[str, ...]) -> None:
 
 def compile_blocks(policy: Policy) -> None:
     """torch.compile of each decoder layer and vision block; attention stays outside of the graphs."""
-    keep_attention_out_of_graphs()
-    use_plain_linear(policy.vlm)
+    adapt_to_compile(policy.vlm)
     for block in _blocks(policy):
         block.compile(dynamic=True)
 

@@ -1,0 +1,183 @@
+"""What the learner changes inside a model of transformers, and the private parts of torch and transformers it needs.
+
+This module alone applies such tricks, and TRICKS is the table of them. Each is checked before it is used: a library
+that no longer has what a trick needs is refused in one line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kernels.cpu_linear import use_fast_linear, use_plain_linear
+from learner.model import last_layer
+from learner.model.attention import packed_attention
+from learner.model.patch_embed import StillPatchEmbed
+from shared.vision import VisionSpec
+
+TEXT_ATTENTION, VISION_ATTENTION = "pronk_packed", "pronk_packed_flash"
+VARLEN = "torch.nn.attention.varlen"
+LINEAR_POINTWISE = ("X", "W", "B", "attr", "scalars", "algorithm")
+
+
+@dataclass(frozen=True, slots=True)
+class Trick:
+    library: str
+    needs: str
+    why: str
+    test: str  # that fails when the trick no longer computes the same
+    until: str  # when it can go
+
+    def require(self, fits: bool) -> None:
+        """ValueError, in one line, if the installed library does not fit."""
+        if not fits:
+            raise ValueError(
+                f"{self.library} {version(self.library)} does not fit: the learner needs {self.needs} ({self.why}); "
+                f"install a version of {self.library} that pyproject.toml allows"
+            )
+
+
+TRICKS = {
+    "onednn": Trick(
+        "torch",
+        "the private operator mkldnn._linear_pointwise(X, W, B, attr, scalars, algorithm)",
+        "float32 products on AMD and of the fused logprob take half the time",
+        "test_linear.py::test_values_and_gradients_are_those_of_torch_linear",
+        "torch's own linear chooses the faster library",
+    ),
+    "addmm": Trick(
+        "torch",
+        "the private overload aten.addmm.dtype_out",
+        "gradients of half-precision products are summed in float32 without a copy",
+        "test_kernels.py::test_results_and_gradients_agree_with_float64",
+        "torch.addmm takes out_dtype with out",
+    ),
+    "own_forward": Trick(
+        "torch",
+        "that a module's own `forward` goes before its class's",
+        "linears and the last layer compute otherwise, under the same parameter names",
+        "test_linear.py::test_every_plain_linear_of_a_model_computes_so_until_it_is_undone_and_a_copy_has_its_own_parameters",
+        "transformers lets a model's layers be replaced",
+    ),
+    "flash_name": Trick(
+        "transformers",
+        "that an attention with `flash` in its name gets all images of a vision tower in one call",
+        "a loop over images would be one call each",
+        "test_model.py::test_packed_equals_unpacked_with_several_images_per_document_in_values_and_gradients",
+        "an attention can ask for it",
+    ),
+    "patch_embed": Trick(
+        "transformers",
+        "visual.patch_embed.proj, a convolution whose window is its stride",
+        "patches come as uint8, each still image once",
+        "test_model.py::test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned",
+        "transformers takes uint8 patches of still images",
+    ),
+    "last_layer": Trick(
+        "transformers",
+        "a decoder layer and a Qwen3-VL attention with the parts that learner/model/last_layer.py copies",
+        "the last layer is computed at the sampled places alone",
+        "test_model.py::test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_no_gradient",
+        "transformers computes a layer for chosen rows",
+    ),
+    "routers": Trick(
+        "transformers",
+        "routers with num_experts and top_k that return the chosen experts last",
+        "moe/* metrics count what each expert got",
+        "test_learner_ranks.py",
+        "transformers returns the routers' choices without their logits",
+    ),
+    "varlen": Trick(
+        "torch",
+        "torch.nn.attention.varlen.varlen_attn with scale, window_size and enable_gqa",
+        "documents of any length are one call on a GPU",
+        "test_attention_backend.py",
+        "the API is no longer a prototype",
+    ),
+}
+
+
+def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
+    """Makes a Qwen-VL model of transformers take uint8 patches and `packing=`, its parameters keeping their names.
+
+    Returns whether the last decoder layer now takes `rows=` too. It cannot where the deepstack's features reach as far
+    as the last layer: they are added to all places. ValueError as the tricks'.
+    """
+    check_torch()
+    visual, layers = vlm.model.visual, vlm.model.language_model.layers
+    proj: Any = getattr(getattr(visual, "patch_embed", None), "proj", None)
+    TRICKS["patch_embed"].require(isinstance(proj, nn.Conv3d) and proj.stride == proj.kernel_size)
+    visual.patch_embed = StillPatchEmbed(proj, spec)
+    TRICKS["flash_name"].require(_gets_all_images_at_once(VISION_ATTENTION))
+    _register(packed_attention)
+    vlm.set_attn_implementation({"text_config": TEXT_ATTENTION, "vision_config": VISION_ATTENTION})
+    for index, block in enumerate(visual.blocks if hasattr(visual, "fullatt_block_indexes") else ()):
+        block.attn.looks_through_windows = index not in visual.fullatt_block_indexes
+    takes_rows = len(layers) > len(getattr(vlm.config.vision_config, "deepstack_visual_indexes", ()))
+    if takes_rows:
+        _replace_last(layers[-1])
+    use_fast_linear(vlm)
+    return takes_rows
+
+
+def check_torch() -> None:
+    """ValueError if the installed torch lacks what the kernels and this module take from it."""
+    if torch.backends.mkldnn.is_available():
+        operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+        TRICKS["onednn"].require(operator is not None and _arguments(operator.default) == LINEAR_POINTWISE)
+    TRICKS["addmm"].require(hasattr(torch.ops.aten.addmm, "dtype_out"))
+    probe = nn.Identity()
+    probe.forward = lambda input: -input  # type: ignore[method-assign]
+    TRICKS["own_forward"].require(probe(1) == -1)
+
+
+def check_varlen() -> None:
+    """ValueError if the installed torch has no attention of variable length with the options that we use."""
+    function = getattr(importlib.import_module(VARLEN), "varlen_attn", None) if find_spec(VARLEN) else None
+    arguments = inspect.signature(function).parameters.keys() if function else set()
+    TRICKS["varlen"].require({"scale", "window_size", "enable_gqa"} <= arguments)
+
+
+def adapt_to_compile(vlm: PreTrainedModel) -> None:
+    """For compiled blocks. Attention stays outside of the graphs: where documents begin and end differs in each
+    microbatch, and would compile anew."""
+    _register(torch.compiler.disable(packed_attention))
+    use_plain_linear(vlm)
+
+
+def _register(attention: Callable[..., Any]) -> None:
+    for name in (TEXT_ATTENTION, VISION_ATTENTION):
+        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+
+
+def _replace_last(layer: Any) -> None:
+    attention: Any = getattr(layer, "self_attn", None)
+    fits = all(hasattr(layer, name) for name in last_layer.LAYER_PARTS)
+    if hasattr(attention, "q_norm"):  # Qwen3; Qwen2.5 turns its heads in another way, and keeps its attention
+        fits = fits and all(hasattr(attention, name) for name in last_layer.ATTENTION_PARTS)
+        fits = fits and {*last_layer.ATTENTION_ARGUMENTS} <= inspect.signature(attention.forward).parameters.keys()
+        TRICKS["last_layer"].require(fits)
+        attention.forward = MethodType(last_layer.attend, attention)
+    TRICKS["last_layer"].require(fits)
+    layer.forward = MethodType(last_layer.decode, layer)
+
+
+def _gets_all_images_at_once(name: str) -> bool:
+    asked = getattr(transformers.utils.generic, "is_flash_attention_requested", None)
+    return asked is not None and asked(requested_attention_implementation=name)
+
+
+def _arguments(operator: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in operator._schema.arguments)

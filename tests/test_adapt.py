@@ -1,0 +1,79 @@
+"""Each private part of torch and transformers that the learner needs is refused in one line when it is gone."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+import transformers
+from torch import nn
+
+from learner.model.adapt import TRICKS, adapt, check_torch, check_varlen
+from learner.model.expert_load import RouterLoad
+from tests.support.tiny import load_model, tiny_model_dir
+
+
+@pytest.fixture
+def model(tmp_path):
+    return load_model(tiny_model_dir(tmp_path, layers=3))
+
+
+def without_onednn(monkeypatch, model, spec):
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", torch.ops.aten.addmm)
+    check_torch()
+
+
+def without_addmm(monkeypatch, model, spec):
+    monkeypatch.setattr(torch.ops.aten, "addmm", SimpleNamespace())
+    check_torch()
+
+
+def without_own_forward(monkeypatch, model, spec):
+    monkeypatch.setattr(nn.Identity, "__call__", lambda self, x: type(self).forward(self, x))
+    check_torch()
+
+
+def without_flash_name(monkeypatch, model, spec):
+    monkeypatch.setattr(transformers.utils.generic, "is_flash_attention_requested", lambda **_: False)
+    adapt(model, spec)
+
+
+def without_patch_embed(monkeypatch, model, spec):
+    model.model.visual.patch_embed.proj = nn.Linear(3, 4)
+    adapt(model, spec)
+
+
+def without_last_layer(monkeypatch, model, spec):
+    del model.model.language_model.layers[-1].self_attn.k_norm
+    adapt(model, spec)
+
+
+def without_routers(monkeypatch, model, spec):
+    model.config.model_type = "qwen3_vl_moe"
+    RouterLoad(model, torch.device("cpu"))
+
+
+def without_varlen(monkeypatch, model, spec):
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, key, value, scale: query)
+    check_varlen()
+
+
+@pytest.mark.parametrize("name", sorted(TRICKS))
+def test_a_library_that_no_longer_fits_is_refused_in_one_line(name, monkeypatch, model, spec):
+    trick = TRICKS[name]
+    with pytest.raises(ValueError, match="does not fit: the learner needs") as caught:
+        globals()[f"without_{name}"](monkeypatch, model, spec)
+    line = str(caught.value)
+    assert "\n" not in line and f"{trick.library} {version(trick.library)} " in line and trick.needs in line
+
+
+def test_the_installed_libraries_fit_and_the_table_names_tests_that_exist(model, spec):
+    check_varlen()
+    assert adapt(model, spec)
+    for trick in TRICKS.values():
+        file, _, test = trick.test.partition("::")
+        assert f"def {test}" in (Path(__file__).parent / file).read_text(encoding="utf-8"), trick.test
