@@ -65,51 +65,51 @@ class Memory:
         return sum(asdict(self).values())
 
 
-def memory(shape: ModelSizes, setting: Setting) -> Memory:
+def memory(sizes: ModelSizes, setting: Setting) -> Memory:
     """Of one rank on its device."""
-    trained = shape.parameters
-    trained -= shape.vision_parameters if "vision" in setting.freeze else 0
-    trained -= shape.projector_parameters if "projector" in setting.freeze else 0
+    trained = sizes.parameters
+    trained -= sizes.vision_parameters if "vision" in setting.freeze else 0
+    trained -= sizes.projector_parameters if "projector" in setting.freeze else 0
     here = 0.0 if setting.offload else FP32 / setting.shards
-    weights, gradients = here * shape.parameters, here * trained
+    weights, gradients = here * sizes.parameters, here * trained
     rows = setting.microbatch_tokens * setting.sampled_share
-    spared = shape.matrix_parameters * (ADAMW_STATES - MUON_STATES) if setting.optimizer == "muon" else 0
+    spared = sizes.matrix_parameters * (ADAMW_STATES - MUON_STATES) if setting.optimizer == "muon" else 0
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=here * (ADAMW_STATES * trained - spared),
         reference=weights if setting.reference else 0.0,
-        gathered=_gathered(shape, setting) if setting.sharded else 0.0,
-        activations=activations(shape, setting),
-        logits=min(setting.logits_bytes, FP32 * rows * shape.vocab_size),
+        gathered=_gathered(sizes, setting) if setting.sharded else 0.0,
+        activations=activations(sizes, setting),
+        logits=min(setting.logits_bytes, FP32 * rows * sizes.vocab_size),
     )
 
 
-def _gathered(shape: ModelSizes, setting: Setting) -> float:
+def _gathered(sizes: ModelSizes, setting: Setting) -> float:
     """Copies of two neighbouring blocks and of all that is in no block; the gradients of one block and of the rest."""
-    layer = shape.layer_parameters(sparse=shape.num_dense_layers < shape.num_layers)
-    rest = shape.head_parameters * (1 if shape.tied else 2) + shape.projector_parameters
+    layer = sizes.layer_parameters(sparse=sizes.num_dense_layers < sizes.num_layers)
+    rest = sizes.head_parameters * (1 if sizes.tied else 2) + sizes.projector_parameters
     return setting.dtype_bytes * (3 * layer + 2 * rest)
 
 
-def activations(shape: ModelSizes, setting: Setting) -> float:
+def activations(sizes: ModelSizes, setting: Setting) -> float:
     """Bytes that one microbatch's forward keeps for its backward."""
     kept: float
-    text, patches = setting.microbatch_tokens, setting.microbatch_tokens * setting.visual_share * shape.merge
-    per_token = _layer_bytes(shape, setting.dtype_bytes)
-    per_patch = _block_bytes(shape, setting.dtype_bytes)
+    text, patches = setting.microbatch_tokens, setting.microbatch_tokens * setting.visual_share * sizes.merge
+    per_token = _layer_bytes(sizes, setting.dtype_bytes)
+    per_patch = _block_bytes(sizes, setting.dtype_bytes)
     if setting.activation_checkpointing:  # the inputs of all, and one at a time in full
-        kept = shape.num_layers * shape.hidden_size * setting.dtype_bytes * text
-        kept += shape.vision_depth * shape.vision_hidden * setting.dtype_bytes * patches
+        kept = sizes.num_layers * sizes.hidden_size * setting.dtype_bytes * text
+        kept += sizes.vision_depth * sizes.vision_hidden * setting.dtype_bytes * patches
         kept += max(per_token * text, per_patch * patches)
     else:
-        trimmed = shape.num_layers > shape.num_deepstack  # see learner/model/last_layer.py
-        last = _layer_bytes(shape, setting.dtype_bytes, asked=setting.sampled_share if trimmed else 1.0)
-        kept = ((shape.num_layers - 1) * per_token + last) * text + shape.vision_depth * per_patch * patches
-    ends = _norm_bytes(shape.hidden_size, setting.dtype_bytes) * text  # the last norm
-    ends += shape.hidden_size * setting.dtype_bytes * (setting.sampled_share + 1) * text  # its rows; the embeddings
-    merged = setting.dtype_bytes * 4 * (1 + shape.num_deepstack) * shape.vision_hidden
-    return kept + ends + (merged + FP32 * shape.patch_values / 2) * patches
+        trimmed = sizes.num_layers > sizes.num_deepstack  # see learner/model/last_layer.py
+        last = _layer_bytes(sizes, setting.dtype_bytes, asked=setting.sampled_share if trimmed else 1.0)
+        kept = ((sizes.num_layers - 1) * per_token + last) * text + sizes.vision_depth * per_patch * patches
+    ends = _norm_bytes(sizes.hidden_size, setting.dtype_bytes) * text  # the last norm
+    ends += sizes.hidden_size * setting.dtype_bytes * (setting.sampled_share + 1) * text  # its rows; the embeddings
+    merged = setting.dtype_bytes * 4 * (1 + sizes.num_deepstack) * sizes.vision_hidden
+    return kept + ends + (merged + FP32 * sizes.patch_values / 2) * patches
 
 
 def _norm_bytes(size: int, dtype_bytes: int) -> float:
@@ -117,33 +117,33 @@ def _norm_bytes(size: int, dtype_bytes: int) -> float:
     return size * (FP32 + 2 * dtype_bytes)
 
 
-def _layer_bytes(shape: ModelSizes, dtype_bytes: int, asked: float = 1.0) -> float:
+def _layer_bytes(sizes: ModelSizes, dtype_bytes: int, asked: float = 1.0) -> float:
     """Of one decoder layer a token (the mean over its layers, where some have experts); `asked`: share of the tokens
     whose output it computes. Queries are counted for all, as GPUs compute them."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = _norm_bytes(shape.hidden_size, dtype_bytes) + _norm_bytes(q + kv, dtype_bytes)
-    attention += dtype_bytes * (kv + 2 * q) + FP32 * shape.num_heads
-    dense = dtype_bytes * 4 * shape.intermediate_size
-    routed = shape.experts_per_token * dtype_bytes * (2 * shape.hidden_size + 4 * shape.expert_size)
-    sparse_share = 1 - shape.num_dense_layers / shape.num_layers
-    mlp = (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * shape.num_experts)
-    return attention + asked * (_norm_bytes(shape.hidden_size, dtype_bytes) + mlp)
+    q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    attention = _norm_bytes(sizes.hidden_size, dtype_bytes) + _norm_bytes(q + kv, dtype_bytes)
+    attention += dtype_bytes * (kv + 2 * q) + FP32 * sizes.num_heads
+    dense = dtype_bytes * 4 * sizes.intermediate_size
+    routed = sizes.experts_per_token * dtype_bytes * (2 * sizes.hidden_size + 4 * sizes.expert_size)
+    sparse_share = 1 - sizes.num_dense_layers / sizes.num_layers
+    mlp = (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * sizes.num_experts)
+    return attention + asked * (_norm_bytes(sizes.hidden_size, dtype_bytes) + mlp)
 
 
-def _block_bytes(shape: ModelSizes, dtype_bytes: int) -> float:
+def _block_bytes(sizes: ModelSizes, dtype_bytes: int) -> float:
     """Of one vision block a patch."""
-    return dtype_bytes * (11 * shape.vision_hidden + 2 * shape.vision_intermediate)
+    return dtype_bytes * (11 * sizes.vision_hidden + 2 * sizes.vision_intermediate)
 
 
-def check(shape: ModelSizes, setting: Setting, gpu_bytes: float, name: str) -> Memory:
+def check(sizes: ModelSizes, setting: Setting, gpu_bytes: float, name: str) -> Memory:
     """ValueError, with the numbers and what would help, if it does not fit."""
-    need = memory(shape, setting)
+    need = memory(sizes, setting)
     room = gpu_bytes * (1 - RESERVED_FRACTION)
     if need.total > room:
         parts = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in asdict(need).items() if size >= 5e7)
         raise ValueError(
             f"{name} does not fit: a rank needs {need.total / 1e9:.1f} GB ({parts}), a GPU of {gpu_bytes / 1e9:.0f} GB "
-            f"has room for {room / 1e9:.1f}; {_cure(shape, setting, room)}"
+            f"has room for {room / 1e9:.1f}; {_cure(sizes, setting, room)}"
         )
     return need
 
@@ -155,16 +155,16 @@ def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> Non
     """
     path = recipe.model.path
     file = Path(path) / "config.json"
-    shape = sizes_of(json.loads(file.read_text())) if file.exists() else None
-    if shape is None:
+    sizes = sizes_of(json.loads(file.read_text())) if file.exists() else None
+    if sizes is None:
         return
-    if recipe.model.max_context > shape.max_context:
+    if recipe.model.max_context > sizes.max_context:
         raise ValueError(
             f"model.max_context = {recipe.model.max_context} is longer than the context of {path}, which is "
-            f"{shape.max_context} tokens; lower it"
+            f"{sizes.max_context} tokens; lower it"
         )
     if gpu_bytes is not None:
-        check(shape, setting_of(recipe, num_ranks, gpu_bytes), gpu_bytes, path)
+        check(sizes, setting_of(recipe, num_ranks, gpu_bytes), gpu_bytes, path)
 
 
 def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
@@ -184,16 +184,16 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
     )
 
 
-def _cure(shape: ModelSizes, setting: Setting, room: float) -> str:
+def _cure(sizes: ModelSizes, setting: Setting, room: float) -> str:
     """The first change that would make it fit."""
     if not setting.activation_checkpointing:
-        if memory(shape, replace(setting, activation_checkpointing=True)).total <= room:
+        if memory(sizes, replace(setting, activation_checkpointing=True)).total <= room:
             return "set learner.parallel.activation_checkpointing = true"
         setting = replace(setting, activation_checkpointing=True)
     tokens = setting.microbatch_tokens
     while tokens > 2048:
         tokens //= 2
-        if memory(shape, replace(setting, microbatch_tokens=tokens)).total <= room:
+        if memory(sizes, replace(setting, microbatch_tokens=tokens)).total <= room:
             return (
                 "set learner.parallel.activation_checkpointing = true and "
                 f"learner.parallel.microbatch_tokens = {tokens}"
@@ -201,16 +201,16 @@ def _cure(shape: ModelSizes, setting: Setting, room: float) -> str:
     gpus = setting.gpus
     while gpus < 1 << 14:
         gpus *= 2
-        if memory(shape, replace(setting, gpus=gpus, shard_size=0)).total <= room:
+        if memory(sizes, replace(setting, gpus=gpus, shard_size=0)).total <= room:
             return f"set learner.parallel.activation_checkpointing = true and use {gpus} GPUs"
     return "set learner.parallel.offload = true, or use larger GPUs"
 
 
-def report(name: str, shape: ModelSizes, setting: Setting, gpu_bytes: float) -> tuple[str, bool]:
+def report(name: str, sizes: ModelSizes, setting: Setting, gpu_bytes: float) -> tuple[str, bool]:
     """A table for people, and whether it fits."""
-    need, room = memory(shape, setting), gpu_bytes * (1 - RESERVED_FRACTION)
-    parts = {"text": shape.text_parameters, "vision": shape.vision_parameters, "projector": shape.projector_parameters}
-    lines = [f"{name}: {shape.parameters / 1e9:.3f} B parameters"]
+    need, room = memory(sizes, setting), gpu_bytes * (1 - RESERVED_FRACTION)
+    parts = {"text": sizes.text_parameters, "vision": sizes.vision_parameters, "projector": sizes.projector_parameters}
+    lines = [f"{name}: {sizes.parameters / 1e9:.3f} B parameters"]
     lines[0] += f" ({', '.join(f'{part} {count / 1e9:.3f}' for part, count in parts.items())})"
     lines.append(
         f"{setting.gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, {setting.shards} a copy; "
@@ -219,7 +219,7 @@ def report(name: str, shape: ModelSizes, setting: Setting, gpu_bytes: float) -> 
     lines += [f"  {kind:<12}{size / 1e9:>10.2f} GB" for kind, size in asdict(need).items()]
     lines.append(f"  {'total':<12}{need.total / 1e9:>10.2f} GB a rank, of {room / 1e9:.1f} that it may use")
     fits = need.total <= room
-    lines.append("  fits" if fits else f"  does not fit: {_cure(shape, setting, room)}")
+    lines.append("  fits" if fits else f"  does not fit: {_cure(sizes, setting, room)}")
     return "\n".join(lines), fits
 
 

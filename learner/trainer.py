@@ -69,7 +69,7 @@ class Trainer:
         self._episode_settings = EpisodeSettings.of(config.objective)
         self.scale = RunningScale(config.objective)
         self.router = RouterLoad(policy.vlm, ranks.device)
-        self._shape = sizes_of(policy.vlm.config.to_dict())
+        self._sizes = sizes_of(policy.vlm.config.to_dict())
         self._per_episode = config.objective.aggregation == "sequence_mean"
 
     def step(self, groups: Sequence[Group], version: PolicyVersion) -> dict[str, float]:
@@ -114,9 +114,9 @@ class Trainer:
 
     def _flops(self, batch: Microbatch) -> float:
         """Of forward and backward; 0 for a model whose sizes are not known."""
-        if self._shape is None or batch.empty:
+        if self._sizes is None or batch.empty:
             return 0.0
-        return 3 * self._shape.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
+        return 3 * self._sizes.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides parameters and optimizer."""

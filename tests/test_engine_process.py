@@ -86,22 +86,25 @@ def test_an_occupied_port_is_one_clear_line(folder, capsys):
     assert str(port) in line and "in use" in line
 
 
-def test_a_wrong_model_path_is_one_clear_line(tmp_path, capsys):
-    assert main(["--model-path", str(tmp_path / "nothing"), "--port", "0"]) == 2
-    assert "no config.json" in last_line(capsys)
-
-
-def test_a_model_of_another_kind_is_one_clear_line(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    (tmp_path / "preprocessor_config.json").write_text("{}")
-    assert main(["--model-path", str(tmp_path), "--port", "0"]) == 2
-    assert "not a vision-language model" in last_line(capsys)
-
-
-def test_a_missing_gpu_is_one_clear_line(folder, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("files", "options", "words"),
+    [
+        ({}, [], "no config.json"),
+        (
+            {"config.json": '{"model_type": "bert"}', "preprocessor_config.json": "{}"},
+            [],
+            "not a vision-language model",
+        ),
+        (None, ["--device", "cuda"], "use --device cpu"),
+    ],
+    ids=["a wrong path", "a model of another kind", "a missing GPU"],
+)
+def test_what_cannot_be_served_is_one_clear_line(folder, tmp_path, capsys, monkeypatch, files, options, words):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["--model-path", str(folder), "--port", "0", "--device", "cuda"]) == 2
-    assert "use --device cpu" in last_line(capsys)
+    for name, content in (files or {}).items():
+        (tmp_path / name).write_text(content)
+    assert main(["--model-path", str(folder if files is None else tmp_path), "--port", "0", *options]) == 2
+    assert words in last_line(capsys)
 
 
 def test_a_dead_engine_costs_patience_and_not_a_flood_of_failures():

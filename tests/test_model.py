@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 
@@ -17,10 +16,8 @@ from learner.images import ImageDecoder
 from learner.model.policy import load_policy
 from learner.model.sharding import shard
 from learner.trainer import Trainer
-from shared.types import Ending, Image, Trajectory, Turn
-from tests.support.engines import call
 from tests.support.episodes import learner_config, random_groups, random_trajectory
-from tests.support.tiny import draw_image, load_model, moe_policy, png, reference_logits, running_engine, tiny_model_dir
+from tests.support.tiny import draw_image, load_model, moe_policy, reference_logits, tiny_model_dir
 
 CPU = torch.device("cpu")
 
@@ -55,39 +52,6 @@ def test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned(tmp_path, 
         expected.append(rows.gather(1, torch.from_numpy(t.token_ids[places]).long()[:, None])[:, 0])
     got = policy(packed(policy, trajectories), temperature).logprobs
     torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_behaviour_logprobs_of_the_engine_equal_the_learners(folder, spec, policy, temperature):
-    images = [Image.of(png(draw_image(64, 96, 1))), Image.of(png(draw_image(96, 64, 2)))]
-    ids, turns = [5, 6, 7], []
-    logprobs, mask = [0.0] * 3, [0] * 3
-    with running_engine(folder, min_pixels=1024, max_pixels=1 << 20) as (url, _):
-        for count in (1, 2):
-            observation = [8, spec.image_token_id, 9]
-            ids, logprobs, mask = ids + observation, logprobs + [0.0] * 3, mask + [0] * 3
-            sampling = {"temperature": temperature, "max_new_tokens": 12, "ignore_eos": True}
-            sampling["logit_bias"] = {str(token): -100.0 for token in spec.banned_ids}
-            data = [f"data:image/png;base64,{base64.b64encode(image.data).decode()}" for image in images[:count]]
-            body = {"input_ids": ids, "image_data": data, "sampling_params": sampling, "return_logprob": True}
-            sampled = call(url, "/generate", body, 30)["meta_info"]["output_token_logprobs"]
-            turns.append(Turn(len(ids), len(ids) + len(sampled), 0.0))
-            ids, mask = ids + [token for _, token, _ in sampled], mask + [1] * len(sampled)
-            logprobs += [logprob for logprob, _, _ in sampled]
-    loss_mask, behaviour = np.array(mask, dtype=np.uint8), np.array(logprobs, dtype=np.float32)
-    played = Trajectory(
-        token_ids=np.array(ids, dtype=np.int32),
-        loss_mask=loss_mask,
-        behaviour_logprobs=behaviour,
-        policy_versions=np.where(loss_mask, 0, -1).astype(np.int32),
-        turns=tuple(turns),
-        reward=0.0,
-        images=tuple(images),
-        ending=Ending.COMPLETED,
-    )
-    batch = packed(policy, [random_trajectory(spec, 0, turns=1), played])  # the longer one comes last
-    got = policy(batch, temperature).logprobs.detach()[-sum(mask) :]
-    np.testing.assert_allclose(got, behaviour[loss_mask == 1], atol=1e-4)
 
 
 def test_bfloat16_under_fsdp_stays_near_float32_and_keeps_float32_parameters(folder, spec, policy, ranks):

@@ -173,32 +173,39 @@ def test_images_become_the_patches_of_the_image_processor(family, size):
         assert np.abs(got - wanted).max() < 3 / 255 / min(spec.std)
 
 
-def test_behaviour_logprobs_of_the_embedded_engine_equal_the_learners_for_experts(tmp_path):
-    folder = qwen3_moe(tmp_path)
+@pytest.mark.parametrize(("make", "temperature"), [(tiny_model_dir, 1.0), (tiny_model_dir, 0.7), (qwen3_moe, 1.0)])
+def test_behaviour_logprobs_of_the_embedded_engine_equal_the_learners(tmp_path, make, temperature):
+    folder = make(tmp_path)
     spec = VisionSpec.load(folder)
-    image = Image.of(png(draw_image(64, 96, 1)))
-    ids = [5, 6, spec.image_token_id, 9]
-    with running_engine(folder) as (url, _):
-        sampling = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True}
-        sampling["logit_bias"] = {str(token): -100.0 for token in spec.banned_ids}
-        data = [f"data:image/png;base64,{base64.b64encode(image.data).decode()}"]
-        body = {"input_ids": ids, "image_data": data, "sampling_params": sampling, "return_logprob": True}
-        sampled = call(url, "/generate", body, 30)["meta_info"]["output_token_logprobs"]
-    mask = np.array([0] * len(ids) + [1] * len(sampled), dtype=np.uint8)
+    images = [Image.of(png(draw_image(64, 96, 1))), Image.of(png(draw_image(96, 64, 2)))]
+    ids, mask, logprobs, turns = [5, 6, 7], [0] * 3, [0.0] * 3, []
+    sampling = {"temperature": temperature, "max_new_tokens": 12, "ignore_eos": True}
+    sampling["logit_bias"] = {str(token): -100.0 for token in spec.banned_ids}
+    with running_engine(folder, min_pixels=1024, max_pixels=1 << 20) as (url, _):
+        for count in (1, 2):
+            ids, mask, logprobs = [*ids, 8, spec.image_token_id, 9], mask + [0] * 3, logprobs + [0.0] * 3
+            data = [f"data:image/png;base64,{base64.b64encode(image.data).decode()}" for image in images[:count]]
+            body = {"input_ids": ids, "image_data": data, "sampling_params": sampling, "return_logprob": True}
+            sampled = call(url, "/generate", body, 30)["meta_info"]["output_token_logprobs"]
+            turns.append(Turn(len(ids), len(ids) + len(sampled), 0.0))
+            ids, mask = ids + [token for _, token, _ in sampled], mask + [1] * len(sampled)
+            logprobs += [logprob for logprob, _, _ in sampled]
+    loss_mask, behaviour = np.array(mask, dtype=np.uint8), np.array(logprobs, dtype=np.float32)
     played = Trajectory(
-        token_ids=np.array([*ids, *(token for _, token, _ in sampled)], dtype=np.int32),
-        loss_mask=mask,
-        behaviour_logprobs=np.array([0.0] * len(ids) + [logprob for logprob, _, _ in sampled], dtype=np.float32),
-        policy_versions=np.where(mask, 0, -1).astype(np.int32),
-        turns=(Turn(len(ids), len(mask), 0.0),),
+        token_ids=np.array(ids, dtype=np.int32),
+        loss_mask=loss_mask,
+        behaviour_logprobs=behaviour,
+        policy_versions=np.where(loss_mask, 0, -1).astype(np.int32),
+        turns=tuple(turns),
         reward=0.0,
-        images=(image,),
+        images=tuple(images),
         ending=Ending.COMPLETED,
     )
     decoder = ImageDecoder(spec)
-    batch = pack([make_episode(played, 0.0, decoder, EpisodeSettings())], decoder, CPU)
-    got = load_policy(str(folder), spec)(batch, 1.0).logprobs.detach().numpy()
-    np.testing.assert_allclose(got, played.behaviour_logprobs[mask == 1], atol=1e-4)
+    both = [random_trajectory(spec, 0, turns=1), played]  # the longer one comes last
+    batch = pack([make_episode(t, 0.0, decoder, EpisodeSettings()) for t in both], decoder, CPU)
+    got = load_policy(str(folder), spec)(batch, temperature).logprobs.detach()[-sum(mask) :]
+    np.testing.assert_allclose(got, behaviour[loss_mask == 1], atol=1e-4)
 
 
 def test_windows_are_cut_row_by_row_and_are_smaller_at_the_edges():

@@ -35,30 +35,30 @@ def folder(tmp_path_factory):
 
 def published_config(name):
     """A config of transformers' with the table's sizes."""
-    shape = PUBLISHED[name]
+    sizes = PUBLISHED[name]
     text = {
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate_size,
-        "num_experts": shape.num_experts,
-        "num_experts_per_tok": shape.experts_per_token,
-        "moe_intermediate_size": shape.expert_size,
-        "max_position_embeddings": shape.max_context,
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": sizes.intermediate_size,
+        "num_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.experts_per_token,
+        "moe_intermediate_size": sizes.expert_size,
+        "max_position_embeddings": sizes.max_context,
     }
     vision = {
-        "depth": shape.vision_depth,
-        "hidden_size": shape.vision_hidden,
-        "intermediate_size": shape.vision_intermediate,
-        "out_hidden_size": shape.hidden_size,
-        "num_position_embeddings": shape.vision_positions,
+        "depth": sizes.vision_depth,
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": sizes.vision_intermediate,
+        "out_hidden_size": sizes.hidden_size,
+        "num_position_embeddings": sizes.vision_positions,
         "deepstack_visual_indexes": [5, 11, 17],
     }
-    kind = Qwen3VLMoeConfig if shape.num_experts else Qwen3VLConfig
-    return kind(text_config=text, vision_config=vision, tie_word_embeddings=shape.tied)
+    kind = Qwen3VLMoeConfig if sizes.num_experts else Qwen3VLConfig
+    return kind(text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -74,7 +74,7 @@ def test_the_parameters_of_a_published_model_are_those_that_transformers_builds(
 
 
 def test_the_published_totals_are_the_known_ones():
-    totals = {name: round(shape.parameters / 1e9, 2) for name, shape in PUBLISHED.items()}
+    totals = {name: round(sizes.parameters / 1e9, 2) for name, sizes in PUBLISHED.items()}
     assert list(totals.values()) == [2.13, 4.44, 8.77, 31.07, 235.67]
 
 
@@ -107,13 +107,13 @@ def kept_bytes(policy, batch) -> int:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, spec, experts):
-    policy, shape = load_policy(str(folder), spec), find(str(folder))
+    policy, sizes = load_policy(str(folder), spec), find(str(folder))
     if experts:
         policy = moe_policy(folder, spec)
-        shape = sizes_of(policy.vlm.config.to_dict())
-    assert sum(p.numel() for p in policy.vlm.parameters()) == shape.parameters
+        sizes = sizes_of(policy.vlm.config.to_dict())
+    assert sum(p.numel() for p in policy.vlm.parameters()) == sizes.parameters
     batch = packed(spec)
-    assert activations(shape, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
+    assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
 
 
 @pytest.mark.parametrize(("optimizer", "experts"), [("adamw", False), ("muon", False), ("muon", True)])
@@ -134,29 +134,29 @@ def test_planned_weights_gradients_and_optimizer_state_are_what_a_trainer_holds(
 @pytest.mark.parametrize("layers", [2, 3])
 def test_counted_operations_are_those_of_the_forward(tmp_path, spec, layers):
     folder = tiny_model_dir(tmp_path, layers=layers)
-    policy, batch, shape = load_policy(str(folder), spec), packed(spec), find(str(folder))
+    policy, batch, sizes = load_policy(str(folder), spec), packed(spec), find(str(folder))
     onednn_off = torch.backends.mkldnn.flags(enabled=False)  # its products are not counted by torch
     with FlopCounterMode(display=False) as counter, torch.no_grad(), onednn_off:
         policy(batch, 1.0)
     names = ("mm", "addmm", "bmm", "baddbmm")
     counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).split(".")[-1] in names)
-    planned = shape.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
-    width = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+    planned = sizes.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
+    width = 4 * sizes.num_layers * sizes.num_heads * sizes.head_dim
     attention = width / 2 * sum(n * (n + 1) for n in batch.lengths)
-    attention += 4 * shape.vision_depth * shape.vision_hidden * sum(n * n for n in batch.image_lengths)
+    attention += 4 * sizes.vision_depth * sizes.vision_hidden * sum(n * n for n in batch.image_lengths)
     assert planned - attention == pytest.approx(counted, rel=0.03)
 
 
 def test_each_way_to_save_memory_saves_what_it_says():
-    shape, plain = PUBLISHED["Qwen3-VL-8B"], Setting(gpus=8)
-    need = memory(shape, plain)
-    assert memory(shape, dataclasses.replace(plain, activation_checkpointing=True)).activations < need.activations / 10
-    assert memory(shape, dataclasses.replace(plain, gpus=16)).optimizer == need.optimizer / 2
-    assert memory(shape, dataclasses.replace(plain, shard_size=4)).optimizer == need.optimizer * 2
-    offloaded = memory(shape, dataclasses.replace(plain, offload=True))
+    sizes, plain = PUBLISHED["Qwen3-VL-8B"], Setting(gpus=8)
+    need = memory(sizes, plain)
+    assert memory(sizes, dataclasses.replace(plain, activation_checkpointing=True)).activations < need.activations / 10
+    assert memory(sizes, dataclasses.replace(plain, gpus=16)).optimizer == need.optimizer / 2
+    assert memory(sizes, dataclasses.replace(plain, shard_size=4)).optimizer == need.optimizer * 2
+    offloaded = memory(sizes, dataclasses.replace(plain, offload=True))
     assert offloaded.weights == offloaded.optimizer == 0
-    frozen = memory(shape, dataclasses.replace(plain, freeze=("vision", "projector")))
-    assert frozen.optimizer == 8 * shape.text_parameters / 8 and frozen.weights == need.weights
+    frozen = memory(sizes, dataclasses.replace(plain, freeze=("vision", "projector")))
+    assert frozen.optimizer == 8 * sizes.text_parameters / 8 and frozen.weights == need.weights
 
 
 def test_a_model_that_cannot_fit_is_refused_with_the_numbers_and_the_cure():
@@ -196,10 +196,10 @@ def test_the_command_takes_a_recipe_with_overrides_and_options_of_its_own(capsys
 
 
 def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, single_rank):
-    policy, shape = load_policy(str(folder), spec), find(str(folder))
+    policy, sizes = load_policy(str(folder), spec), find(str(folder))
     parallelize(policy, single_rank, learner_config(freeze=("vision",)), torch.float32)
     trained = sum(p.numel() for p in policy.vlm.parameters() if p.requires_grad)
-    assert trained == shape.parameters - shape.vision_parameters
+    assert trained == sizes.parameters - sizes.vision_parameters
 
 
 @pytest.fixture

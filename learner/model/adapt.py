@@ -6,12 +6,10 @@ that no longer has what a trick needs is refused in one line.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.util import find_spec
 from types import MethodType
 from typing import Any
 
@@ -28,7 +26,6 @@ from learner.model.patch_embed import StillPatchEmbed
 from shared.vision import VisionSpec
 
 TEXT_ATTENTION, VISION_ATTENTION = "pronk_packed", "pronk_packed_flash"
-VARLEN = "torch.nn.attention.varlen"
 LINEAR_POINTWISE = ("X", "W", "B", "attr", "scalars", "algorithm")
 
 
@@ -145,8 +142,12 @@ def check_torch() -> None:
 
 def check_varlen() -> None:
     """ValueError if the installed torch has no attention of variable length with the options that we use."""
-    function = getattr(importlib.import_module(VARLEN), "varlen_attn", None) if find_spec(VARLEN) else None
-    arguments = inspect.signature(function).parameters.keys() if function else set()
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        arguments = {*inspect.signature(varlen_attn).parameters}
+    except ImportError:
+        arguments = set()
     TRICKS["varlen"].require({"scale", "window_size", "enable_gqa"} <= arguments)
 
 

@@ -160,14 +160,14 @@ def find(name: str) -> ModelSizes:
     """Of a folder with config.json, or of a published model by name. ValueError naming what there is."""
     file = Path(name) / "config.json"
     if file.exists():
-        shape = sizes_of(json.loads(file.read_text()))
-        if shape is None:
+        sizes = sizes_of(json.loads(file.read_text()))
+        if sizes is None:
             raise ValueError(f"{file} is of no model type whose sizes are known; those are {', '.join(MODEL_TYPES)}")
-        return shape
+        return sizes
     short = name.rpartition("/")[2]
-    for base, shape in PUBLISHED.items():
+    for base, sizes in PUBLISHED.items():
         if short in (base, f"{base}-Instruct", f"{base}-Thinking"):
-            return shape
+            return sizes
     raise ValueError(f"no sizes of {name!r}: give a folder with config.json, or one of {', '.join(PUBLISHED)}")
 
 
