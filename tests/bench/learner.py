@@ -69,17 +69,17 @@ def main() -> int:
     settings |= {"objective": "grpo", "group_size": size}
     config = learner_config(**settings)
     trainer = trainer_of(options.model, config, ranks)
-    episodes = make_episodes(groups, trainer.images, EpisodeSettings.of(config.objective))
+    episodes = make_episodes(groups, trainer.decoder, EpisodeSettings.of(config.objective))
     steps: dict[str, Callable[[], float]] = {"ours": lambda: trainer.step(groups, 0)["optim/grad_norm"]}
     if "ours_compiled" in options.only:
         compiled = trainer_of(options.model, learner_config(**settings, compile=True), ranks)
         steps["ours_compiled"] = lambda: compiled.step(groups, 0)["optim/grad_norm"]
     for name, how in PADDED.items():
         if name in options.only:
-            steps[name] = PaddedLoop(options.model, episodes, trainer.images, **how).step
+            steps[name] = PaddedLoop(options.model, episodes, trainer.decoder, **how).step
     absent = {} if importlib.util.find_spec("trl") else {"trl": "not installed: give --peers"}
     if "trl" in options.only and not absent:
-        steps["trl"] = TrlLoop(options.model, episodes, trainer.images, size).step
+        steps["trl"] = TrlLoop(options.model, episodes, trainer.decoder, size).step
     result = {
         "episodes": len(episodes),
         "tokens": sum(e.num_tokens for e in episodes),
