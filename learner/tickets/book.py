@@ -39,7 +39,6 @@ from learner.tickets.staleness import age, leaves_room, may_issue
 from shared.types import Group, PolicyVersion, Ticket
 
 __all__ = ["BookSettings", "EvaluationResult", "TicketBook", "Verdict"]
-
 KNOWN_PROCESSES = 16
 
 
@@ -240,14 +239,13 @@ class TicketBook:
                 self._drop(state, "stale")
         else:
             return None
-        others = self._open_by_version - Counter(state.ticket.version for state in batch)
-        s = self.settings
+        others, s = self._open_by_version - Counter(state.ticket.version for state in batch), self.settings
         if not leaves_room(others, self.trained + count, self.version, s.max_staleness, s.groups_per_version):
             return None
         for state in batch:
             self._close(state)
+            self._in_training[state.number] = state
         self.trained += count
-        self._in_training |= {state.number: state for state in batch}
         return [(state.ticket, state.group) for state in batch if state.group is not None]
 
     def commit(self) -> None:
