@@ -95,3 +95,14 @@ def test_older_engines_without_begin_and_end_are_served(folder, policy, publishe
 def test_what_is_no_engine_is_dropped_and_no_error(publisher, url):
     assert served(publisher.publish(10, [])) == (0, 0)
     assert served(publisher.publish(11, [url])) == (0, 1)
+
+
+def test_an_engine_that_was_started_anew_holds_up_no_other(folder, policy, publisher):
+    """Who waits for the lost broadcast hears at once that nothing will come: its own limit is far longer."""
+    with running_engine(folder, update_timeout_s=300.0) as (good, app), running_engine(folder) as (anew, other):
+        publisher.publish(1, [good, anew])
+        for version in (2, 4):
+            other.updates._groups.clear()
+            assert served(publisher.publish(version, [good, anew])) == (1, 1)
+            assert_same(app, policy)
+            assert served(publisher.publish(version + 1, [good, anew])) == (2, 0)

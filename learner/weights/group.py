@@ -68,16 +68,19 @@ class WeightGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         work = self._group.broadcast([tensor], options)
-        if not work.wait(timedelta(seconds=self.timeout_s)):
-            raise RuntimeError(f"the broadcast took longer than {self.timeout_s:g} s")
+        try:
+            if not work.wait(timedelta(seconds=self.timeout_s)):
+                raise RuntimeError(f"the broadcast took longer than {self.timeout_s:g} s")
+        finally:
+            del work  # a traceback must not keep the connections open: engines wait on them
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
 
     def abort(self) -> None:
         """Breaks the connections and the store, so that nobody waits for what will not come."""
-        self._tcp = None
-        if self._group is not None:
-            self._group.abort()
+        group, self._tcp, self._group = self._group, None, None
+        if group is not None:
+            group.abort()
 
 
 class WeightGroupManager:
@@ -145,6 +148,8 @@ class WeightGroupManager:
         mine = asyncio.create_task(in_thread(own))
         everything = {*tasks.values(), mine}
         await asyncio.wait(everything, timeout=self.timeout_s + 1.0, return_when=asyncio.FIRST_EXCEPTION)
+        if mine.done() and mine.exception():  # whoever caused that may say why
+            await asyncio.wait(tasks.values(), timeout=LAST_WORD_S, return_when=asyncio.FIRST_EXCEPTION)
         refused = reasons(_errors(tasks))  # while the group was whole
         own_failed = isinstance(mine.exception(), RuntimeError) if mine.done() else not refused
         if mine.done() and not own_failed:
