@@ -45,8 +45,14 @@ def test_nothing_is_copied_from_what_older_weights_computed():
     table = SlotTable(3, 64)
     first = computed(table, keys(PROMPT, [1, 2, 3]), generation=0)
     assert table.place(keys(PROMPT, [7]), 1).reused == 0
-    table.release(first.slot)
+    table.release(first.slot, answered=True)
     assert table.place(keys(PROMPT, [1, 2, 3, 4]), 1).reused == len(PROMPT) + 3  # its own episode goes on
+
+
+def test_a_bare_prompt_of_older_weights_is_nobodys_beginning():
+    table = SlotTable(1, 64)
+    table.release(computed(table, PROMPT, generation=0).slot)
+    assert table.place(keys(PROMPT, [1]), 1).reused == 0
 
 
 def test_another_image_in_the_same_place_is_no_common_prefix():

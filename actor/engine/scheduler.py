@@ -204,7 +204,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.slot >= 0:
-            self.slots.release(request.slot)
+            self.slots.release(request.slot, answered=len(request.tokens) > 1)
             self._running.pop(request.slot, None)
         elif request in self._waiting:
             self._waiting.remove(request)

@@ -30,6 +30,7 @@ class SlotTable:
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         self.busy = np.zeros(num_slots, dtype=bool)
         self._version = np.zeros(num_slots, dtype=np.int64)  # weights generation of the oldest entry
+        self._answered = np.zeros(num_slots, dtype=bool)  # holds sampled tokens, which no other episode begins with
         self._last_used = np.zeros(num_slots, dtype=np.int64)
         self._doomed = np.zeros(num_slots, dtype=bool)  # flush as soon as it is idle
         self._clock = 0
@@ -41,9 +42,10 @@ class SlotTable:
     def place(self, keys: np.ndarray, generation: int) -> Placement | None:
         """A slot for the stream int64[E] `keys`, marked busy; None when all are busy.
 
-        Continues the idle slot whose whole content begins the stream; else takes the least recently used one, with
-        the longest common prefix copied from any slot computed wholly by the present weights. At least the last key
-        is always left to compute.
+        Continues the idle slot whose whole content begins the stream; what older weights computed only if the stream
+        is that episode's, which the sampled tokens in it tell. Else takes the least recently used one, with the
+        longest common prefix copied from any slot computed wholly by the present weights. At least the last key is
+        always left to compute.
         """
         idle = np.flatnonzero(~self.busy)
         if not len(idle):
@@ -55,6 +57,7 @@ class SlotTable:
         )
         common = np.minimum(common, self.lengths)
         whole = idle[(common[idle] == self.lengths[idle]) & (self.lengths[idle] > 0)]
+        whole = whole[self._answered[whole] | (self._version[whole] == generation)]
         if len(whole):
             slot = int(whole[common[whole].argmax()])
             return self._take(slot, int(common[slot]), -1, int(self._version[slot]))
@@ -68,7 +71,7 @@ class SlotTable:
 
     def _take(self, slot: int, reused: int, donor: int, version: int) -> Placement:
         self.busy[slot] = True
-        self._doomed[slot] = False
+        self._doomed[slot] = self._answered[slot] = False
         if donor >= 0:
             self.keys[slot, :reused] = self.keys[donor, :reused]
         self.lengths[slot] = reused
@@ -84,10 +87,11 @@ class SlotTable:
         self.keys[slot, start : start + len(keys)] = keys
         self.lengths[slot] = start + len(keys)
 
-    def release(self, slot: int, *, keep: bool = True) -> None:
-        """The slot is idle; its content stays for reuse unless `keep` is false or it was flushed meanwhile."""
+    def release(self, slot: int, *, answered: bool = False, keep: bool = True) -> None:
+        """The slot is idle; its content stays for reuse unless `keep` is false or it was flushed meanwhile. `answered`:
+        the content goes beyond the request's prompt."""
         self._clock += 1
-        self.busy[slot] = False
+        self.busy[slot], self._answered[slot] = False, answered
         self._last_used[slot] = self._clock
         if not keep or self._doomed[slot]:
             self.lengths[slot] = 0
