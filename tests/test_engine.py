@@ -61,6 +61,7 @@ def check_episode(model, spec, episode, temperature=1.0):
         torch.testing.assert_close(torch.tensor(out.logprobs), own, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_of_many_episodes_at_once_equal_a_plain_forward(folder, spec, engine, temperature):
     url, app = engine
@@ -78,6 +79,7 @@ def test_logprobs_of_many_episodes_at_once_equal_a_plain_forward(folder, spec, e
     assert app.scheduler.tokens_reused > app.scheduler.tokens_in / 4  # the second turn did not compute the first again
 
 
+@pytest.mark.slow
 def test_few_slots_change_nothing_but_speed(folder, spec):
     with running_engine(folder, max_context=512, max_batch=3, slots=3) as (url, _):
 
@@ -144,6 +146,7 @@ def test_banned_ids_are_never_sampled(spec, engine):
     assert all(p <= 0 for p in out.logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_tokens_are_sampled_as_often_as_their_logprobs_say(folder, spec, engine, temperature):
     url, _ = engine

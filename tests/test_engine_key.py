@@ -20,6 +20,9 @@ from shared.keys import read_api_key
 from shared.types import Sampling
 from tests.support.engines import EngineProcess, ask, engine_process
 
+pytestmark = pytest.mark.slow
+
+
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 
 
@@ -40,6 +43,7 @@ def generate(engine: EngineProcess, api_key: str):
     return ask(engine.url, lambda client: client.generate([30, 31], [], Sampling(max_new_tokens=3)), api_key=api_key)
 
 
+@pytest.mark.slow
 def test_an_actor_with_the_key_is_served_on_a_public_address(engine, key_file):
     assert 1 <= len(generate(engine, read_api_key(str(key_file))).token_ids) <= 3
 

@@ -24,6 +24,7 @@ def command(folder, port, *more):
     return [sys.executable, "-m", "actor.engine.server", "--model-path", str(folder), "--port", str(port), *more]
 
 
+@pytest.mark.slow
 def test_an_engine_starts_serves_and_stops_on_sigterm(folder):
     port = free_port()
     process = subprocess.Popen(command(folder, port), cwd=ROOT, stderr=subprocess.PIPE)
@@ -45,6 +46,7 @@ def test_an_engine_starts_serves_and_stops_on_sigterm(folder):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_an_engine_dies_with_its_parent(folder):
     port = free_port()
     start = f"p = subprocess.Popen({command(folder, port)!r})"

@@ -82,11 +82,12 @@ def test_an_engine_that_does_not_answer_is_named(tmp_path):
     assert url in line and "not healthy within 1 s" in line
 
 
+@pytest.mark.slow
 def test_an_engine_with_another_vocabulary_is_refused(tmp_path):
     with running_engine(tiny_model_dir(tmp_path)) as (url, _):
         code, line, _ = run("actors", tmp_path, **{"engine.urls": json.dumps([url])})
     assert code == 2
-    assert f"{url} serves another model" in line and "a vocabulary of 640 tokens" in line
+    assert f"{url}: serves another model" in line and "a vocabulary of 640 tokens" in line
 
 
 @pytest.mark.parametrize(

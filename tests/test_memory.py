@@ -39,6 +39,7 @@ def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).double().norm() / expected.double().norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"activation_checkpointing": True}, {"offload": True}, {"microbatch_tokens": 100}]
 )
@@ -51,6 +52,7 @@ def test_compiled_blocks_give_the_weights_of_plain_adamw(folder, spec, ranks, pl
     assert distance(weights(trained(folder, spec, ranks, compile=True)), plain) < 1e-5
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_keeps_less(folder, spec, ranks):
     def kept(**settings):
         trainer, total = trained(folder, spec, ranks, **settings), []
@@ -61,6 +63,7 @@ def test_activation_checkpointing_keeps_less(folder, spec, ranks):
     assert kept(activation_checkpointing=True) < 0.7 * kept()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "other"), [("vision", "projector"), ("projector", "vision")])
 def test_a_frozen_part_stays_as_it_was_and_the_rest_learns(folder, spec, ranks, part, other):
     before = dict(load_policy(str(folder), spec).named_parameters())

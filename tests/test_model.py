@@ -33,6 +33,7 @@ def packed(policy, trajectories):
     return pack(episodes, decoder, CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "layers"), [(1.0, 2), (0.7, 2), (1.0, 3)])
 def test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned(tmp_path, spec, temperature, layers):
     folder = tiny_model_dir(tmp_path, layers=layers)
@@ -54,6 +55,7 @@ def test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned(tmp_path, 
     torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_under_fsdp_stays_near_float32_and_keeps_float32_parameters(folder, spec, policy, ranks):
     trajectories = [random_trajectory(spec, seed) for seed in range(2)]
     half = load_policy(str(folder), spec)
@@ -79,6 +81,7 @@ def _seeds(trajectories, trajectory):
     return [seed * 100 + turn for turn in range(len(trajectory.images))]
 
 
+@pytest.mark.slow
 def test_packed_equals_unpacked_with_several_images_per_document_in_values_and_gradients(policy, spec):
     torch.nn.init.normal_(policy.value_head.weight)
     trajectories = [random_trajectory(spec, seed, turns=3) for seed in range(3)]
@@ -102,6 +105,7 @@ def test_packed_equals_unpacked_with_several_images_per_document_in_values_and_g
         torch.testing.assert_close(together_gradients[name], expected, rtol=0, atol=2e-5 * scale + 1e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("experts", "gpu"), [(False, False), (True, False), (False, True)])
 def test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_no_gradient(
     tmp_path, spec, monkeypatch, experts, gpu

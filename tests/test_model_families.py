@@ -103,6 +103,7 @@ def family(request, tmp_path_factory):
     return folder, kind, sides
 
 
+@pytest.mark.slow
 def test_packed_logprobs_equal_transformers_own_forward(family):
     folder, kind, sides = family
     spec = VisionSpec.load(folder)
@@ -135,6 +136,7 @@ def test_the_positions_of_text_and_images_are_those_of_transformers(family):
     np.testing.assert_array_equal(episode.position_ids[1:], positions[:, 0].numpy())
 
 
+@pytest.mark.slow
 def test_every_parameter_is_trained_and_the_step_is_on_policy(family, ranks):
     folder, _, sides = family
     spec = VisionSpec.load(folder)
@@ -158,6 +160,7 @@ def test_a_blank_image_stands_in_where_an_episode_has_none(family):
     assert all(p.grad is not None for p in policy.vlm.model.visual.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(50, 70), (300, 200), (37, 500), (28, 28), (1400, 900)])
 def test_images_become_the_patches_of_the_image_processor(family, size):
     folder, _, _ = family

@@ -61,6 +61,7 @@ def published_config(name):
     return kind(text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_parameters_of_a_published_model_are_those_that_transformers_builds(name):
     config = published_config(name)
@@ -105,6 +106,7 @@ def kept_bytes(policy, batch) -> int:
     return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [False, True])
 def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, spec, experts):
     policy, sizes = load_policy(str(folder), spec), find(str(folder))
@@ -116,6 +118,7 @@ def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, 
     assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "experts"), [("adamw", False), ("muon", False), ("muon", True)])
 def test_planned_weights_gradients_and_optimizer_state_are_what_a_trainer_holds(folder, spec, optimizer, experts):
     policy = moe_policy(folder, spec) if experts else load_policy(str(folder), spec)
@@ -131,6 +134,7 @@ def test_planned_weights_gradients_and_optimizer_state_are_what_a_trainer_holds(
     assert need.optimizer == pytest.approx(states, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 3])
 def test_counted_operations_are_those_of_the_forward(tmp_path, spec, layers):
     folder = tiny_model_dir(tmp_path, layers=layers)

@@ -115,6 +115,7 @@ def test_a_second_learner_takes_over_from_one_that_died_in_mid_update(folder, po
         assert_same(app, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [refuses, hangs_up, is_silent, dribbles, talks_nonsense])
 @pytest.mark.parametrize(
     "route",

@@ -81,11 +81,8 @@ def build_config(
     vocab_size: int = 640,
 ) -> Qwen3VLConfig:
     """The small Qwen3-VL: `hidden` must be a multiple of 64 (heads of 32)."""
-
-    def token(text: str) -> int:
-        return int(tokenizer.convert_tokens_to_ids(text))  # type: ignore[arg-type]
-
-    heads = hidden // 32
+    heads, ids = hidden // 32, tokenizer.get_vocab()
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
     return Qwen3VLConfig(
         text_config={
             "vocab_size": vocab_size,
@@ -96,17 +93,12 @@ def build_config(
             "num_key_value_heads": heads // 2,
             "head_dim": 32,
             "max_position_embeddings": 4096,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [8, 4, 4],
-                "mrope_interleaved": True,
-            },
+            "rope_parameters": rope,
             "tie_word_embeddings": True,
             "initializer_range": hidden**-0.5,
             "bos_token_id": None,
-            "eos_token_id": token("<|im_end|>"),
-            "pad_token_id": token("<|endoftext|>"),
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
         },
         vision_config={
             "depth": vision_depth,
@@ -122,10 +114,10 @@ def build_config(
             "initializer_range": vision_hidden**-0.5,
         },
         tie_word_embeddings=True,
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
     )
 
 

@@ -181,15 +181,13 @@ class TicketBook:
         if state.group is not None:
             return Verdict.AGAIN
         earlier = self._earlier.get(number_of(group.ticket_id)[1])
-        last = (
-            earlier.version if earlier is not None else self.version + 1
-        )  # engines resume before the learner hears of it
+        # an engine that has the next version plays before the learner hears of it
+        last = self.version + 1 if earlier is None else earlier.version
         if newest_version(group) > last:
             self._leases.release(state, actor)
             self.refused[Verdict.OUTDATED] += 1
             return Verdict.OUTDATED
-        wrong = fault(group, state.ticket, self.settings.refuse)
-        if wrong:
+        if wrong := fault(group, state.ticket, self.settings.refuse):
             return self.reject(group.ticket_id, *wrong)
         self._leases.close(state)
         state.group, state.bringer = group, actor
