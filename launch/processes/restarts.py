@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from launch.processes.children import Child
 from shared.log import get_logger
 
+LOG = get_logger("restarts")
 HOUR_S = 3600.0
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
@@ -88,7 +89,7 @@ class Supervised(ABC):
         except TooManyRestarts as error:
             raise self.given_up(f"{failure}, {error} ({self.setting})", self.child) from None
         self.child, self._start_at = None, time.monotonic() + pause_s
-        get_logger("restarts").warning("%s %s; starting it again in %g s%s", self.name, failure, pause_s, self.hint())
+        LOG.warning("%s %s; starting it again in %g s%s", self.name, failure, pause_s, self.hint())
 
     @abstractmethod
     def start(self) -> None: ...
