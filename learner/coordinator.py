@@ -23,7 +23,7 @@ from learner.tickets.records import number_of
 from learner.tickets.server import Interrupted, TicketServer
 from shared.config import Recipe
 from shared.log import get_logger
-from shared.recording import record
+from shared.recording import Recorder
 from shared.types import Group, PolicyVersion, Sample, Sampling, Stop
 
 KEPT_BAD_BATCHES = 10
@@ -175,7 +175,9 @@ class Coordinator(Follower):
     def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None:
         """Writes the groups of a step that could not be made; those of the last few steps are kept."""
         folder = self.run_dir / "bad_steps"
-        record(folder / f"step_{step:08d}", groups)
+        recorder = Recorder(folder / f"step_{step:08d}")
+        for group in groups:
+            recorder.add(group)
         for old in sorted(folder.iterdir())[:-KEPT_BAD_BATCHES]:
             shutil.rmtree(old)
         self.log.warning("step %d has no finite loss and gradient and is skipped; its batch is in %s", step, folder)

@@ -27,28 +27,12 @@ import msgspec
 import numpy as np
 
 from shared.frames import DEFAULT_LIMITS, DTYPES, Frame, Incoming, Limits, Outgoing, WireError, digest
-from shared.types import (
-    ITEMS,
-    Ack,
-    Bye,
-    Cancel,
-    Group,
-    Hello,
-    Image,
-    Receipt,
-    Refusal,
-    Request,
-    Stop,
-    Tickets,
-    Trajectory,
-    Welcome,
-)
+from shared.types import ITEMS, Group, Image, Message, Tickets, Trajectory
 
 __all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode", "frames_of"]
 
 SCHEMA_VERSION = 5
-Message = Hello | Request | Bye | Group | Welcome | Tickets | Receipt | Refusal | Ack | Cancel | Stop
-MESSAGES: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Message)}
+MESSAGES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +52,8 @@ class _Stub(msgspec.Struct, frozen=True):
 _HEADER = msgspec.msgpack.Decoder(_Header)
 _reading = threading.local()
 _MESSAGE: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    Message, dec_hook=lambda hint, value: _reading.source.read(hint, value)
+    typing.Union[*MESSAGES.values()],  # type: ignore[arg-type]
+    dec_hook=lambda hint, value: _reading.source.read(hint, value),
 )
 _received: WeakKeyDictionary[Group, Sequence[Frame]] = WeakKeyDictionary()
 

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Self
 
@@ -58,10 +58,8 @@ class Recipe(Section):
     def _episodes_fit(self) -> Self:
         env, model = self.env, self.model
         if env.turn_tokens >= model.max_context:
-            raise ValueError(
-                f"env.turn_tokens = {env.turn_tokens} leaves no room in model.max_context = {model.max_context}; "
-                "lower it"
-            )
+            room = f"model.max_context = {model.max_context}"
+            raise ValueError(f"env.turn_tokens = {env.turn_tokens} leaves no room in {room}; lower it")
         if env.reward and self.reward.url:
             raise ValueError(f"env.reward = {env.reward!r} and reward.url = {self.reward.url!r}: leave one of them out")
         return self
@@ -131,7 +129,7 @@ def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
     return Recipe.model_validate(settings.model_dump())
 
 
-def nearest_key(key: str, known: list[str]) -> str:
+def nearest_key(key: str, known: Iterable[str]) -> str:
     """The known key most like `key`, with or without the section between; or an empty string."""
     spellings = {re.sub(r"\..*\.", ".", each): each for each in known} | {each: each for each in known}
     matches = difflib.get_close_matches(key, spellings, n=1, cutoff=0.4)
@@ -156,9 +154,10 @@ def new_name(key: str) -> str:
     section, _, name = key.partition(".")
     if section != "learner" or "." in name:
         return ""
-    moved = [known for known in known_keys() if known.startswith("learner.") and known.count(".") == 2]
-    found = [known for known in moved if known.endswith(f".{name}")] if name not in _RENAMED else []
-    return f"learner.{_RENAMED[name]}" if name in _RENAMED else found[0] if len(found) == 1 else ""
+    if name in _RENAMED:
+        return f"learner.{_RENAMED[name]}"
+    found = [known for known in known_fields() if re.fullmatch(rf"learner\.\w+\.{re.escape(name)}", known)]
+    return found[0] if len(found) == 1 else ""
 
 
 def dotted_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -166,7 +165,7 @@ def dotted_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = prefix + name
-        inner = isinstance(value, Mapping) and key not in known_keys()
+        inner = isinstance(value, Mapping) and key not in known_fields()
         found |= dotted_values(value, f"{key}.") if inner else {key: value}
     return found
 
@@ -181,11 +180,6 @@ def known_fields(section: type[BaseModel] | None = None, prefix: str = "") -> di
     return found
 
 
-def known_keys() -> list[str]:
-    """All dotted keys of a recipe."""
-    return list(known_fields())
-
-
 def _first_line(error: ValidationError, path: str) -> str:
     first = error.errors()[0]
     if first["type"] == "value_error":  # of a section's own check, which names value and cure
@@ -194,7 +188,7 @@ def _first_line(error: ValidationError, path: str) -> str:
     if new_name(key):
         return f"recipe {path!r}: {_moved(key)}"
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        near = nearest_key(key, known_keys() + list(Recipe.model_fields))
+        near = nearest_key(key, [*known_fields(), *Recipe.model_fields])
         cure = f"did you mean {near!r}?" if near else f"sections are {', '.join(Recipe.model_fields)}"
         return f"recipe {path!r}: unknown key {key!r}; {cure}"
     if first["type"] == "missing":
@@ -218,7 +212,7 @@ def _settings_error(message: str, overrides: list[str]) -> str:
     unknown = re.search(r"unrecognized arguments: (.*)", message)
     if unknown:
         key = unknown.group(1).split()[0].lstrip("-").split("=")[0]
-        near = nearest_key(key, known_keys())
+        near = nearest_key(key, known_fields())
         return f"unknown option --{key}; " + (f"did you mean --{near}?" if near else "options are --section.key VALUE")
     return "command line: " + " ".join(message.split())
 

@@ -88,7 +88,10 @@ class JsonClient:
             ):
                 status = response.status
                 limit = MAX_ANSWER_BYTES if response.ok else MAX_ERROR_BYTES
-                content = await _read(response.content, limit)
+                try:
+                    content = await response.content.readexactly(limit + 1)
+                except asyncio.IncompleteReadError as ended:
+                    content = ended.partial
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, ValueError) as error:
             raise self.failure(self.url, f"cannot connect: {_words(error)}", sent=False) from error
         except TimeoutError:
@@ -110,18 +113,6 @@ class JsonClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
-
-
-async def _read(content: aiohttp.StreamReader, limit: int) -> bytes:
-    """The body; of one that is longer than `limit` its beginning."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > limit:
-            break
-    return b"".join(parts)
 
 
 def _message(answer: bytes) -> str:

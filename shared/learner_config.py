@@ -8,9 +8,7 @@ from pydantic import Field, model_validator
 
 from shared.sections import Section
 
-GroupRelative = Literal[
-    "grpo", "gspo", "cispo"
-]  # objectives that compare the episodes of one sample; the others have a critic
+GroupRelative = Literal["grpo", "gspo", "cispo"]  # these compare the episodes of one sample; others have a critic
 
 
 class ObjectiveConfig(Section):

@@ -13,38 +13,27 @@ class Distribution:
     """Values since the last `drain`: their mean, 95th percentile and maximum. Holds at most `capacity` values."""
 
     def __init__(self, capacity: int = 1_000_000) -> None:
-        self._capacity = capacity
+        self._room = self._capacity = capacity
         self._parts: list[np.ndarray] = []
-        self._size = 0
 
     def add(self, values: float | Iterable[float] | np.ndarray) -> None:
-        part = np.atleast_1d(np.asarray(values, np.float64)).ravel()[: self._capacity - self._size]
-        self._parts.append(part)
-        self._size += len(part)
+        self._parts.append(np.atleast_1d(np.asarray(values, np.float64))[: self._room])
+        self._room -= len(self._parts[-1])
 
     def drain(self, name: str) -> dict[str, float]:
-        """The summary of the values, which are forgotten."""
-        values = np.concatenate(self._parts) if self._size else np.empty(0)
-        self._parts, self._size = [], 0
-        return summary(name, values)
+        """`NAME/mean`, `NAME/p95` and `NAME/max` of the values, which are forgotten; nothing if there are none."""
+        values = np.concatenate([np.empty(0), *self._parts])
+        self._room, self._parts = self._capacity, []
+        if not values.size:
+            return {}
+        summary = {"mean": values.mean(), "p95": np.percentile(values, 95), "max": values.max()}
+        return {f"{name}/{kind}": float(value) for kind, value in summary.items()}
 
 
-def summary(name: str, values: Iterable[float] | np.ndarray) -> dict[str, float]:
-    """`NAME/mean`, `NAME/p95` and `NAME/max` of `values`; nothing if there are none."""
-    array = np.asarray(values if isinstance(values, np.ndarray) else list(values), np.float64)
-    if not array.size:
-        return {}
-    return {
-        f"{name}/mean": float(array.mean()),
-        f"{name}/p95": float(np.percentile(array, 95)),
-        f"{name}/max": float(array.max()),
-    }
-
-
-def means(rows: Iterable[Mapping[str, float]], prefix: str = "") -> dict[str, float]:
+def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """For each key that occurs in `rows`, the mean over the rows that have it."""
     columns: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():
             columns.setdefault(key, []).append(float(value))
-    return {prefix + key: math.fsum(values) / len(values) for key, values in columns.items()}
+    return {key: math.fsum(values) / len(values) for key, values in columns.items()}

@@ -6,7 +6,6 @@ FOLDER/00000000.group, 00000001.group, ...: each is msgpack of the list of one g
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,26 +31,14 @@ class Recorder:
         self.num_groups += 1
 
 
-def record(folder: Path, groups: Iterable[Group]) -> None:
-    recorder = Recorder(folder)
-    for group in groups:
-        recorder.add(group)
-
-
 def files(folder: Path) -> list[Path]:
     """The recorded groups in their order."""
     found = folder.glob(f"*{SUFFIX}") if folder.is_dir() else ()
     return sorted(path for path in found if path.stem.isdigit())
 
 
-def recorded(folder: Path) -> Iterator[Group]:
-    """The groups of `folder`. ValueError, naming the file, if one is no group of this schema."""
-    for path in files(folder):
-        yield read(path)
-
-
 def read(path: Path) -> Group:
-    """One recorded group; ValueError if it is none."""
+    """One recorded group; ValueError, naming the file, if it is none of this schema."""
     try:
         group = decode(msgspec.msgpack.decode(path.read_bytes(), type=list[bytes]))
     except (WireError, msgspec.MsgspecError) as error:

@@ -40,9 +40,6 @@ class SocketSettings:
     queue_messages: int = 64
     keepalive_s: float = 10.0  # a connection silent for three times as long is closed and made again
 
-    def limits(self) -> Limits:
-        return Limits(message_bytes=self.max_message_bytes)
-
 
 DEFAULT_SETTINGS = SocketSettings()
 
@@ -93,8 +90,7 @@ class Router:
     """The learner's end. Not thread-safe: one thread uses it (another one may have made it)."""
 
     def __init__(self, address: str, settings: SocketSettings = DEFAULT_SETTINGS, secure: Secure | None = None) -> None:
-        self.settings = settings
-        self._limits = settings.limits()
+        self._limits = Limits(message_bytes=settings.max_message_bytes)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
@@ -171,7 +167,7 @@ class Dealer:
         self, address: str, name: str, settings: SocketSettings = DEFAULT_SETTINGS, secure: Secure | None = None
     ) -> None:
         self.address = address
-        self._limits = settings.limits()
+        self._limits = Limits(message_bytes=settings.max_message_bytes)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._handshakes = HandshakeMonitor(self._socket)

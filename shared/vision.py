@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class VisionSpec:
     max_pixels: int = 16777216
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    banned_ids: tuple[int, ...] = field(default=())
+    banned_ids: tuple[int, ...] = ()  # the vision tokens, sorted: no policy may sample them
 
     @staticmethod
     def load(model_dir: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> VisionSpec:
@@ -44,15 +44,14 @@ class VisionSpec:
         if "vision_config" not in config or "image_token_id" not in config:
             raise ValueError(f"{model_dir} is not a vision-language model: config.json has no vision_config")
         size = images.get("size") or {}
-        low = min_pixels or images.get("min_pixels") or size.get("shortest_edge") or 65536
-        high = max_pixels or images.get("max_pixels") or size.get("longest_edge") or 16777216
+        vision = config["vision_config"]
         return VisionSpec(
             image_token_id=config["image_token_id"],
-            patch_size=config["vision_config"]["patch_size"],
-            merge_size=config["vision_config"]["spatial_merge_size"],
-            temporal_patch_size=config["vision_config"]["temporal_patch_size"],
-            min_pixels=low,
-            max_pixels=high,
+            patch_size=vision["patch_size"],
+            merge_size=vision["spatial_merge_size"],
+            temporal_patch_size=vision["temporal_patch_size"],
+            min_pixels=min_pixels or images.get("min_pixels") or size.get("shortest_edge") or 65536,
+            max_pixels=max_pixels or images.get("max_pixels") or size.get("longest_edge") or 16777216,
             mean=tuple(images.get("image_mean") or (0.5, 0.5, 0.5)),
             std=tuple(images.get("image_std") or (0.5, 0.5, 0.5)),
             banned_ids=tuple(sorted({config[name] for name in _VISION_IDS if config.get(name) is not None})),
@@ -88,12 +87,6 @@ class VisionSpec:
 _VISION_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
-def banned_ids(hf_config: Any) -> tuple[int, ...]:
-    """Ids that no policy may sample: the vision tokens of the model's config, sorted."""
-    found = (getattr(hf_config, name, None) for name in _VISION_IDS)
-    return tuple(sorted({int(token) for token in found if token is not None}))
-
-
 def expand(
     token_ids: Sequence[int] | np.ndarray, grids_thw: Sequence[Grid], *, image_token_id: int, merge_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -107,8 +100,7 @@ def expand(
     if len(places) != len(grids_thw):
         raise ValueError(f"{len(places)} image placeholders but {len(grids_thw)} images")
     repeats = np.ones(len(ids), dtype=np.int64)
-    for place, (t, h, w) in zip(places, grids_thw, strict=True):
-        repeats[place] = t * h * w // merge_size**2
+    repeats[places] = [t * h * w // merge_size**2 for t, h, w in grids_thw]
     compact_index = np.repeat(np.arange(len(ids), dtype=np.int32), repeats)
     return ids[compact_index], compact_index
 
@@ -171,8 +163,7 @@ def pixel_values(patches: np.ndarray, spec: VisionSpec) -> np.ndarray:
 
     A still image fills the temporal patch with copies of itself, as the image processor does.
     """
-    mean = np.asarray(spec.mean, dtype=np.float32)[:, None, None]
-    std = np.asarray(spec.std, dtype=np.float32)[:, None, None]
+    mean, std = (np.asarray(each, dtype=np.float32)[:, None, None] for each in (spec.mean, spec.std))
     values = (patches.astype(np.float32) * np.float32(1 / 255) - mean) / std
     values = np.repeat(values[:, :, None], spec.temporal_patch_size, axis=2)
     return values.reshape(len(patches), -1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import ConfigError, known_keys, load_recipe, nearest_key
+from shared.config import ConfigError, load_recipe
 
 RECIPES = sorted(Path("launch/recipes").glob("*.toml"))
 MINIMAL = '[model]\npath = "m"\n[env]\nmodule = "envs.colour"\n'
@@ -46,6 +46,7 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL + "[learner]\ngroups_per_stp = 1\n", [], "did you mean 'learner.groups_per_step'?"),
         (MINIMAL + "[lerner]\nlr = 1\n", [], "did you mean 'learner'?"),
         (MINIMAL, ["--learner.lrr", "1"], "unknown option --learner.lrr; did you mean --learner.optimizer.lr?"),
+        (MINIMAL, ["--zzzzzz", "1"], "unknown option --zzzzzz; options are --section.key VALUE"),
         (MINIMAL + '[learner.optimizer]\nlr = "fast"\n', [], "learner.optimizer.lr = 'fast'"),
         (MINIMAL, ["--learner.group_size", "0"], "learner.group_size = '0'"),
         ('[env]\nmodule = "envs.colour"\n', [], "'model' is required"),
@@ -98,8 +99,3 @@ def test_an_old_name_is_refused_with_the_new_one(tmp_path, monkeypatch, how, old
 def test_a_missing_recipe_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'nowhere\.toml' does not exist"):
         load_recipe("nowhere.toml")
-
-
-def test_the_nearest_key_is_found() -> None:
-    assert nearest_key("learner.lrr", known_keys()) == "learner.optimizer.lr"
-    assert nearest_key("zzzzzz", known_keys()) == ""

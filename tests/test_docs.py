@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from envs.check import main as check_env
-from shared.config import known_keys
+from shared.config import known_fields
 from tests.support.runs import local, metrics, places
 
 README = Path("README.md")
@@ -51,12 +51,12 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_field_and_module_that_a_page_names_exists(page: Path) -> None:
     words = re.findall(rf"(?<![\w/.])(?:--)?((?:{SECTIONS})(?:\.[a-z_]+)+)(?![\w/(.])", page.read_text())
-    assert [word for word in words if word not in known_keys() and not exists(word)] == []
+    assert [word for word in words if word not in known_fields() and not exists(word)] == []
 
 
 def exists(word: str) -> bool:
     """Whether a dotted word is a section of a recipe, or a module of ours or a name in one."""
-    if any(key.startswith(word + ".") for key in known_keys()):
+    if any(key.startswith(word + ".") for key in known_fields()):
         return True
     parts = word.split(".")
     for length in range(len(parts), 1, -1):

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from shared.recording import Recorder, files, recorded
+from shared.recording import Recorder, files, read
 from shared.vision import VisionSpec
 from tests.support.episodes import random_groups
 from tests.support.machine import free_port
@@ -27,7 +27,7 @@ def test_groups_come_back_in_order_and_a_second_recorder_goes_on_behind_them(gro
     again = Recorder(tmp_path)
     for group in groups[1:]:
         again.add(group)
-    back = list(recorded(tmp_path))
+    back = [read(path) for path in files(tmp_path)]
     assert [g.ticket_id for g in back] == [g.ticket_id for g in groups]
     for got, expected in zip(back, groups, strict=True):
         for a, b in zip(got.trajectories, expected.trajectories, strict=True):
@@ -38,8 +38,8 @@ def test_a_file_that_is_no_group_is_named(groups, tmp_path):
     Recorder(tmp_path).add(groups[0])
     (tmp_path / "00000001.group").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match=r"00000001\.group is no recorded group"):
-        list(recorded(tmp_path))
-    assert len(files(tmp_path)) == 2 and list(recorded(tmp_path / "none")) == []
+        read(files(tmp_path)[1])
+    assert files(tmp_path / "none") == []
 
 
 @pytest.mark.slow
@@ -52,14 +52,14 @@ def test_actors_record_without_a_learner_and_a_learner_trains_on_it_without_acto
         "4",
         "--learner.total_steps",
         "3",
-        "--run.dir",
-        str(tmp_path / "runs"),
+        "--actor.groups",
+        "4",
     ]
-    small += ["--actor.groups", "4", "--engine.port", str(free_port())]
+    small += ["--run.dir", str(tmp_path / "runs"), "--engine.port", str(free_port())]
     play = [sys.executable, "launch/actors.py", "--config", recipe, "--record", str(folder), *small]
     done = subprocess.run(play, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(files(folder)) == 12 and all(len(g.trajectories) == 4 for g in recorded(folder))
+    assert len(files(folder)) == 12 and all(len(read(path).trajectories) == 4 for path in files(folder))
     train = [sys.executable, "launch/learner.py", "--config", recipe, "--from-recording", str(folder), *small]
     done = subprocess.run(train, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,5 +1,7 @@
 """Expansion, positions and patches against transformers' own."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -10,18 +12,11 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from actor.engine.images import load_rgb
-from shared.vision import (
-    VisionSpec,
-    banned_ids,
-    expand,
-    mrope_positions,
-    next_position,
-    patchify,
-    pixel_values,
-)
+from shared.vision import VisionSpec, expand, mrope_positions, next_position, patchify, pixel_values
 from tests.support.tiny import draw_image, load_model
 
 SPEC = VisionSpec(image_token_id=9, min_pixels=1024, max_pixels=1048576)
+load_cached = functools.cache(load_model)
 
 
 def test_a_placeholder_becomes_one_token_per_merged_patch():
@@ -31,7 +26,11 @@ def test_a_placeholder_becomes_one_token_per_merged_patch():
     assert ids.dtype == np.int64 and compact.dtype == np.int32
 
 
-def test_a_wrong_number_of_images_is_refused():
+def test_what_is_no_model_or_fits_no_image_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        VisionSpec.load(tmp_path)
+    with pytest.raises(ValueError, match="its sides may differ"):
+        SPEC.grid(3000, 10)
     with pytest.raises(ValueError, match="2 image placeholders but 1 images"):
         expand([9, 9], [(1, 2, 2)], image_token_id=9, merge_size=2)
     with pytest.raises(ValueError, match="1 visual tokens"):
@@ -63,12 +62,12 @@ def test_positions_equal_transformers_rope_index(folder, data):
 
 
 def test_positions_continue_from_a_start():
-    ids, _ = expand([1, 9, 2, 3, 9, 4], [(1, 4, 8), (1, 2, 2)], image_token_id=9, merge_size=2)
-    grids = [(1, 4, 8), (1, 2, 2)]
-    whole = mrope_positions(ids, grids, image_token_id=9, merge_size=2)
+    grids, model = [(1, 4, 8), (1, 2, 2)], {"image_token_id": 9, "merge_size": 2}
+    ids, _ = expand([1, 9, 2, 3, 9, 4], grids, **model)
+    whole = mrope_positions(ids, grids, **model)
     cut = 10  # after the first image and one text token
-    head = mrope_positions(ids[:cut], grids[:1], image_token_id=9, merge_size=2)
-    tail = mrope_positions(ids[cut:], grids[1:], image_token_id=9, merge_size=2, start=next_position(head))
+    head = mrope_positions(ids[:cut], grids[:1], **model)
+    tail = mrope_positions(ids[cut:], grids[1:], **model, start=next_position(head))
     assert np.array_equal(whole, np.concatenate([head, tail], axis=1))
 
 
@@ -80,22 +79,13 @@ def test_resizing_agrees_with_the_image_processor(width, height):
     assert SPEC.grid(width, height) == (1, expected[0] // 16, expected[1] // 16)
 
 
-def test_too_narrow_an_image_is_refused():
-    with pytest.raises(ValueError, match="its sides may differ"):
-        SPEC.grid(3000, 10)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), [(64, 64), (192, 96), (50, 70), (40, 20), (1500, 1200)])
 def test_patches_equal_the_image_processors(width, height):
     image = draw_image(width, height, seed=width)
-    processor = Qwen2VLImageProcessorPil(
-        patch_size=16,
-        merge_size=2,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-        size={"shortest_edge": 1024, "longest_edge": 1048576},
-    )
+    size = {"shortest_edge": 1024, "longest_edge": 1048576}
+    scale = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    processor = Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, size=size, **scale)
     expected = processor([image], return_tensors="np")
     rgb = load_rgb(image, SPEC)
     ours = pixel_values(patchify(rgb, patch_size=16, merge_size=2), SPEC)
@@ -110,23 +100,8 @@ def test_transparent_and_grey_images_are_read_as_rgb():
 
 
 def test_the_spec_is_read_from_the_model_folder(folder):
-    model = load_cached(folder)
-    spec = VisionSpec.load(folder)
+    spec, config = VisionSpec.load(folder), load_cached(folder).config
     assert (spec.patch_size, spec.merge_size, spec.min_pixels) == (16, 2, 1024)
-    assert spec.banned_ids == banned_ids(model.config)
-    assert len(spec.banned_ids) == 4
+    banned = {config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
+    assert len(banned) == 4 and spec.banned_ids == tuple(sorted(banned))
     assert VisionSpec.load(folder, max_pixels=4096).max_pixels == 4096
-
-
-def test_a_folder_without_config_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        VisionSpec.load(tmp_path)
-
-
-_models = {}
-
-
-def load_cached(folder):
-    if folder not in _models:
-        _models[folder] = load_model(folder)
-    return _models[folder]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = [("", self._now())]
+        self._marks: list[tuple[str, Any]] = [("", self._now())]
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_gpu:
@@ -37,11 +38,7 @@ class Clock:
             torch.cuda.synchronize()
         found: dict[str, float] = {}
         for (_, before), (name, after) in pairwise(self._marks):
-            if isinstance(before, float) and isinstance(after, float):
-                took = after - before
-            else:
-                assert isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event)
-                took = before.elapsed_time(after) / 1000
+            took = before.elapsed_time(after) / 1000 if self._on_gpu else after - before
             found[name] = found.get(name, 0.0) + took
         return found
 

@@ -46,17 +46,15 @@ class TokenStats:
 
     @torch.no_grad()
     def add(self, lags_N: Tensor, columns: dict[str, Tensor]) -> None:
-        """`lags_N`: versions between sampling and training. `columns`: [N] each; a missing one counts as 0."""
-        zeros = torch.zeros(lags_N.shape[0], dtype=torch.float64, device=lags_N.device)
-        rows = torch.stack([columns.get(name, zeros).detach().double() for name in COLUMNS], dim=1)
+        """`lags_N`: versions between sampling and training. `columns`: [N] each."""
+        rows = torch.stack([columns[name].detach().double() for name in COLUMNS], dim=1)
         self.sums.index_add_(0, torch.bucketize(lags_N, self._edges, right=True), rows)
 
     def metrics(self) -> dict[str, float]:
         """One value for each name, and NAME/lag_L for each lag that occurred. Empty without tokens."""
         table = self.sums.cpu()
         total = dict(zip(COLUMNS, table.sum(0).tolist(), strict=True))
-        tokens = total["tokens"]
-        if tokens == 0:
+        if not (tokens := total["tokens"]):
             return {}
         result = _split_metrics(total) | {
             "loss/policy": total["policy_loss"] / tokens,
@@ -84,14 +82,8 @@ def _split_metrics(sums: dict[str, float]) -> dict[str, float]:
         "behaviour/ess": sums["ratio"] ** 2 / (tokens * sums["ratio_sq"]),
         "policy/clip_fraction": sums["clipped"] / tokens,
     }
-    explained = _explained_variance(sums)
-    return values if explained is None else values | {"value/explained_variance": explained}
-
-
-def _explained_variance(sums: dict[str, float]) -> float | None:
-    """1 - Var(vs - V) / Var(vs); None where all targets are equal."""
-    tokens = sums["tokens"]
     variance = sums["vs_sq"] / tokens - (sums["vs"] / tokens) ** 2
-    if variance <= 1e-12:
-        return None
-    return 1.0 - (sums["error_sq"] / tokens - (sums["error"] / tokens) ** 2) / variance
+    if variance > 1e-12:  # else all targets are equal
+        error_variance = sums["error_sq"] / tokens - (sums["error"] / tokens) ** 2
+        values["value/explained_variance"] = 1.0 - error_variance / variance
+    return values

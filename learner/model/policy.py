@@ -18,7 +18,7 @@ from kernels.linear_logprob import linear_logprob
 from learner.batch import Microbatch
 from learner.model.adapt import adapt
 from learner.model.attention import packing_of, window_lengths
-from shared.vision import VisionSpec, banned_ids
+from shared.vision import VisionSpec
 
 SUPPORTED_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 
@@ -43,7 +43,7 @@ class Policy(nn.Module):
         self.value_head = nn.Linear(vlm.config.text_config.hidden_size, 1, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
-        self.banned_ids = banned_ids(vlm.config)
+        self.banned_ids = spec.banned_ids
         window = getattr(vlm.config.vision_config, "window_size", 0)  # pixels; 0 = no block looks through windows
         self.window_tokens = window // (spec.patch_size * spec.merge_size)
 

@@ -8,7 +8,7 @@ that are still open make the difference between the counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,25 +18,26 @@ STAGES = ("issued", "finished", "dropped", "trained")
 PROPERTIES = ("tokens", "turns", "reward", "group_s", "difficulty")
 
 
+@dataclass
 class Moments:
     """Count, mean and standard deviation of numbers that come one at a time."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._sum = self._squares = 0.0
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
         self.count += times
-        self._sum += times * value
-        self._squares += times * value * value
+        self.total += times * value
+        self.squares += times * value * value
 
     @property
     def mean(self) -> float:
-        return self._sum / self.count if self.count else math.nan
+        return self.total / self.count
 
     @property
     def deviation(self) -> float:
-        return math.sqrt(max(0.0, self._squares / self.count - self.mean**2)) if self.count else math.nan
+        return math.sqrt(max(0.0, self.squares / self.count - self.mean**2))
 
 
 class SelectionMeter:
@@ -77,12 +78,12 @@ class SelectionMeter:
 
     def metrics(self) -> dict[str, float]:
         """Only what has been seen."""
-        known = {name for name in PROPERTIES if any(self._moments[stage][name].count for stage in STAGES)}
         values = {f"selection/episodes/{stage}": float(count) for stage, count in self.episodes.items()}
         for name in PROPERTIES:
-            if name in known:
-                values[f"selection/shift/{name}"] = self.shift(name)
-                values |= {f"selection/{stage}/{name}": m.mean for stage, m in self._of(name) if m.count}
+            means = {
+                f"selection/{s}/{name}": self._moments[s][name].mean for s in STAGES if self._moments[s][name].count
+            }
+            values |= {f"selection/shift/{name}": self.shift(name), **means} if means else {}
         return values
 
     def table(self) -> str:
@@ -95,6 +96,3 @@ class SelectionMeter:
         ]
         shift = "| trained against first, in standard deviations | |"
         return "\n".join([*head, *rows, shift + "".join(f" {self.shift(name):+.3f} |" for name in PROPERTIES)])
-
-    def _of(self, name: str) -> Iterable[tuple[str, Moments]]:
-        return ((stage, self._moments[stage][name]) for stage in STAGES)

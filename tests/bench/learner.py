@@ -38,7 +38,7 @@ from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
 from shared.learner_config import LearnerConfig
-from shared.recording import recorded
+from shared.recording import files, read
 from shared.vision import VisionSpec
 from tests.bench.learner_peers import CLIP_HIGH, CLIP_LOW, LR, MAX_NORM, PaddedLoop, TrlLoop
 from tests.support.episodes import learner_config
@@ -63,7 +63,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     ranks = init_ranks("cpu")
-    groups = list(recorded(Path(options.recording)))[: options.groups or None]
+    groups = [read(path) for path in files(Path(options.recording))[: options.groups or None]]
     size = len(groups[0].trajectories)
     settings = {"pg_rho_bar": None, "lr": LR, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "max_grad_norm": MAX_NORM}
     settings |= {"objective": "grpo", "group_size": size}
