@@ -52,7 +52,7 @@ class _Stub(msgspec.Struct, frozen=True):
 _HEADER = msgspec.msgpack.Decoder(_Header)
 _reading = threading.local()
 _MESSAGE: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    typing.Union[*MESSAGES.values()],  # type: ignore[arg-type]
+    typing.Union[*MESSAGES.values()],
     dec_hook=lambda hint, value: _reading.source.read(hint, value),
 )
 _received: WeakKeyDictionary[Group, Sequence[Frame]] = WeakKeyDictionary()
