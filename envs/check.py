@@ -65,7 +65,10 @@ def check_env(path: str, args: Mapping[str, Any] | None = None, seed: int = 0, l
     args = {"max_turns": 8, **(args or {})}
     try:
         module, build_env = load_module(path), load_env(path)
-        check_module(check, module, args)
+        if not system_prompt(module, args):
+            check.notes.append("there is no SYSTEM_PROMPT: the model is told nothing before the first observation")
+        if hasattr(module, "episode_reward") and not callable(module.episode_reward):
+            check.problem("episode_reward is not a function")
         records = [_episode(check, module, build_env, args, number) for number in (seed, seed, seed + 1)]
     except Hung as error:
         check.problem(str(error))
@@ -79,13 +82,6 @@ def check_env(path: str, args: Mapping[str, Any] | None = None, seed: int = 0, l
         if records[0] == records[2]:
             check.notes.append("samples with other seeds give the same episode: is metadata['seed'] used?")
     return check
-
-
-def check_module(check: Check, module: Any, args: Mapping[str, Any]) -> None:
-    if not system_prompt(module, args):
-        check.notes.append("there is no SYSTEM_PROMPT: the model is told nothing before the first observation")
-    if hasattr(module, "episode_reward") and not callable(module.episode_reward):
-        check.problem("episode_reward is not a function")
 
 
 def _episode(check: Check, module: Any, build_env: Callable[..., Any], args: Mapping[str, Any], seed: int) -> list[Any]:

@@ -81,31 +81,24 @@ class Dataset:
     report: Report
 
 
-def load_dataset(
-    path: str | Path, *, system_prompt: str = "", limit: int | None = None, prompt_column: str = "problem",
-    answer_column: str = "answer", tick: Tick = no_tick,
-) -> Dataset:  # fmt: skip
-    """All usable rows of a file as samples, at most `limit`. ValueError for a missing file or column, or no sample."""
+def load_dataset(path: str | Path, *, system_prompt: str = "", tick: Tick = no_tick) -> Dataset:
+    """All usable rows of a file as samples. ValueError for a missing file or column, or no sample."""
     path = Path(path)
     report = Report()
     samples: list[Sample] = []
     seen: set[bytes] = set()
     for number, row in enumerate(read_rows(path)):
-        if number == 0:
-            needed = () if env_config(row) is not None else (prompt_column, answer_column)
-            for column in needed:
-                if column not in row:
-                    raise ValueError(f"{path} has no column {column!r}; it has: {', '.join(map(str, row))}")
-        if limit is not None and len(samples) >= limit:
-            break
+        config = env_config(row)
+        for column in ("problem", "answer") if number == 0 and config is None else ():
+            if column not in row:
+                raise ValueError(f"{path} has no column {column!r}; it has: {', '.join(map(str, row))}")
         report.rows += 1
         tick(report.rows)
-        sample_id, config = f"{path.stem}-{number}", env_config(row)
         if config is not None:
-            sample: Sample | None = _board_sample(sample_id, config, system_prompt)
+            prompt = ({"role": "system", "content": system_prompt},) if system_prompt else ()
+            sample: Sample | None = Sample(f"{path.stem}-{number}", prompt, metadata={"env_config": config})
         else:
-            texts = row.get(prompt_column), row.get(answer_column)
-            sample = _problem_sample(sample_id, row, *texts, path.parent, system_prompt, report, number)
+            sample = _problem_sample(path, number, row, system_prompt, report)
         if sample is None:
             continue
         digest = _digest(sample)
@@ -212,16 +205,9 @@ def _digest(sample: Sample) -> bytes:
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
-def _board_sample(sample_id: str, config: dict[str, Any], system_prompt: str) -> Sample:
-    prompt = ({"role": "system", "content": system_prompt},) if system_prompt else ()
-    return Sample(id=sample_id, prompt=prompt, metadata={"env_config": config})
-
-
-def _problem_sample(
-    sample_id: str, row: dict[str, Any], problem: Any, answer: Any, folder: Path, system_prompt: str, report: Report,
-    number: int,
-) -> Sample | None:  # fmt: skip
+def _problem_sample(path: Path, number: int, row: dict[str, Any], system_prompt: str, report: Report) -> Sample | None:
     """The sample of a row; None if the row is unusable, which is counted."""
+    problem, answer = row.get("problem"), row.get("answer")
     if isinstance(problem, list):  # chat messages: the user's text
         problem = "\n".join(str(message.get("content", "")) for message in problem if message.get("role") == "user")
     problem, answer = str(problem if problem is not None else ""), str(answer if answer is not None else "")
@@ -230,7 +216,7 @@ def _problem_sample(
         report.note("empty", number, "no problem or no answer")
         return None
     try:
-        images = tuple(Image.of(_image_bytes(item, folder)) for item in _image_items(row))
+        images = tuple(Image.of(_image_bytes(item, path.parent)) for item in _image_items(row))
         content = _content(problem, len(images))
     except (ValueError, OSError, SyntaxError, PILImage.DecompressionBombError) as error:
         report.note("bad_images", number, " ".join(str(error).split()))
@@ -243,7 +229,7 @@ def _problem_sample(
     user = {"role": "user", "content": content}
     explained = "<tool_call>" in problem or r"\boxed" in problem
     system = ({"role": "system", "content": system_prompt},) if system_prompt and not explained else ()
-    return Sample(id=sample_id, prompt=(*system, user), images=images, label=answer.strip(), metadata={"row": number})
+    return Sample(f"{path.stem}-{number}", (*system, user), images, answer.strip(), metadata={"row": number})
 
 
 def _image_items(row: dict[str, Any]) -> list[Any]:

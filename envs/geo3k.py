@@ -21,10 +21,6 @@ SYSTEM_PROMPT = (
 )
 
 
-class GradeTimeout(TimeoutError):
-    """Grading took longer than its limit; this is not the same as a wrong answer."""
-
-
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> Geo3kEnv:
     """The environment of a sample. ValueError if the sample has neither a label nor a seed."""
     label, problem = task_of(sample, args)
@@ -68,9 +64,9 @@ def task_of(sample: Any, args: Any) -> tuple[str, Problem | None]:
 
 
 def episode_reward(env: Geo3kEnv) -> float:
-    """The score of what the model wrote, plus the format reward it earned. GradeTimeout if grading took too long."""
+    """The score of what the model wrote, plus the format reward it earned. TimeoutError if grading took too long."""
     if env.verdict().outcome == "timeout":
-        raise GradeTimeout("grading the answer took longer than its limit")
+        raise TimeoutError("grading the answer took longer than its limit")
     return env.score() + env.bonus
 
 

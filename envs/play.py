@@ -71,19 +71,16 @@ def start(options: argparse.Namespace) -> tuple[ModuleType, Any, list[dict[str, 
     """The module, the environment and the messages before the first observation. ValueError on the user's mistakes."""
     args = settings(options)
     module, build_env = load_module(options.module), load_env(options.module)
+    prompt = system_prompt(module, args)
     if options.data:
-        samples = load_dataset(options.data, system_prompt=system_prompt(module, args)).samples
+        samples = load_dataset(options.data, system_prompt=prompt).samples
         if not 0 <= options.row < len(samples):
             raise ValueError(f"--row {options.row} is not in {options.data}: it has rows 0 to {len(samples) - 1}")
         sample = samples[options.row]
     else:
-        prompt = system_prompt(module, args)
         first = ({"role": "system", "content": prompt},) if prompt else ()
         sample = Sample(id=str(options.seed), prompt=first, metadata={"seed": options.seed})
-    messages = [*sample.prompt]
-    if sample.images:
-        messages = with_images(sample)
-    return module, build_env(sample=sample, args=args), messages
+    return module, build_env(sample=sample, args=args), with_images(sample)
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -118,9 +115,9 @@ def show(message: dict[str, Any], folder: Path | None, name: str) -> None:
             print(blocks(image))
 
 
-def blocks(image: Image.Image, columns: int = 48) -> str:
-    """The image in half-block characters with 24-bit colours, at most `columns` wide."""
-    width = min(columns, image.width)
+def blocks(image: Image.Image) -> str:
+    """The image in half-block characters with 24-bit colours, at most 48 wide."""
+    width = min(48, image.width)
     height = max(2, round(image.height * width / image.width) // 2 * 2)
     small = image.resize((width, height), Image.Resampling.BOX)
     lines = []

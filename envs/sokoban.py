@@ -97,9 +97,9 @@ def parse_actions(text: str, limit: int) -> list[str]:
     return [word for word in words if word in MOVES][:limit]
 
 
-def random_response(rng: Random, max_actions: int = 3) -> str:
+def random_response(rng: Random) -> str:
     """What a policy that knows only the format would answer."""
-    moves = [MOVES[rng.randrange(4)] for _ in range(rng.randint(1, max_actions))]
+    moves = [MOVES[rng.randrange(4)] for _ in range(rng.randint(1, 3))]
     return f"<answer>{', '.join(moves)}</answer>"
 
 

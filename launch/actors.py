@@ -16,14 +16,13 @@ import os
 import time
 from contextlib import ExitStack
 
-from launch.engines.commands import EngineSpec, engine_specs
+from launch.engines.commands import EngineSpec, check_host
 from launch.engines.gpus import claim
-from launch.engines.network import check_ports, check_reach
 from launch.engines.probe import ModelFacts
 from launch.engines.supervisor import Engine, check_router, wait_until_serving
 from launch.processes.actor_supervisor import ActorFailed, ActorProcess
 from launch.processes.children import Stopped, raise_on_signals, stop_all
-from launch.processes.restarts import Restarts, Supervised
+from launch.processes.restarts import Supervised
 from launch.recording import Recording, with_own_weights
 from launch.task_samples import ready
 from shared.codec import TokenRules
@@ -31,7 +30,6 @@ from shared.config import Recipe, fail, parse, recipe_parser
 from shared.engine_api import EngineError
 from shared.keys import actor_security, read_api_key
 from shared.log import get_logger
-from shared.sections import EngineConfig
 from shared.vision import VisionSpec
 
 LOG = get_logger("actors")
@@ -66,7 +64,7 @@ def run(recipe: Recipe, folder: str, cleanup: ExitStack) -> int:
     raise_on_signals()
     for lock in [lock for spec in specs for lock in claim(spec.gpus, spec.name)]:
         cleanup.enter_context(lock)
-    engines = [engine_of(spec, recipe.engine) for spec in specs]
+    engines = [Engine(spec, recipe.engine) for spec in specs]
     started: list[Supervised] = [*engines]
     cleanup.callback(lambda: stop_all([each.child for each in started if each.child]))
     for engine in engines:
@@ -76,7 +74,8 @@ def run(recipe: Recipe, folder: str, cleanup: ExitStack) -> int:
     if recipe.engine.router:
         check_router(recipe.engine.router, model, recipe.engine.start_timeout_s, api_key)
     if folder:
-        recording = Recording(recipe, Path(folder), rules(model))
+        rules = TokenRules(model.vision.image_token_id, model.vision.banned_ids, model.vocab_size)
+        recording = Recording(recipe, Path(folder), rules)
         cleanup.callback(recording.close)
         recipe = recording.recipe
     actors = [ActorProcess(recipe, index, urls) for index in range(recipe.actor.processes)]
@@ -95,21 +94,7 @@ def check(recipe: Recipe) -> tuple[ModelFacts, tuple[EngineSpec, ...]]:
     heavy starts."""
     model = recipe.model
     vision = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
-    facts = ModelFacts.load(model.path, vision)
-    if recipe.engine.urls:
-        return facts, ()
-    check_reach(recipe)
-    specs = engine_specs(recipe)
-    check_ports(recipe)
-    return facts, specs
-
-
-def engine_of(spec: EngineSpec, engine: EngineConfig) -> Engine:
-    return Engine(spec, Restarts(engine.max_restarts), engine.start_timeout_s, engine.silent_timeout_s)
-
-
-def rules(model: ModelFacts) -> TokenRules:
-    return TokenRules(model.vision.image_token_id, model.vision.banned_ids, model.vocab_size)
+    return ModelFacts.load(model.path, vision), check_host(recipe)
 
 
 if __name__ == "__main__":

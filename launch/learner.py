@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import itertools
 import json
 import logging
 import os
@@ -47,8 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             check_address(recipe.learner.bind)
             prepare_run_folder(recipe)
         raise_on_signals()
-        held = claim_gpu(recipe, rank)
-        logging.getLogger("pronk").debug("rank %d holds %d GPUs", rank, len(held))
+        _lock = claim_gpu(recipe, rank)  # held until the process ends
         if options.from_recording:
             from learner.offline import run_recorded
 
@@ -96,9 +96,8 @@ def prepare_run_folder(recipe: Recipe) -> None:
     """Makes the run's folder with the resolved recipe; a folder that is not to be resumed is moved aside."""
     folder = Path(recipe.run.dir) / recipe.run.name
     if recipe.learner.resume == "never" and folder.exists():
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-            number += 1
+        asides = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+        aside = next(each for each in asides if not each.exists())
         folder.rename(aside)
         get_logger("learner").info("the earlier run is now in %s", aside)
     folder.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def script(name: str) -> str:
 
 def watch(children: list[Child], progress: Progress, result: Path) -> int:
     """Until the learner has ended; the exit code is its own, or that of what failed first."""
-    ended = wait_for_any(children, tick=progress.show)
+    ended = wait_for_any(children, progress.show)
     progress.show(final=True)
     if ended.name == "actors" and ended.process.returncode == 0:  # they heard of the end first
         children[0].process.wait(60)

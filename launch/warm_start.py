@@ -37,13 +37,12 @@ def demonstration(
     task: Task, seed: int, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, expertise: float
 ) -> Trajectory:
     """One demonstrated episode as a trajectory: the mask marks the answers, logprobs and versions say nothing."""
-    rng = random.Random(f"demonstration {seed}")
     prompt = task.prompts[seed % len(task.prompts)]
     token_ids: list[int] = []
     mask: list[int] = []
     images: list[Image] = []
     turns: list[Turn] = []
-    for message, answer in task.demonstrate(seed, rng, expertise):
+    for message, answer in task.demonstrate(seed, random.Random(f"demonstration {seed}"), expertise):
         if token_ids:
             fragment = renderer.observation(message)
         else:
@@ -66,18 +65,18 @@ def demonstration(
     )
 
 
-def train(
-    task: Task, out: Path, start: Path | None, *, steps: int, batch: int, lr: float, expertise: float, seed: int
-) -> None:
+def train(task: Task, options: argparse.Namespace) -> None:
     """Maximises the mean logprob of the demonstrated answers; AdamW, warm-up, then a square-root decay to 0."""
+    steps, lr = options.steps, options.lr
     phrases = list(task.phrases) * 50 + ["system\n", "user\n", "assistant\n", "\n"] * 200
     vocab_size = task.model.get("vocab_size", 640)
     tokenizer = tiny_model.build_tokenizer(phrases, vocab_size)
-    model = tiny_model.build_model(tiny_model.build_config(tokenizer, **task.model), seed)
-    if start is not None:
-        model.load_state_dict(Qwen3VLForConditionalGeneration.from_pretrained(start, dtype=torch.float32).state_dict())
-    tiny_model.save(out, model, tokenizer)
-    spec = VisionSpec.load(out)
+    model = tiny_model.build_model(tiny_model.build_config(tokenizer, **task.model), options.seed)
+    if options.start is not None:
+        start = Qwen3VLForConditionalGeneration.from_pretrained(options.start, dtype=torch.float32)
+        model.load_state_dict(start.state_dict())
+    tiny_model.save(options.out, model, tokenizer)
+    spec = VisionSpec.load(options.out)
     policy, decoder, renderer = Policy(model, spec), ImageDecoder(spec), Renderer(tokenizer, spec)
     settings, device = EpisodeSettings(), torch.device("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -85,9 +84,9 @@ def train(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps) ** 0.5
-        first = FIRST_SEED + seed * 10_000_000 + step * batch
-        seeds = range(first, first + batch)
-        shown = [demonstration(task, s, renderer, tokenizer, expertise) for s in seeds]
+        first = FIRST_SEED + options.seed * 10_000_000 + step * options.batch
+        seeds = range(first, first + options.batch)
+        shown = [demonstration(task, s, renderer, tokenizer, options.expertise) for s in seeds]
         microbatch = pack([make_episode(t, 0.0, decoder, settings) for t in shown], decoder, device)
         loss = -policy(microbatch, 1.0).logprobs.mean()
         optimizer.zero_grad()
@@ -98,8 +97,8 @@ def train(
             minutes = (time.monotonic() - started) / 60
             print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {minutes:.1f} min", flush=True)
         if (step + 1) % 500 == 0:
-            tiny_model.save(out, model, tokenizer)
-    tiny_model.save(out, model.bfloat16(), tokenizer)
+            tiny_model.save(options.out, model, tokenizer)
+    tiny_model.save(options.out, model.bfloat16(), tokenizer)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -115,16 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
-    train(
-        TASKS[options.task],
-        options.out,
-        options.start,
-        steps=options.steps,
-        batch=options.batch,
-        lr=options.lr,
-        expertise=options.expertise,
-        seed=options.seed,
-    )
+    train(TASKS[options.task], options)
 
 
 if __name__ == "__main__":

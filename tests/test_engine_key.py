@@ -12,11 +12,11 @@ import pytest
 from actor.engine.server import main as engine_main
 from launch.engines.commands import engine_specs
 from launch.engines.supervisor import Engine
-from launch.processes.restarts import Restarts
 from shared.config import ConfigError, load_recipe
 from shared.engine_api import EngineError
 from shared.keys import main as keys_main
 from shared.keys import read_api_key
+from shared.sections import EngineConfig
 from shared.types import Sampling
 from tests.support.engines import EngineProcess, ask, engine_process
 
@@ -116,7 +116,7 @@ def test_a_bad_key_file_stops_the_engine_before_the_model_is_loaded(tmp_path, ca
 
 
 def specs(*overrides: object):
-    return engine_specs(load_recipe(RECIPE, [str(part) for part in overrides]), {"PATH": "/bin"})
+    return engine_specs(load_recipe(RECIPE, [str(part) for part in overrides]))
 
 
 def test_embedded_engines_are_started_with_the_recipes_key_file(key_file):
@@ -140,7 +140,7 @@ def test_sglang_reads_the_key_from_a_file_of_its_owners_alone(sglang, key_file):
     assert key not in " ".join(spec.command) + str(spec.env) + repr(spec)
     path = Path(spec.command[spec.command.index("--config") + 1])
     for _ in range(2):  # a restart writes it anew
-        engine = Engine(spec, Restarts(3), 60.0, 60.0)
+        engine = Engine(spec, EngineConfig())
         engine.start()
         assert engine.child is not None
         engine.child.kill()

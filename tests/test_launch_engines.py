@@ -15,7 +15,6 @@ from launch.engines.commands import NO_WEIGHTS, EngineSpec, engine_specs, last_l
 from launch.engines.gpus import check_apart, claim, engine_gpus, names
 from launch.engines.supervisor import Engine
 from launch.processes.children import start_family, stop_all
-from launch.processes.restarts import Restarts
 from shared.config import ConfigError, load_recipe
 from shared.engine_api import EngineError
 from shared.sections import EngineConfig
@@ -34,7 +33,11 @@ def sglang_env(tmp_path):
 
 
 def specs(*overrides):
-    return engine_specs(load_recipe(RECIPE, [str(part) for part in overrides]), {"PATH": "/bin"})
+    return engine_specs(load_recipe(RECIPE, [str(part) for part in overrides]))
+
+
+def sglang_specs(folder, *overrides):
+    return specs("--engine.kind", "sglang", "--engine.sglang_env", folder, *overrides)
 
 
 def options(spec):
@@ -52,30 +55,28 @@ def test_each_embedded_engine_has_its_port_and_no_weights_of_a_run():
 
 
 def test_sglang_is_started_for_the_recipes_model_on_a_cpu(sglang_env):
-    (spec,) = specs("--engine.kind", "sglang", "--engine.sglang_env", sglang_env, "--engine.port", 40000)
+    (spec,) = sglang_specs(sglang_env, "--engine.port", 40000)
     flags = options(spec)
     assert spec.command[:4] == (str(sglang_env / "bin/python"), "-P", "-m", "sglang.launch_server")
     assert Path(flags["--model-path"]).is_absolute()
     assert flags["--attention-backend"] == "torch_native" and flags["--disable-overlap-schedule"] is True
     assert json.loads(flags["--mm-process-config"])["image"]["size"]["shortest_edge"] == 1024
     assert spec.env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
-    assert spec.env["PYTHONPATH"].endswith("stand_ins") and spec.env["PATH"] == f"{sglang_env / 'bin'}:/bin"
+    assert (
+        spec.env["PYTHONPATH"].endswith("stand_ins")
+        and spec.env["PATH"] == f"{sglang_env / 'bin'}:{os.environ['PATH']}"
+    )
     assert spec.log is not None and "40000" in spec.log.name
 
 
-def paths_of_sglang(sglang_env, *arguments):
-    (spec,) = specs("--engine.kind", "sglang", "--engine.sglang_env", sglang_env, *arguments)
-    return [Path(path).name for path in spec.env["PYTHONPATH"].split(":")]
-
-
 def test_sglang_receives_weights_beside_generation_where_the_recipe_wants_it(sglang_env):
-    assert paths_of_sglang(sglang_env) == ["plugin", "stand_ins"]  # on a CPU
-    assert paths_of_sglang(sglang_env, "--engine.stage_weights", "off") == ["stand_ins"]
-    assert paths_of_sglang(sglang_env, "--engine.stage_weights", "on") == ["plugin", "stand_ins"]
+    for value, folders in (("auto", ["plugin", "stand_ins"]), ("off", ["stand_ins"]), ("on", ["plugin", "stand_ins"])):
+        (spec,) = sglang_specs(sglang_env, "--engine.stage_weights", value)  # on a CPU
+        assert [Path(path).name for path in spec.env["PYTHONPATH"].split(":")] == folders
 
 
 def test_engines_sample_with_seeds_of_their_own(sglang_env):
-    both = specs("--engine.kind", "sglang", "--engine.sglang_env", sglang_env, "--engine.count", 2, "--run.seed", 5)
+    both = sglang_specs(sglang_env, "--engine.count", 2, "--run.seed", 5)
     assert [options(spec)["--random-seed"] for spec in both] == ["5", "6"]
 
 
@@ -86,10 +87,8 @@ def test_any_flag_is_passed_on_and_wins(sglang_env):
         "disable-overlap-schedule": False,
         "lora-paths": [1, 2],
     }
-    (spec,) = specs(
-        "--engine.kind", "sglang", "--engine.sglang_env", sglang_env, "--engine.flags", json.dumps(flags),
-        "--engine.mm_attention_backend", "sdpa", "--engine.mem_fraction", 0.5,
-    )  # fmt: skip
+    own = ("--engine.mm_attention_backend", "sdpa", "--engine.mem_fraction", 0.5)
+    (spec,) = sglang_specs(sglang_env, "--engine.flags", json.dumps(flags), *own)
     found = options(spec)
     assert found["--max-running-requests"] == "7" and found["--enable-metrics"] is True
     assert "--disable-overlap-schedule" not in found
@@ -99,13 +98,13 @@ def test_any_flag_is_passed_on_and_wins(sglang_env):
 
 def test_a_missing_environment_is_named_with_its_cure(tmp_path):
     with pytest.raises(ConfigError, match="make sglang-env"):
-        specs("--engine.kind", "sglang", "--engine.sglang_env", tmp_path)
+        sglang_specs(tmp_path)
 
 
 def test_an_environment_for_the_other_device_is_refused(sglang_env):
     (sglang_env / "lib/python3.11/site-packages/sgl_kernel").mkdir()
     with pytest.raises(ConfigError, match=r"set engine\.device = 'cuda'"):
-        specs("--engine.kind", "sglang", "--engine.sglang_env", sglang_env)
+        sglang_specs(sglang_env)
 
 
 def config(**fields):
@@ -158,64 +157,63 @@ def test_a_gpu_is_given_to_one_owner_at_a_time(tmp_path, monkeypatch):
     assert claim(["0"], "learner rank 0")
 
 
-def python(code, tmp_path):
-    return EngineSpec("engine on port 1", "http://127.0.0.1:1", (sys.executable, "-c", code), {}, (), tmp_path / "log")
+@pytest.fixture
+def started(tmp_path):
+    """Starts an engine whose command is Python with these arguments; it ends with the test."""
+    engines = []
+
+    def start(*arguments, port=1, **settings):
+        command = (sys.executable, *arguments)
+        spec = EngineSpec("engine on port 1", f"http://127.0.0.1:{port}", command, {}, (), tmp_path / "log")
+        engines.append(Engine(spec, EngineConfig(**settings)))
+        engines[-1].start()
+        return engines[-1]
+
+    yield start
+    stop_all([engine.child for engine in engines if engine.child])
 
 
-def test_an_engine_that_ended_is_started_again_and_named(tmp_path, caplog):
-    engine = Engine(python("import time; print('here', flush=True); time.sleep(60)", tmp_path), Restarts(2), 60.0, 60.0)
-    engine.start()
-    try:
-        until(lambda: "here" in (tmp_path / "log").read_text())
-        first = engine.child.process.pid
-        os.kill(first, signal.SIGKILL)
-        until(lambda: engine.keep_alive() or (engine.child is not None and engine.child.process.pid != first))
-        assert "engine on port 1 was ended by SIGKILL; starting it again in 1 s" in caplog.text
-        until(lambda: (tmp_path / "log").read_text().count("here") == 2)
-    finally:
-        stop_all([engine.child])
+def until_restarted(engine, first):
+    until(lambda: engine.keep_alive() or (engine.child is not None and engine.child.process.pid != first))
+
+
+def test_an_engine_that_ended_is_started_again_and_named(started, tmp_path, caplog):
+    engine = started("-c", "import time; print('here', flush=True); time.sleep(60)")
+    until(lambda: "here" in (tmp_path / "log").read_text())
+    first = engine.child.process.pid
+    os.kill(first, signal.SIGKILL)
+    until_restarted(engine, first)
+    assert "engine on port 1 was ended by SIGKILL; starting it again in 1 s" in caplog.text
+    until(lambda: (tmp_path / "log").read_text().count("here") == 2)
 
 
 @pytest.mark.slow
-def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path, caplog, monkeypatch):
+def test_an_engine_that_hangs_is_killed_and_started_again(started, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("launch.engines.health.EVERY_S", 0.05)
     monkeypatch.setattr("launch.engines.health.ANSWER_S", 1.0)
     port = free_port()
-    command = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1")
-    spec = EngineSpec("engine on port 1", f"http://127.0.0.1:{port}", command, {}, (), tmp_path / "log")
-    engine = Engine(spec, Restarts(2), start_timeout_s=60.0, silent_timeout_s=2.5)
-    engine.start()
-    try:
-        until(lambda: "GET /health" in (tmp_path / "log").read_text())  # it answers: an error is an answer
-        first = engine.child.process.pid
-        time.sleep(3.0)
-        engine.keep_alive()
-        assert engine.child.process.pid == first
-        os.kill(first, signal.SIGSTOP)
-        until(lambda: engine.keep_alive() or (engine.child is not None and engine.child.process.pid != first))
-        assert "engine on port 1 gave no answer for 2.5 s; starting it again" in caplog.text
-    finally:
-        stop_all([engine.child])
+    engine = started("-m", "http.server", str(port), "--bind", "127.0.0.1", port=port, silent_timeout_s=2.5)
+    until(lambda: "GET /health" in (tmp_path / "log").read_text())  # it answers: an error is an answer
+    first = engine.child.process.pid
+    time.sleep(3.0)
+    engine.keep_alive()
+    assert engine.child.process.pid == first
+    os.kill(first, signal.SIGSTOP)
+    until_restarted(engine, first)
+    assert "engine on port 1 gave no answer for 2.5 s; starting it again" in caplog.text
 
 
-def test_an_engine_that_never_answers_after_a_restart_is_no_engine(tmp_path, monkeypatch):
+def test_an_engine_that_never_answers_after_a_restart_is_no_engine(started, monkeypatch):
     monkeypatch.setattr("launch.engines.health.EVERY_S", 0.05)
-    engine = Engine(
-        python("import time; time.sleep(60)", tmp_path), Restarts(0), start_timeout_s=0.3, silent_timeout_s=60.0
-    )
-    engine.start()
-    try:
-        until(lambda: bool(engine.probe.missing))
-        with pytest.raises(EngineError, match=r"gave no answer for 0.3 s, after 0 restarts"):
-            engine.keep_alive()
-    finally:
-        stop_all([engine.child])
+    engine = started("-c", "import time; time.sleep(60)", max_restarts=0, start_timeout_s=0.3)
+    until(lambda: engine.probe.missing)
+    with pytest.raises(EngineError, match=r"gave no answer for 0.3 s, after 0 restarts"):
+        engine.keep_alive()
 
 
-def test_an_engine_that_cannot_stay_alive_is_given_up(tmp_path, capfd):
-    engine = Engine(python("print('no memory'); raise SystemExit(3)", tmp_path), Restarts(0), 60.0, 60.0)
-    engine.start()
-    until(lambda: engine.how_it_ended() == "ended with exit code 3")
+def test_an_engine_that_cannot_stay_alive_is_given_up(started, capfd):
+    engine = started("-c", "print('no memory'); raise SystemExit(3)", max_restarts=0)
+    until(lambda: engine.child.process.poll() is not None)
     with pytest.raises(EngineError, match="ended with exit code 3, after 0 restarts"):
         engine.keep_alive()
     assert "no memory" in capfd.readouterr().err

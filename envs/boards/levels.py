@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from envs.boards.board import FLOOR, WALL, XSB, Board, board_of, edge, reached
@@ -29,13 +30,8 @@ def parse_level(rows: list[str]) -> Board:
 
 def _blocks(text: str) -> list[list[str]]:
     """Runs of lines that look like rows of a level; titles, comments and empty lines separate them."""
-    blocks: list[list[str]] = [[]]
-    for line in text.splitlines():
-        if _ROW.match(line) and "#" in line:
-            blocks[-1].append(line.rstrip())
-        elif blocks[-1]:
-            blocks.append([])
-    return [block for block in blocks if block]
+    runs = groupby(text.splitlines(), lambda line: bool(_ROW.match(line) and "#" in line))
+    return [[line.rstrip() for line in lines] for is_level, lines in runs if is_level]
 
 
 def _outside_filled(codes: bytes, width: int) -> bytes:

@@ -51,7 +51,9 @@ def _tile(code: int, p: int) -> np.ndarray:
         draw.rectangle((p // 4, p // 2, p // 4 + line - 1, last), fill=_MORTAR)
     if code in (2, 3, 6):
         draw.rectangle((0, 0, last, last), outline=_RED, width=2 * line)
-        _diamond(draw, p, p // 4)
+        draw.polygon(
+            [(p // 2 + x * (p // 4), p // 2 + y * (p // 4)) for x, y in ((0, -1), (1, 0), (0, 1), (-1, 0))], _RED
+        )
     if code in (3, 4):
         edge = p // 8 if code == 4 else p // 5
         draw.rectangle((edge, edge, last - edge, last - edge), fill=_BOX, outline=_BOX_EDGE, width=line)
@@ -61,11 +63,3 @@ def _tile(code: int, p: int) -> np.ndarray:
         edge = p // 8 if code == 5 else p // 5
         draw.ellipse((edge, edge, last - edge, last - edge), fill=_GREEN, outline=_DARK, width=line)
     return np.asarray(tile, dtype=np.uint8)
-
-
-def _diamond(draw: ImageDraw.ImageDraw, p: int, reach: int) -> None:
-    centre = p // 2
-    draw.polygon(
-        ((centre, centre - reach), (centre + reach, centre), (centre, centre + reach), (centre - reach, centre)),
-        fill=_RED,
-    )

@@ -7,7 +7,6 @@ around the board stop shifted bits from running over its edge.
 from __future__ import annotations
 
 import heapq
-import time
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,17 +21,14 @@ class Search:
     """What a search found: the moves or None; `proven` says that None means unsolvable, not that it gave up."""
 
     moves: list[str] | None
-    proven: bool
-    nodes: int
+    proven: bool = True
 
 
-def solve(
-    board: Board, *, max_nodes: int = 200_000, time_s: float | None = None, weight: float = 2.0
-) -> list[str] | None:
-    """Moves that solve `board`, [] if it is solved, None if there are none or none was found within the limits.
+def solve(board: Board, *, max_nodes: int = 200_000, weight: float = 2.0) -> list[str] | None:
+    """Moves that solve `board`, [] if it is solved, None if there are none or none was found within the limit.
     One box: as few moves as possible. Several: A* over pushes; weight 1 gives as few pushes as possible.
     """
-    return search(board, max_nodes=max_nodes, time_s=time_s, weight=weight).moves
+    return search(board, max_nodes=max_nodes, weight=weight).moves
 
 
 def optimal_first_moves(board: Board) -> list[str]:
@@ -40,24 +36,22 @@ def optimal_first_moves(board: Board) -> list[str]:
     return solve(board, weight=1.0) or []
 
 
-def search(board: Board, *, max_nodes: int = 200_000, time_s: float | None = None, weight: float = 2.0) -> Search:
-    """As `solve`, with the number of expanded nodes and whether a None is a proof."""
+def search(board: Board, *, max_nodes: int = 200_000, weight: float = 2.0) -> Search:
+    """As `solve`, with whether a None is a proof."""
     if board.solved:
-        return Search([], True, 0)
+        return Search([])
     if len(board.boxes) == 1:
-        moves, nodes = _one_box(board)
-        return Search(moves, True, nodes)
-    deadline = None if time_s is None else time.monotonic() + time_s
-    return _PushSearch(board, weight).run(max_nodes, deadline)
+        return Search(_one_box(board))
+    return _PushSearch(board, weight).run(max_nodes)
 
 
-def _one_box(board: Board) -> tuple[list[str] | None, int]:
+def _one_box(board: Board) -> list[str] | None:
     """Breadth first over (player, box): exact, and the whole space of a 6x6 board is 256 states."""
     cells, size = board.cells, len(board.cells)
     steps = (-board.width, board.width, -1, 1)
     table = _maze(board.height, board.width, cells).pull_distance
     if table[board.boxes[0]] >= FAR:
-        return None, 0
+        return None
     start = board.player * size + board.boxes[0]
     parents = {start: (start, 0)}
     queue = deque((start,))
@@ -74,7 +68,7 @@ def _one_box(board: Board) -> tuple[list[str] | None, int]:
                 new = to * size + behind
                 if cells[behind] == TARGET:
                     parents[new] = (state, index)
-                    return _trace(parents, start, new), len(parents)
+                    return _trace(parents, start, new)
             elif cells[to]:
                 new = to * size + box
             else:
@@ -82,7 +76,7 @@ def _one_box(board: Board) -> tuple[list[str] | None, int]:
             if new not in parents:
                 parents[new] = (state, index)
                 queue.append(new)
-    return None, len(parents)
+    return None
 
 
 def _trace(parents: dict[int, tuple[int, int]], start: int, state: int) -> list[str]:
@@ -141,13 +135,13 @@ class _PushSearch:
         self.walls = ((1 << len(board.cells)) - 1) & ~self.maze.floor
         self.bounds: dict[int, int] = {}
 
-    def run(self, max_nodes: int, deadline: float | None) -> Search:
+    def run(self, max_nodes: int) -> Search:
         boxes = sum(1 << box for box in self.board.boxes)
         region = self.reach(1 << self.board.player, boxes)
         start = (boxes, region & -region)
         bound = self.bound(boxes)
         if bound >= FAR:
-            return Search(None, True, 0)
+            return Search(None)
         parents: dict[tuple[int, int], tuple[tuple[int, int], int, int]] = {}
         pushes = {start: 0}
         heap = [(self.weight * bound, 0, 0, start)]
@@ -159,10 +153,10 @@ class _PushSearch:
                 continue
             closed.add(state)
             if state[0] & self.maze.targets == state[0]:
-                return Search(self.moves(parents, start, state), True, nodes)
+                return Search(self.moves(parents, start, state))
             nodes += 1
-            if nodes > max_nodes or (deadline is not None and not nodes & 63 and time.monotonic() > deadline):
-                return Search(None, False, nodes)
+            if nodes > max_nodes:
+                return Search(None, proven=False)
             cost = pushes[state] + 1
             for new, box, step in self.successors(state):
                 if new in pushes and pushes[new] <= cost:
@@ -175,7 +169,7 @@ class _PushSearch:
                 closed.discard(new)
                 serial += 1
                 heapq.heappush(heap, (cost + self.weight * bound, bound, serial, new))
-        return Search(None, True, nodes)
+        return Search(None)
 
     def reach(self, player: int, boxes: int) -> int:
         """All cells the player can walk to."""

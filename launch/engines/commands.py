@@ -35,28 +35,27 @@ class EngineSpec:
     secret: tuple[Path, str] | None = field(default=None, repr=False)  # a file that it reads, its owner's alone
 
 
-def engine_specs(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> tuple[EngineSpec, ...]:
+def engine_specs(recipe: Recipe) -> tuple[EngineSpec, ...]:
     """All engines of the recipe. ConfigError for GPUs that are not there or an environment that is not built."""
     engine = recipe.engine
     gpus = engine_gpus(engine, num_visible() if engine.device == "cuda" else 0)
     make = {"embedded": _embedded, "sglang": _sglang}[engine.kind]
-    return tuple(
-        make(recipe, index, engine.port + index, names(own, environ), environ) for index, own in enumerate(gpus)
-    )
+    return tuple(make(recipe, index, engine.port + index, names(own, os.environ)) for index, own in enumerate(gpus))
 
 
-def check_host(recipe: Recipe, num_ranks: int) -> None:
-    """ConfigError for engines that cannot be started beside `num_ranks` ranks of the learner on this machine."""
+def check_host(recipe: Recipe, num_ranks: int = 0) -> tuple[EngineSpec, ...]:
+    """The engines to start. ConfigError for those that cannot be, beside `num_ranks` ranks of the learner here."""
     if recipe.engine.urls:
-        return
+        return ()
     check_reach(recipe)
-    engine_specs(recipe)
+    specs = engine_specs(recipe)
     check_ports(recipe)
     if recipe.engine.device == recipe.learner.device == "cuda":
         check_apart(engine_gpus(recipe.engine, num_visible()), num_ranks)
+    return specs
 
 
-def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], environ: Mapping[str, str]) -> EngineSpec:
+def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> EngineSpec:
     engine, model = recipe.engine, recipe.model
     command = [sys.executable, "-m", "actor.engine.server", "--model-path", model.path, "--port", str(port)]
     command += ["--host", engine.host, "--device", engine.device, "--dtype", model.dtype]
@@ -71,7 +70,7 @@ def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], envi
     return EngineSpec(f"engine on port {port}", url_of(engine.host, port), tuple(command), env, gpus)
 
 
-def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], environ: Mapping[str, str]) -> EngineSpec:
+def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> EngineSpec:
     python = sglang_python(recipe)
     log = Path(recipe.run.dir).resolve() / "engines" / f"{recipe.run.name}-{port}.log"
     flags, secret = sglang_flags(recipe, index, port), sglang_key(recipe, log.with_suffix(".yaml"))
@@ -80,7 +79,7 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...], enviro
     command = [str(python), "-P", "-m", "sglang.launch_server", *_flags(flags)]
     env = cpu_env(recipe.engine.threads) | _visible(gpus)
     env |= {
-        "PATH": f"{python.parent}{os.pathsep}{environ.get('PATH', os.defpath)}",  # ninja, for kernels built late
+        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # ninja, for kernels built late
         "SGLANG_VLM_CACHE_SIZE_MB": "0",  # the vision tower trains: a kept embedding would be of older weights
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else every /health takes a second, and fails while paused
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # a server whose model process died ends at once

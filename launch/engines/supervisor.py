@@ -13,14 +13,14 @@ from launch.processes.children import Child, start, start_family
 from launch.processes.restarts import Restarts, Supervised, how_it_ended
 from shared.engine_api import EngineClient, EngineError
 from shared.keys import write_secret
+from shared.sections import EngineConfig
 
 
 class Engine(Supervised):
-    def __init__(self, spec: EngineSpec, restarts: Restarts, start_timeout_s: float, silent_timeout_s: float) -> None:
-        super().__init__(spec.name, restarts, "engine.max_restarts")
-        self.spec = spec
+    def __init__(self, spec: EngineSpec, settings: EngineConfig) -> None:
+        super().__init__(spec.name, Restarts(settings.max_restarts), "engine.max_restarts")
+        self.spec, self._settings = spec, settings
         self.probe: HealthProbe | None = None
-        self._timeouts = {"first_s": start_timeout_s, "silent_s": silent_timeout_s}
 
     def start(self) -> None:
         spec = self.spec
@@ -32,11 +32,8 @@ class Engine(Supervised):
                 write_secret(*spec.secret, anew=True)
             self.child = start_family(spec.name, spec.command, spec.log, env=spec.env, fresh=fresh)
         self.restarts.started()
-        self.probe = HealthProbe(spec.url, **self._timeouts)
-
-    def how_it_ended(self) -> str:
-        """Empty while it runs."""
-        return how_it_ended(self.child)
+        timeouts = {"first_s": self._settings.start_timeout_s, "silent_s": self._settings.silent_timeout_s}
+        self.probe = HealthProbe(spec.url, **timeouts)
 
     def failure(self, child: Child) -> str:
         """An engine that hangs has failed, too."""
@@ -67,7 +64,7 @@ def wait_until_serving(
             while waiting := [task for task in tasks if not task.done()]:
                 await asyncio.wait(waiting, timeout=0.2, return_when=asyncio.FIRST_EXCEPTION)
                 for engine in engines:
-                    if how := engine.how_it_ended():
+                    if how := how_it_ended(engine.child):
                         print(last_lines(engine.spec.log), file=sys.stderr, flush=True)
                         raise EngineError(engine.spec.name, f"{how} while starting; its last lines are above")
                 for task in tasks:

@@ -33,11 +33,10 @@ def cpu_env(threads: int) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Child:
-    """One child process. `required`: its end ends the others too."""
+    """One child process."""
 
     name: str
     process: subprocess.Popen[bytes]
-    required: bool = True
     family: bool = False  # it leads a process group of its own, which ends with it
 
     def kill(self) -> None:
@@ -102,18 +101,17 @@ def raise_on_signals() -> None:
     signal.signal(signal.SIGTERM, handler)
 
 
-def wait_for_any(children: Sequence[Child], *, tick: Callable[[], None] | None = None, every_s: float = 0.2) -> Child:
-    """Returns the first required child that has ended; calls `tick` meanwhile."""
+def wait_for_any(children: Sequence[Child], tick: Callable[[], None]) -> Child:
+    """Returns the first child that has ended; calls `tick` meanwhile."""
     while True:
         for child in children:
-            if child.required and child.process.poll() is not None:
+            if child.process.poll() is not None:
                 return child
-        if tick is not None:
-            tick()
-        time.sleep(every_s)
+        tick()
+        time.sleep(0.2)
 
 
-def stop_all(children: Sequence[Child], *, within_s: float = TERMINATE_S) -> None:
+def stop_all(children: Sequence[Child]) -> None:
     """SIGTERM to all that still run, SIGKILL to those that have not ended in time, and collects them.
 
     Signals are ignored from here on: the end is under way already.
@@ -123,7 +121,7 @@ def stop_all(children: Sequence[Child], *, within_s: float = TERMINATE_S) -> Non
     running = [child for child in children if child.process.poll() is None]
     for child in running:
         child.process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + TERMINATE_S
     for child in running:
         try:
             child.process.wait(max(0.0, deadline - time.monotonic()))

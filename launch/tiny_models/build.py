@@ -121,17 +121,6 @@ def build_config(
     )
 
 
-def build_image_processor() -> Qwen2VLImageProcessorPil:
-    return Qwen2VLImageProcessorPil(
-        patch_size=16,
-        temporal_patch_size=2,
-        merge_size=2,
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-        size={"shortest_edge": 1024, "longest_edge": 1048576},
-    )
-
-
 def build_model(config: Qwen3VLConfig, seed: int = 0) -> Qwen3VLForConditionalGeneration:
     torch.manual_seed(seed)
     return Qwen3VLForConditionalGeneration(config)
@@ -143,6 +132,9 @@ def save(folder: str | Path, model: Qwen3VLForConditionalGeneration, tokenizer: 
     folder = Path(folder)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    build_image_processor().save_pretrained(folder)
+    half, size = [0.5, 0.5, 0.5], {"shortest_edge": 1024, "longest_edge": 1048576}
+    Qwen2VLImageProcessorPil(
+        patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=half, image_std=half, size=size
+    ).save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -8,12 +8,11 @@ learns the format alone. Geometry: tool calls and boxed answers of which only a 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from envs import colour, geo3k, geo3k_multi_turn, sokoban
-from envs.base import Env
 from envs.boards.board import MOVES
 from envs.boards.solver import optimal_first_moves
 from shared.types import Sample
@@ -38,48 +37,41 @@ class Task:
     prompts: tuple[str, ...]
     phrases: tuple[str, ...]
     model: dict[str, int]
-    max_turns: int
-
-    def demonstrate(self, seed: int, rng: random.Random, expertise: float) -> Demonstration:
-        """One episode; `expertise` is the share of good answers."""
-        raise NotImplementedError
+    demonstrate: Callable[[int, random.Random, float], Demonstration]
+    """One episode of a seed; the last argument is the share of good answers."""
 
 
 def seeded(seed: int) -> Sample:
     return Sample(str(seed), metadata={"seed": seed, "split": "train"})
 
 
-class SokobanTask(Task):
-    def demonstrate(self, seed: int, rng: random.Random, expertise: float) -> Demonstration:
-        env = sokoban.build_env(seeded(seed), SOKOBAN_ARGS)
-        observation, done = env.reset()[0], False
-        for _ in range(self.max_turns):
-            answer = sokoban_answer(env, rng, expertise)
-            yield env.format_observation(observation), answer
-            observation, done, _ = env.step(answer)
-            if done:
-                return
+def play_sokoban(seed: int, rng: random.Random, expertise: float) -> Demonstration:
+    env = sokoban.build_env(seeded(seed), SOKOBAN_ARGS)
+    observation = env.reset()[0]
+    for _ in range(8):
+        answer = sokoban_answer(env, rng, expertise)
+        yield env.format_observation(observation), answer
+        observation, done, _ = env.step(answer)
+        if done:
+            return
 
 
-class ColourTask(Task):
-    def demonstrate(self, seed: int, rng: random.Random, expertise: float) -> Demonstration:
-        env: Env = colour.build_env(Sample(str(seed), metadata={"seed": seed}))
-        yield env.format_observation(env.reset()[0]), rng.choice(list(colour.COLOURS))
+def play_colour(seed: int, rng: random.Random, expertise: float) -> Demonstration:
+    env = colour.build_env(seeded(seed))
+    yield env.format_observation(env.reset()[0]), rng.choice(list(colour.COLOURS))
 
 
-class GeometryTask(Task):
-    def demonstrate(self, seed: int, rng: random.Random, expertise: float) -> Demonstration:
-        with_tool = seed % 2 == 0
-        module: Any = geo3k_multi_turn if with_tool else geo3k
-        env = module.build_env(seeded(seed), {**TRIANGLE_ARGS, "max_turns": self.max_turns})
-        observation, done = env.reset()[0], False
-        calls = with_tool
-        while not done:
-            number = env.label if rng.random() < 0.5 else str(5 * rng.randint(1, 30))
-            answer = tool_call(number, rng, expertise) if calls else boxed(number, rng, expertise)
-            yield env.format_observation(observation), answer
-            observation, done, info = env.step(answer)
-            calls = with_tool and not info.get("tool_executed") and rng.random() < 0.5
+def play_geometry(seed: int, rng: random.Random, expertise: float) -> Demonstration:
+    calls = with_tool = seed % 2 == 0
+    module: Any = geo3k_multi_turn if with_tool else geo3k
+    env = module.build_env(seeded(seed), {**TRIANGLE_ARGS, "max_turns": 3})
+    observation, done = env.reset()[0], False
+    while not done:
+        number = env.label if rng.random() < 0.5 else str(5 * rng.randint(1, 30))
+        answer = tool_call(number, rng, expertise) if calls else boxed(number, rng, expertise)
+        yield env.format_observation(observation), answer
+        observation, done, info = env.step(answer)
+        calls = with_tool and not info.get("tool_executed") and rng.random() < 0.5
 
 
 def sokoban_answer(env: sokoban.SokobanEnv, rng: random.Random, expertise: float) -> str:
@@ -119,15 +111,8 @@ def sokoban_phrases() -> tuple[str, ...]:
     cells = [f"{row}{column}" for row in range(6) for column in range(6)]
     observation = "[Observation]\n(Refer to the image for the grid layout.)\nValid last actions: "
     request = "\nProvide your next move(s) using Up, Down, Left, Right."
-    words = [
-        "<answer>",
-        "</answer>",
-        ", ",
-        *MOVES,
-        *(move.title() for move in MOVES),
-        *cells,
-        *(" " + c for c in cells),
-    ]
+    moves = (*MOVES, *(move.title() for move in MOVES))
+    words = ("<answer>", "</answer>", ", ", *moves, *cells, *(" " + cell for cell in cells))
     return (*words, observation, request, "None", SOKOBAN_PROMPT)
 
 
@@ -158,17 +143,17 @@ def geometry_phrases() -> tuple[str, ...]:
 
 
 TASKS = {
-    "sokoban": SokobanTask((SOKOBAN_PROMPT,), sokoban_phrases(), {}, max_turns=8),
-    "colour": ColourTask(
+    "sokoban": Task((SOKOBAN_PROMPT,), sokoban_phrases(), {}, play_sokoban),
+    "colour": Task(
         (COLOUR_PROMPT,),
         (*colour.COLOURS, "Which colour?", COLOUR_PROMPT),
         {"hidden": 64, "layers": 2, "vision_hidden": 32, "vision_depth": 1, "vocab_size": 384},
-        max_turns=1,
+        play_colour,
     ),
-    "geo3k": GeometryTask(
+    "geo3k": Task(
         (TOOL_PROMPT, ANSWER_PROMPT),
         geometry_phrases(),
         {"hidden": 64, "layers": 3, "vision_hidden": 32, "vision_depth": 2, "vocab_size": 704},
-        max_turns=3,
+        play_geometry,
     ),
 }

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 
 from actor.render import Fragment, Renderer
 from envs.loader import load_env
-from launch.actors import check, engine_of
-from launch.engines.supervisor import wait_until_serving
+from launch.actors import check
+from launch.engines.supervisor import Engine, wait_until_serving
 from launch.processes.children import stop_all
 from launch.task_samples import held_out_samples, ready
 from shared.config import Recipe, fail, load
@@ -59,7 +59,7 @@ def measure_kind(recipe: Recipe, seconds: float) -> dict[str, Any]:
     """Starts the recipe's engine and measures it; {at once: figures}."""
     model, specs = check(recipe)
     bodies = cycle(prompts(recipe, model.vision))
-    engines = [engine_of(spec, recipe.engine) for spec in specs[:1]]
+    engines = [Engine(spec, recipe.engine) for spec in specs[:1]]
     try:
         began = time.monotonic()
         engines[0].start()

@@ -30,7 +30,7 @@ from envs import geo3k_multi_turn, sokoban
 from envs.boards.data import read_boards
 from envs.boards.generate import BoardSpec, make_board
 from envs.boards.render import png
-from envs.boards.solver import search
+from envs.boards.solver import solve
 from envs.math_reward import grade
 from envs.sokoban import build_env, random_response
 from shared.engine_api import EngineClient
@@ -89,8 +89,8 @@ def grades(path: Path) -> int:
 
 def levels() -> int:
     found = read_boards(ROOT / "tests/data/boxoban/medium_valid_000.txt").boards[:200]
-    unsolved = sum(search(board, max_nodes=10**9, time_s=5.0).moves is None for board in found)
-    FOUND["Boxoban levels solved in 5 s, %"] = 100 * (1 - unsolved / len(found))
+    unsolved = sum(solve(board, max_nodes=20_000) is None for board in found)
+    FOUND["Boxoban levels solved within 20,000 positions, %"] = 100 * (1 - unsolved / len(found))
     return len(found)
 
 

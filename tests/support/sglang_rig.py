@@ -16,7 +16,7 @@ from actor.engine_pool import EnginePool
 from actor.render import Renderer
 from actor.rollout import Player
 from actor.worker import make_player
-from launch.actors import check, engine_of
+from launch.actors import check
 from launch.engines.commands import STAND_INS
 from launch.engines.supervisor import Engine, wait_until_serving
 from launch.processes.children import stop_all
@@ -52,7 +52,7 @@ class Servers:
     def start(recipe: Recipe) -> Servers:
         model, specs = check(recipe)
         specs = (replace(specs[0], env=specs[0].env | {"PYTHONPATH": str(STAND_INS)}), *specs[1:])
-        servers = Servers(recipe, [engine_of(spec, recipe.engine) for spec in specs])
+        servers = Servers(recipe, [Engine(spec, recipe.engine) for spec in specs])
         try:
             for engine in servers.engines:
                 engine.start()
