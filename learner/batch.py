@@ -100,9 +100,8 @@ def make_episode(trajectory: Trajectory, advantage: float, decoder: ImageDecoder
     """Expands the placeholders. ValueError when the layout is wrong or an image cannot be read."""
     check_layout(trajectory, decoder.spec)
     grids = [decoder.grid(image) for image in trajectory.images]
-    merge, image_token = decoder.spec.merge_size, decoder.spec.image_token_id
-    ids, compact_index = expand(trajectory.token_ids, grids, image_token_id=image_token, merge_size=merge)
-    rope = mrope_positions(ids, grids, image_token_id=image_token, merge_size=merge)
+    ids, compact_index = expand(trajectory.token_ids, grids, decoder.spec)
+    rope = mrope_positions(ids, grids, decoder.spec)
     targets = np.flatnonzero(trajectory.loss_mask[compact_index])
     sampled = np.flatnonzero(trajectory.loss_mask)
     rewards = np.zeros(len(sampled), dtype=np.float32)

@@ -68,7 +68,7 @@ class ImageDecoder:
                 raise ValueError(f"image {image.content_hash[:12]} cannot be decoded: {error}") from error
         if rgb.size != (width, height):
             rgb = rgb.resize((width, height), PILImage.Resampling.BICUBIC)
-        patches = patchify(np.asarray(rgb), patch_size=spec.patch_size, merge_size=spec.merge_size)
+        patches = patchify(np.asarray(rgb), spec)
         return ImagePatches(patches, (1, height // spec.patch_size, width // spec.patch_size))
 
 

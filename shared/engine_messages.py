@@ -17,7 +17,7 @@ import msgspec
 
 from shared.types import Completion, Image, PolicyVersion, Sampling, VersionSpan
 
-BAN = -100.0  # a logit bias: no token with it is ever sampled
+BAN = -100.0  # a logit bias: no token with this or less is ever sampled
 
 
 def generate_body(

@@ -88,7 +88,7 @@ _VISION_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vis
 
 
 def expand(
-    token_ids: Sequence[int] | np.ndarray, grids_thw: Sequence[Grid], *, image_token_id: int, merge_size: int
+    token_ids: Sequence[int] | np.ndarray, grids_thw: Sequence[Grid], spec: VisionSpec
 ) -> tuple[np.ndarray, np.ndarray]:
     """(expanded_ids int64[E], compact_index int32[E]): each placeholder repeated once per visual token.
 
@@ -96,17 +96,17 @@ def expand(
     placeholders is not the number of grids.
     """
     ids = np.asarray(token_ids, dtype=np.int64)
-    places = np.flatnonzero(ids == image_token_id)
+    places = np.flatnonzero(ids == spec.image_token_id)
     if len(places) != len(grids_thw):
         raise ValueError(f"{len(places)} image placeholders but {len(grids_thw)} images")
     repeats = np.ones(len(ids), dtype=np.int64)
-    repeats[places] = [t * h * w // merge_size**2 for t, h, w in grids_thw]
+    repeats[places] = [spec.num_tokens(grid) for grid in grids_thw]
     compact_index = np.repeat(np.arange(len(ids), dtype=np.int32), repeats)
     return ids[compact_index], compact_index
 
 
 def mrope_positions(
-    expanded_ids: np.ndarray, grids_thw: Sequence[Grid], *, image_token_id: int, merge_size: int, start: int = 0
+    expanded_ids: np.ndarray, grids_thw: Sequence[Grid], spec: VisionSpec, *, start: int = 0
 ) -> np.ndarray:
     """int64[3, E] positions (time, height, width) of the multimodal rotary embedding.
 
@@ -117,11 +117,10 @@ def mrope_positions(
     ids = np.asarray(expanded_ids)
     positions = np.empty((3, len(ids)), dtype=np.int64)
     place, position = 0, start
-    starts = _image_starts(ids, grids_thw, image_token_id, merge_size)
-    for at, (t, h, w) in zip(starts, grids_thw, strict=True):
+    for at, (t, h, w) in zip(_image_starts(ids, grids_thw, spec), grids_thw, strict=True):
         positions[:, place:at] = np.arange(position, position + at - place)
         position += at - place
-        rows, columns = h // merge_size, w // merge_size
+        rows, columns = h // spec.merge_size, w // spec.merge_size
         block = positions[:, at : at + t * rows * columns].reshape(3, t, rows, columns)
         block[0] = np.arange(position, position + t)[:, None, None]
         block[1] = np.arange(position, position + rows)[None, :, None]
@@ -137,25 +136,22 @@ def next_position(positions: np.ndarray) -> int:
     return int(positions.max()) + 1 if positions.size else 0
 
 
-def _image_starts(ids: np.ndarray, grids: Sequence[Grid], image_token_id: int, merge_size: int) -> list[int]:
-    places = np.flatnonzero(ids == image_token_id)
-    sizes = [t * h * w // merge_size**2 for t, h, w in grids]
+def _image_starts(ids: np.ndarray, grids: Sequence[Grid], spec: VisionSpec) -> list[int]:
+    places = np.flatnonzero(ids == spec.image_token_id)
+    sizes = [spec.num_tokens(grid) for grid in grids]
     if len(places) != sum(sizes):
         raise ValueError(f"{len(places)} visual tokens in the stream, but the images have {sum(sizes)}")
-    offsets = np.cumsum([0, *sizes])[:-1]
-    return [int(places[offset]) for offset in offsets]
+    return [int(places[offset]) for offset in np.cumsum([0, *sizes])[:-1]]
 
 
-def patchify(rgb: np.ndarray, *, patch_size: int, merge_size: int) -> np.ndarray:
+def patchify(rgb: np.ndarray, spec: VisionSpec) -> np.ndarray:
     """uint8 [H, W, 3] -> uint8 [patches, 3, patch, patch], patches in merge-block order.
 
     H and W must be multiples of patch_size * merge_size (see `VisionSpec.resized`).
     """
-    height, width, channels = rgb.shape
-    unit = patch_size * merge_size
-    assert height % unit == 0 and width % unit == 0 and channels == 3, rgb.shape
-    blocks = rgb.reshape(height // unit, merge_size, patch_size, width // unit, merge_size, patch_size, 3)
-    return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, 3, patch_size, patch_size)
+    (height, width, _), patch, merge = rgb.shape, spec.patch_size, spec.merge_size
+    blocks = rgb.reshape(height // (patch * merge), merge, patch, width // (patch * merge), merge, patch, 3)
+    return np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, 3, patch, patch)
 
 
 def pixel_values(patches: np.ndarray, spec: VisionSpec) -> np.ndarray:

@@ -8,12 +8,20 @@ import msgspec
 import pytest
 import torch
 
-from shared.engine_api import EngineClient, EngineError
+from shared.engine_api import EngineError
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
-from tests.support.engines import surprise_z
+from tests.support.engines import ask, call, surprise_z
 from tests.support.machine import until_async
-from tests.support.tiny import draw_image, load_model, png, reference_logits, running_engine, tiny_tokenizer
+from tests.support.tiny import (
+    draw_image,
+    load_model,
+    logprobs_under,
+    png,
+    reference_logits,
+    running_engine,
+    tiny_tokenizer,
+)
 
 SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
 
@@ -27,6 +35,10 @@ def spec(folder):
 def engine(folder):
     with running_engine(folder, max_context=512) as (url, app):
         yield url, app
+
+
+def generate(engine, token_ids, sampling, **options):
+    return ask(engine[0], lambda client: client.generate(token_ids, [], sampling, **options))
 
 
 def expected_logprobs(model, spec, token_ids, images, temperature=1.0, banned=()):
@@ -53,95 +65,56 @@ async def play(client, spec, seed, turns=3, temperature=1.0, pause_s=0.0):
     return ids, sampled, drawn_images
 
 
-def check_episode(model, spec, episode, temperature=1.0):
-    ids, sampled, images = episode
-    logprobs = expected_logprobs(model, spec, ids, images, temperature, spec.banned_ids)
-    for start, out in sampled:
-        own = logprobs[torch.arange(start - 1, start - 1 + len(out.token_ids)), torch.tensor(out.token_ids)]
-        torch.testing.assert_close(torch.tensor(out.logprobs), own, atol=1e-4, rtol=0)
+def play_at_once(url, spec, seeds, **options):
+    return ask(url, lambda client: asyncio.gather(*(play(client, spec, seed, **options) for seed in seeds)))
+
+
+def check(folder, spec, episodes, temperature=1.0):
+    model = load_model(folder)
+    for ids, sampled, images in episodes:
+        own = logprobs_under(model, spec, ids[:1], ids[1:], images, temperature=temperature)
+        for start, out in sampled:
+            expected = own[start - 1 : start - 1 + len(out.token_ids)]
+            torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_of_many_episodes_at_once_equal_a_plain_forward(folder, spec, engine, temperature):
     url, app = engine
-
-    async def main():
-        client = EngineClient(url)
-        return await asyncio.gather(
-            *(play(client, spec, seed, temperature=temperature, pause_s=0.02) for seed in range(20))
-        )
-
-    episodes = asyncio.run(main())
-    model = load_model(folder)
-    for episode in episodes:
-        check_episode(model, spec, episode, temperature)
+    check(folder, spec, play_at_once(url, spec, range(20), temperature=temperature, pause_s=0.02), temperature)
     assert app.scheduler.tokens_reused > app.scheduler.tokens_in / 4  # the second turn did not compute the first again
 
 
 @pytest.mark.slow
 def test_few_slots_change_nothing_but_speed(folder, spec):
     with running_engine(folder, max_context=512, max_batch=3, slots=3) as (url, _):
-
-        async def main():
-            client = EngineClient(url)
-            return await asyncio.gather(*(play(client, spec, seed) for seed in range(8)))
-
-        episodes = asyncio.run(main())
-    model = load_model(folder)
-    for episode in episodes:
-        check_episode(model, spec, episode)
+        check(folder, spec, play_at_once(url, spec, range(8)))
 
 
 def test_the_same_seed_gives_the_same_tokens_whatever_else_runs(spec, engine):
-    url, _ = engine
-
-    async def main():
-        client = EngineClient(url)
-        alone = await play(client, spec, 5)
-        crowd = await asyncio.gather(*(play(client, spec, seed) for seed in (5, 6, 7, 5)))
-        return alone, crowd
-
-    alone, crowd = asyncio.run(main())
+    (alone,), crowd = (play_at_once(engine[0], spec, seeds) for seeds in ((5,), (5, 6, 7, 5)))
     assert alone[0] == crowd[0][0] == crowd[3][0]
     assert alone[0] != crowd[1][0]
 
 
 def test_zero_temperature_takes_the_likeliest_token(folder, spec, engine):
-    url, _ = engine
-
-    async def main():
-        return await EngineClient(url).generate([30, 31, 32], [], Sampling(temperature=0.0, max_new_tokens=5))
-
-    out = asyncio.run(main())
+    out = generate(engine, [30, 31, 32], Sampling(temperature=0.0, max_new_tokens=5))
     logprobs = expected_logprobs(load_model(folder), spec, [30, 31, 32, *out.token_ids], [])
     assert logprobs[2:-1].argmax(-1).tolist() == list(out.token_ids)
     torch.testing.assert_close(torch.tensor(out.logprobs), logprobs[2:-1].max(-1).values, atol=1e-4, rtol=0)
 
 
 def test_a_stop_token_ends_the_turn_and_is_part_of_it(spec, engine):
-    url, _ = engine
-
-    async def main():
-        client = EngineClient(url)
-        everything = await client.generate([30], [], Sampling(max_new_tokens=40), seed=3)
-        third = everything.token_ids[2]
-        return everything, await client.generate([30], [], Sampling(max_new_tokens=40), seed=3, stop_ids=[third])
-
-    everything, stopped = asyncio.run(main())
+    everything = generate(engine, [30], Sampling(max_new_tokens=40), seed=3)
+    stopped = generate(engine, [30], Sampling(max_new_tokens=40), seed=3, stop_ids=[everything.token_ids[2]])
     assert everything.finish_reason == "length" and stopped.finish_reason == "stop"
     assert stopped.token_ids == everything.token_ids[: everything.token_ids.index(stopped.token_ids[-1]) + 1]
 
 
 def test_banned_ids_are_never_sampled(spec, engine):
-    url, _ = engine
     allowed = {40, 41}
-    banned = [token for token in range(640) if token not in allowed]
-
-    async def main():
-        return await EngineClient(url).generate([30], [], Sampling(max_new_tokens=30), banned_ids=banned)
-
-    out = asyncio.run(main())
+    out = generate(engine, [30], Sampling(max_new_tokens=30), banned_ids={*range(640)} - allowed)
     assert set(out.token_ids) == allowed
     assert all(p <= 0 for p in out.logprobs)
 
@@ -149,33 +122,26 @@ def test_banned_ids_are_never_sampled(spec, engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_tokens_are_sampled_as_often_as_their_logprobs_say(folder, spec, engine, temperature):
-    url, _ = engine
-
-    async def z(sampling):
-        client = EngineClient(url)
+    async def sixteen(client, sampling):
         requests = [client.generate([30 + i], [], sampling, banned_ids=spec.banned_ids, seed=i) for i in range(16)]
+        return await asyncio.gather(*requests)
+
+    def z(sampling):
         rows, tokens = [], []
-        for i, out in enumerate(await asyncio.gather(*requests)):
+        for i, out in enumerate(ask(engine[0], lambda client: sixteen(client, sampling))):
             ids = [30 + i, *out.token_ids]
             rows.append(expected_logprobs(model, spec, ids, [], temperature, spec.banned_ids)[:-1])
             tokens += out.token_ids
         return surprise_z(torch.cat(rows), torch.tensor(tokens))
 
     model = load_model(folder)
-    assert abs(asyncio.run(z(Sampling(temperature, max_new_tokens=100)))) < 4
-    assert asyncio.run(z(Sampling(temperature, top_p=0.8, max_new_tokens=100))) < -8  # and it would show
+    assert abs(z(Sampling(temperature, max_new_tokens=100))) < 4
+    assert z(Sampling(temperature, top_p=0.8, max_new_tokens=100)) < -8  # and it would show
 
 
 def test_top_k_and_top_p_narrow_the_choice_but_not_the_logprob(folder, spec, engine):
-    url, _ = engine
-
-    async def main():
-        client = EngineClient(url)
-        by_k = await client.generate([30], [], Sampling(top_k=3, max_new_tokens=20))
-        by_p = await client.generate([30], [], Sampling(top_p=0.3, max_new_tokens=20))
-        return by_k, by_p
-
-    by_k, by_p = asyncio.run(main())
+    by_k = generate(engine, [30], Sampling(top_k=3, max_new_tokens=20))
+    by_p = generate(engine, [30], Sampling(top_p=0.3, max_new_tokens=20))
     model = load_model(folder)
     for out in (by_k, by_p):
         logprobs = expected_logprobs(model, spec, [30, *out.token_ids], [])[:-1]
@@ -211,38 +177,27 @@ def test_top_k_and_top_p_narrow_the_choice_but_not_the_logprob(folder, spec, eng
     ],
 )
 def test_a_bad_request_is_refused_with_its_reason(engine, body, words):
-    url, _ = engine
     with pytest.raises(EngineError, match=words) as failure:
-        asyncio.run(EngineClient(url).request("POST", "/generate", body, timeout_s=10))
+        call(engine[0], "/generate", body)
     assert failure.value.status == 400 and "\n" not in str(failure.value)
 
 
 def test_as_many_images_as_placeholders_are_required(spec, engine):
-    url, _ = engine
     with pytest.raises(EngineError, match="1 image placeholders but 0 images"):
-        asyncio.run(EngineClient(url).generate([30, spec.image_token_id], [], Sampling()))
+        generate(engine, [30, spec.image_token_id], Sampling())
 
 
 def test_the_context_bounds_a_long_answer(engine):
-    url, _ = engine
-    out = asyncio.run(EngineClient(url).generate([30] * 500, [], Sampling(max_new_tokens=100), banned_ids=[eos()]))
+    out = generate(engine, [30] * 500, Sampling(max_new_tokens=100), banned_ids=[eos()])
     assert (len(out.token_ids), out.finish_reason) == (12, "length")
 
 
 def test_an_unknown_route_and_a_broken_body_are_told_apart(engine):
-    url, _ = engine
-
-    async def status(method, path, body=None):
-        try:
-            await EngineClient(url).request(method, path, body, timeout_s=10)
-        except EngineError as failure:
-            return failure.status
-        return 200
-
-    assert asyncio.run(status("GET", "/health")) == 200
-    assert asyncio.run(status("GET", "/generate")) == 405
-    assert asyncio.run(status("POST", "/nothing")) == 404
-    assert asyncio.run(status("POST", "/generate", [1, 2])) == 400
+    for path, body, status in (("/generate", None, 405), ("/nothing", {}, 404), ("/generate", [1, 2], 400)):
+        with pytest.raises(EngineError) as failure:
+            call(engine[0], path, body)
+        assert failure.value.status == status
+    assert call(engine[0], "/health")
 
 
 @pytest.mark.parametrize(
@@ -264,15 +219,14 @@ def test_what_is_beyond_the_limits_is_refused_unread(engine, head, status):
 def test_a_client_that_hangs_up_ends_its_request_and_leaves_the_engine_alone(engine):
     url, app = engine
 
-    async def main():
-        client = EngineClient(url)
+    async def use(client):
         task = asyncio.create_task(client.generate([30], [], Sampling(max_new_tokens=500), banned_ids=[eos()]))
         await until_async(lambda: app.scheduler.num_open == 1, 60.0)
         task.cancel()
         await until_async(lambda: app.scheduler.num_open == 0, 60.0)
         return await client.generate([30], [], Sampling(max_new_tokens=2))
 
-    assert asyncio.run(main()).token_ids and app.scheduler.tokens_out < 400
+    assert ask(url, use).token_ids and app.scheduler.tokens_out < 400
 
 
 def eos():

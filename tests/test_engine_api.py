@@ -38,16 +38,10 @@ def generate(client):
 
 def test_an_answer_becomes_a_completion():
     assert read() == Completion((5, 6, 7), (-0.5, -0.25, 0.0), (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)), "stop")
-
-
-def test_weights_that_nobody_updated_are_version_0():
-    assert read(weight_versions=None, weight_version="default").spans == (VersionSpan(0, 0, 3),)
-
-
-def test_an_abort_without_tokens_is_a_completion():
-    assert read(finish_reason={"type": "abort"}, output_token_logprobs=None, completion_tokens=0) == Completion(
-        (), (), (), "abort"
-    )
+    unnamed = read(weight_versions=None, weight_version="default")  # weights that nobody updated
+    assert unnamed.spans == (VersionSpan(0, 0, 3),)
+    aborted = read(finish_reason={"type": "abort"}, output_token_logprobs=None, completion_tokens=0)
+    assert aborted == Completion((), (), (), "abort")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from shared.engine_api import EngineClient, EngineError
+from shared.engine_api import EngineError
 from shared.types import Sampling
 from tests.support.engine_weights_rig import GROUP, Publisher, engine
-from tests.support.engines import ask
+from tests.support.engines import ask, call
 from tests.support.machine import free_port
 from tests.support.tiny import running_engine
 
@@ -21,8 +21,7 @@ NORM = {"names": ["model.language_model.norm.weight"], "dtypes": ["float32"], "s
 
 def test_weights_outside_an_update_are_refused(engine):
     async def main():
-        publisher = Publisher(engine[0])
-        await publisher.connect()
+        publisher = await Publisher.connected(engine[0])
         for path, body, words in [
             (UPDATE, ONE | FLAT, "between begin"),
             (END, {}, "no update is open"),
@@ -46,8 +45,7 @@ def test_a_publisher_that_never_sends_is_given_up(folder):
     with running_engine(folder, update_timeout_s=0.5) as (url, _):
 
         async def main():
-            publisher = Publisher(url)
-            await publisher.connect()
+            publisher = await Publisher.connected(url)
             await publisher.engine.begin_update()
             with pytest.raises(EngineError, match="the broadcast failed"):
                 await publisher.engine.post(UPDATE, NORM | FLAT)
@@ -64,13 +62,8 @@ def test_a_group_that_nobody_hosts_is_given_up(folder):
 
 def test_a_request_that_waits_too_long_is_aborted(folder):
     with running_engine(folder, request_timeout_s=0.3) as (url, _):
-
-        async def main():
-            async with EngineClient(url) as client:
-                await client.pause("in_place")
-                return await client.generate([30], [], Sampling())
-
-        assert asyncio.run(main()).finish_reason == "abort"
+        call(url, "/pause_generation", {"mode": "in_place"})
+        assert ask(url, lambda client: client.generate([30], [], Sampling())).finish_reason == "abort"
 
 
 def test_a_model_thread_that_fails_answers_what_is_open(folder, engine):
@@ -79,11 +72,6 @@ def test_a_model_thread_that_fails_answers_what_is_open(folder, engine):
     def fail(rows):
         raise RuntimeError("out of memory")
 
-    async def main():
-        app.scheduler.runner.forward = fail
-        client = EngineClient(url)
-        first = await client.generate([30], [], Sampling())
-        return first, app.scheduler.failed
-
-    first, failed = asyncio.run(main())
-    assert first.finish_reason == "abort" and str(failed) == "out of memory"
+    app.scheduler.runner.forward = fail
+    assert ask(url, lambda client: client.generate([30], [], Sampling())).finish_reason == "abort"
+    assert str(app.scheduler.failed) == "out of memory"

@@ -82,10 +82,8 @@ def test_the_learner_is_told_when_its_key_is_wrong(engine, key_file):
 
 
 def test_the_key_is_in_no_command_line(engine, key_file):
-    shown = (
-        Path(f"/proc/{engine.process.pid}/cmdline").read_bytes()
-        + Path(f"/proc/{engine.process.pid}/environ").read_bytes()
-    )
+    process = Path(f"/proc/{engine.process.pid}")
+    shown = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
     assert b"--api-key-file" in shown and read_api_key(str(key_file)).encode() not in shown
 
 

@@ -1,7 +1,6 @@
 """The engine as a process: start, bad arguments, stop, and the death of its parent."""
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -15,48 +14,33 @@ from actor.engine.server import main
 from actor.engine_pool import EnginePool
 from shared.engine_api import EngineClient, EngineError
 from shared.types import Sampling
+from tests.support.engines import call, engine_process, wait_healthy
 from tests.support.machine import free_port, until
 
 ROOT = Path(__file__).parent.parent
 
 
-def command(folder, port, *more):
-    return [sys.executable, "-m", "actor.engine.server", "--model-path", str(folder), "--port", str(port), *more]
-
-
 @pytest.mark.slow
 def test_an_engine_starts_serves_and_stops_on_sigterm(folder):
-    port = free_port()
-    process = subprocess.Popen(command(folder, port), cwd=ROOT, stderr=subprocess.PIPE)
-    try:
-
-        async def use():
-            client = EngineClient(f"http://127.0.0.1:{port}")
-            await client.wait_healthy(60)
-            info = await client.model_info()
-            out = await client.generate([30, 31], [], Sampling(max_new_tokens=4))
-            return info, out
-
-        info, out = asyncio.run(use())
-        assert info["weight_version"] == "0" and info["vocab_size"] == 640 and len(out.token_ids) <= 4
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
-    finally:
-        process.kill()
-        process.communicate()
+    with engine_process(folder) as engine:
+        info = call(engine.url, "/model_info")
+        assert info["weight_version"] == "0" and info["vocab_size"] == 640
+        engine.signal(signal.SIGTERM)
+        assert engine.process.wait(10) == 0
 
 
 @pytest.mark.slow
 def test_an_engine_dies_with_its_parent(folder):
     port = free_port()
-    start = f"p = subprocess.Popen({command(folder, port)!r})"
+    command = [sys.executable, "-m", "actor.engine.server", "--model-path", str(folder), "--port", str(port)]
+    start = f"p = subprocess.Popen({command!r})"
     script = f"import subprocess, time; {start}; print(p.pid, flush=True); time.sleep(99)"
     parent = subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     pid = int(parent.stdout.readline())
     try:
-        asyncio.run(EngineClient(f"http://127.0.0.1:{port}").wait_healthy(60))
+        wait_healthy(f"http://127.0.0.1:{port}")
     finally:
         parent.kill()
         parent.communicate()
@@ -65,12 +49,8 @@ def test_an_engine_dies_with_its_parent(folder):
 
 def alive(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    try:
         return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

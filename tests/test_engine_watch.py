@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from learner.weights import engine_watch
 from learner.weights.engine_watch import EngineWatch
 from learner.weights.link import EngineLink
-from tests.support.machine import children_of
+from tests.support.machine import children_of, until
 from tests.support.runs import local, metrics, places
 from tests.support.tiny import running_engine
 
@@ -64,10 +63,7 @@ def test_a_run_goes_on_after_its_only_engine_is_killed(tmp_path):
         run = subprocess.Popen(local(places(tmp_path, **fields)), stderr=log, stdout=subprocess.PIPE)
     try:
         rows = tmp_path / "colour_tiny" / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not rows.exists() or not metrics(tmp_path):
-            assert time.monotonic() < deadline and run.poll() is None
-            time.sleep(0.05)
+        until(lambda: run.poll() is not None or (rows.exists() and metrics(tmp_path)), 120.0)
         (engine,) = [pid for pid in children_of(run.pid) if b"actor.engine.server" in commands(pid)]
         os.kill(engine, signal.SIGKILL)
         out, _ = run.communicate(timeout=250)

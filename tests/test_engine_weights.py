@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import _new_process_group_helper
 from actor.engine.weight_loader import parse_entries, unflatten
 from shared.engine_api import EngineClient
 from shared.types import Image, Sampling
-from tests.support.engine_weights_rig import Publisher, engine, logprobs_under, other_weights, spec, until_sampled
-from tests.support.tiny import draw_image, load_model, png
+from tests.support.engine_weights_rig import Publisher, engine, other_weights, spec, until_sampled
+from tests.support.tiny import continued, draw_image, load_model, logprobs_under, png
 
 __all__ = ["engine", "spec"]  # fixtures
 
@@ -22,16 +22,14 @@ LONG = Sampling(max_new_tokens=300)
 @pytest.mark.slow
 def test_an_update_in_the_middle_of_a_request_shows_as_two_spans(folder, spec, engine):
     url, app = engine
-    drawn_images = [draw_image(64, 64, 1)]
+    drawn = draw_image(64, 64, 1)
     prompt = [30, 21, spec.image_token_id, 22, 31]
-    new = other_weights(folder)
+    new, banned = other_weights(folder), [*spec.banned_ids, *app.eos_ids]
 
     async def main():
-        publisher = Publisher(url)
-        await publisher.connect()
+        publisher = await Publisher.connected(url)
         client = EngineClient(url)
-        banned = [*spec.banned_ids, *app.eos_ids]
-        images = [Image.of(png(p)) for p in drawn_images]
+        images = [Image.of(png(drawn))]
         task = asyncio.create_task(client.generate(prompt, images, LONG, banned_ids=banned))
         await until_sampled(app, 20)
         await publisher.publish(new, "7", flush_cache=False)
@@ -45,46 +43,17 @@ def test_an_update_in_the_middle_of_a_request_shows_as_two_spans(folder, spec, e
     assert 20 <= first.end == second.start < second.end == len(mixed.token_ids)
     # the first part is the old weights' own
     old = load_model(folder)
-    banned = [*spec.banned_ids, *app.eos_ids]
-    expected = logprobs_under(old, spec, prompt, mixed.token_ids, drawn_images, banned)
+    expected = logprobs_under(old, spec, prompt, mixed.token_ids, [drawn], banned)
     own = torch.tensor(mixed.logprobs)
     torch.testing.assert_close(own[: first.end], expected[: first.end], atol=1e-4, rtol=0)
     assert (own[first.end :] - expected[first.end :]).abs().max() > 0.01
     # the second part is the new weights' over keys and values that the old ones left in place
-    expected = in_place_logprobs(old, new, spec, prompt, mixed, drawn_images, banned)
+    expected = continued(old, new, spec, prompt, list(mixed.token_ids), first.end, drawn, banned)
     torch.testing.assert_close(own[first.end :], expected, atol=1e-4, rtol=0)
     # a new request sees nothing of the old weights
-    expected = logprobs_under(new, spec, [50, *prompt], fresh.token_ids, drawn_images)
+    expected = logprobs_under(new, spec, [50, *prompt], fresh.token_ids, [drawn])
     assert {span.version for span in fresh.spans} == {7}
     torch.testing.assert_close(torch.tensor(fresh.logprobs), expected, atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
-def in_place_logprobs(old, new, spec, prompt, mixed, images, banned):
-    """Transformers' own cache, filled by the old weights up to the update and continued by the new ones."""
-    import numpy as np
-    from transformers import DynamicCache
-
-    from shared.vision import expand, mrope_positions, patchify, pixel_values
-
-    grids = [spec.grid(*p.size) for p in images]
-    cut = mixed.spans[0].end
-    ids, _ = expand([*prompt, *mixed.token_ids], grids, image_token_id=spec.image_token_id, merge_size=2)
-    positions = torch.from_numpy(mrope_positions(ids, grids, image_token_id=spec.image_token_id, merge_size=2))[:, None]
-    begin = len(ids) - len(mixed.token_ids)
-    split = begin + cut - 1  # the last old token's KV is computed by the new weights
-    pixels = np.concatenate([pixel_values(patchify(np.asarray(p), patch_size=16, merge_size=2), spec) for p in images])
-    cache = DynamicCache()
-    old(
-        input_ids=torch.from_numpy(ids[None, :split]), position_ids=positions[..., :split], past_key_values=cache,
-        pixel_values=torch.from_numpy(pixels), image_grid_thw=torch.tensor(grids), use_cache=True,
-    )  # fmt: skip
-    out = new(
-        input_ids=torch.from_numpy(ids[None, split:-1]), position_ids=positions[..., split:-1], past_key_values=cache,
-    )  # fmt: skip
-    logits = out.logits[0].float()
-    logits[:, banned] = -torch.inf
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(mixed.token_ids[cut:])[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -94,8 +63,7 @@ def test_flushing_with_the_update_forgets_what_the_old_weights_computed(folder, 
     prompt = list(range(30, 60))
 
     async def main():
-        publisher = Publisher(url)
-        await publisher.connect()
+        publisher = await Publisher.connected(url)
         client = EngineClient(url)
         first = await client.generate(prompt, [], Sampling(max_new_tokens=30), banned_ids=spec.banned_ids)
         await publisher.publish(new, "1", flush_cache=flush)
@@ -118,20 +86,19 @@ def test_a_changed_vision_tower_is_seen_at_once(folder, spec, engine):
         for name, parameter in new.named_parameters():
             if ".visual." in name:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    drawn_images = [draw_image(64, 64, 1)]
+    drawn = draw_image(64, 64, 1)
     prompt = [21, spec.image_token_id, 22, 31]
 
     async def main():
-        publisher = Publisher(url)
-        await publisher.connect()
+        publisher = await Publisher.connected(url)
         client = EngineClient(url)
-        images = [Image.of(png(p)) for p in drawn_images]
+        images = [Image.of(png(drawn))]
         await client.generate(prompt, images, Sampling(max_new_tokens=3))
         await publisher.publish(new, "1")
         return await client.generate(prompt, images, Sampling(max_new_tokens=9), banned_ids=spec.banned_ids)
 
     out = asyncio.run(main())
-    expected = logprobs_under(new, spec, prompt, out.token_ids, drawn_images)
+    expected = logprobs_under(new, spec, prompt, out.token_ids, [drawn])
     torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
 
 
@@ -148,8 +115,7 @@ def test_torchs_own_group_constructor_meets_the_engine(folder, engine):
         return group
 
     async def main():
-        publisher = Publisher(url, join)
-        await publisher.connect()
+        publisher = await Publisher.connected(url, join)
         await publisher.publish(other_weights(folder), "3")
         return await publisher.engine.post("/get_weights_by_name", {"name": "model.language_model.norm.weight"})
 

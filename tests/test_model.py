@@ -11,26 +11,16 @@ import torch
 
 import learner.model.attention
 import learner.model.last_layer
-from learner.batch import EpisodeSettings, make_episode, make_episodes, pack
-from learner.images import ImageDecoder
 from learner.model.policy import load_policy
 from learner.model.sharding import shard
 from learner.trainer import Trainer
-from tests.support.episodes import learner_config, random_groups, random_trajectory
-from tests.support.tiny import draw_image, load_model, moe_policy, reference_logits, tiny_model_dir
-
-CPU = torch.device("cpu")
+from tests.support.episodes import learner_config, packed, plain_logprobs, random_groups, random_trajectory
+from tests.support.tiny import load_model, moe_policy, tiny_model_dir
 
 
 @pytest.fixture
 def policy(folder, spec):
     return load_policy(str(folder), spec)
-
-
-def packed(policy, trajectories):
-    decoder = ImageDecoder(policy.spec)
-    episodes = [make_episode(t, 0.0, decoder, EpisodeSettings()) for t in trajectories]
-    return pack(episodes, decoder, CPU)
 
 
 @pytest.mark.slow
@@ -39,20 +29,11 @@ def test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned(tmp_path, 
     folder = tiny_model_dir(tmp_path, layers=layers)
     policy = load_policy(str(folder), spec)
     assert policy.trimmed == (layers == 3)
-    trajectories = [random_trajectory(spec, seed, turns=1 + seed) for seed in range(3)]
-    order = sorted(trajectories, key=lambda t: make_episode(t, 0.0, ImageDecoder(spec), EpisodeSettings()).num_tokens)
-    expected, model = [], load_model(folder)
-    for t in order:
-        images = [
-            draw_image(*_size(image), seed) for image, seed in zip(t.images, _seeds(trajectories, t), strict=True)
-        ]
-        logits = reference_logits(model, t.token_ids.tolist(), images, spec) / temperature
-        logits[:, list(spec.banned_ids)] = float("-inf")
-        places = np.flatnonzero(t.loss_mask)
-        rows = logits.log_softmax(-1)[places - 1]
-        expected.append(rows.gather(1, torch.from_numpy(t.token_ids[places]).long()[:, None])[:, 0])
+    trajectories = [random_trajectory(spec, seed, turns=1 + seed) for seed in range(3)]  # shortest first, as packed
+    model = load_model(folder)
+    expected = torch.cat([plain_logprobs(model, t, spec, temperature) for t in trajectories])
     got = policy(packed(policy, trajectories), temperature).logprobs
-    torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=2e-5)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -66,19 +47,6 @@ def test_bfloat16_under_fsdp_stays_near_float32_and_keeps_float32_parameters(fol
     metrics = Trainer(half, config, ranks).step(random_groups(spec, 2), version=0)
     assert np.isfinite(metrics["optim/grad_norm"]) and metrics["optim/skipped_steps"] == 0
     assert {p.dtype for p in half.parameters()} == {torch.float32}
-
-
-def _size(image):
-    import io
-
-    from PIL import Image
-
-    return Image.open(io.BytesIO(image.data)).size
-
-
-def _seeds(trajectories, trajectory):
-    seed = next(i for i, t in enumerate(trajectories) if t is trajectory)
-    return [seed * 100 + turn for turn in range(len(trajectory.images))]
 
 
 @pytest.mark.slow
@@ -165,7 +133,3 @@ def test_a_path_without_config_and_a_model_of_another_kind_are_one_line(tmp_path
     (other / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match="is a 'llama' model"):
         load_policy(str(other), spec)
-
-
-def test_episodes_can_be_made_from_what_the_test_helper_draws(spec):
-    assert len(make_episodes(random_groups(spec, 2, group_size=2), ImageDecoder(spec), EpisodeSettings())) == 4

@@ -3,15 +3,12 @@ transformers' own forward, and one step of training."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image as PILImage
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -22,18 +19,18 @@ from transformers import (
 
 from actor.engine.app import load_model
 from actor.engine.settings import EngineSettings
-from learner.batch import EpisodeSettings, make_episode, pack
+from actor.render import Fragment
+from actor.stream import Stream
+from learner.batch import EpisodeSettings, make_episode
 from learner.images import ImageDecoder
 from learner.model.attention import window_lengths
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
-from shared.types import Ending, Group, Image, Trajectory, Turn
+from shared.types import Ending, Group, Image, Sampling, Turn
 from shared.vision import VisionSpec, pixel_values
-from tests.support.engines import call
-from tests.support.episodes import learner_config, on_policy, random_trajectory
-from tests.support.tiny import draw_image, png, reference_logits, running_engine, tiny_model_dir, tiny_tokenizer
-
-CPU = torch.device("cpu")
+from tests.support.engines import ask
+from tests.support.episodes import learner_config, on_policy, packed, plain_logprobs, random_trajectory
+from tests.support.tiny import draw_image, png, running_engine, tiny_model_dir, tiny_tokenizer
 
 
 def qwen25(folder: Path) -> Path:
@@ -109,19 +106,9 @@ def test_packed_logprobs_equal_transformers_own_forward(family):
     spec = VisionSpec.load(folder)
     policy, model = load_policy(str(folder), spec), kind.from_pretrained(folder, dtype=torch.float32).eval()
     trajectories = [random_trajectory(spec, seed, turns=2, sides=sides) for seed in range(3)]
-    decoder = ImageDecoder(spec)
-    episodes = [make_episode(t, 0.0, decoder, EpisodeSettings()) for t in trajectories]
-    got = policy(pack(episodes, decoder, CPU), 1.0).logprobs
-    expected = []
-    for seed in np.argsort([episode.num_tokens for episode in episodes], kind="stable"):
-        t = trajectories[seed]
-        images = [draw_image(*_size(image), int(seed) * 100 + turn) for turn, image in enumerate(t.images)]
-        logits = reference_logits(model, t.token_ids.tolist(), images, spec)
-        logits[:, list(spec.banned_ids)] = float("-inf")
-        places = np.flatnonzero(t.loss_mask)
-        chosen = torch.from_numpy(t.token_ids[places]).long()[:, None]
-        expected.append(logits.log_softmax(-1)[places - 1].gather(1, chosen)[:, 0])
-    torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=5e-5)
+    trajectories.sort(key=lambda t: sum(packed(policy, [t]).lengths))
+    expected = torch.cat([plain_logprobs(model, t, spec) for t in trajectories])
+    torch.testing.assert_close(policy(packed(policy, trajectories), 1.0).logprobs, expected, rtol=0, atol=5e-5)
 
 
 def test_the_positions_of_text_and_images_are_those_of_transformers(family):
@@ -153,10 +140,7 @@ def test_a_blank_image_stands_in_where_an_episode_has_none(family):
     folder, _, _ = family
     spec = VisionSpec.load(folder)
     policy = load_policy(str(folder), spec)
-    decoder = ImageDecoder(spec)
-    trajectory = random_trajectory(spec, 2, with_images=False)
-    batch = pack([make_episode(trajectory, 0.0, decoder, EpisodeSettings())], decoder, CPU)
-    policy(batch, 1.0).logprobs.sum().backward()
+    policy(packed(policy, [random_trajectory(spec, 2, with_images=False)]), 1.0).logprobs.sum().backward()
     assert all(p.grad is not None for p in policy.vlm.model.visual.parameters())
 
 
@@ -181,34 +165,18 @@ def test_behaviour_logprobs_of_the_embedded_engine_equal_the_learners(tmp_path, 
     folder = make(tmp_path)
     spec = VisionSpec.load(folder)
     images = [Image.of(png(draw_image(64, 96, 1))), Image.of(png(draw_image(96, 64, 2)))]
-    ids, mask, logprobs, turns = [5, 6, 7], [0] * 3, [0.0] * 3, []
-    sampling = {"temperature": temperature, "max_new_tokens": 12, "ignore_eos": True}
-    sampling["logit_bias"] = {str(token): -100.0 for token in spec.banned_ids}
+    stream, turns, sampling = Stream(), [], Sampling(temperature, max_new_tokens=12)
     with running_engine(folder, min_pixels=1024, max_pixels=1 << 20) as (url, _):
-        for count in (1, 2):
-            ids, mask, logprobs = [*ids, 8, spec.image_token_id, 9], mask + [0] * 3, logprobs + [0.0] * 3
-            data = [f"data:image/png;base64,{base64.b64encode(image.data).decode()}" for image in images[:count]]
-            body = {"input_ids": ids, "image_data": data, "sampling_params": sampling, "return_logprob": True}
-            sampled = call(url, "/generate", body, 30)["meta_info"]["output_token_logprobs"]
-            turns.append(Turn(len(ids), len(ids) + len(sampled), 0.0))
-            ids, mask = ids + [token for _, token, _ in sampled], mask + [1] * len(sampled)
-            logprobs += [logprob for logprob, _, _ in sampled]
-    loss_mask, behaviour = np.array(mask, dtype=np.uint8), np.array(logprobs, dtype=np.float32)
-    played = Trajectory(
-        token_ids=np.array(ids, dtype=np.int32),
-        loss_mask=loss_mask,
-        behaviour_logprobs=behaviour,
-        policy_versions=np.where(loss_mask, 0, -1).astype(np.int32),
-        turns=tuple(turns),
-        reward=0.0,
-        images=tuple(images),
-        ending=Ending.COMPLETED,
-    )
-    decoder = ImageDecoder(spec)
+        for seed, image in enumerate(images):
+            stream.observe(Fragment((5, 6, 7, spec.image_token_id, 9), (image,)))
+            start, options = len(stream.token_ids), {"banned_ids": spec.banned_ids, "seed": seed}
+            stream.sample(ask(url, lambda c, o=options: c.generate(stream.token_ids, stream.images, sampling, **o)))
+            turns.append(Turn(start, len(stream.token_ids), 0.0))
+    played, policy = stream.trajectory(turns, Ending.COMPLETED), load_policy(str(folder), spec)
     both = [random_trajectory(spec, 0, turns=1), played]  # the longer one comes last
-    batch = pack([make_episode(t, 0.0, decoder, EpisodeSettings()) for t in both], decoder, CPU)
-    got = load_policy(str(folder), spec)(batch, temperature).logprobs.detach()[-sum(mask) :]
-    np.testing.assert_allclose(got, behaviour[loss_mask == 1], atol=1e-4)
+    got = policy(packed(policy, both), temperature).logprobs.detach()[-stream.num_sampled :]
+    assert stream.num_sampled > 6
+    np.testing.assert_allclose(got, played.behaviour_logprobs[played.loss_mask == 1], atol=1e-4)
 
 
 def test_windows_are_cut_row_by_row_and_are_smaller_at_the_edges():
@@ -220,7 +188,3 @@ def test_windows_are_cut_row_by_row_and_are_smaller_at_the_edges():
 def test_the_embedded_engine_says_which_models_it_cannot_serve(tmp_path):
     with pytest.raises(ValueError, match="qwen2_5_vl model: the embedded engine runs"):
         load_model(EngineSettings(model_path=str(qwen25(tmp_path)), port=0))
-
-
-def _size(image):
-    return PILImage.open(io.BytesIO(image.data)).size

@@ -20,7 +20,7 @@ load_cached = functools.cache(load_model)
 
 
 def test_a_placeholder_becomes_one_token_per_merged_patch():
-    ids, compact = expand([1, 9, 2, 9], [(1, 2, 4), (1, 2, 2)], image_token_id=9, merge_size=2)
+    ids, compact = expand([1, 9, 2, 9], [(1, 2, 4), (1, 2, 2)], SPEC)
     assert ids.tolist() == [1, 9, 9, 2, 9]
     assert compact.tolist() == [0, 1, 1, 2, 3]
     assert ids.dtype == np.int64 and compact.dtype == np.int32
@@ -32,16 +32,17 @@ def test_what_is_no_model_or_fits_no_image_is_refused(tmp_path):
     with pytest.raises(ValueError, match="its sides may differ"):
         SPEC.grid(3000, 10)
     with pytest.raises(ValueError, match="2 image placeholders but 1 images"):
-        expand([9, 9], [(1, 2, 2)], image_token_id=9, merge_size=2)
+        expand([9, 9], [(1, 2, 2)], SPEC)
     with pytest.raises(ValueError, match="1 visual tokens"):
-        mrope_positions(np.array([9]), [(1, 4, 4)], image_token_id=9, merge_size=2)
+        mrope_positions(np.array([9]), [(1, 4, 4)], SPEC)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_positions_equal_transformers_rope_index(folder, data):
     model = load_cached(folder)
-    token = model.config.image_token_id
+    spec = VisionSpec.load(folder)
+    token = spec.image_token_id
     sides = st.integers(1, 5).map(lambda n: 2 * n)
     parts = data.draw(st.lists(st.one_of(st.integers(1, 6), st.tuples(sides, sides)), min_size=1, max_size=6))
     compact, grids = [], []
@@ -51,8 +52,8 @@ def test_positions_equal_transformers_rope_index(folder, data):
         else:
             compact += [19, token, 21]
             grids.append((1, *part))
-    ids, _ = expand(compact, grids, image_token_id=token, merge_size=2)
-    ours = mrope_positions(ids, grids, image_token_id=token, merge_size=2)
+    ids, _ = expand(compact, grids, spec)
+    ours = mrope_positions(ids, grids, spec)
     theirs, _ = model.model.get_rope_index(
         torch.from_numpy(ids)[None],
         mm_token_type_ids=torch.from_numpy((ids == token).astype(np.int32))[None],
@@ -62,12 +63,12 @@ def test_positions_equal_transformers_rope_index(folder, data):
 
 
 def test_positions_continue_from_a_start():
-    grids, model = [(1, 4, 8), (1, 2, 2)], {"image_token_id": 9, "merge_size": 2}
-    ids, _ = expand([1, 9, 2, 3, 9, 4], grids, **model)
-    whole = mrope_positions(ids, grids, **model)
+    ids, _ = expand([1, 9, 2, 3, 9, 4], [(1, 4, 8), (1, 2, 2)], SPEC)
+    grids = [(1, 4, 8), (1, 2, 2)]
+    whole = mrope_positions(ids, grids, SPEC)
     cut = 10  # after the first image and one text token
-    head = mrope_positions(ids[:cut], grids[:1], **model)
-    tail = mrope_positions(ids[cut:], grids[1:], **model, start=next_position(head))
+    head = mrope_positions(ids[:cut], grids[:1], SPEC)
+    tail = mrope_positions(ids[cut:], grids[1:], SPEC, start=next_position(head))
     assert np.array_equal(whole, np.concatenate([head, tail], axis=1))
 
 
@@ -88,7 +89,7 @@ def test_patches_equal_the_image_processors(width, height):
     processor = Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, size=size, **scale)
     expected = processor([image], return_tensors="np")
     rgb = load_rgb(image, SPEC)
-    ours = pixel_values(patchify(rgb, patch_size=16, merge_size=2), SPEC)
+    ours = pixel_values(patchify(rgb, SPEC), SPEC)
     assert expected["image_grid_thw"].tolist() == [list(SPEC.grid(width, height))]
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, expected["pixel_values"], atol=1e-6)

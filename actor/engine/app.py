@@ -12,7 +12,7 @@ from msgspec import Struct
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from actor.engine.http import Handler, HttpError
+from actor.engine.http import AnyObject, Handler, HttpError
 from actor.engine.images import ImageCache
 from actor.engine.request import GenerateBody, Request
 from actor.engine.runner import Runner
@@ -49,10 +49,6 @@ def eos_ids(settings: EngineSettings, config: Any) -> frozenset[int]:
         found = GenerationConfig.from_pretrained(folder).eos_token_id
     found = config.get_text_config().eos_token_id if found is None else found
     return frozenset([found] if isinstance(found, int) else found or [])
-
-
-class Ignored(Struct, frozen=True):
-    """Any JSON object."""
 
 
 class AbortBody(Struct, frozen=True):
@@ -122,11 +118,7 @@ class EngineApp:
         body.check(self.vocab_size)
         request = Request(body, self.images, self.spec, max_context=self.settings.max_context, eos_ids=self.eos_ids)
         done = asyncio.Event()
-
-        def on_done(_: Request) -> None:
-            self._loop.call_soon_threadsafe(done.set)
-
-        request.on_done = on_done
+        request.on_done = lambda: self._loop.call_soon_threadsafe(done.set)
         self.scheduler.submit(request)
         try:
             await done.wait()
@@ -141,7 +133,7 @@ class EngineApp:
         rid = None if body.abort_all else body.rid
         return {"success": True, "aborted": await self._on_model(lambda: self.scheduler.abort(rid))}
 
-    async def flush_cache(self, _: Ignored) -> dict[str, Any]:
+    async def flush_cache(self, _: AnyObject) -> dict[str, Any]:
         """Idle KV is forgotten now, that of running requests as soon as they end."""
         return {"success": True, "running": await self._on_model(self.scheduler.slots.flush)}
 
@@ -149,18 +141,18 @@ class EngineApp:
         await self._on_model(lambda: self.scheduler.pause(body.mode))
         return {"status": "ok", "message": f"paused ({body.mode})"}
 
-    async def resume(self, _: Ignored) -> dict[str, Any]:
+    async def resume(self, _: AnyObject) -> dict[str, Any]:
         await self._on_model(self.scheduler.resume)
         return {"status": "ok", "message": "continued"}
 
     # ------------------------------------------------------------------ information
 
-    async def health(self, _: Ignored) -> dict[str, Any]:
+    async def health(self, _: AnyObject) -> dict[str, Any]:
         if self.scheduler.failed is not None:
             raise HttpError(503, f"the model thread failed: {self.scheduler.failed}")
         return {"status": "ok"}
 
-    async def model_info(self, _: Ignored) -> dict[str, Any]:
+    async def model_info(self, _: AnyObject) -> dict[str, Any]:
         return {
             "model_path": self.settings.model_path,
             "tokenizer_path": self.settings.model_path,
@@ -169,7 +161,7 @@ class EngineApp:
             "vocab_size": self.vocab_size,
         }
 
-    async def server_info(self, _: Ignored) -> dict[str, Any]:
+    async def server_info(self, _: AnyObject) -> dict[str, Any]:
         s = self.scheduler
         return {
             "engine": "embedded",

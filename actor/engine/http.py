@@ -18,6 +18,7 @@ MAX_HEADERS, MAX_LINE_BYTES = 64, 4096  # of one request, and of each of its lin
 OPEN_PATHS = ("/health",)  # answered to everybody, as SGLang does
 
 Handler = Callable[[Any], Awaitable[Any]]
+AnyObject = dict[str, Any]  # of JSON
 
 
 class HttpError(Exception):

@@ -67,7 +67,7 @@ class ImageCache:
                 rgb = load_rgb(image, spec)
         except (binascii.Error, UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
             raise ValueError(f"image_data holds no image that can be read: {error}") from error
-        patches = patchify(rgb, patch_size=spec.patch_size, merge_size=spec.merge_size)
+        patches = patchify(rgb, spec)
         grid = (1, rgb.shape[0] // spec.patch_size, rgb.shape[1] // spec.patch_size)
         key = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 2
         return ImagePatches(key, grid, spec.num_tokens(grid), patches)

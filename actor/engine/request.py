@@ -16,7 +16,8 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from actor.engine.images import ImageCache, ImagePatches
-from actor.engine.sampling import BAN, Sampler
+from actor.engine.sampling import Sampler
+from shared.engine_messages import BAN
 from shared.vision import VisionSpec, expand, mrope_positions, next_position
 
 MIN_TEMPERATURE = 1e-6  # of those above 0: in float32 logits over less are infinite
@@ -89,13 +90,11 @@ class Request:
         uris = [body.image_data] if isinstance(body.image_data, str) else body.image_data or ()
         self.images = tuple(images.get(uri) for uri in uris)
         grids = [image.grid for image in self.images]
-        self.ids, _ = expand(body.input_ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+        self.ids, _ = expand(body.input_ids, grids, spec)
         room = max_context - len(self.ids)
         if room < 1:
             raise ValueError(f"the prompt has {len(self.ids)} tokens with its images; the context is {max_context}")
-        self.positions = mrope_positions(
-            self.ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size
-        )
+        self.positions = mrope_positions(self.ids, grids, spec)
         self.next_position = next_position(self.positions)
         self.keys = self.ids.copy()
         visual = np.flatnonzero(self.ids == spec.image_token_id)
@@ -118,7 +117,7 @@ class Request:
         self.slot, self.cached = -1, 0  # cached: expanded tokens whose K and V are in the slot
         self.finish_reason = ""
         self.arrived_s = time.monotonic()
-        self.on_done: Callable[[Request], None] = lambda _: None
+        self.on_done: Callable[[], object] = lambda: None
 
     def all_keys(self) -> np.ndarray:
         """int64: of the prompt and what was generated; a retracted request computes both again."""
@@ -175,7 +174,7 @@ class Request:
 
     def end(self, reason: str) -> None:
         self.finish_reason = reason
-        self.on_done(self)
+        self.on_done()
 
     def answer(self) -> dict[str, Any]:
         """The response in SGLang's form (without text)."""

@@ -13,7 +13,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-BAN = -100.0
+from shared.engine_messages import BAN
 
 
 @dataclass(slots=True, eq=False)

@@ -66,7 +66,7 @@ class Scheduler:
         self._thread.join(timeout_s)
 
     def submit(self, request: Request) -> None:
-        """`request.on_done` is called with the request, on the scheduler's thread, when it has a finish reason."""
+        """`request.on_done` is called on the scheduler's thread when it has a finish reason."""
         self._inbox.put(lambda: self._accept(request))
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:

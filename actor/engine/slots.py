@@ -35,10 +35,6 @@ class SlotTable:
         self._doomed = np.zeros(num_slots, dtype=bool)  # flush as soon as it is idle
         self._clock = 0
 
-    @property
-    def num_idle(self) -> int:
-        return int((~self.busy).sum())
-
     def place(self, keys: np.ndarray, generation: int) -> Placement | None:
         """A slot for the stream int64[E] `keys`, marked busy; None when all are busy.
 

@@ -16,7 +16,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from actor.engine.http import Handler
+from actor.engine.http import AnyObject, Handler
 from actor.engine.scheduler import Scheduler
 from actor.engine.weight_loader import Entry, WeightLoader, broadcast, join_group, parse_entries, raw_bytes
 from shared.engine_messages import checksums
@@ -43,10 +43,6 @@ class BucketBody(GroupBody, frozen=True, kw_only=True):
     load_format: Literal["flattened_bucket"]
     flush_cache: bool = True
     weight_version: str | None = None
-
-
-class BeginBody(Struct, frozen=True):
-    """Any JSON object."""
 
 
 class EndBody(Struct, frozen=True):
@@ -119,7 +115,7 @@ class WeightUpdates:
             raise ValueError(f"there is no group {body.group_name!r}")
         return {"success": True, "message": f"left {body.group_name}"}
 
-    async def begin(self, _: BeginBody) -> dict[str, Any]:
+    async def begin(self, _: AnyObject) -> dict[str, Any]:
         if self._received is not None:
             raise ValueError("an update is open already: end it first")
         self._received, self._broken, self._flush, self._version = [], False, False, None

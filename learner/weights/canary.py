@@ -46,9 +46,9 @@ class Canary:
 
     def _pack(self, decoder: ImageDecoder, device: torch.device) -> Microbatch:
         spec, grid = self._policy.spec, decoder.grid(self.image)
-        ids, _ = expand(self.token_ids, [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+        ids, _ = expand(self.token_ids, [grid], spec)
         ids = np.append(ids, self.watched[0])  # whatever follows the last token of the prompt
-        rope = mrope_positions(ids, [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+        rope = mrope_positions(ids, [grid], spec)
         zero = np.zeros(1, dtype=np.float32)
         episode = Episode(
             input_ids=ids,

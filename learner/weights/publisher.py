@@ -74,14 +74,8 @@ class Publisher:
         num_bytes, seconds = 0, Seconds()
         verifier = self.verifier if self.verifier and self.verifier.due() else None
         while True:
-            update = WeightUpdate(
-                self._manager,
-                members,
-                version,
-                seconds,
-                pause_mode=self.settings.pause_mode,
-                call_timeout_s=self.settings.call_timeout_s,
-            )
+            modes = self.settings.pause_mode, self.settings.call_timeout_s
+            update = WeightUpdate(self._manager, members, version, seconds, *modes)
             self._walk(update if members else None, seconds, verifier)
             dropped |= update.failed
             num_bytes += update.num_bytes

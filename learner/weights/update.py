@@ -40,7 +40,6 @@ class WeightUpdate:
         members: Members,
         version: PolicyVersion,
         seconds: Seconds,
-        *,
         pause_mode: str,
         call_timeout_s: float,
     ) -> None:

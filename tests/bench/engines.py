@@ -92,23 +92,18 @@ def prompts(recipe: Recipe, vision: VisionSpec) -> list[dict[str, Any]]:
 
 async def measure(url: str, bodies: Iterator[dict[str, Any]], at_once: int, seconds: float) -> dict[str, float]:
     """`at_once` clients that ask one request after another for `seconds`."""
-    client = EngineClient(url, timeout_s=300.0)
     began = time.monotonic()
     num_requests = num_tokens = 0
 
-    async def ask() -> None:
+    async def ask(client: EngineClient) -> None:
         nonlocal num_requests, num_tokens
         while time.monotonic() - began < seconds:
             answer = await client.post("/generate", next(bodies), 300.0)
             num_requests += 1
             num_tokens += answer["meta_info"]["completion_tokens"]
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(at_once):
-                tasks.create_task(ask())
-    finally:
-        await client.close()
+    async with EngineClient(url) as client:
+        await asyncio.gather(*(ask(client) for _ in range(at_once)))
     took = time.monotonic() - began
     return {"requests_per_s": round(num_requests / took, 1), "tokens_per_s": round(num_tokens / took, 1)}
 

@@ -7,8 +7,9 @@ import torch
 
 from learner.distributed import close_ranks, init_ranks
 from learner.model.policy import load_policy
-from learner.weights.publisher import Publisher, PublishSettings
+from learner.weights.publisher import PublishSettings
 from tests.support.machine import free_port
+from tests.support.publishing import publishing
 from tests.support.sglang_rig import Servers, recipe_of, vision_of
 
 START_S = 600  # two servers at once, on a machine that has more to do
@@ -47,6 +48,5 @@ def policy(recipe):
 @pytest.fixture
 def publisher(policy, ranks):
     settings = PublishSettings(timeout_s=20.0, call_timeout_s=30.0, health_timeout_s=3.0)
-    publisher = Publisher(policy, ranks, settings)
-    yield publisher
-    publisher.close()
+    with publishing(policy, ranks, settings) as publisher:
+        yield publisher

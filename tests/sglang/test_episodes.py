@@ -9,10 +9,8 @@ import pytest
 from launch.engines.probe import ModelFacts
 from shared.types import Image, Sampling
 from tests.support.engines import ask
-from tests.support.sglang_rig import ENDS, gap, move, play, surprise, vision_of
+from tests.support.sglang_rig import ENDS, TOLERANCE, gap, move, play, surprise, versions, vision_of
 from tests.support.tiny import draw_image, png
-
-TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -28,7 +26,7 @@ def test_episodes_with_images_agree_with_the_learners_forward(servers, recipe, p
         assert ids.count(vision.image_token_id) == len(episode.images) >= 1
         sampled = episode.token_ids[episode.loss_mask == 1]
         assert not set(sampled.tolist()) & set(vision.banned_ids)
-        assert set(episode.policy_versions[episode.loss_mask == 1].tolist()) == {1}
+        assert versions(episode) == {1}
         assert gap(policy, episode, temperature) < TOLERANCE
 
 
@@ -53,7 +51,7 @@ def test_two_engines_share_the_episodes_and_each_stays_with_one(servers, recipe,
     assert publisher.publish(2, servers.urls[:1])["publish/engines"] == 1
     assert publisher.publish(3, servers.urls[1:])["publish/engines"] == 1
     episodes = play(recipe, servers.urls, 8, 3)
-    played_by = [set(episode.policy_versions[episode.loss_mask == 1].tolist()) for episode in episodes]
+    played_by = [versions(episode) for episode in episodes]
     assert sorted(played_by, key=min) == [{2}] * 4 + [{3}] * 4
     assert all(gap(policy, episode) < TOLERANCE for episode in episodes)
 

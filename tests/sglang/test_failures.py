@@ -14,9 +14,7 @@ from learner.weights import publisher as publisher_module
 from shared.engine_api import EngineError
 from shared.types import Ending
 from tests.support.engines import ask
-from tests.support.sglang_rig import gap, move, play, tickets, with_player
-
-TOLERANCE = 1e-4
+from tests.support.sglang_rig import TOLERANCE, gap, move, play, tickets, versions, with_player
 
 
 def answers(url):
@@ -37,10 +35,6 @@ def publish_to_both(publisher, urls, version):
         if publisher.publish(later, urls)["publish/engines"] == 2:
             return later
     pytest.fail("the engine was not taken back")
-
-
-def versions(episode):
-    return set(episode.policy_versions[episode.loss_mask == 1].tolist())
 
 
 def test_a_server_killed_in_mid_episode_is_named_and_comes_back(servers, recipe, policy, publisher, caplog):

@@ -17,9 +17,7 @@ from launch.processes.children import cpu_env
 from shared.engine_api import EngineError
 from tests.support.engines import wait_healthy
 from tests.support.machine import free_port
-from tests.support.sglang_rig import gap, tickets, vision_of, with_player
-
-TOLERANCE = 1e-4
+from tests.support.sglang_rig import TOLERANCE, gap, tickets, versions, vision_of, with_player
 
 
 @contextmanager
@@ -74,7 +72,7 @@ def test_episodes_play_through_a_proxy_on_the_weights_that_each_engine_was_given
     episodes = asyncio.run(use())
     assert all(episode.trainable for episode in episodes), [episode.error for episode in episodes]
     for episode in episodes:
-        assert set(episode.policy_versions[episode.loss_mask == 1].tolist()) == {60}
+        assert versions(episode) == {60}
         assert gap(policy, episode) < TOLERANCE
 
 

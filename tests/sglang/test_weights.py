@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
 from launch.engines.probe import ModelFacts
 from learner.model.policy import load_policy
-from learner.weights.publisher import Publisher, PublishSettings
+from learner.weights.publisher import PublishSettings
 from shared.engine_api import EngineClient, EngineError
 from shared.types import Image, Sampling
-from shared.vision import VisionSpec, expand, mrope_positions, patchify, pixel_values
+from shared.vision import VisionSpec
 from tests.support.engines import ask, call
-from tests.support.sglang_rig import ENDS, MODEL, move, vision_of
-from tests.support.tiny import draw_image, load_model, png, reference_logits
+from tests.support.publishing import publishing
+from tests.support.sglang_rig import ENDS, MODEL, TOLERANCE, move, vision_of
+from tests.support.tiny import continued, draw_image, load_model, logprobs_under, png
 
-TOLERANCE = 1e-4
 SIZE = (64, 96)
 BANNED = (*ENDS, *VisionSpec.load(MODEL).banned_ids)
 UPDATE = {"names": ["x"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "unknown", "weight_version": "99"}
@@ -35,20 +33,15 @@ def prompt(recipe):
 
 async def generate(url, prompt, num_tokens, meanwhile=None):
     """One completion; `meanwhile` runs in a thread once the engine has begun with it."""
-    client = EngineClient(url, timeout_s=200)
-    try:
-        request = client.generate(
-            prompt, [Image.of(png(draw_image(*SIZE)))], Sampling(max_new_tokens=num_tokens), banned_ids=BANNED
-        )
-        task = asyncio.create_task(request)
+    async with EngineClient(url, timeout_s=200) as client:
+        images, sampling = [Image.of(png(draw_image(*SIZE)))], Sampling(max_new_tokens=num_tokens)
+        task = asyncio.create_task(client.generate(prompt, images, sampling, banned_ids=BANNED))
         if meanwhile is not None:
             while not await running(client):
                 await asyncio.sleep(0.02)
             await asyncio.sleep(0.3)
             await asyncio.to_thread(meanwhile)
         return await task
-    finally:
-        await client.close()
 
 
 async def running(client):
@@ -56,39 +49,9 @@ async def running(client):
     return any(load["num_running_reqs"] for load in loads["loads"])
 
 
-def chosen(logits, tokens):
-    """Logprobs of `tokens`, each by its row of `logits`, as the engine samples: without the banned ids."""
-    logits = logits.clone()
-    logits[:, list(BANNED)] = -torch.inf
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-
 def plain(model, spec, prompt, tokens):
     """The logprobs of all `tokens` by one forward of `model`."""
-    logits = reference_logits(model, [*prompt, *tokens], [draw_image(*SIZE)], spec)
-    return chosen(logits[len(prompt) - 1 : -1], tokens)
-
-
-@torch.no_grad()
-def continued(old, new, spec, prompt, tokens, split):
-    """Logprobs of tokens[split:] by `new`, on the keys and values that `old` made of what came before."""
-    image = draw_image(*SIZE)
-    grid = spec.grid(*image.size)
-    ids, _ = expand([*prompt, *tokens], [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
-    positions = torch.from_numpy(
-        mrope_positions(ids, [grid], image_token_id=spec.image_token_id, merge_size=spec.merge_size)
-    )[:, None]
-    ids = torch.from_numpy(ids)[None]
-    border = ids.shape[1] - len(tokens) + split - 1  # the first token that `new` reads is the last that `old` wrote
-    patches = patchify(np.asarray(image),
-                       patch_size=spec.patch_size, merge_size=spec.merge_size)  # fmt: skip
-    cache = DynamicCache(config=old.config.text_config)
-    old(
-        input_ids=ids[:, :border], position_ids=positions[:, :, :border], past_key_values=cache, use_cache=True,
-        pixel_values=torch.from_numpy(pixel_values(patches, spec)), image_grid_thw=torch.tensor([grid]),
-    )  # fmt: skip
-    rest = new(input_ids=ids[:, border:], position_ids=positions[:, :, border:], past_key_values=cache, use_cache=True)
-    return chosen(rest.logits[0, :-1].float(), tokens[split:])
+    return logprobs_under(model, spec, prompt, tokens, [draw_image(*SIZE)], BANNED)
 
 
 @pytest.mark.parametrize(("engine", "mode"), [(PAUSED, "in_place"), (PAUSED, "retract"), (BESIDE, "in_place")])
@@ -97,16 +60,12 @@ def test_an_update_in_the_middle_of_a_request_yields_two_spans_of_two_weights(
 ):
     url, spec = servers.urls[engine], vision_of(recipe)
     policy = load_policy(recipe.model.path, spec)
-    settings = PublishSettings(pause_mode=mode, timeout_s=20.0)
-    publisher = Publisher(policy, ranks, settings)
-    try:
+    with publishing(policy, ranks, PublishSettings(pause_mode=mode, timeout_s=20.0)) as publisher:
         assert publisher.publish(10, [url])["publish/engines"] == 1
         assert ask(url, lambda client: client.traits()).beside_generation is (engine == BESIDE)
         old = load_model(recipe.model.path)
         move(policy, 1)
         out = asyncio.run(generate(url, prompt, 1500, lambda: publisher.publish(11, [url])))
-    finally:
-        publisher.close()
     first, second = out.spans
     assert (first.version, second.version) == (10, 11)
     assert 0 < first.end == second.start < second.end == 1500
@@ -118,7 +77,8 @@ def test_an_update_in_the_middle_of_a_request_yields_two_spans_of_two_weights(
     by_old = plain(old, spec, prompt, tokens)
     by_new = plain(new, spec, prompt, tokens)
     if mode == "in_place":
-        by_new[first.end :] = continued(old, new, spec, prompt, tokens, first.end)
+        image = draw_image(*SIZE)
+        by_new[first.end :] = continued(old, new, spec, prompt, tokens, first.end, image, BANNED)
     assert (found - by_old)[: first.end].abs().max() < TOLERANCE
     assert (found - by_new)[first.end :].abs().max() < TOLERANCE
     assert (found - by_old)[first.end :].abs().max() > 100 * TOLERANCE

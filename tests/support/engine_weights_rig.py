@@ -1,4 +1,4 @@
-"""The other end of an engine's weight updates: a publisher in a few lines, and what a model says of sampled tokens."""
+"""The other end of an engine's weight updates: a publisher in a few lines, and a model with other weights."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from learner.weights.buckets import buckets
 from shared.engine_api import EngineClient
 from shared.vision import VisionSpec
 from tests.support.machine import free_port, until_async
-from tests.support.tiny import load_model, reference_logits, running_engine
+from tests.support.tiny import load_model, running_engine
 
 GROUP = "weights"
 
@@ -39,17 +39,20 @@ def other_weights(folder, seed=1):
 class Publisher:
     """Rank 0 of the group: what the learner does, in a few lines."""
 
-    def __init__(self, url, join=join_group):
-        self.engine, self._join = EngineClient(url), join
+    def __init__(self, url):
+        self.engine = EngineClient(url)
 
-    async def connect(self):
+    @staticmethod
+    async def connected(url, join=join_group):
+        self = Publisher(url)
         place = {"master_address": "127.0.0.1", "master_port": free_port(), "backend": "gloo"}
         theirs = self.engine.join_group({**place, "group_name": GROUP, "world_size": 2}, 1, 20)
         own = asyncio.to_thread(
-            self._join, address="127.0.0.1", port=place["master_port"], rank=0, world_size=2, name=GROUP,
+            join, address="127.0.0.1", port=place["master_port"], rank=0, world_size=2, name=GROUP,
             backend="gloo", timeout_s=10,
         )  # fmt: skip
         self.group, _ = await asyncio.gather(own, theirs)
+        return self
 
     async def publish(self, model, version, **extra):
         await self.engine.pause("in_place")
@@ -65,11 +68,3 @@ class Publisher:
 async def until_sampled(app, count):
     wanted = app.scheduler.tokens_out + count
     await until_async(lambda: app.scheduler.tokens_out >= wanted, 60.0)
-
-
-def logprobs_under(model, spec, prompt, sampled, images=(), banned=None):
-    """What the model says of `sampled` after `prompt` when it may not sample `banned`: [len(sampled)]."""
-    logits = reference_logits(model, [*prompt, *sampled], list(images), spec)
-    logits[:, list(spec.banned_ids if banned is None else banned)] = -torch.inf
-    logprobs = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
-    return logprobs.gather(1, torch.tensor(sampled)[:, None])[:, 0]

@@ -3,20 +3,23 @@ settings, each by the last part of its name."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec.structs import replace
+from PIL import Image as PILImage
 
-from learner.batch import EpisodeSettings, make_episode, pack
+from learner.batch import EpisodeSettings, Microbatch, make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from shared.config import new_name
 from shared.learner_config import LearnerConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec
-from tests.support.tiny import draw_image, png
+from tests.support.tiny import draw_image, logprobs_under, png
 
 
 def learner_config(**values: Any) -> LearnerConfig:
@@ -80,12 +83,23 @@ def random_groups(spec: VisionSpec, num_groups: int, *, group_size: int = 1, see
     return groups
 
 
+def packed(policy: Policy, trajectories: Sequence[Trajectory]) -> Microbatch:
+    decoder = ImageDecoder(policy.spec)
+    episodes = [make_episode(t, 0.0, decoder, EpisodeSettings()) for t in trajectories]
+    return pack(episodes, decoder, torch.device("cpu"))
+
+
+def plain_logprobs(model: Any, trajectory: Trajectory, spec: VisionSpec, temperature: float = 1.0) -> torch.Tensor:
+    """Of the sampled tokens, by one forward of transformers with the vision ids banned."""
+    images = [PILImage.open(io.BytesIO(image.data)).convert("RGB") for image in trajectory.images]
+    ids, sampled = trajectory.token_ids.tolist(), np.flatnonzero(trajectory.loss_mask)
+    return logprobs_under(model, spec, ids[:1], ids[1:], images, temperature=temperature)[sampled - 1]
+
+
 @torch.no_grad()
 def on_policy(policy: Policy, trajectory: Trajectory, *, noise: float = 0.0, temperature: float = 1.0) -> Trajectory:
     """The trajectory with `policy`'s own logprobs, plus `noise` times a normal draw, as those of the behaviour."""
-    decoder = ImageDecoder(policy.spec)
-    episode = make_episode(trajectory, 0.0, decoder, EpisodeSettings())
-    logprobs = policy(pack([episode], decoder, torch.device("cpu")), temperature).logprobs.numpy()
+    logprobs = policy(packed(policy, [trajectory]), temperature).logprobs.numpy()
     logprobs = logprobs + noise * np.random.default_rng(len(logprobs)).normal(size=len(logprobs))
     behaviour = np.zeros(len(trajectory.token_ids), dtype=np.float32)
     behaviour[np.flatnonzero(trajectory.loss_mask)] = np.minimum(logprobs, 0)

@@ -21,15 +21,15 @@ from launch.engines.commands import STAND_INS
 from launch.engines.supervisor import Engine, wait_until_serving
 from launch.processes.children import stop_all
 from launch.task_samples import held_out_samples
-from learner.batch import EpisodeSettings, make_episode, pack
-from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from shared.config import Recipe, load_recipe
 from shared.engine_api import EngineClient
 from shared.types import Sampling, Ticket, Trajectory
 from shared.vision import VisionSpec
 from tests.support.engines import surprise_z
+from tests.support.episodes import packed
 
+TOLERANCE = 1e-4  # of a logprob
 ENDS = (480, 479)
 """Tokens that end a turn of the small model: a request that bans them runs to its limit."""
 RECIPE = "launch/recipes/sokoban_tiny.toml"
@@ -84,6 +84,11 @@ class Servers:
             time.sleep(0.2)
 
 
+def versions(episode: Trajectory) -> set[int]:
+    """Of the weights that its tokens were sampled with."""
+    return set(episode.policy_versions[episode.loss_mask == 1].tolist())
+
+
 def vision_of(recipe: Recipe) -> VisionSpec:
     model = recipe.model
     return VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
@@ -120,17 +125,14 @@ def tickets(recipe: Recipe, count: int, version: int, temperature: float = 1.0, 
 @torch.no_grad()
 def gap(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> float:
     """The largest difference between the engine's logprobs and the learner's of the same tokens."""
-    decoder = ImageDecoder(policy.spec)
-    batch = pack([make_episode(trajectory, 0.0, decoder, EpisodeSettings())], decoder, torch.device("cpu"))
+    batch = packed(policy, [trajectory])
     return float((policy(batch, temperature).logprobs - batch.behaviour_logprobs).abs().max())
 
 
 @torch.no_grad()
 def surprise(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
     """`surprise_z` of the tokens that an engine sampled at temperature 1 with these weights."""
-    decoder = ImageDecoder(policy.spec)
-    episodes = [make_episode(trajectory, 0.0, decoder, EpisodeSettings()) for trajectory in trajectories]
-    batch = pack(episodes, decoder, torch.device("cpu"))
+    batch = packed(policy, trajectories)
     logits_NV = policy._hidden(batch) @ policy.vlm.lm_head.weight.T
     logits_NV[:, list(policy.banned_ids)] = -torch.inf
     return surprise_z(logits_NV.log_softmax(-1), batch.target_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image as PILImage
 from transformers import (
+    DynamicCache,
     PreTrainedTokenizerFast,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -83,11 +84,11 @@ def reference_logits(
     """fp32 logits [T, V] at every compact position (a image's is that of its last visual token): one plain forward
     of transformers over the whole expanded stream, without any cache. Images must need no resizing."""
     grids = [spec.grid(*image.size) for image in images]
-    ids, compact = expand(token_ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size)
-    positions = mrope_positions(ids, grids, image_token_id=spec.image_token_id, merge_size=spec.merge_size)
+    ids, compact = expand(token_ids, grids, spec)
+    positions = mrope_positions(ids, grids, spec)
     extra = {}
     if images:
-        patches = [patchify(np.asarray(i), patch_size=spec.patch_size, merge_size=spec.merge_size) for i in images]
+        patches = [patchify(np.asarray(i), spec) for i in images]
         extra = {
             "pixel_values": torch.from_numpy(np.concatenate([pixel_values(p, spec) for p in patches])),
             "image_grid_thw": torch.tensor(grids),
@@ -95,6 +96,47 @@ def reference_logits(
     out = model(input_ids=torch.from_numpy(ids)[None], position_ids=torch.from_numpy(positions)[:, None], **extra)
     last = np.searchsorted(compact, np.arange(len(token_ids)), side="right") - 1
     return out.logits[0, torch.from_numpy(last)].float()
+
+
+def logprobs_under(
+    model: Qwen3VLForConditionalGeneration,
+    spec: VisionSpec,
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    images: Sequence[PILImage.Image] = (),
+    banned: Sequence[int] | None = None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """What the model says of `sampled` after `prompt` when it may not sample `banned` (None: vision ids)."""
+    logits = reference_logits(model, [*prompt, *sampled], list(images), spec)[len(prompt) - 1 : -1]
+    return chosen(logits / temperature, sampled, spec.banned_ids if banned is None else banned)
+
+
+def chosen(logits: torch.Tensor, tokens: Sequence[int], banned: Sequence[int]) -> torch.Tensor:
+    """Logprobs of `tokens`, each by its row of `logits` without the banned ids."""
+    logits = logits.index_fill(1, torch.tensor(banned, dtype=torch.int64), -torch.inf)
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def continued(
+    old: Any, new: Any, spec: VisionSpec, prompt: list[int], tokens: list[int], split: int, image: PILImage.Image,
+    banned: Sequence[int],
+) -> torch.Tensor:  # fmt: skip
+    """Logprobs of tokens[split:] by `new`, on the keys and values that `old` made of what came before."""
+    grids = [spec.grid(*image.size)]
+    expanded, _ = expand([*prompt, *tokens], grids, spec)
+    positions = torch.from_numpy(mrope_positions(expanded, grids, spec))[:, None]
+    ids = torch.from_numpy(expanded)[None]
+    border = ids.shape[1] - len(tokens) + split - 1  # the first token that `new` reads is the last that `old` wrote
+    pixels = pixel_values(patchify(np.asarray(image), spec), spec)
+    cache = DynamicCache(config=old.config.text_config)
+    old(
+        input_ids=ids[:, :border], position_ids=positions[..., :border], past_key_values=cache, use_cache=True,
+        pixel_values=torch.from_numpy(pixels), image_grid_thw=torch.tensor(grids),
+    )  # fmt: skip
+    rest = new(input_ids=ids[:, border:-1], position_ids=positions[..., border:-1], past_key_values=cache)
+    return chosen(rest.logits[0].float(), tokens[split:], banned)
 
 
 @contextmanager
