@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from launch.task_samples import training_samples
-from learner.coordinator import refusal
 from learner.optim import lr_factor
+from learner.setup import refusal
 from shared.config import load_recipe
 from shared.learner_config import ObjectiveConfig
 from shared.types import Group
