@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 import pytest
@@ -29,6 +31,13 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, msgspec.Struct):
         return type(a) is type(b) and same(msgspec.structs.astuple(a), msgspec.structs.astuple(b))
     return type(a) is type(b) and a == b
+
+
+def refused(reason: str, action: Callable[[], object]) -> WireError:
+    with pytest.raises(WireError) as caught:
+        action()
+    assert caught.value.reason == reason
+    return caught.value
 
 
 def test_every_kind_of_message_has_an_example() -> None:
@@ -78,21 +87,17 @@ def test_an_image_that_episodes_share_travels_once() -> None:
         (["played_s"], float("inf"), "not_finite"),
         (["played_s"], -1.0, "out_of_range"),
         (["more"], 1, "wrong_type"),
-        (["trajectories"], {}, "wrong_type"),
-        (["trajectories", 0], [], "wrong_type"),
         (["trajectories", 0], {}, "wrong_type"),
         (["trajectories", 0, "token_ids"], "<f4", "wrong_type"),
         (["trajectories", 0, "token_ids"], ">i4", "wrong_type"),
         (["trajectories", 0, "token_ids"], 7, "wrong_type"),
         (["trajectories", 0, "turns", 0, 0], -1, "out_of_range"),
-        (["trajectories", 0, "turns", 0, 0], 1.0, "wrong_type"),
         (["trajectories", 0, "turns", 0, 0], True, "wrong_type"),
         (["trajectories", 0, "turns", 0, 1], 0, "out_of_range"),
         (["trajectories", 0, "turns", 0, 2], float("inf"), "not_finite"),
         (["trajectories", 0, "turns", 0, 2], float("nan"), "not_finite"),
         (["trajectories", 0, "turns", 0], [1, 2], "wrong_type"),
         (["trajectories", 0, "turns", 0], [1, 2, 1.0, 4], "wrong_type"),
-        (["trajectories", 0, "turns"], None, "wrong_type"),
         (["trajectories", 0, "images", 0], 2, "missing_frame"),
         (["trajectories", 0, "images", 0], -1, "missing_frame"),
         (["trajectories", 0, "images", 0], "0" * 32, "wrong_type"),
@@ -102,16 +107,12 @@ def test_an_image_that_episodes_share_travels_once() -> None:
         (["trajectories", 0, "metrics"], {"success": "yes"}, "wrong_type"),
         (["trajectories", 0, "metrics"], {"success": float("nan")}, "not_finite"),
         (["trajectories", 0, "metrics"], {str(i): 0.0 for i in range(70_000)}, "too_many"),
-        (["trajectories", 0, "text"], None, "wrong_type"),
         (["trajectories", 0, "text"], "x" * (2**22 + 1), "too_large"),
     ],
 )
 def test_a_group_with_a_wrong_field_is_refused_and_names_its_ticket(path: list, value: object, reason: str) -> None:
-    with pytest.raises(WireError) as caught:
-        decode(changed_header(GROUP, path, value))
-    assert caught.value.reason == reason
-    assert caught.value.ticket_id == "0-a"
-    assert "\n" not in str(caught.value)
+    error = refused(reason, lambda: decode(changed_header(GROUP, path, value)))
+    assert error.ticket_id == "0-a" and "\n" not in str(error)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +133,7 @@ def test_a_group_with_a_wrong_field_is_refused_and_names_its_ticket(path: list, 
     ],
 )
 def test_a_wrong_field_is_refused(message: object, path: list, value: object, reason: str) -> None:
-    with pytest.raises(WireError) as caught:
-        decode(changed_header(message, path, value))
-    assert caught.value.reason == reason
+    refused(reason, lambda: decode(changed_header(message, path, value)))
 
 
 @pytest.mark.parametrize(
@@ -169,25 +168,15 @@ def test_a_wrong_field_is_refused(message: object, path: list, value: object, re
     ],
 )
 def test_frames_that_are_no_message_are_refused(frames: list[bytes], reason: str) -> None:
-    with pytest.raises(WireError) as caught:
-        decode(frames)
-    assert caught.value.reason == reason
+    refused(reason, lambda: decode(frames))
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [
-        Limits(message_bytes=100),
-        Limits(header_bytes=50),
-        Limits(frames=5),
-        Limits(trajectory_tokens=3),
-    ],
-    ids=str,
+    "limit", [{"message_bytes": 100}, {"header_bytes": 50}, {"frames": 5}, {"trajectory_tokens": 3}]
 )
-def test_limits_hold(limits: Limits) -> None:
-    with pytest.raises(WireError) as caught:
-        decode(raw(encode(GROUP)), limits)
-    assert caught.value.reason in ("too_large", "too_many")
+def test_limits_hold(limit: dict[str, int]) -> None:
+    with pytest.raises(WireError, match=r"too_large|too_many"):
+        decode(raw(encode(GROUP)), Limits(**limit))
 
 
 @pytest.mark.parametrize(
@@ -202,9 +191,7 @@ def test_limits_hold(limits: Limits) -> None:
     ],
 )
 def test_the_sender_refuses_what_the_receiver_would(message: object, reason: str) -> None:
-    with pytest.raises(WireError) as caught:
-        encode(message)  # type: ignore[arg-type]
-    assert caught.value.reason == reason
+    refused(reason, lambda: encode(message))  # type: ignore[arg-type]
 
 
 def test_numpy_numbers_are_sent_as_plain_ones() -> None:

@@ -24,12 +24,12 @@ def test_a_bit_flipped_in_any_frame_is_noticed_and_nothing_of_the_message_is_bel
 
 
 def test_frames_that_change_places_or_boundaries_are_noticed() -> None:
-    frames = raw(encode(GROUP))
+    header, first, second, *rest = raw(encode(GROUP))
     for swapped in (
-        [frames[0], frames[2], frames[1], *frames[3:]],
-        [frames[0], frames[1] + frames[2][:1], frames[2][1:], *frames[3:]],
-        [*frames[:-3], frames[-2], frames[-3], frames[-1]],  # images
-        [*frames[:-2], frames[-1]],
+        [header, second, first, *rest],
+        [header, first + second[:1], second[1:], *rest],
+        [header, first, second, *rest[:-3], rest[-2], rest[-3], rest[-1]],  # images
+        [header, first, second, *rest[:-2], rest[-1]],
     ):
         with pytest.raises(WireError, match=r"digest|image_hash"):
             decode(swapped)

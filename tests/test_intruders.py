@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,10 @@ from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.auth import ClientKeys
 from shared.keys import actor_security, learner_security, make_keys
+from shared.log import get_logger
 from shared.sections import TransportConfig
 from shared.transport import Dealer, Secure
-from shared.types import Hello, Request, Ticket, Trajectory, Welcome
+from shared.types import Hello, Ticket, Trajectory, Welcome
 from tests.support.wires import RULES, VOCAB, actor_settings, book_settings, episode
 
 PUBLIC = "tcp://0.0.0.0:*"
@@ -29,14 +29,14 @@ PUBLIC = "tcp://0.0.0.0:*"
 class Guarded:
     """A ticket server on an encrypted socket, and the lines that both log."""
 
-    def __init__(self, tmp: Path) -> None:
+    def __init__(self, tmp: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.transport = TransportConfig(keys=str(tmp / "keys"))
         make_keys(tmp / "keys", ["actor"])
         secure = learner_security(self.transport, PUBLIC)
         settings = TicketServerSettings("tcp://127.0.0.1:*", tmp / "run", "run-1", RULES, secure=secure)
         self.ticket_server = TicketServer(SeedSource(), book_settings(groups_per_version=1000), settings)
         self.ticket_server.open(0)
-        self.lines: list[str] = []
+        self.address, self._caplog = self.ticket_server.address, caplog
 
     @property
     def key(self) -> ClientKeys:
@@ -46,7 +46,7 @@ class Guarded:
 
     def logged(self, *words: str) -> int:
         """The number of lines with all of these words."""
-        return sum(all(word in line for word in words) for line in self.lines)
+        return sum(all(word in line for word in words) for line in self._caplog.messages)
 
     def trains(self) -> None:
         """A listed actor plays what is asked for."""
@@ -55,7 +55,7 @@ class Guarded:
             return episode(ticket.version)
 
         async def work() -> None:
-            actor = asyncio.create_task(run_actor(actor_settings(self.ticket_server.address, secure=self.key), play))
+            actor = asyncio.create_task(run_actor(actor_settings(self.address, secure=self.key), play))
             await asyncio.to_thread(self.ticket_server.next_batch, 2, 20.0)
             actor.cancel()
             await asyncio.gather(actor, return_exceptions=True)
@@ -64,20 +64,15 @@ class Guarded:
 
 
 @pytest.fixture
-def guarded(tmp_path: Path) -> Iterator[Guarded]:
-    guarded = Guarded(tmp_path)
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            guarded.lines.append(record.getMessage())
-
-    keep, loggers = Keep(), [logging.getLogger(f"pronk.{name}") for name in ("auth", "tickets")]
-    for logger in loggers:
-        logger.addHandler(keep)
-    yield guarded
-    for logger in loggers:
-        logger.removeHandler(keep)
-    guarded.ticket_server.stop("the test is over")
+def guarded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Guarded]:
+    with ExitStack() as stack:
+        for name in ("auth", "tickets", "stranger"):
+            logger = get_logger(name)
+            logger.addHandler(caplog.handler)
+            stack.callback(logger.removeHandler, caplog.handler)
+        guarded = Guarded(tmp_path, caplog)
+        stack.callback(guarded.ticket_server.stop, "the test is over")
+        yield guarded
 
 
 async def try_to_join(address: str, secure: Secure | None, tries: int = 40) -> tuple[bool, str]:
@@ -92,30 +87,37 @@ async def try_to_join(address: str, secure: Secure | None, tries: int = 40) -> t
     return served, trouble
 
 
-def test_a_client_without_a_key_is_not_served(guarded: Guarded) -> None:
-    served, trouble = asyncio.run(try_to_join(guarded.ticket_server.address, None))
-    assert not served and "transport.keys" in trouble
+def nobody(learner: bytes) -> None:
+    """Has no keys."""
+
+
+def stranger(learner: bytes) -> ClientKeys:
+    """Its key is not on the list."""
+    return ClientKeys(*zmq.curve_keypair(), learner)
+
+
+def mistaken(learner: bytes) -> ClientKeys:
+    """Expects another learner."""
+    return stranger(zmq.curve_keypair()[0])
+
+
+@pytest.mark.parametrize(
+    ("client", "tries", "trouble", "logged"),
+    [
+        (nobody, 1, "transport.keys", "its handshake broke off: it has no keys"),
+        pytest.param(stranger, 2, "allow-list", "is not allowed", marks=pytest.mark.slow),
+        pytest.param(mistaken, 1, "transport.keys", "not encrypted for this learner's key", marks=pytest.mark.slow),
+    ],
+)
+def test_an_intruder_is_not_served_and_logged_once(
+    guarded: Guarded, client: Callable[[bytes], ClientKeys | None], tries: int, trouble: str, logged: str
+) -> None:
+    keys = client(guarded.key.server)
+    for _ in range(tries):
+        served, said = asyncio.run(try_to_join(guarded.address, keys))
+        assert not served and trouble in said
     guarded.trains()
-    assert guarded.logged("refused a client", "it has no keys") == 1
-
-
-@pytest.mark.slow
-def test_a_client_whose_key_is_not_on_the_list_is_not_served(guarded: Guarded) -> None:
-    stranger = ClientKeys(*zmq.curve_keypair(), guarded.key.server)
-    for _ in range(2):
-        served, trouble = asyncio.run(try_to_join(guarded.ticket_server.address, stranger))
-        assert not served and "allow-list" in trouble
-    guarded.trains()
-    assert guarded.logged("is not allowed") == 1
-
-
-@pytest.mark.slow
-def test_a_client_that_expects_another_learner_is_not_served(guarded: Guarded) -> None:
-    mistaken = ClientKeys(guarded.key.public, guarded.key.secret, zmq.curve_keypair()[0])
-    served, trouble = asyncio.run(try_to_join(guarded.ticket_server.address, mistaken))
-    assert not served and trouble
-    guarded.trains()
-    assert guarded.logged("not encrypted for this learner's key") == 1
+    assert guarded.logged(logged) == 1
 
 
 class Tap:
@@ -131,16 +133,13 @@ class Tap:
     def _run(self) -> None:
         client, _ = self._listener.accept()
         server = socket.create_connection(self.target)
-        threading.Thread(target=self._relay, args=(server, client, False), daemon=True).start()
-        self._relay(client, server, True)
+        threading.Thread(target=self._relay, args=(server, client, "heard"), daemon=True).start()
+        self._relay(client, server, "said")
 
-    def _relay(self, source: socket.socket, sink: socket.socket, keep: bool) -> None:
+    def _relay(self, source: socket.socket, sink: socket.socket, kept: str) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
-                if keep:
-                    self.said += data
-                else:
-                    self.heard += data
+                setattr(self, kept, getattr(self, kept) + data)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_RDWR)
 
@@ -162,7 +161,7 @@ def test_a_replayed_conversation_is_refused(guarded: Guarded) -> None:
         assert await dealer.receive(10.0) is not None
         dealer.close()
 
-    tap = Tap(guarded.ticket_server.address)
+    tap = Tap(guarded.address)
     asyncio.run(honest(tap.address))
     assert b"READY" in tap.heard
     answers = [tap.replay() for _ in range(3)]
@@ -178,7 +177,7 @@ def test_a_listed_client_that_sends_nonsense_is_counted_and_logged_once(guarded:
         client.linger = 0
         guarded.key(client)
         client.setsockopt(zmq.ROUTING_ID, b"fool#1")
-        client.connect(guarded.ticket_server.address)
+        client.connect(guarded.address)
         for number in range(50):
             client.send_multipart([b"nonsense", bytes([number])])
         guarded.trains()
@@ -189,18 +188,14 @@ def test_a_listed_client_that_sends_nonsense_is_counted_and_logged_once(guarded:
     assert guarded.logged("rejected a message of fool#1") == 1
 
 
-def test_an_actor_that_was_refused_says_why_it_leaves(guarded: Guarded, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_actor_that_was_refused_says_why_it_leaves(guarded: Guarded) -> None:
     async def play(ticket: Ticket, index: int) -> Trajectory:
         raise AssertionError
 
-    stranger = ClientKeys(*zmq.curve_keypair(), guarded.key.server)
-    settings = actor_settings(guarded.ticket_server.address, "stranger", secure=stranger, connect_timeout_s=1.0)
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pronk.stranger").addHandler(handler)
+    keys = stranger(guarded.key.server)
+    settings = actor_settings(guarded.address, "stranger", secure=keys, connect_timeout_s=1.0)
     assert asyncio.run(run_actor(settings, play)) == 1
-    assert any("it refuses this actor's key" in message for message in messages)
+    assert guarded.logged("it refuses this actor's key")
 
 
 def test_without_its_zap_handler_an_encrypted_socket_accepts_nobody(tmp_path: Path) -> None:
@@ -240,7 +235,7 @@ async def answered(dealer: Dealer, tries: int) -> bool:
 
 def test_a_key_taken_off_the_list_is_not_heard_any_more_though_it_is_connected(guarded: Guarded) -> None:
     async def talk() -> None:
-        dealer = Dealer(guarded.ticket_server.address, "a", secure=guarded.key)
+        dealer = Dealer(guarded.address, "a", secure=guarded.key)
         assert await answered(dealer, 100)
         make_keys(Path(guarded.transport.keys), ["other"])
         rewrite_list(guarded, lambda text: "".join(line for line in text.splitlines(True) if line.endswith("other\n")))
@@ -250,13 +245,10 @@ def test_a_key_taken_off_the_list_is_not_heard_any_more_though_it_is_connected(g
             if await dealer.receive(0.1) is None and guarded.logged("no longer allowed"):
                 break
         assert not await answered(dealer, 5)
-        assert not (await try_to_join(guarded.ticket_server.address, guarded.key, tries=5))[
-            0
-        ]  # nor does it come in again
+        again, _ = await try_to_join(guarded.address, guarded.key, tries=5)
         other = actor_security(guarded.transport.model_copy(update={"key_name": "other"}), PUBLIC)
-        assert (await try_to_join(guarded.ticket_server.address, other, tries=100))[
-            0
-        ]  # without a restart of the learner
+        added, _ = await try_to_join(guarded.address, other, tries=100)
+        assert added and not again  # without a restart of the learner
         dealer.close()
 
     asyncio.run(talk())
@@ -268,7 +260,7 @@ def test_a_list_that_cannot_be_read_changes_nothing_and_is_reported(guarded: Gua
     rewrite_list(guarded, lambda text: text + "not a key\n")
 
     async def talk() -> None:
-        dealer = Dealer(guarded.ticket_server.address, "a", secure=guarded.key)
+        dealer = Dealer(guarded.address, "a", secure=guarded.key)
         for _ in range(100):
             assert await answered(dealer, 100)
             if guarded.logged("stays as it was", "line 2"):
@@ -279,16 +271,3 @@ def test_a_list_that_cannot_be_read_changes_nothing_and_is_reported(guarded: Gua
 
     asyncio.run(talk())
     assert guarded.logged("stays as it was") == 1
-
-
-def test_requests_of_a_listed_actor_are_served(guarded: Guarded) -> None:
-    async def ask() -> bool:
-        dealer = Dealer(guarded.ticket_server.address, "a", secure=guarded.key)
-        while not await dealer.send(Hello("a", (), VOCAB)):
-            await asyncio.sleep(0.05)
-        await dealer.send(Request(1))
-        answers = [type(await dealer.receive(10.0)).__name__ for _ in range(2)]
-        dealer.close()
-        return answers == ["Welcome", "Tickets"]
-
-    assert asyncio.run(ask())

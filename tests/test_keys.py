@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,6 @@ def keys(tmp_path: Path) -> Path:
     folder = tmp_path / "keys"
     assert main([str(folder), "--actors", "actor", "farm-b"]) == 0
     return folder
-
-
-def one_line(caught: pytest.ExceptionInfo[ValueError]) -> bool:
-    return "\n" not in str(caught.value)
 
 
 def test_key_files_are_for_their_owner_alone(keys: Path) -> None:
@@ -60,31 +57,30 @@ def test_a_plain_socket_off_loopback_is_refused_unless_allowed(host: str) -> Non
     for security, field in ((learner_security, "learner.bind"), (actor_security, "actor.learner")):
         with pytest.raises(ValueError, match=rf"{field} = .*shared\.keys.*allow_plain") as caught:
             security(TransportConfig(), f"tcp://{host}:5555")
-        assert one_line(caught)
+        assert "\n" not in str(caught.value)
         assert security(TransportConfig(allow_plain=True), f"tcp://{host}:5555") is None
 
 
-@pytest.mark.parametrize("name", ["learner.key", "allowed"])
-@pytest.mark.parametrize("mode", [0o622, 0o666])
+def mistake(match: str, keys: Path, security: Callable = actor_security, address: str = PUBLIC, **transport) -> None:
+    """The socket is refused, in one line."""
+    with pytest.raises(ValueError, match=match) as caught:
+        security(TransportConfig(keys=str(keys), **transport), address)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("learner.key", 0o622), ("learner.key", 0o640), ("allowed", 0o622), ("allowed", 0o666), ("actor.key", 0o640)],
+)
 def test_a_file_open_to_others_is_one_line_with_its_cure(keys: Path, name: str, mode: int) -> None:
     (keys / name).chmod(mode)
-    with pytest.raises(ValueError, match=rf"{name} is open to others .*{mode:04o}.*chmod") as caught:
-        learner_security(TransportConfig(keys=str(keys)), PUBLIC)
-    assert one_line(caught)
-
-
-def test_a_secret_that_its_group_may_read_is_refused(keys: Path) -> None:
-    (keys / "actor.key").chmod(0o640)
-    with pytest.raises(ValueError, match="open to others"):
-        actor_security(TransportConfig(keys=str(keys)), PUBLIC)
+    security = actor_security if name == "actor.key" else learner_security
+    mistake(rf"{name} is open to others .*{mode:04o}.*chmod", keys, security)
 
 
 def test_a_missing_file_is_one_line(keys: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot read .*nobody\.key: No such file.*shared\.keys") as caught:
-        actor_security(TransportConfig(keys=str(keys), key_name="nobody"), PUBLIC)
-    assert one_line(caught)
-    with pytest.raises(ValueError, match="cannot read"):
-        learner_security(TransportConfig(keys=str(keys / "elsewhere")), PUBLIC)
+    mistake(r"cannot read .*nobody\.key: No such file.*shared\.keys", keys, key_name="nobody")
+    mistake("cannot read", keys / "elsewhere", learner_security)
 
 
 @pytest.mark.parametrize(
@@ -92,27 +88,21 @@ def test_a_missing_file_is_one_line(keys: Path) -> None:
 )
 def test_a_damaged_key_file_is_one_line(keys: Path, text: str) -> None:
     (keys / "actor.key").write_text(text)
-    with pytest.raises(ValueError, match=r"actor\.key") as caught:
-        actor_security(TransportConfig(keys=str(keys)), PUBLIC)
-    assert one_line(caught)
+    mistake(r"actor\.key", keys)
 
 
 def test_a_public_key_that_is_of_another_secret_is_noticed(keys: Path) -> None:
     mine, other = (keys / "actor.key").read_text(), (keys / "farm-b.key").read_text()
     (keys / "actor.key").write_text(mine.splitlines()[0] + "\n" + "\n".join(other.splitlines()[1:]))
-    with pytest.raises(ValueError, match="does not belong to its secret"):
-        actor_security(TransportConfig(keys=str(keys)), PUBLIC)
+    mistake("does not belong to its secret", keys)
 
 
 @pytest.mark.parametrize("line", ["short name", "a" * 40, "a" * 40 + " bad/name"])
 def test_a_bad_line_of_the_allow_list_names_its_number(keys: Path, line: str) -> None:
     (keys / "allowed").write_text((keys / "allowed").read_text() + line + "\n")
-    with pytest.raises(ValueError, match="allowed, line 3") as caught:
-        learner_security(TransportConfig(keys=str(keys)), PUBLIC)
-    assert one_line(caught)
+    mistake("allowed, line 3", keys, learner_security)
 
 
 def test_an_allow_list_of_nobody_is_refused(keys: Path) -> None:
     (keys / "allowed").write_text("\n")
-    with pytest.raises(ValueError, match="names no actor"):
-        learner_security(TransportConfig(keys=str(keys)), PUBLIC)
+    mistake("names no actor", keys, learner_security)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import re
 
 import pytest
 
@@ -12,11 +12,7 @@ from learner.tickets.ledger import Ledger
 
 def steps(path):
     """Of the lines that can be read."""
-    found = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line)["step"])
-    return found
+    return [int(step) for step in re.findall(r'^\{"step": (\d+), "tickets": .*\}$', path.read_text(), re.MULTILINE)]
 
 
 @pytest.fixture
@@ -33,17 +29,10 @@ def test_what_a_full_disk_refuses_is_written_with_a_later_step(full):
     ledger.enter(2, [12])
     assert len(ledger.state()) == 2
     full.unlink()
-    ledger.enter(3, [13])
-    assert steps(full) == [1, 2, 3]
-    assert ledger.state() == []
-
-
-def test_a_learner_that_leaves_when_the_disk_has_room_again_leaves_no_hole(full):
-    ledger = Ledger(full)
-    ledger.enter(1, [10])
-    full.unlink()
     assert ledger.state() == []  # the checkpoint of one that was asked to leave
-    assert steps(full) == [1]
+    assert steps(full) == [1, 2]
+    ledger.enter(3, [13])
+    assert steps(full) == [1, 2, 3] and ledger.state() == []
 
 
 def test_a_learner_that_resumes_writes_what_the_one_before_could_not(full):

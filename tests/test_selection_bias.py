@@ -12,7 +12,7 @@ import pytest
 from learner.tickets.book import TicketBook
 from learner.tickets.protocol import TicketProtocol
 from learner.tickets.rejected import Rejects
-from learner.tickets.selection_bias import SelectionMeter
+from learner.tickets.selection_bias import STAGES, SelectionMeter
 from shared.types import Ending, Group, Hello, Request, Sample, Ticket, Tickets
 from tests.support.schedules import Wire
 from tests.support.wires import RULES, VOCAB, book_settings, episode, failed_episode
@@ -84,11 +84,11 @@ def test_the_meter_shows_that_difficult_samples_are_lost() -> None:
     assert values["selection/dropped/difficulty"] == 1.0
     assert meter.episodes["dropped"] == book.dropped["env_timeout"] > 50
     rows = meter.table().splitlines()
-    assert [row.split("|")[1].strip() for row in rows[2:6]] == ["issued", "finished", "dropped", "trained"]
+    assert [row.split("|")[1].strip() for row in rows[2:6]] == list(STAGES)
     assert len({row.count("|") for row in rows}) == 1
 
 
 def test_a_meter_that_has_seen_nothing_says_nothing() -> None:
     meter = SelectionMeter()
-    assert set(meter.metrics()) == {f"selection/episodes/{s}" for s in ("issued", "finished", "dropped", "trained")}
+    assert set(meter.metrics()) == {f"selection/episodes/{stage}" for stage in STAGES}
     assert "nan" not in meter.table()

@@ -109,19 +109,14 @@ def test_two_actors_of_one_name_are_two_peers() -> None:
     between(talk)
 
 
-def test_nothing_is_queued_for_a_learner_that_is_not_there() -> None:
-    async def talk() -> None:
-        dealer = Dealer("tcp://127.0.0.1:9", "a")
-        assert not await dealer.send(Hello("a", (), 5))
-        dealer.close()
+def test_nothing_is_queued_for_a_peer_that_is_not_there() -> None:
+    async def talk(router: Router, dealer: Dealer) -> None:
+        assert router.send(b"nobody", Stop("x")) is Sent.GONE
+        alone = Dealer("tcp://127.0.0.1:9", "a")
+        assert not await alone.send(Hello("a", (), 5))
+        alone.close()
 
-    asyncio.run(talk())
-
-
-def test_a_peer_that_is_gone_is_noticed() -> None:
-    router = Router(ANY)
-    assert router.send(b"nobody", Stop("x")) is Sent.GONE
-    router.close()
+    between(talk)
 
 
 def test_a_full_queue_refuses_the_next_message() -> None:

@@ -10,6 +10,7 @@ of the time and at the end, and the ticket counters.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import sys
@@ -28,25 +29,12 @@ from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.codec import TokenRules, decode, encode
 from shared.frames import digest
-from shared.types import Ending, Group, Hello, Request, Stop, Tickets, Trajectory, Turn
+from shared.types import Group, Hello, Request, Stop, Tickets
+from tests.bench.transport import trajectory
+from tests.fuzz.mutations import resident_bytes
 
-VOCAB, PROMPT, ANSWER = 1000, 64, 64
+VOCAB, TOKENS = 1000, 128
 BEAT_S = 5.0
-
-
-def text_episode(version: int) -> Trajectory:
-    mask = np.repeat(np.array([0, 1], np.uint8), [PROMPT, ANSWER])
-    return Trajectory(
-        token_ids=np.arange(PROMPT + ANSWER, dtype=np.int32),
-        loss_mask=mask,
-        behaviour_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
-        policy_versions=np.where(mask, version, -1).astype(np.int32),
-        turns=(Turn(PROMPT, PROMPT + ANSWER, 1.0),),
-        reward=1.0,
-        images=(),
-        ending=Ending.COMPLETED,
-        text="an answer " * 20,
-    )
 
 
 class Actors:
@@ -68,23 +56,17 @@ class Actors:
             self.held[socket] = set()
 
     def run(self) -> None:
-        sockets = list(self.held)
-        beats = {socket: time.monotonic() + BEAT_S * i / len(sockets) for i, socket in enumerate(sockets)}
-        next_look = 0.0
+        began, beats = time.monotonic(), 0
+        turns = itertools.cycle(self.held.items())
         while not self.stopped:
             for socket, _ in self.poller.poll(50):
                 self.hear(socket)
-            if (now := time.monotonic()) >= next_look:
-                next_look = now + 0.1
-                for socket in sockets:
-                    if now >= beats[socket]:
-                        beats[socket] = now + BEAT_S
-                        hello = Hello("load", ("http://none",), VOCAB, tuple(self.held[socket]))
-                        socket.send_multipart(encode(hello))
-                        socket.send_multipart(encode(Request(self.slots)))
-        for socket in sockets:
-            socket.close()
-        self.context.term()
+            while beats < (time.monotonic() - began) / BEAT_S * len(self.held):  # spread over the interval
+                beats += 1
+                socket, held = next(turns)
+                socket.send_multipart(encode(Hello("load", ("http://none",), VOCAB, tuple(held))))
+                socket.send_multipart(encode(Request(self.slots)))
+        self.context.destroy()
 
     def hear(self, socket: zmq.Socket) -> None:
         held = self.held[socket]
@@ -104,7 +86,8 @@ class Actors:
 
     def group(self, ticket_id: str, version: int) -> list:
         if version not in self.encoded:
-            frames = encode(Group("", "load", (text_episode(version),), 0.1))
+            episode = trajectory(TOKENS, 1, 0, 0, np.random.default_rng(0), vocab=VOCAB, version=version)
+            frames = encode(Group("", "load", (episode,), 0.1))
             self.encoded = {version: (msgspec.msgpack.decode(frames[0]), frames[1:-1])}
         header, rest = self.encoded[version]
         header["message"]["ticket_id"] = ticket_id
@@ -114,11 +97,6 @@ class Actors:
 
 def play(address: str, first: int, count: int, slots: int) -> None:
     Actors(address, first, count, slots).run()
-
-
-def rss_mib() -> float:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) / 1024
 
 
 def learn(ticket_server: TicketServer, seconds: float, per_step: int) -> dict[str, float]:
@@ -137,12 +115,12 @@ def learn(ticket_server: TicketServer, seconds: float, per_step: int) -> dict[st
         else:
             counted += len(batch)
         if not early and now - started > seconds / 5:
-            early = rss_mib()
+            early = resident_bytes() / 2**20
     return {
         "groups_per_s": counted / (time.monotonic() - since),
         "learner_cpu_us": 1e6 * (time.process_time() - began) / max(1, counted),
         "rss_early_mib": early,
-        "rss_end_mib": rss_mib(),
+        "rss_end_mib": resident_bytes() / 2**20,
         "versions": version,
     }
 

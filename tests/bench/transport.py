@@ -47,21 +47,23 @@ SIZES = {  # name: (tokens, turns, images, bytes of an image)
 }
 
 
-def trajectory(tokens: int, turns: int, images: int, image_bytes: int, rng: np.random.Generator) -> Trajectory:
+def trajectory(
+    tokens: int, turns: int, images: int, size: int, rng: np.random.Generator, *, vocab: int = VOCAB, version: int = 3
+) -> Trajectory:
     """Turns of equal length, the first ones after an image; half of each turn's tokens are sampled."""
     span = tokens // turns
     mask = np.tile(np.repeat(np.array([0, 1], np.uint8), [span - span // 2, span // 2]), turns)
-    ids = rng.integers(2, VOCAB, len(mask), dtype=np.int32)
+    ids = rng.integers(2, vocab - 1, len(mask), dtype=np.int32)
     ids[: span * images : span] = PLACEHOLDER
     ends = range(span, len(mask) + 1, span)
     return Trajectory(
         token_ids=ids,
         loss_mask=mask,
         behaviour_logprobs=np.where(mask, -rng.random(len(mask)), 0.0).astype(np.float32),
-        policy_versions=np.where(mask, 3, -1).astype(np.int32),
+        policy_versions=np.where(mask, version, -1).astype(np.int32),
         turns=tuple(Turn(end - span // 2, end, 0.5) for end in ends),
         reward=1.0,
-        images=tuple(Image.of(rng.bytes(image_bytes)) for _ in range(images)),
+        images=tuple(Image.of(rng.bytes(size)) for _ in range(images)),
         ending=Ending.COMPLETED,
         metrics={"success": 1.0},
         text="an answer " * 20,
@@ -181,11 +183,11 @@ def measure(
                     rates[side].append(count * message_bytes / 1e6 / (time.perf_counter() - started))
                     cpu[side].append(cpu_s / count * 1e6)
         ratios = [p / b for p, b in zip(rates["pronk"], rates["bare"], strict=True)]
-        medians = {f"{side}_mb_s": round(statistics.median(values)) for side, values in rates.items()}
-        medians |= {f"{side}_cpu_us": round(statistics.median(values)) for side, values in cpu.items()}
-        spread = {"ratio_lowest": round(min(ratios), 2), "ratio_highest": round(max(ratios), 2)}
-        ratio = {"ratio": round(statistics.median(ratios), 3)}
-        rows.append({"size": size, "bytes": message_bytes, **medians, **ratio, **spread})
+        row = {"size": size, "bytes": message_bytes}
+        row |= {f"{side}_mb_s": round(statistics.median(values)) for side, values in rates.items()}
+        row |= {f"{side}_cpu_us": round(statistics.median(values)) for side, values in cpu.items()}
+        row |= {"ratio": round(statistics.median(ratios), 3)}
+        rows.append(row | {"ratio_lowest": round(min(ratios), 2), "ratio_highest": round(max(ratios), 2)})
         print(json.dumps(rows[-1]), flush=True)
     return rows
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.codec import Frame, Limits, WireError, check_trajectory, decode, encode
+from shared.codec import Limits, WireError, check_trajectory, decode, encode
 from shared.types import Group
 from tests.support.wires import EXAMPLES, RULES, raw, sealed
 
@@ -82,9 +82,7 @@ def bend_bytes(data: bytes, rng: random.Random) -> bytes:
             case 2:
                 del changed[at : at + rng.randint(1, 8)]
             case _:
-                changed[at : at + 5] = bytes(
-                    [rng.choice((0xDD, 0xDF, 0xDB, 0xC6, 0xC9, 0x91, 0x81)), *rng.randbytes(4)]
-                )
+                changed[at : at + 5] = rng.choice(b"\xdd\xdf\xdb\xc6\xc9\x91\x81").to_bytes() + rng.randbytes(4)
     return bytes(changed)
 
 
@@ -116,8 +114,7 @@ def verdict_of(frames: list[bytes]) -> str:
     except WireError as error:
         assert error.reason and error.reason != "unreadable" and error.detail and len(str(error)) < 10_000
         return error.reason
-    again: list[Frame] = encode(message, LIMITS)
-    decode([bytes(frame) for frame in again], LIMITS)
+    decode(raw(encode(message, LIMITS)), LIMITS)
     return f"valid {type(message).__name__}"
 
 

@@ -59,9 +59,8 @@ def episode(version: int = 0, *, reward: float = 1.0, image: bytes = b"an image"
 
 
 def failed_episode(ending: Ending = Ending.ENV_ERROR, error: str = "boom") -> Trajectory:
-    empty = np.empty(0, np.int32)
-    nothing = np.empty(0, np.uint8), np.empty(0, np.float32)
-    return Trajectory(empty, nothing[0], nothing[1], empty, (), 0.0, (), ending, error=error)
+    ids, mask, logprobs = (np.empty(0, dtype) for dtype in (np.int32, np.uint8, np.float32))
+    return Trajectory(ids, mask, logprobs, ids, (), 0.0, (), ending, error=error)
 
 
 def sealed(frames: Sequence[Frame]) -> list[bytes]:
