@@ -18,8 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
+from actor.stream import Stream
 from shared.codec import Message, TokenRules, WireError, check_trajectory
 from shared.log import get_logger
 from shared.transport import Dealer, Secure, SocketSettings
@@ -247,7 +246,7 @@ class HeldTickets:
             check_trajectory(trajectory, self._settings.rules)
         except WireError as error:
             self._log.warning("an episode of ticket %s breaks the contract: %s", ticket.id, error)
-            return failed_trajectory(f"wire: {error}")
+            return Stream().trajectory((), Ending.WIRE_ERROR, error=f"wire: {error}")
         return trajectory
 
     async def _send(self, finished: Finished) -> None:
@@ -257,17 +256,11 @@ class HeldTickets:
             sent = await self._dealer.send(group)
         except WireError as error:
             self._log.error("the group of ticket %s cannot be sent: %s", group.ticket_id, error)
-            failed = failed_trajectory(f"wire: {error}")
+            failed = Stream().trajectory((), Ending.WIRE_ERROR, error=f"wire: {error}")
             finished.group = Group(group.ticket_id, group.actor, (failed,) * len(group.trajectories))
             sent = await self._dealer.send(finished.group)
         if sent:
             finished.sent_at = time.monotonic()
-
-
-def failed_trajectory(error: str) -> Trajectory:
-    """An episode whose record could not be used or sent."""
-    empty_i, empty_f, empty_u = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.uint8)
-    return Trajectory(empty_i, empty_u, empty_f, empty_i, (), 0.0, (), Ending.WIRE_ERROR, error=error)
 
 
 class IdleMeter:

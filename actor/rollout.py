@@ -56,22 +56,12 @@ class Player:
         try:
             async with self.engines.lease() as client:
                 if self.rollout is not None:
-                    return await play_custom(self.rollout, self._context(client, ticket, index))
+                    seed, own = episode_seed(ticket, index, 0) or 0, (self.limits, self.env_args, self.threads)
+                    context = RolloutContext(ticket.sample, ticket.sampling, seed, client, self.renderer, *own)
+                    return await play_custom(self.rollout, context)
                 return await _Episode(self, client, ticket, index).play()
         except EngineError as error:  # no engine to begin with
             return Stream().trajectory((), Ending.ENGINE_ERROR, error=str(error))
-
-    def _context(self, client: EngineClient, ticket: Ticket, index: int) -> RolloutContext:
-        return RolloutContext(
-            sample=ticket.sample,
-            sampling=ticket.sampling,
-            seed=episode_seed(ticket, index, 0) or 0,
-            engine=client,
-            renderer=self.renderer,
-            limits=self.limits,
-            env_args=self.env_args,
-            threads=self.threads,
-        )
 
 
 class _Ended(Exception):

@@ -104,9 +104,6 @@ class EngineClient(JsonClient):
         answer = await self.post("/generate", body, timeout_s)
         return self._read(lambda answer: watched_logprobs(answer, watched), answer)
 
-    async def abort_all(self, timeout_s: float = CALL_S) -> None:
-        await self._exchange("POST", "/abort_request", {"abort_all": True}, timeout_s)
-
     async def pause(self, mode: str, timeout_s: float = CALL_S) -> None:
         """`mode`: in_place keeps running requests and what was computed of them, retract computes them anew."""
         await self.post("/pause_generation", {"mode": mode}, timeout_s)

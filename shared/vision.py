@@ -105,18 +105,15 @@ def expand(
     return ids[compact_index], compact_index
 
 
-def mrope_positions(
-    expanded_ids: np.ndarray, grids_thw: Sequence[Grid], spec: VisionSpec, *, start: int = 0
-) -> np.ndarray:
+def mrope_positions(expanded_ids: np.ndarray, grids_thw: Sequence[Grid], spec: VisionSpec) -> np.ndarray:
     """int64[3, E] positions (time, height, width) of the multimodal rotary embedding.
 
     Text advances all three axes by one per token; an image of h × w visual tokens spans its rows and columns from
-    the position it starts at, and the next text follows after max(h, w). `start` is the position of the first token,
-    so that a stream can be continued: the next `start` is `next_position(positions)`.
+    the position it starts at, and the next text follows after max(h, w).
     """
     ids = np.asarray(expanded_ids)
     positions = np.empty((3, len(ids)), dtype=np.int64)
-    place, position = 0, start
+    place = position = 0
     for at, (t, h, w) in zip(_image_starts(ids, grids_thw, spec), grids_thw, strict=True):
         positions[:, place:at] = np.arange(position, position + at - place)
         position += at - place

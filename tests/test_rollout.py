@@ -120,6 +120,8 @@ class Broken(Counting):
     def __init__(self, what):
         super().__init__()
         self.what = what
+        if what == "cannot be built":
+            raise OSError("no board")
 
     def step(self, text):
         match self.what:
@@ -139,6 +141,7 @@ class Broken(Counting):
 @pytest.mark.parametrize(
     ("what", "ending", "words"),
     [
+        ("cannot be built", Ending.ENV_ERROR, "no board"),
         ("raises", Ending.ENV_ERROR, "KeyError: 'board'"),
         ("not a tuple", Ending.ENV_ERROR, "TypeError"),
         ("nan reward", Ending.REWARD_ERROR, "nan"),
@@ -150,14 +153,7 @@ def test_a_broken_environment_is_the_episodes_ending(renderer, threads, what, en
     limits = EpisodeLimits(env_timeout_s=0.1)
     trajectory, _ = play(renderer, threads, ["up"], env=lambda sample: Broken(what), limits=limits)
     assert trajectory.ending is ending and words in trajectory.error and not trajectory.trainable
-
-
-def test_an_environment_that_cannot_be_built_is_the_episodes_ending(renderer, threads):
-    def build(sample):
-        raise OSError("no board")
-
-    trajectory, _ = play(renderer, threads, [], env=build)
-    assert trajectory.ending is Ending.ENV_ERROR and len(trajectory.token_ids) == 0
+    assert bool(len(trajectory.token_ids)) == (what != "cannot be built")
 
 
 def test_the_episode_reward_is_asked_once_at_the_end(renderer, threads):

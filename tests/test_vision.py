@@ -12,7 +12,7 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from actor.engine.images import load_rgb
-from shared.vision import VisionSpec, expand, mrope_positions, next_position, patchify, pixel_values
+from shared.vision import VisionSpec, expand, mrope_positions, patchify, pixel_values
 from tests.support.tiny import draw_image, load_model
 
 SPEC = VisionSpec(image_token_id=9, min_pixels=1024, max_pixels=1048576)
@@ -60,16 +60,6 @@ def test_positions_equal_transformers_rope_index(folder, data):
         image_grid_thw=torch.tensor(grids) if grids else None,
     )
     assert np.array_equal(ours, theirs[:, 0].numpy())
-
-
-def test_positions_continue_from_a_start():
-    ids, _ = expand([1, 9, 2, 3, 9, 4], [(1, 4, 8), (1, 2, 2)], SPEC)
-    grids = [(1, 4, 8), (1, 2, 2)]
-    whole = mrope_positions(ids, grids, SPEC)
-    cut = 10  # after the first image and one text token
-    head = mrope_positions(ids[:cut], grids[:1], SPEC)
-    tail = mrope_positions(ids[cut:], grids[1:], SPEC, start=next_position(head))
-    assert np.array_equal(whole, np.concatenate([head, tail], axis=1))
 
 
 @settings(max_examples=200, deadline=None)

@@ -14,6 +14,7 @@ from aiohttp.web_protocol import RequestHandler
 
 log = logging.getLogger("engine")
 MAX_CONNECTIONS = 4096
+MAX_BODY_BYTES = 64 << 20
 MAX_HEADERS, MAX_LINE_BYTES = 64, 4096  # of one request, and of each of its lines
 OPEN_PATHS = ("/health",)  # answered to everybody, as SGLang does
 
@@ -36,7 +37,7 @@ class HttpServer(web.Server):
     With an `api_key` a request must carry it ("authorization: Bearer KEY"), else it is answered 401, its body unread.
     """
 
-    def __init__(self, routes: Mapping[str, Handler], *, api_key: str = "", max_body_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, routes: Mapping[str, Handler], *, api_key: str = "") -> None:
         super().__init__(
             self._respond,
             handler_cancellation=True,
@@ -47,7 +48,7 @@ class HttpServer(web.Server):
             max_field_size=MAX_LINE_BYTES,
         )
         self._routes = {route: (handler, _decoder(handler)) for route, handler in routes.items()}
-        self._api_key, self._max_body_bytes = api_key.encode(), max_body_bytes
+        self._api_key = api_key.encode()
         self._listener: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -86,8 +87,8 @@ class HttpServer(web.Server):
             known = any(name.endswith(f" {request.path}") for name in self._routes)
             raise HttpError(405 if known else 404, f"no {request.method} {request.path} here")
         length = request.content_length if request.can_read_body else 0
-        if length is None or length > self._max_body_bytes:
-            raise HttpError(413, f"send a Content-Length of at most {self._max_body_bytes}")
+        if length is None or length > MAX_BODY_BYTES:
+            raise HttpError(413, f"send a Content-Length of at most {MAX_BODY_BYTES}")
         handler, decoder = route
         return await handler(decoder.decode(await request.content.read() if length else b"{}"))
 

@@ -71,7 +71,7 @@ def test_stop_length_and_abort_are_told_apart(servers, recipe, publisher):
         stopped = await client.generate(ids, [image], Sampling(max_new_tokens=200), stop_ids=range(640))
         long = asyncio.create_task(client.generate(ids, [image], Sampling(max_new_tokens=4000), banned_ids=ENDS))
         await asyncio.sleep(2.0)
-        await client.abort_all()
+        await client.post("/abort_request", {"abort_all": True})
         return short, stopped, await long
 
     short, stopped, aborted = ask(servers.urls[0], use, timeout_s=120)

@@ -70,7 +70,7 @@ def holds(url, policy, version):
     return theirs == own and call(url, "/model_info")["weight_version"] == str(version)
 
 
-def check_no_stale_image(url: str, policy: Any, model_path: str, ranks: Any, settings: PublishSettings = FAST) -> None:
+def check_no_stale_image(url: str, policy: Any, model_path: str, ranks: Any) -> None:
     """A check for any engine: no image's features outlive the weights that made them.
 
     Shows the canary's image, changes the vision tower alone, and shows it again.
@@ -78,7 +78,7 @@ def check_no_stale_image(url: str, policy: Any, model_path: str, ranks: Any, set
     WrongWeights if the engine serves what the old tower saw. The policy's tower stays changed.
     """
     verifier = WeightVerifier(policy, model_path, ranks)
-    with publishing(policy, ranks, settings, verifier) as publisher:
+    with publishing(policy, ranks, FAST, verifier) as publisher:
         assert publisher.publish(1, [url])["publish/unproven"] == 0
         before = verifier.canary.expected()
         generator = torch.Generator().manual_seed(3)

@@ -94,18 +94,14 @@ def vision_of(recipe: Recipe) -> VisionSpec:
     return VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
 
 
-def player_of(recipe: Recipe, urls: Sequence[str], timeout_s: float = 120.0) -> Player:
-    renderer = Renderer(AutoTokenizer.from_pretrained(recipe.model.path), vision_of(recipe))
-    return make_player(recipe, renderer, EnginePool([EngineClient(url, timeout_s=timeout_s) for url in urls]))
-
-
 async def with_player(recipe: Recipe, urls: Sequence[str], use: Callable[[Player], Awaitable[Any]]) -> Any:
     """What `use` makes of a player that is open meanwhile."""
-    player = player_of(recipe, urls)
+    renderer = Renderer(AutoTokenizer.from_pretrained(recipe.model.path), vision_of(recipe))
+    engines = EnginePool([EngineClient(url, timeout_s=120.0) for url in urls])
     try:
-        return await use(player)
+        return await use(make_player(recipe, renderer, engines))
     finally:
-        await player.engines.close()
+        await engines.close()
 
 
 def play(recipe: Recipe, urls: Sequence[str], count: int, version: int, *sampling: float) -> list[Trajectory]:
