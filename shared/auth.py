@@ -211,9 +211,7 @@ class HandshakeMonitor:
                 elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     self._trouble = "it refuses this actor's key; add the key to its allow-list"
                 else:
-                    self._trouble = (
-                        "the handshake fails: transport.keys must be of the learner's, or empty on both ends"
-                    )
+                    self._trouble = "the handshake fails: transport.keys must be the learner's, or empty on both ends"
         return self._trouble
 
     def close(self) -> None:

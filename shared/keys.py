@@ -22,6 +22,7 @@ from pathlib import Path
 import zmq
 
 from shared.auth import AllowList, ClientKeys, ServerKeys
+from shared.config import fail
 from shared.sections import TransportConfig
 from shared.transport import Secure
 
@@ -148,16 +149,14 @@ def make_keys(folder: Path, actors: Sequence[str]) -> list[Path]:
     """Makes the missing ones of the learner's pair, the actors' pairs and the allow-list; returns the new files."""
     names = [_checked_name(name) for name in actors]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    made: list[Path] = []
     learner = folder / f"{LEARNER}.key"
-    if not learner.exists():
-        made.append(_write_pair(learner, {})[0])
-    server = _read_pair(learner)["public"]
-    for name in dict.fromkeys(names):
+    made = [] if learner.exists() else [learner]
+    server = _write_pair(learner) if made else _read_pair(learner)["public"]
+    for name in names:
         path = folder / f"{name}.key"
         if path.exists():
             continue
-        _, public = _write_pair(path, {LEARNER: server})
+        public = _write_pair(path, **{LEARNER: server})
         made.append(path)
         with os.fdopen(os.open(folder / ALLOWED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
             file.write(f"{public} {name}\n")
@@ -174,11 +173,12 @@ def make_api_key(folder: Path) -> list[Path]:
     return [path]
 
 
-def _write_pair(path: Path, more: dict[str, str]) -> tuple[Path, str]:
+def _write_pair(path: Path, **more: str) -> str:
+    """The public key of the pair that now is in `path`."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
-    pairs = {"public": public, "secret": secret, **more}
-    write_secret(path, "".join(f'{name} = "{value}"\n' for name, value in pairs.items()))
-    return path, public
+    keys = {"public": public, "secret": secret, **more}
+    write_secret(path, "".join(f'{name} = "{value}"\n' for name, value in keys.items()))
+    return public
 
 
 def write_secret(path: Path, text: str, *, anew: bool = False) -> None:
@@ -200,12 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         made = make_keys(folder, arguments.actors) + (make_api_key(folder) if arguments.engine else [])
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return fail(error)
     print(f"made {', '.join(map(str, made))}" if made else "nothing to make: all of these exist")
-    print(
-        f"{folder / 'learner.key'} and {folder / ALLOWED} stay with the learner; an actor needs its own .key file only"
-    )
+    kept = f"{folder / 'learner.key'} and {folder / ALLOWED}"
+    print(f"{kept} stay with the learner; an actor needs its own .key file only")
     return 0
 
 

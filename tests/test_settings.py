@@ -40,6 +40,11 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(spec) -> None:
     assert refusal(ObjectiveConfig(name="grpo")) is None
 
 
+def run(tmp_path: Path, fields: dict) -> subprocess.CompletedProcess[str]:
+    command = local(places(tmp_path, **fields, **{"eval.samples": 0}))
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "versions"),
@@ -49,15 +54,12 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(spec) -> None:
     ],
 )
 def test_a_run_publishes_and_ends_when_the_recipe_says(tmp_path: Path, fields: dict, versions: list[int]) -> None:
-    done = subprocess.run(
-        local(places(tmp_path, **fields, **{"eval.samples": 0})), capture_output=True, text=True, timeout=200
-    )
+    done = run(tmp_path, fields)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [row["policy_version"] for row in metrics(tmp_path) if "rollout/reward" in row] == versions
 
 
 @pytest.mark.slow
 def test_a_canary_beyond_its_tolerance_stops_the_run(tmp_path: Path) -> None:
-    fields = {"learner.publish.canary_tolerance": 1e-12, "eval.samples": 0}
-    done = subprocess.run(local(places(tmp_path, **fields)), capture_output=True, text=True, timeout=200)
+    done = run(tmp_path, {"learner.publish.canary_tolerance": 1e-12})
     assert done.returncode and "(learner.publish.canary_tolerance)" in done.stderr, done.stderr[-3000:]

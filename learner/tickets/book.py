@@ -35,7 +35,7 @@ from learner.tickets.records import (
     oldest_version,
 )
 from learner.tickets.sources import SampleSource
-from learner.tickets.staleness import age, leaves_room, may_issue
+from learner.tickets.staleness import leaves_room, may_issue
 from shared.types import Group, PolicyVersion, Ticket
 
 __all__ = ["BookSettings", "EvaluationResult", "TicketBook", "Verdict"]
@@ -229,7 +229,7 @@ class TicketBook:
         """
         while self.ready >= count:
             batch = [self._ready[number] for number in heapq.nsmallest(count, self._ready)]
-            stale = [state for state in batch if age(self.version, state.oldest) > self.settings.max_staleness]
+            stale = [state for state in batch if self.version - state.oldest > self.settings.max_staleness]
             if not stale:
                 break
             for state in stale:

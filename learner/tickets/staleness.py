@@ -1,4 +1,4 @@
-"""Staleness as three pure formulas: when a ticket may be issued, what may be trained first, and how old a group is."""
+"""Staleness as two pure formulas: when a ticket may be issued, and what may be trained first."""
 
 from __future__ import annotations
 
@@ -35,8 +35,3 @@ def leaves_room(
         if due > max(0, (last + 1) * groups_per_version - trained):
             return False
     return True
-
-
-def age(version_now: PolicyVersion, ticket_version: PolicyVersion) -> int:
-    """Publications between a ticket's issue (or a token's sampling) and now."""
-    return version_now - ticket_version
