@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.machine import children_of
-from tests.support.runs import RECIPE, local, metrics, places
+from tests.support.runs import command, finished, local, metrics, places
 
 
 @pytest.mark.slow
 def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
     fields = {"eval.every_steps": 15, "learner.checkpoint.keep": 1}
     fields["learner.publish.pause_mode"] = "retract"  # so that no token stands on what older weights computed
-    command = local([*places(tmp_path, **fields), "--ranks", "2"])
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert run.returncode == 0, run.stderr[-3000:]
+    run = finished(local([*places(tmp_path, **fields), "--ranks", "2"]), timeout_s=280)
     assert "Warning" not in run.stderr, run.stderr[:3000]
     result = json.loads(run.stdout.splitlines()[-1])
     rows = [row for row in metrics(tmp_path) if "rollout/reward" in row]
@@ -72,10 +67,8 @@ def test_ctrl_c_stops_everything_within_ten_seconds_and_leaves_no_process(tmp_pa
 @pytest.mark.slow
 def test_a_run_stopped_half_way_resumes_and_finishes(tmp_path: Path) -> None:
     fields = {"learner.total_steps": 12, "learner.checkpoint.every": 6, "learner.resume": "auto", "eval.samples": 0}
-    half = places(tmp_path, **{**fields, "learner.total_steps": 6})
-    assert subprocess.run(local(half), capture_output=True, timeout=200).returncode == 0
-    run = subprocess.run(local(places(tmp_path, **fields)), capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stderr[-3000:]
+    finished(local(places(tmp_path, **{**fields, "learner.total_steps": 6})))
+    finished(local(places(tmp_path, **fields)))
     rows = [row for row in metrics(tmp_path) if "rollout/reward" in row]
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert rows[-1]["tickets/trained"] == 12 * 16
@@ -84,48 +77,10 @@ def test_a_run_stopped_half_way_resumes_and_finishes(tmp_path: Path) -> None:
     assert "has its 12 steps" in again.stderr
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "expected"),
-    [
-        ("learner", ["--learner.lrr", "1"], "did you mean --learner.optimizer.lr?"),
-        ("learner", ["--env.module", "envs.nothing"], "no module 'envs.nothing'"),
-        ("learner", ["--model.path", "envs"], "config.json"),
-        ("actors", ["--env.module", "tests/conftest_missing.py"], "no file 'tests/conftest_missing.py'"),
-        ("actors", ["--model.path", "nowhere"], "nowhere"),
-        ("local", ["--learner.objective.name", "ppo"], "learner.objective.name = 'ppo'"),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_exit_code_two(
-    tmp_path: Path, script: str, arguments: list[str], expected: str
-) -> None:
-    command = [sys.executable, f"launch/{script}.py", "--config", RECIPE, *places(tmp_path), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 2
-    lines = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1, run.stderr
-    assert expected in lines[0]
-    assert "Traceback" not in run.stderr
-
-
-@pytest.mark.parametrize(("script", "field"), [("learner", "learner.bind"), ("actors", "engine.port")])
-def test_an_occupied_port_is_named_before_anything_starts(tmp_path: Path, script: str, field: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        value = f"tcp://127.0.0.1:{port}" if script == "learner" else str(port)
-        command = [sys.executable, f"launch/{script}.py", "--config", RECIPE, *places(tmp_path, **{field: value})]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "WORLD_SIZE": "1"})
-    assert run.returncode == 2
-    assert str(port) in run.stderr.splitlines()[-1]
-    assert "Traceback" not in run.stderr
-
-
 @pytest.mark.slow
 def test_actors_give_up_on_a_learner_that_is_not_there(tmp_path: Path) -> None:
-    arguments = places(tmp_path, **{"actor.connect_timeout_s": 2})
-    command = [sys.executable, "launch/actors.py", "--config", RECIPE, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    arguments = command("actors", places(tmp_path, **{"actor.connect_timeout_s": 2}))
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
     assert run.returncode != 0
     assert "is silent for" in run.stderr
     assert "Traceback" not in run.stderr

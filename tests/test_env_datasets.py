@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -30,10 +27,7 @@ def image(colour="red") -> bytes:
 
 
 def write(path: Path, rows: list[dict]) -> Path:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(path, rows)
     return path
 
 
@@ -98,12 +92,6 @@ def test_images_may_be_bytes_or_files_and_marks_say_where_they_go(tmp_path):
     assert [part["type"] for part in marked] == ["text", "image", "text", "image", "text"]
     assert [part["type"] for part in plain] == ["image", "text"]
     assert data.samples[0].images[0].data == image()
-
-
-def test_a_missing_column_is_named_with_those_present(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"question": "x?", "answer": "1"}])
-    with pytest.raises(ValueError, match="no column 'problem'; it has: question, answer"):
-        load_dataset(path)
 
 
 @pytest.mark.parametrize(
@@ -176,14 +164,10 @@ def test_raw_rows_with_boards_in_text_are_converted(tmp_path):
         for board in boards
     ]
     rows.append({"prompt": "no board", "data_source": "x"})
-    for name, kind in (
-        ("raw", rows),
-        ("chats", [{"prompt": [{"role": "user", "content": r["prompt"]}]} for r in rows]),
-    ):
+    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    for name, kind in (("raw", rows), ("chats", chats)):
         reading = read_boards(write(tmp_path / f"{name}.parquet", kind))
         assert (reading.boards, reading.unreadable) == (boards, 1)
         assert "row 3: the text draws no board" in reading.examples[0]
-    with pytest.raises(ValueError, match="no column 'prompt' or 'extra_info'; it has: text"):
-        read_boards(write(tmp_path / "other.jsonl", [{"text": "x"}]))
     with pytest.raises(ValueError, match="no board"):
         board_in_text("# # #\n# P #")

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from envs import geo3k, geo3k_multi_turn
-from envs.datasets import load_dataset, write_rows
 from envs.geo3k_multi_turn import build_env, episode_reward
 from envs.geometry.tool_call import parse_tool_call
-from envs.geometry.triangles import KINDS, make_problem, rows
+from envs.geometry.triangles import KINDS, make_problem
 from learner.advantages import group_advantages
 from shared.types import Sample
 
@@ -195,14 +194,3 @@ def test_a_drawn_problem_is_shown_for_a_seed_and_without_a_sample(module):
         assert [part["type"] for part in env.format_observation(observation)["content"]] == ["image", "text"]
         _, _, info = env.step(rf"\boxed{{{env.label}}}")
         assert info["reward"] == 1.0
-
-
-def test_drawn_problems_are_written_as_a_dataset_and_read_again(tmp_path):
-    path = tmp_path / "triangles.parquet"
-    assert write_rows(path, rows(20, split="train")) == 20
-    data = load_dataset(path)
-    assert data.report.bad_labels == data.report.bad_images == 0
-    for sample in data.samples:
-        env = geo3k.build_env(sample)
-        env.reset()
-        assert env.step(rf"\boxed{{{sample.label}}}")[2]["reward"] == 1.0

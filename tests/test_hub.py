@@ -30,40 +30,30 @@ class Hub(LocalServer):
         class Handler(QuietHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_HEAD(self) -> None:
-                self.answer(head=True)
-
             def do_GET(self) -> None:
-                self.answer(head=False)
-
-            def answer(self, head: bool) -> None:
                 for name, folder in repositories.items():
                     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
                     if self.path.startswith(f"/api/{name}/revision/"):
-                        found = {"id": name.partition("/")[2], "sha": COMMIT}
-                        return self.reply(json.dumps({**found, "siblings": [{"rfilename": n} for n in names]}).encode())
+                        files = [{"rfilename": n} for n in names]
+                        return self.say({"id": name.partition("/")[2], "sha": COMMIT, "siblings": files})
                     if self.path.startswith(f"/api/{name}/tree/"):
-                        tree = [
-                            {"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": COMMIT}
-                            for n in names
-                        ]
-                        return self.reply(json.dumps(tree).encode())
+                        files = [{"path": n, "size": (folder / n).stat().st_size} for n in names]
+                        return self.say([{"type": "file", "oid": COMMIT, **file} for file in files])
                     prefix = f"/{name.removeprefix('models/')}/resolve/{COMMIT}/"
                     if self.path.startswith(prefix):
-                        data = (folder / self.path.removeprefix(prefix)).read_bytes()
-                        if not head:
+                        if self.command == "GET":
                             hub.asked.append(self.path.removeprefix(prefix))
-                        return self.reply(data, head)
-                return self.reply(b"{}", head, 404)
+                        return self.file((folder / self.path.removeprefix(prefix)).read_bytes())
+                return self.reply(b"{}", 404)
 
-            def reply(self, data: bytes, head: bool = False, status: int = 200) -> None:
-                self.send_response(status)
-                self.send_header("content-length", str(len(data)))
-                self.send_header("etag", f'"{hashlib.sha256(data).hexdigest()}"')
-                self.send_header("x-repo-commit", COMMIT)
-                self.end_headers()
-                if not head:
-                    self.wfile.write(data)
+            do_HEAD = do_GET
+
+            def say(self, answer: object) -> None:
+                self.file(json.dumps(answer).encode())
+
+            def file(self, data: bytes) -> None:
+                etag = f'"{hashlib.sha256(data).hexdigest()}"'
+                self.reply(data, headers={"etag": etag, "x-repo-commit": COMMIT})
 
         super().__init__(Handler)
 

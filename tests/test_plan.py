@@ -7,11 +7,7 @@ import dataclasses
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoModelForImageTextToText,
-    Qwen3VLConfig,
-    Qwen3VLMoeConfig,
-)
+from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from learner import plan
 from learner.batch import EpisodeSettings, make_episode, pack
@@ -199,16 +195,8 @@ def test_the_command_takes_a_recipe_with_overrides_and_options_of_its_own(capsys
     assert "4096 tokens a microbatch" in capsys.readouterr().out
 
 
-def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, single_rank):
+def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, ranks):
     policy, sizes = load_policy(str(folder), spec), find(str(folder))
-    parallelize(policy, single_rank, learner_config(freeze=("vision",)), torch.float32)
+    parallelize(policy, ranks, learner_config(freeze=("vision",)), torch.float32)
     trained = sum(p.numel() for p in policy.vlm.parameters() if p.requires_grad)
     assert trained == sizes.parameters - sizes.vision_parameters
-
-
-@pytest.fixture
-def single_rank():
-    from learner.distributed import close_ranks, init_ranks
-
-    yield init_ranks("cpu")
-    close_ranks()

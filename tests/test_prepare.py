@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from envs import geo3k
 from envs.boards.board import Board, board_from_config, board_of, canonical
 from envs.boards.data import make_boards, row_of
 from envs.boards.generate import BoardSpec
@@ -105,10 +106,12 @@ def test_the_five_real_problems_survive_the_conversion(tmp_path, capsys):
         assert (sample.prompt, sample.label) == (twin.prompt, twin.label)
 
 
-def test_drawn_problems_share_no_question_between_the_files(tmp_path, capsys):
+def test_drawn_problems_can_be_answered_and_share_no_question_between_the_files(tmp_path, capsys):
     assert "27 to train on, 3 held out" in prepare(capsys, "geo3k", "--make", 30, "--out", tmp_path)
     train, heldout = (load_dataset(tmp_path / f"{name}.parquet").samples for name in ("train", "heldout"))
     assert not {s.images[0].content_hash for s in train} & {s.images[0].content_hash for s in heldout}
+    for sample in train:
+        assert geo3k.build_env(sample).step(rf"\boxed{{{sample.label}}}")[2]["reward"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from launch.processes.children import Child
 from launch.processes.restarts import Restarts, TooManyRestarts
 from shared.config import Recipe
 from shared.sections import ActorConfig, EnvConfig, ModelConfig
+from tests.support.machine import until
 
 
 def test_pauses_double_while_it_fails_early_and_there_is_none_once_it_ran_well() -> None:
@@ -51,11 +51,7 @@ def actor_that(code: str, monkeypatch: pytest.MonkeyPatch, max_restarts: int = 1
 
 
 def keep(actor: ActorProcess) -> None:
-    deadline = time.monotonic() + 20
-    while not actor.done:
-        actor.keep_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: actor.keep_alive() or actor.done)
 
 
 def test_an_actor_that_was_killed_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -127,10 +128,7 @@ class Server(LocalServer):
                 if isinstance(answer, float):
                     time.sleep(answer)
                     answer = (200, b"0")
-                self.send_response(answer[0])
-                self.send_header("content-length", str(len(answer[1])))
-                self.end_headers()
-                self.wfile.write(answer[1])
+                self.reply(answer[1], answer[0])
 
         super().__init__(Handler)
         self.url += "/grade?key=1"
@@ -138,15 +136,8 @@ class Server(LocalServer):
 
 @pytest.fixture
 def serve() -> Iterator:
-    servers: list[Server] = []
-
-    def start(*answers) -> Server:
-        servers.append(Server(list(answers)))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
+    with ExitStack() as servers:
+        yield lambda *answers: servers.enter_context(closing(Server(list(answers))))
 
 
 def test_a_server_is_posted_the_episode_and_asked_again_when_it_is_busy(renderer, threads, serve):

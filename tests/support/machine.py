@@ -73,6 +73,14 @@ class QuietHandler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def reply(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"content-length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
 
 class LocalServer:
     """Answers HTTP by `handler` on a free port of loopback, until it is closed."""

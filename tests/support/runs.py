@@ -1,9 +1,11 @@
-"""Commands on the small colour task, with a folder and ports of the test's own, and what such a run wrote."""
+"""Commands on small recipes, the colour task's if none is named, in a folder and on ports of the test's own."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 from tests.support.machine import free_port
@@ -18,10 +20,29 @@ def places(tmp_path: Path, **more: object) -> list[str]:
     return [part for key, value in {**fields, **more}.items() for part in (f"--{key}", str(value))]
 
 
+def command(script: str, arguments: list[str], recipe: str = RECIPE) -> list[str]:
+    return [sys.executable, f"launch/{script}.py", "--config", recipe, *arguments]
+
+
 def local(arguments: list[str]) -> list[str]:
-    return [sys.executable, "launch/local.py", "--config", RECIPE, *arguments]
+    return command("local", arguments)
 
 
-def metrics(tmp_path: Path) -> list[dict]:
-    lines = (tmp_path / "colour_tiny" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+def finished(arguments: list[str], timeout_s: float = 250) -> subprocess.CompletedProcess[str]:
+    """The command, which has ended well."""
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended
+
+
+def refused(arguments: list[str], codes: Container[int] = (2,)) -> tuple[str, str]:
+    """The one line in which a command named the user's mistake, and all of its stderr."""
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=250)
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")] or [ended.stderr[-3000:]]
+    assert ended.returncode in codes, line
+    assert "Traceback" not in ended.stderr
+    return line, ended.stderr
+
+
+def metrics(tmp_path: Path, name: str = "colour_tiny") -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
