@@ -267,8 +267,7 @@ class IdleMeter:
     """The share of time in which no group was being played; entered once for each group."""
 
     def __init__(self) -> None:
-        self._playing = 0
-        self._idle_s = 0.0
+        self._playing, self._idle_s = 0, 0.0
         self._since = self._began = time.monotonic()
 
     def __enter__(self) -> None:

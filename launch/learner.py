@@ -19,12 +19,11 @@ import os
 import signal
 from typing import TextIO
 
-import zmq
-
 from launch.engines.gpus import claim, names
 from launch.processes.children import Stopped, die_with_parent, raise_on_signals
 from launch.task_samples import held_out_samples, ready, training_samples
 from learner.shutdown import ShutdownRequested
+from learner.tickets.server import check_address
 from learner.tickets.sources import SeedSource
 from shared.config import Recipe, fail, parse, recipe_parser
 from shared.keys import learner_security, read_api_key
@@ -77,19 +76,6 @@ def claim_gpu(recipe: Recipe, rank: int) -> list[TextIO]:
     if recipe.learner.device != "cuda":
         return []
     return claim(names([int(os.environ.get("LOCAL_RANK", "0"))], os.environ), f"learner rank {rank}")
-
-
-def check_address(address: str) -> None:
-    """ValueError when another learner, or anything else, listens there."""
-    context = zmq.Context()
-    try:
-        with context.socket(zmq.ROUTER) as probe:
-            probe.bind(address)
-    except zmq.ZMQError as error:
-        cure = "free the port or choose another one (--learner.bind tcp://HOST:PORT)"
-        raise ValueError(f"learner.bind = {address!r}: {error}; {cure}") from None
-    finally:
-        context.term()
 
 
 def prepare_run_folder(recipe: Recipe) -> None:

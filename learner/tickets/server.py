@@ -289,3 +289,8 @@ class TicketServer:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: the thread wakes anyway; closed: there is nothing to wake
             self._wake_send.send(b"\0")
+
+
+def check_address(address: str) -> None:
+    """ValueError when another learner, or anything else, listens there."""
+    Router(address).close()
