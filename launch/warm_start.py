@@ -24,9 +24,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneratio
 from actor.render import Renderer
 from launch.tiny_models import build as tiny_model
 from launch.tiny_models.demonstrations import TASKS, Task
-from learner.batch import EpisodeSettings, make_episode, pack
+from learner.batch import make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
+from shared.learner_config import ObjectiveConfig
 from shared.types import Ending, Image, Trajectory, Turn
 from shared.vision import VisionSpec
 
@@ -78,7 +79,7 @@ def train(task: Task, options: argparse.Namespace) -> None:
     tiny_model.save(options.out, model, tokenizer)
     spec = VisionSpec.load(options.out)
     policy, decoder, renderer = Policy(model, spec), ImageDecoder(spec), Renderer(tokenizer, spec)
-    settings, device = EpisodeSettings(), torch.device("cpu")
+    settings, device = ObjectiveConfig(), torch.device("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     started = time.monotonic()
     for step in range(steps):

@@ -41,38 +41,22 @@ class Episode:
         return len(self.input_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeSettings:
-    reward_scale: float = 1.0
-    turn_rewards: bool = True  # false: the whole episode's reward at its last token
-    divide_by_std: bool = True
-    leave_one_out: bool = False
-    mask_overlong: bool = False  # episodes cut off by a token limit get no gradient; they still count in their group
-    overlong_penalty: float = 0.0  # what such an episode's reward is less
-
-    @staticmethod
-    def of(config: ObjectiveConfig) -> EpisodeSettings:
-        return EpisodeSettings(
-            reward_scale=config.reward_scale,
-            turn_rewards=config.turn_rewards,
-            divide_by_std=config.divide_by_std,
-            leave_one_out=config.leave_one_out,
-            mask_overlong=config.overlong == "mask",
-            overlong_penalty=config.overlong_penalty if config.overlong == "penalise" else 0.0,
-        )
-
-
 _OVERLONG = frozenset({Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})
 
 
-def episode_rewards(group: Group, settings: EpisodeSettings) -> list[float]:
+def penalty(trajectory: Trajectory, objective: ObjectiveConfig) -> float:
+    """What the reward of an episode that a token limit cut off is less."""
+    return objective.overlong_penalty * (objective.overlong == "penalise" and trajectory.ending in _OVERLONG)
+
+
+def episode_rewards(group: Group, objective: ObjectiveConfig) -> list[float]:
     """Of the trainable trajectories, as advantages see them."""
-    return [t.reward - settings.overlong_penalty * (t.ending in _OVERLONG) for t in group.trajectories if t.trainable]
+    return [t.reward - penalty(t, objective) for t in group.trajectories if t.trainable]
 
 
-def is_uninformative(group: Group, settings: EpisodeSettings) -> bool:
+def is_uninformative(group: Group, objective: ObjectiveConfig) -> bool:
     """Whether all its episodes earned exactly the same, so that no group-relative objective learns from it."""
-    return equal(episode_rewards(group, settings))
+    return equal(episode_rewards(group, objective))
 
 
 def check_layout(trajectory: Trajectory, spec: VisionSpec) -> None:
@@ -96,7 +80,9 @@ def check_group(group: Group, decoder: ImageDecoder) -> None:
                 decoder.get(image)
 
 
-def make_episode(trajectory: Trajectory, advantage: float, decoder: ImageDecoder, settings: EpisodeSettings) -> Episode:
+def make_episode(
+    trajectory: Trajectory, advantage: float, decoder: ImageDecoder, objective: ObjectiveConfig
+) -> Episode:
     """Expands the placeholders. ValueError when the layout is wrong or an image cannot be read."""
     check_layout(trajectory, decoder.spec)
     grids = [decoder.grid(image) for image in trajectory.images]
@@ -109,12 +95,11 @@ def make_episode(trajectory: Trajectory, advantage: float, decoder: ImageDecoder
     for turn in trajectory.turns:
         last = int(np.searchsorted(sampled, turn.end)) - 1
         turn_end[last] = True
-        if settings.turn_rewards:
-            rewards[last] += turn.reward * settings.reward_scale
-    if not settings.turn_rewards:
-        rewards[-1] = trajectory.reward * settings.reward_scale
-    if trajectory.ending in _OVERLONG:
-        rewards[-1] -= settings.overlong_penalty * settings.reward_scale
+        if objective.turn_rewards:
+            rewards[last] += turn.reward * objective.reward_scale
+    if not objective.turn_rewards:
+        rewards[-1] = trajectory.reward * objective.reward_scale
+    rewards[-1] -= penalty(trajectory, objective) * objective.reward_scale
     turn_end[-1] = True
     return Episode(
         input_ids=ids,
@@ -129,16 +114,16 @@ def make_episode(trajectory: Trajectory, advantage: float, decoder: ImageDecoder
     )
 
 
-def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, settings: EpisodeSettings) -> list[Episode]:
+def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, objective: ObjectiveConfig) -> list[Episode]:
     """Episodes of all trainable trajectories; advantages are relative to the trainable ones of each group."""
     episodes = []
     for group in groups:
         trajectories = [t for t in group.trajectories if t.trainable]
-        rewards, how = episode_rewards(group, settings), (settings.divide_by_std, settings.leave_one_out)
-        advantages = group_advantages(rewards, divide_by_std=how[0], leave_one_out=how[1])
+        how = {"divide_by_std": objective.divide_by_std, "leave_one_out": objective.leave_one_out}
+        advantages = group_advantages(episode_rewards(group, objective), **how)
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
-            if not (settings.mask_overlong and trajectory.ending in _OVERLONG):
-                episodes.append(make_episode(trajectory, float(advantage), decoder, settings))
+            if not (objective.overlong == "mask" and trajectory.ending in _OVERLONG):
+                episodes.append(make_episode(trajectory, float(advantage), decoder, objective))
     return episodes
 
 

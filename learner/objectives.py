@@ -143,7 +143,6 @@ def vtrace(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
         lam=config.lam,
         rho_bar=config.rho_bar,
         c_bar=config.c_bar,
-        pg_rho_bar=config.pg_rho_bar,
         **levels,
     )
     clip = (config.clip_low, config.clip_high) if config.vtrace_clip else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from learner.batch import EpisodeSettings, check_group, is_uninformative
+from learner.batch import check_group, is_uninformative
 from learner.coordinator import Coordinator, Follower
 from learner.distributed import Ranks
 from learner.model import attention_backend
@@ -104,8 +104,7 @@ def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:
     """What names the reason why a group is replaced by a fresh one; None where every group is trained on."""
     if not config.dynamic_sampling:
         return None
-    settings = EpisodeSettings.of(config)
-    return lambda group: "uninformative" if is_uninformative(group, settings) else ""
+    return lambda group: "uninformative" if is_uninformative(group, config) else ""
 
 
 def token_rules(trainer: Trainer) -> TokenRules:

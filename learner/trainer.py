@@ -13,16 +13,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import RunningScale
-from learner.batch import (
-    Episode,
-    EpisodeSettings,
-    Microbatch,
-    empty_microbatch,
-    make_episodes,
-    pack,
-    plan,
-    plan_together,
-)
+from learner.batch import Episode, Microbatch, empty_microbatch, make_episodes, pack, plan, plan_together
 from learner.distributed import Ranks, all_sum
 from learner.images import ImageDecoder
 from learner.metrics.throughput import Clock, speed
@@ -66,7 +57,6 @@ class Trainer:
         self.num_steps = 0
         self.num_skipped = 0
         self.num_bad_in_a_row = 0  # steps without a finite loss and gradient
-        self._episode_settings = EpisodeSettings.of(config.objective)
         self.scale = RunningScale(config.objective)
         self.router = RouterLoad(policy.vlm, ranks.device)
         self._sizes = sizes_of(policy.vlm.config.to_dict())
@@ -78,7 +68,7 @@ class Trainer:
         A step without a trainable token, or with a non-finite loss or gradient, changes no weight and is counted.
         """
         clock = Clock(self.ranks.device)
-        episodes = make_episodes(groups, self.decoder, self._episode_settings)
+        episodes = make_episodes(groups, self.decoder, self.config.objective)
         num_tokens = sum(len(e.targets) for e in episodes)
         microbatches = self._plan(episodes)
         scale = self.scale(episodes)
@@ -142,12 +132,11 @@ class Trainer:
         return [[useful[i] for i in chosen] for chosen in mine]
 
     def _pack(self, episodes: list[Episode]) -> Microbatch:
-        if not episodes:
-            return empty_microbatch(self.decoder, self._harmless_id(), self.ranks.device)
-        return pack(episodes, self.decoder, self.ranks.device)
-
-    def _harmless_id(self) -> int:
-        return next(i for i in range(len(self.policy.banned_ids) + 1) if i not in self.policy.banned_ids)
+        if episodes:
+            return pack(episodes, self.decoder, self.ranks.device)
+        banned = self.policy.banned_ids
+        harmless_id = next(i for i in range(len(banned) + 1) if i not in banned)
+        return empty_microbatch(self.decoder, harmless_id, self.ranks.device)
 
     def _loss(
         self, batch: Microbatch, output: PolicyOutput, version: int, divisor: int, scale: float, stats: TokenStats

@@ -5,7 +5,7 @@ S = turns of all episodes, one after another.
 
     delta_t = rho_t (r_t + gamma_t V_{t+1} - V_t)                      rho_t = min(rho_bar, pi/mu)
     vs_t    = V_t + delta_t + gamma_t c_t (vs_{t+1} - V_{t+1})         c_t   = lambda_t min(c_bar, pi/mu)
-    A_t     = min(pg_rho_bar, pi/mu) (q_t - V_t)
+    A_t     = q_t - V_t
     q_t     = r_t + gamma_t (lambda_t vs_{t+1} + (1 - lambda_t) V_{t+1})
 
 With lambda = 1 this is the paper's; on-policy, vs - V and A are the lambda-return's error (GAE). An action is a token
@@ -14,6 +14,7 @@ With lambda = 1 this is the paper's; on-policy, vs - V and A are the lambda-retu
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -23,75 +24,54 @@ from kernels.scan import reverse_scan
 
 
 class VTrace(NamedTuple):
-    """`vs` [T,B]: targets of the value function. `pg_advantages` [T,B]: weights of the policy gradient."""
+    """Both [T,B], without gradient. `advantages` is q - V, before the policy gradient's weight by pi/mu."""
 
     vs: Tensor
-    pg_advantages: Tensor
+    advantages: Tensor
 
 
 class TokenTargets(NamedTuple):
-    """V-trace over sampled tokens; all [N], no gradient. `advantages` is `pg_advantages` before the weight by rho."""
+    """V-trace over sampled tokens; all [N], no gradient."""
 
     vs: Tensor
-    pg_advantages: Tensor
     advantages: Tensor
     log_rhos: Tensor  # of the action that the token is, or is part of
     value_weights: Tensor  # of each token in the value's loss; their sum is N
 
 
-def _truncated(rhos: Tensor, bar: float | None) -> Tensor:
-    return rhos if bar is None else rhos.clamp(max=bar)
-
-
 @torch.no_grad()
-def _targets(
-    rhos_TB: Tensor,
+def vtrace(
+    log_rhos_TB: Tensor,
     discounts_TB: Tensor,
     rewards_TB: Tensor,
     values_TB: Tensor,
     bootstrap_value_B: Tensor,
-    lambdas: Tensor | float,
-    rho_bar: float | None,
-    c_bar: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Returns (vs, q - V), both [T,B]."""
-    next_values_TB = torch.cat([values_TB[1:], bootstrap_value_B[None]])
-    deltas_TB = _truncated(rhos_TB, rho_bar) * (rewards_TB + discounts_TB * next_values_TB - values_TB)
-    cs_TB = lambdas * _truncated(rhos_TB, c_bar)
-    errors_TB = reverse_scan(discounts_TB * cs_TB, deltas_TB)  # vs - V
-    vs_TB = values_TB + errors_TB
-    next_errors_TB = torch.cat([errors_TB[1:], torch.zeros_like(errors_TB[:1])])
-    q_TB = rewards_TB + discounts_TB * (next_values_TB + lambdas * next_errors_TB)
-    return vs_TB, q_TB - values_TB
-
-
-@torch.no_grad()
-def vtrace(
-    log_rhos: Tensor,
-    discounts: Tensor,
-    rewards: Tensor,
-    values: Tensor,
-    bootstrap_value: Tensor,
     *,
     rho_bar: float | None = 1.0,
     c_bar: float | None = 1.0,
-    pg_rho_bar: float | None = 1.0,
     lambdas: Tensor | float = 1.0,
 ) -> VTrace:
     """V-trace targets of B trajectories of T steps.
 
     Args:
-        log_rhos: [T,B] log(pi/mu) of the actions taken, pi the learner's policy and mu the actors'.
-        discounts: [T,B] gamma of the step from t to t+1; 0 where the episode ends at t.
-        rewards: [T,B] reward received after the action at t.
-        values: [T,B] V(x_t).
-        bootstrap_value: [B] V(x_T).
-        rho_bar, c_bar, pg_rho_bar: truncation of the importance weights; None = no truncation.
+        log_rhos_TB: log(pi/mu) of the actions taken, pi the learner's policy and mu the actors'.
+        discounts_TB: gamma of the step from t to t+1; 0 where the episode ends at t.
+        rewards_TB: reward received after the action at t.
+        values_TB: V(x_t).
+        bootstrap_value_B: V(x_T).
+        rho_bar, c_bar: truncation of the importance weights; None = no truncation.
         lambdas: scalar or [T,B], lambda of the step from t to t+1.
     """
-    rhos = log_rhos.exp()
-    vs, advantages = _targets(rhos, discounts, rewards, values, bootstrap_value, lambdas, rho_bar, c_bar)
-    return VTrace(vs, _truncated(rhos, pg_rho_bar) * advantages)
+    rhos_TB = log_rhos_TB.exp()
+    next_values_TB = torch.cat([values_TB[1:], bootstrap_value_B[None]])
+    deltas_TB = rhos_TB.clamp(max=inf if rho_bar is None else rho_bar) * (
+        rewards_TB + discounts_TB * next_values_TB - values_TB
+    )
+    cs_TB = lambdas * rhos_TB.clamp(max=inf if c_bar is None else c_bar)
+    errors_TB = reverse_scan(discounts_TB * cs_TB, deltas_TB)  # vs - V
+    next_errors_TB = torch.cat([errors_TB[1:], torch.zeros_like(errors_TB[:1])])
+    q_TB = rewards_TB + discounts_TB * (next_values_TB + lambdas * next_errors_TB)
+    return VTrace(values_TB + errors_TB, q_TB - values_TB)
 
 
 @torch.no_grad()
@@ -106,7 +86,6 @@ def token_vtrace(
     lam: float,
     rho_bar: float | None = 1.0,
     c_bar: float | None = 1.0,
-    pg_rho_bar: float | None = 1.0,
 ) -> TokenTargets:
     """V-trace over the sampled tokens of whole episodes that lie one after another.
 
@@ -119,14 +98,10 @@ def token_vtrace(
     """
     one = torch.ones_like(values_N)
     discounts_N = torch.where(episode_end_N, 0.0, torch.where(turn_end_N, gamma * one, one))
-    lambdas_N = torch.where(turn_end_N, lam * one, one)
-    rhos_N = log_rhos_N.exp()
-    rhos, discounts, rewards, values = (x[:, None] for x in (rhos_N, discounts_N, rewards_N, values_N))
-    bootstrap = values_N.new_zeros(1)
-    vs, advantages = _targets(rhos, discounts, rewards, values, bootstrap, lambdas_N[:, None], rho_bar, c_bar)
-    advantages_N = advantages[:, 0]
-    pg_advantages_N = _truncated(rhos_N, pg_rho_bar) * advantages_N
-    return TokenTargets(vs[:, 0], pg_advantages_N, advantages_N, log_rhos_N, one)
+    columns = (log_rhos_N[:, None], discounts_N[:, None], rewards_N[:, None], values_N[:, None])
+    lambdas = torch.where(turn_end_N, lam * one, one)[:, None]
+    vs, advantages = vtrace(*columns, values_N.new_zeros(1), lambdas=lambdas, rho_bar=rho_bar, c_bar=c_bar)
+    return TokenTargets(vs[:, 0], advantages[:, 0], log_rhos_N, one)
 
 
 @torch.no_grad()
@@ -141,7 +116,6 @@ def turn_vtrace(
     lam: float,
     rho_bar: float | None = 1.0,
     c_bar: float | None = 1.0,
-    pg_rho_bar: float | None = 1.0,
     ratio: str = "geometric",
 ) -> TokenTargets:
     """V-trace with whole turns as actions: one rho a turn, discount `gamma` and `lam` from one turn to the next.
@@ -160,14 +134,10 @@ def turn_vtrace(
     last = turn_end_N.nonzero()[:, 0]
     rewards_S1 = segment_sum(rewards_N, turn_end_N)[first, None]
     discounts_S1 = torch.where(episode_end_N[last], 0.0, gamma * torch.ones_like(values_N[first]))[:, None]
-    rhos_S1, values_S1 = action_log_rhos_N[first, None].exp(), values_N[first, None]
-    bootstrap = values_N.new_zeros(1)
-    vs, advantages = _targets(rhos_S1, discounts_S1, rewards_S1, values_S1, bootstrap, lam, rho_bar, c_bar)
-    turn_N = segment_ids(turn_end_N)
-    advantages_N = advantages[:, 0][turn_N]
-    pg_advantages_N = _truncated(action_log_rhos_N.exp(), pg_rho_bar) * advantages_N
-    value_weights_N = lengths_N * segment_start(turn_end_N)
-    return TokenTargets(vs[:, 0][turn_N], pg_advantages_N, advantages_N, action_log_rhos_N, value_weights_N)
+    columns = (action_log_rhos_N[first, None], discounts_S1, rewards_S1, values_N[first, None])
+    vs, advantages = vtrace(*columns, values_N.new_zeros(1), lambdas=lam, rho_bar=rho_bar, c_bar=c_bar)
+    turn_N, value_weights_N = segment_ids(turn_end_N), lengths_N * segment_start(turn_end_N)
+    return TokenTargets(vs[:, 0][turn_N], advantages[:, 0][turn_N], action_log_rhos_N, value_weights_N)
 
 
 # ---------------------------------------------------------------------- sums over turns and episodes

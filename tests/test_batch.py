@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from PIL import Image as PILImage
 
 from learner.batch import (
-    EpisodeSettings,
     check_group,
     empty_microbatch,
     make_episode,
@@ -24,6 +23,7 @@ from learner.batch import (
     plan_together,
 )
 from learner.images import ImageDecoder
+from shared.learner_config import ObjectiveConfig
 from shared.types import Ending, Group, Image
 from shared.vision import VisionSpec
 from tests.support.episodes import random_groups, random_trajectory
@@ -60,7 +60,7 @@ def test_episodes_of_a_group_stay_together_and_ranks_are_even_up_to_one_episode(
 
 def test_a_turns_reward_stands_at_its_last_sampled_token():
     trajectory = random_trajectory(SPEC, 3, turns=3)
-    episode = make_episode(trajectory, 0.0, ImageDecoder(SPEC), EpisodeSettings(reward_scale=2.0))
+    episode = make_episode(trajectory, 0.0, ImageDecoder(SPEC), ObjectiveConfig(reward_scale=2.0))
     assert episode.turn_end.sum() == 3 and episode.turn_end[-1]
     assert episode.rewards[episode.turn_end] == pytest.approx([2 * turn.reward for turn in trajectory.turns])
     assert not episode.rewards[~episode.turn_end].any()
@@ -70,14 +70,14 @@ def test_a_turns_reward_stands_at_its_last_sampled_token():
 
 def test_the_episodes_reward_alone_stands_at_the_end_when_turns_have_none():
     trajectory = random_trajectory(SPEC, 3, turns=3)
-    episode = make_episode(trajectory, 0.0, ImageDecoder(SPEC), EpisodeSettings(turn_rewards=False))
+    episode = make_episode(trajectory, 0.0, ImageDecoder(SPEC), ObjectiveConfig(turn_rewards=False))
     assert episode.rewards[-1] == np.float32(trajectory.reward) and not episode.rewards[:-1].any()
 
 
 def test_placeholders_become_as_many_tokens_as_their_images_have():
     trajectory = random_trajectory(SPEC, 1, turns=2)
     decoder = ImageDecoder(SPEC)
-    episode = make_episode(trajectory, 0.0, decoder, EpisodeSettings())
+    episode = make_episode(trajectory, 0.0, decoder, ObjectiveConfig())
     visual = sum(len(decoder.get(image).patches) // 4 for image in trajectory.images)
     assert (episode.input_ids == SPEC.image_token_id).sum() == visual
     assert episode.num_tokens == len(trajectory.token_ids) - 2 + visual
@@ -89,7 +89,7 @@ def test_failed_episodes_are_not_trained_on_and_do_not_count_in_their_group():
     good, other, bad = (random_trajectory(SPEC, seed, turns=1) for seed in range(3))
     good, other = replace(good, reward=1.0), replace(other, reward=1.0)
     bad = replace(bad, reward=-5.0, ending=Ending.ENV_ERROR)
-    episodes = make_episodes([Group("g", "a", (good, other, bad))], ImageDecoder(SPEC), EpisodeSettings())
+    episodes = make_episodes([Group("g", "a", (good, other, bad))], ImageDecoder(SPEC), ObjectiveConfig())
     assert [e.advantage for e in episodes] == [0.0, 0.0]
 
 
@@ -97,7 +97,7 @@ def test_an_image_seen_twice_is_packed_once():
     trajectory = random_trajectory(SPEC, 1, turns=3, sides=(64,))
     same = replace(trajectory, images=(trajectory.images[0],) * 3)
     decoder = ImageDecoder(SPEC)
-    episode = make_episode(same, 0.0, decoder, EpisodeSettings())
+    episode = make_episode(same, 0.0, decoder, ObjectiveConfig())
     batch = pack([episode, episode], decoder, CPU)
     assert batch.image_lengths == (16,) and batch.patches.shape == (16, 3, 16, 16)
     assert batch.visual_rows.tolist() == [0, 1, 2, 3] * 6
@@ -106,7 +106,7 @@ def test_an_image_seen_twice_is_packed_once():
 
 def test_packing_keeps_every_episodes_tokens_and_ends():
     decoder = ImageDecoder(SPEC)
-    episodes = make_episodes(random_groups(SPEC, 5), decoder, EpisodeSettings())
+    episodes = make_episodes(random_groups(SPEC, 5), decoder, ObjectiveConfig())
     batch = pack(episodes, decoder, CPU)
     assert sum(batch.lengths) == batch.input_ids.shape[1] == batch.position_ids.shape[2]
     assert batch.position_ids.shape[:2] == (4, 1)
@@ -170,7 +170,7 @@ def test_an_episode_that_starts_with_a_sampled_token_is_refused():
     trajectory = random_trajectory(SPEC, 1, prompt_tokens=0, turns=1, with_images=False)
     mask = np.ones_like(trajectory.loss_mask)
     with pytest.raises(ValueError, match="needs a prompt"):
-        make_episode(replace(trajectory, loss_mask=mask), 0.0, ImageDecoder(SPEC), EpisodeSettings())
+        make_episode(replace(trajectory, loss_mask=mask), 0.0, ImageDecoder(SPEC), ObjectiveConfig())
 
 
 def test_the_stand_in_for_a_rank_without_episodes_counts_no_token():

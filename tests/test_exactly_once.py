@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from learner.tickets.book import TicketBook
-from learner.tickets.protocol import RECEIPTS_PER_MESSAGE, TicketProtocol
-from learner.tickets.rejected import Rejects
+from learner.tickets.protocol import RECEIPTS_PER_MESSAGE, TicketProtocol, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.types import Group, Hello, Receipt, Request
 from tests.support.schedules import Actor, Stamp, Wire
 from tests.support.wires import RULES, VOCAB, book_settings, episode, failed_episode
 
-SLOTS, LEASE_S, LOST_S, TIMEOUT_S = 3, 20.0, 3.0, 10.0
-LOG = logging.getLogger("test")
+SLOTS, LEASE_S, LOST_S = 3, 20.0, 3.0
+SETTINGS = TicketServerSettings("", Path("/nonexistent"), "run", RULES, actor_timeout_s=10.0)
 
 
 class Schedule(RuleBasedStateMachine):
@@ -50,16 +48,7 @@ class Schedule(RuleBasedStateMachine):
         leases = {"lease_s": LEASE_S, "lost_after_s": LOST_S}
         clock = lambda: self.now  # noqa: E731
         self.book = TicketBook(SeedSource(), book_settings(**shape, **leases), nonce=f"p{self.process}", clock=clock)
-        self.protocol = TicketProtocol(
-            self.wire,  # type: ignore[arg-type]
-            self.book,
-            RULES,
-            Rejects(Path("/nonexistent"), LOG),
-            LOG,
-            run_id="run",
-            actor_timeout_s=TIMEOUT_S,
-            clock=clock,
-        )
+        self.protocol = TicketProtocol(self.wire, self.book, SETTINGS, clock)  # type: ignore[arg-type]
         self.protocol.issuing = True
 
     # ------------------------------------------------------------------ actors
@@ -260,15 +249,8 @@ TestAnySchedule = Schedule.TestCase
 def test_groups_that_come_together_get_receipts_together_and_the_last_ones_none_later_than_the_next_tick() -> None:
     wire = Wire()
     wire.present |= {"a", "b"}
-    protocol = TicketProtocol(
-        wire,  # type: ignore[arg-type]
-        TicketBook(SeedSource(), book_settings(), nonce="p"),
-        RULES,
-        Rejects(Path("/nonexistent"), LOG),
-        LOG,
-        run_id="run",
-        actor_timeout_s=TIMEOUT_S,
-    )
+    book = TicketBook(SeedSource(), book_settings(), nonce="p")
+    protocol = TicketProtocol(wire, book, SETTINGS)  # type: ignore[arg-type]
     for number in range(RECEIPTS_PER_MESSAGE + 1):
         protocol.confirm(b"a", f"{number}")
     protocol.confirm(b"b", "other")

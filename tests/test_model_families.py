@@ -21,11 +21,12 @@ from actor.engine.app import load_model
 from actor.engine.settings import EngineSettings
 from actor.render import Fragment
 from actor.stream import Stream
-from learner.batch import EpisodeSettings, make_episode
+from learner.batch import make_episode
 from learner.images import ImageDecoder
 from learner.model.attention import window_lengths
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
+from shared.learner_config import ObjectiveConfig
 from shared.types import Ending, Group, Image, Sampling, Turn
 from shared.vision import VisionSpec, pixel_values
 from tests.support.engines import ask
@@ -115,7 +116,7 @@ def test_the_positions_of_text_and_images_are_those_of_transformers(family):
     folder, kind, sides = family
     spec = VisionSpec.load(folder)
     model = kind.from_pretrained(folder, dtype=torch.float32)
-    episode = make_episode(random_trajectory(spec, 5, sides=sides), 0.0, ImageDecoder(spec), EpisodeSettings())
+    episode = make_episode(random_trajectory(spec, 5, sides=sides), 0.0, ImageDecoder(spec), ObjectiveConfig())
     ids = torch.from_numpy(episode.input_ids)[None]
     grids = torch.tensor([ImageDecoder(spec).grid(image) for image in episode.images])
     kinds = (ids == spec.image_token_id).int()

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from learner import plan
-from learner.batch import EpisodeSettings, make_episode, pack
+from learner.batch import make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
@@ -18,7 +18,7 @@ from learner.model.sizes import PUBLISHED, find, sizes_of
 from learner.optim import make_optimizer
 from learner.plan import Setting, activations, check, memory, report
 from shared.config import Recipe
-from shared.learner_config import OptimizerConfig
+from shared.learner_config import ObjectiveConfig, OptimizerConfig
 from shared.sections import EnvConfig, ModelConfig
 from tests.support.episodes import learner_config, random_trajectory
 from tests.support.tiny import moe_policy, tiny_model_dir
@@ -78,7 +78,7 @@ def test_the_published_totals_are_the_known_ones():
 def packed(spec):
     decoder = ImageDecoder(spec)
     trajectories = [random_trajectory(spec, seed, turn_tokens=(20, 40)) for seed in range(6)]
-    return pack([make_episode(t, 0.0, decoder, EpisodeSettings()) for t in trajectories], decoder, torch.device("cpu"))
+    return pack([make_episode(t, 0.0, decoder, ObjectiveConfig()) for t in trajectories], decoder, torch.device("cpu"))
 
 
 def setting_of(batch, **changes):

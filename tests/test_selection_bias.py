@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import heapq
-import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from learner.tickets.book import TicketBook
-from learner.tickets.protocol import TicketProtocol
-from learner.tickets.rejected import Rejects
+from learner.tickets.protocol import TicketProtocol, TicketServerSettings
 from learner.tickets.selection_bias import STAGES, SelectionMeter
 from shared.types import Ending, Group, Hello, Request, Sample, Ticket, Tickets
 from tests.support.schedules import Wire
 from tests.support.wires import RULES, VOCAB, book_settings, episode, failed_episode
 
-LOG = logging.getLogger("test")
 SLOW, TRAINED = 20, 640
 
 
@@ -37,8 +34,8 @@ def play(*, lose_difficult: bool) -> tuple[SelectionMeter, TicketBook]:
     shape = book_settings(groups_per_version=8, max_staleness=2)
     book = TicketBook(Mixed(), shape, nonce="n", clock=lambda: now[0])
     wire = Wire()
-    rejects = Rejects(Path("/nonexistent"), LOG)
-    protocol = TicketProtocol(wire, book, RULES, rejects, LOG, run_id="r", actor_timeout_s=1e9, clock=lambda: now[0])  # type: ignore[arg-type]
+    settings = TicketServerSettings("", Path("/nonexistent"), "r", RULES, actor_timeout_s=1e9)
+    protocol = TicketProtocol(wire, book, settings, lambda: now[0])  # type: ignore[arg-type]
     protocol.issuing = True
     for actor in (b"a", b"b"):
         wire.present.add(actor.decode())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from learner.batch import EpisodeSettings, is_uninformative, make_episodes, pack
+from learner.batch import is_uninformative, make_episodes, pack
 from learner.coordinator import Follower
 from learner.images import ImageDecoder
 from learner.loop import check_step
@@ -27,7 +27,7 @@ def policy(folder, spec):
 
 def packed(policy, trajectories):
     decoder = ImageDecoder(policy.spec)
-    return pack(make_episodes([Group("g", "a", tuple(trajectories))], decoder, EpisodeSettings()), decoder, CPU)
+    return pack(make_episodes([Group("g", "a", tuple(trajectories))], decoder, ObjectiveConfig()), decoder, CPU)
 
 
 def weights_of(policy):
@@ -184,13 +184,13 @@ def test_episodes_cut_off_by_a_limit_are_masked_or_penalised_as_the_recipe_says(
     group = Group("g", "a", (replace(first, reward=1.0), cut))
 
     def made(**settings):
-        return make_episodes([group], ImageDecoder(spec), EpisodeSettings.of(ObjectiveConfig(name="grpo", **settings)))
+        return make_episodes([group], ImageDecoder(spec), ObjectiveConfig(name="grpo", **settings))
 
     assert [e.advantage for e in made()] == [0.0, 0.0]
     assert len(made(overlong="mask")) == 1
     plain, penalised = made(), made(overlong="penalise", overlong_penalty=0.5)
-    assert is_uninformative(group, EpisodeSettings())
-    assert not is_uninformative(group, EpisodeSettings(overlong_penalty=0.5))
+    assert is_uninformative(group, ObjectiveConfig())
+    assert not is_uninformative(group, ObjectiveConfig(overlong="penalise", overlong_penalty=0.5))
     assert [e.advantage for e in penalised] == [1.0, -1.0]
     assert penalised[1].rewards[-1] == pytest.approx(plain[1].rewards[-1] - 0.5)
     assert np.array_equal(penalised[0].rewards, plain[0].rewards)

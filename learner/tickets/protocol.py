@@ -6,15 +6,16 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from logging import Logger
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from learner.tickets.book import TicketBook, Verdict
 from learner.tickets.failure_rate import FailureRate
 from learner.tickets.rejected import Rejects
 from learner.tickets.selection_bias import SelectionMeter
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
-from shared.transport import Router, Sent
+from shared.log import get_logger
+from shared.transport import Router, Secure, Sent, SocketSettings
 from shared.types import Ack, Bye, Cancel, Group, Hello, Receipt, Refusal, Request, Stop, Ticket, Tickets, Welcome
 
 TICKETS_PER_MESSAGE = 16
@@ -24,6 +25,19 @@ KEPT_MISFITS = 1000
 NAMED_ACTORS = 8
 ENGINES_PER_ACTOR = 1024
 ENGINE_URL = re.compile(r"http://[\w.\-\[\]:]+(/[\w.\-/]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class TicketServerSettings:
+    address: str
+    run_dir: Path
+    run_id: str
+    rules: TokenRules
+    actor_timeout_s: float = 10.0  # an actor silent for so long is gone
+    sockets: SocketSettings = field(default_factory=SocketSettings)
+    secure: Secure | None = None
+    check: Callable[[Group], None] | None = None  # raises ValueError for a group that no step could train on
+    max_failure_share: float = 1.0  # of the last episodes; beyond it the learner's waits raise TooManyFailures
 
 
 @dataclass(slots=True)
@@ -44,27 +58,17 @@ class TicketProtocol:
         self,
         router: Router,
         book: TicketBook,
-        rules: TokenRules,
-        rejects: Rejects,
-        log: Logger,
-        *,
-        run_id: str,
-        actor_timeout_s: float,
-        check: Callable[[Group], None] | None = None,
-        max_failure_share: float = 1.0,
+        settings: TicketServerSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.actors: dict[bytes, Actor] = {}
         self.issuing = False
-        self.rejects = rejects
-        self.failures = FailureRate(max_failure_share)
+        self._log = get_logger("tickets")
+        self.rejects = Rejects(settings.run_dir / "rejected", self._log)
+        self.failures = FailureRate(settings.max_failure_share)
         self._router = router
         self._book = book
-        self._rules = rules
-        self._log = log
-        self._run_id = run_id
-        self._actor_timeout_s = actor_timeout_s
-        self._check = check
+        self._settings = settings
         self._clock = clock
         self.selection = SelectionMeter()
         self._taken: dict[bytes, list[str]] = {}  # tickets whose groups' Receipt is to be sent
@@ -81,15 +85,11 @@ class TicketProtocol:
         if isinstance(message, Group):
             try:
                 for trajectory in message.trajectories:
-                    check_trajectory(trajectory, self._rules)
-            except WireError as error:
-                error.ticket_id = message.ticket_id
-                return error
-            try:
-                if self._check is not None:
-                    self._check(message)
-            except ValueError as unusable:
-                refusal = WireError("unusable", str(unusable))
+                    check_trajectory(trajectory, self._settings.rules)
+                if self._settings.check is not None:
+                    self._settings.check(message)
+            except ValueError as error:
+                refusal = error if isinstance(error, WireError) else WireError("unusable", str(error))
                 refusal.ticket_id = message.ticket_id
                 return refusal
         return message
@@ -126,13 +126,13 @@ class TicketProtocol:
         slots = self.actors[peer].slots if peer in self.actors else 0
         self.actors[peer] = Actor(key, hello.engine_urls, hello.idle_frac, self._clock(), slots)
         void = self._book.held(key, hello.held)
-        self._send(peer, Welcome(self._run_id, self._book.version, self._book.nonce))
+        self._send(peer, Welcome(self._settings.run_id, self._book.version, self._book.nonce))
         if void:
             self._send(peer, Cancel(void, "the learner has no use for these tickets"))
 
     def _misfit(self, hello: Hello) -> WireError | None:
         """Why this actor cannot take part."""
-        vocab_size, urls = self._rules.vocab_size, hello.engine_urls
+        vocab_size, urls = self._settings.rules.vocab_size, hello.engine_urls
         if hello.vocab_size != vocab_size:
             detail = f"vocabulary of {hello.vocab_size} tokens, the learner's has {vocab_size}"
             return WireError("vocab_size", f"{detail}; give actors and learner the same model.path")
@@ -198,10 +198,10 @@ class TicketProtocol:
     def tick(self, drained: bool) -> None:
         """Receipts, leases, actors that fell silent (if all that came was read: `drained`), tickets for free slots."""
         self.confirm_all()
-        late = self._clock() - self._actor_timeout_s
+        late = self._clock() - self._settings.actor_timeout_s
         for peer, actor in list(self.actors.items()):
             if drained and actor.last_seen < late:
-                self.forget(peer, f"silent for {self._actor_timeout_s:g} s")
+                self.forget(peer, f"silent for {self._settings.actor_timeout_s:g} s")
         over = self._book.expire()
         if over:
             self._log.warning("lease over, to be issued again: %s", ", ".join(over))

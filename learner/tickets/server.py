@@ -15,22 +15,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from learner.tickets.book import BookSettings, EvaluationResult, TicketBook
-from learner.tickets.protocol import TicketProtocol
-from learner.tickets.rejected import Rejects
+from learner.tickets.protocol import TicketProtocol, TicketServerSettings
 from learner.tickets.sources import SampleSource
-from shared.codec import Message, TokenRules, WireError
 from shared.log import get_logger
 from shared.metrics import Distribution
-from shared.transport import Router, Secure, SocketSettings
+from shared.transport import Router
 from shared.types import Bye, Group, PolicyVersion, Sample, Sampling, Stop, Ticket
 
+__all__ = ["Interrupted", "TicketServer", "TicketServerSettings"]
 Batch = list[tuple[Ticket, Group]]
 Answer = TypeVar("Answer")
 TICK_S = 0.2
@@ -42,19 +39,6 @@ SAY_EVERY_S = 30.0
 
 class Interrupted(Exception):
     """A wait for groups or results was interrupted by an event."""
-
-
-@dataclass(frozen=True, slots=True)
-class TicketServerSettings:
-    address: str
-    run_dir: Path
-    run_id: str
-    rules: TokenRules
-    actor_timeout_s: float = 10.0  # an actor silent for so long is gone
-    sockets: SocketSettings = field(default_factory=SocketSettings)
-    secure: Secure | None = None
-    check: Callable[[Group], None] | None = None  # raises ValueError for a group that no step could train on
-    max_failure_share: float = 1.0  # of the last episodes; beyond it the learner's waits raise TooManyFailures
 
 
 class TicketServer:
@@ -70,17 +54,7 @@ class TicketServer:
         self.max_staleness_seen = 0
         self._changed = threading.Condition()  # guards the book and the protocol
         self._book = TicketBook(source, book, nonce=os.urandom(4).hex())
-        self._protocol = TicketProtocol(
-            self._router,
-            self._book,
-            settings.rules,
-            Rejects(settings.run_dir / "rejected", self._log),
-            self._log,
-            run_id=settings.run_id,
-            actor_timeout_s=settings.actor_timeout_s,
-            check=settings.check,
-            max_failure_share=settings.max_failure_share,
-        )
+        self._protocol = TicketProtocol(self._router, self._book, settings)
         self._token_staleness = Distribution()
         self._group_staleness = Distribution()
         self._played_s = Distribution()
@@ -275,7 +249,7 @@ class TicketServer:
             if received is None:
                 break
             peer, frames = received
-            message: Message | WireError = self._protocol.read(frames)
+            message = self._protocol.read(frames)
             with self._changed:
                 self._protocol.answer(peer, message, frames)
         with self._changed:

@@ -32,7 +32,7 @@ if "--peers" in sys.argv[:-1]:  # before transformers is imported, which looks f
 
 import torch
 
-from learner.batch import EpisodeSettings, make_episodes
+from learner.batch import make_episodes
 from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
@@ -69,7 +69,7 @@ def main() -> int:
     settings |= {"objective": "grpo", "group_size": size}
     config = learner_config(**settings)
     trainer = trainer_of(options.model, config, ranks)
-    episodes = make_episodes(groups, trainer.decoder, EpisodeSettings.of(config.objective))
+    episodes = make_episodes(groups, trainer.decoder, config.objective)
     steps: dict[str, Callable[[], float]] = {"ours": lambda: trainer.step(groups, 0)["optim/grad_norm"]}
     if "ours_compiled" in options.only:
         compiled = trainer_of(options.model, learner_config(**settings, compile=True), ranks)

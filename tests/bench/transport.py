@@ -28,11 +28,9 @@ import numpy as np
 import zmq
 
 from learner.tickets.book import BookSettings, TicketBook
-from learner.tickets.protocol import TicketProtocol
-from learner.tickets.rejected import Rejects
+from learner.tickets.protocol import TicketProtocol, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.codec import TokenRules, encode
-from shared.log import get_logger
 from shared.transport import Dealer, Router
 from shared.types import Ending, Group, Image, Receipt, Trajectory, Turn
 
@@ -156,8 +154,8 @@ def receive_pronk(router: Router, protocol: TicketProtocol, count: int) -> None:
 
 def new_protocol(router: Router, folder: Path) -> TicketProtocol:
     book = TicketBook(SeedSource(), BookSettings(group_size=1, groups_per_version=1, max_staleness=1), nonce="abcdef01")
-    rules, log = TokenRules(PLACEHOLDER, (PLACEHOLDER,), VOCAB), get_logger("bench")
-    return TicketProtocol(router, book, rules, Rejects(folder, log), log, run_id="bench", actor_timeout_s=WAIT_S)
+    rules = TokenRules(PLACEHOLDER, (PLACEHOLDER,), VOCAB)
+    return TicketProtocol(router, book, TicketServerSettings("", folder, "bench", rules, WAIT_S))
 
 
 def measure(

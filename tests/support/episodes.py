@@ -12,11 +12,11 @@ import torch
 from msgspec.structs import replace
 from PIL import Image as PILImage
 
-from learner.batch import EpisodeSettings, Microbatch, make_episode, pack
+from learner.batch import Microbatch, make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from shared.config import new_name
-from shared.learner_config import LearnerConfig
+from shared.learner_config import LearnerConfig, ObjectiveConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec
 from tests.support.tiny import draw_image, logprobs_under, png
@@ -85,7 +85,7 @@ def random_groups(spec: VisionSpec, num_groups: int, *, group_size: int = 1, see
 
 def packed(policy: Policy, trajectories: Sequence[Trajectory]) -> Microbatch:
     decoder = ImageDecoder(policy.spec)
-    episodes = [make_episode(t, 0.0, decoder, EpisodeSettings()) for t in trajectories]
+    episodes = [make_episode(t, 0.0, decoder, ObjectiveConfig()) for t in trajectories]
     return pack(episodes, decoder, torch.device("cpu"))
 
 
