@@ -19,8 +19,6 @@ from tests.support.learner_ranks import CASES, MODES, recipe_of, train, trainer_
 from tests.support.tiny import moe_policy, running_engine, tiny_model_dir
 
 pytestmark = pytest.mark.slow
-
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -74,7 +72,6 @@ def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return float((difference / sum(t.double().square().sum() for t in expected.values())).sqrt())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_do_not_depend_on_the_number_of_ranks(results, case, size):

@@ -65,9 +65,8 @@ def test_the_parameters_of_a_published_model_are_those_that_transformers_builds(
         model = AutoModelForImageTextToText.from_config(config)
     model.tie_weights()
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[name].parameters
-    assert sizes_of(config.to_dict()) == dataclasses.replace(
-        PUBLISHED[name], num_experts=sizes_of(config.to_dict()).num_experts
-    )
+    sizes = sizes_of(config.to_dict())
+    assert sizes == dataclasses.replace(PUBLISHED[name], num_experts=sizes.num_experts)
 
 
 def test_the_published_totals_are_the_known_ones():
@@ -186,9 +185,7 @@ def test_the_command_prints_every_published_model_and_names_an_unknown_one(capsy
 
 def test_the_command_takes_a_recipe_with_overrides_and_options_of_its_own(capsys):
     recipe = ["--config", "launch/recipes/geo3k.toml", "--model", "Qwen3-VL-8B", "--gpus", "8"]
-    assert (
-        plan.main([*recipe, "--learner.parallel.microbatch_tokens", "12000"]) == 1
-    )  # of 141 GB, without checkpointing
+    assert plan.main([*recipe, "--learner.parallel.microbatch_tokens", "12000"]) == 1  # of 141 GB
     assert "12000 tokens a microbatch" in capsys.readouterr().out
     assert plan.main([*recipe, "--learner.parallel.activation_checkpointing", "true"]) == 0
     assert plan.main([*recipe, "--activation-checkpointing", "--microbatch-tokens", "4096"]) == 0

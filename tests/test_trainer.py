@@ -44,7 +44,7 @@ def test_one_sgd_step_gives_the_weights_computed_by_hand(policy, spec, ranks):
     trainer.optimizer = torch.optim.SGD([{"params": list(policy.parameters()), "base_lr": 0.5}], lr=0.5)
     groups = random_groups(spec, 3, turns=2)
     groups = [Group(g.ticket_id, g.actor, (on_policy(policy, g.trajectories[0], noise=0.3),)) for g in groups]
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    before = weights_of(policy)
     expected = _gradient_by_hand(policy, [g.trajectories[0] for g in groups], gamma=0.9, lam=0.8, value_coef=0.25)
     trainer.step(groups, version=0)
     for name, p in policy.named_parameters():
@@ -122,7 +122,7 @@ def test_a_non_finite_loss_skips_the_step_and_is_counted(policy, spec, ranks):
     group = random_groups(spec, 1)[0]
     first = group.trajectories[0]
     bad = replace(first, turns=(replace(first.turns[0], reward=float("nan")),))
-    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    before = weights_of(policy)
     metrics = trainer.step([Group("g", "a", (bad,))], version=0)
     assert metrics["optim/skipped_steps"] == metrics["optim/bad_steps_in_a_row"] == 1.0
     assert all(torch.equal(before[name], p) for name, p in policy.named_parameters())
@@ -152,13 +152,8 @@ def test_metrics_are_split_by_version_lag(policy, spec, ranks):
     metrics = Trainer(policy, learner_config(), ranks).step(groups, version=5)
     tokens = metrics["tokens/lag_0"] + metrics["tokens/lag_1"]
     assert tokens == metrics["batch/sampled_tokens"] and "tokens/lag_2" not in metrics
-    names = (
-        "behaviour/kl",
-        "behaviour/ratio_mean",
-        "behaviour/ess",
-        "policy/clip_fraction",
-        "value/explained_variance",
-    )
+    names = [f"behaviour/{name}" for name in ("kl", "ratio_mean", "ess")]
+    names += ["policy/clip_fraction", "value/explained_variance"]
     assert all(f"{name}/lag_{lag}" in metrics for name in names for lag in (0, 1))
     assert metrics["behaviour/logprob_gap"] < 1e-4
     assert metrics["behaviour/ess"] == pytest.approx(1.0, abs=1e-4)

@@ -13,14 +13,7 @@ import torch  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 from learner.checkpoints.saver import Saver  # noqa: E402
-from learner.distributed import (  # noqa: E402
-    Ranks,
-    barrier,
-    broadcast_groups,
-    close_ranks,
-    init_ranks,
-    make_mesh,
-)
+from learner.distributed import Ranks, barrier, broadcast_groups, close_ranks, init_ranks, make_mesh  # noqa: E402
 from learner.model.policy import Policy, load_policy  # noqa: E402
 from learner.model.sharding import parallelize  # noqa: E402
 from learner.optim import MuonAdamW  # noqa: E402
@@ -59,12 +52,10 @@ def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     torch.nn.init.constant_(policy.value_head.weight, 0.01)
     settings = {"lr": 1e-3, "value_lr": 1e-2, "microbatch_tokens": 90, "entropy_coef": 0.01, "warmup_steps": 2}
     config = learner_config(**settings | changes)
-    mesh = make_mesh("cpu", ranks.size, config.parallel.shard_size)
-    ranks = replace(ranks, mesh=mesh)
+    ranks = replace(ranks, mesh=make_mesh("cpu", ranks.size, config.parallel.shard_size))
     parallelize(policy, ranks, config, torch.float32)
-    return Trainer(
-        policy, config, ranks, reference=reference_of(folder, ranks, config) if config.objective.kl_coef else None
-    )
+    reference = reference_of(folder, ranks, config) if config.objective.kl_coef else None
+    return Trainer(policy, config, ranks, reference=reference)
 
 
 def reference_of(folder: str, ranks: Ranks, config: LearnerConfig) -> Policy:
@@ -126,11 +117,8 @@ def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> 
 def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, folder: Path, engines: list[str]) -> dict[str, Any]:
     saver = Saver(folder, trainer, ranks, recipe_of(trainer.config))
     path = saver.save(3, {"cursor": 5})
-    settings, verifier = (
-        PublishSettings(bucket_bytes=100_000, timeout_s=30),
-        WeightVerifier(trainer.policy, sys.argv[1], ranks),
-    )
-    publisher = Publisher(trainer.policy, ranks, settings, verifier)
+    settings = PublishSettings(bucket_bytes=100_000, timeout_s=30)
+    publisher = Publisher(trainer.policy, ranks, settings, WeightVerifier(trainer.policy, sys.argv[1], ranks))
     published = publisher.publish(3, engines if ranks.is_main else ())
     publisher.close()
     train(trainer, ranks, range(3, 5), CASES["vtrace"][1])
