@@ -11,6 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -132,12 +133,10 @@ class Coordinator(Follower):
         weights. TimeoutError names what it waited for."""
         started, learner, groups = time.monotonic(), self.recipe.learner, list[Group]()
         interrupts = (self._shutdown, engine_is_back)
-        try:
+        with suppress(Interrupted):  # then there are no groups
             batch = self.ticket_server.next_batch(learner.groups_per_step, learner.wait_timeout_s, *interrupts)
             groups = [group for _, group in batch]
             self._idle_s += time.monotonic() - started
-        except Interrupted:
-            pass  # no groups
         return broadcast_groups(groups, self.ranks)
 
     def shutdown_requested(self) -> bool:
@@ -229,13 +228,10 @@ class Coordinator(Follower):
         """Writes the run's summary to result.json."""
         self.log.info("%d steps, %d versions", steps, version)
         seconds = max(self._last_step - self._started, 1e-9)
-
-        def success(name: str) -> float | None:
-            return self.results.get(name, {}).get("success")
-
+        success = {name: values.get("success") for name, values in self.results.items()}
         result = RunResult(
-            success_before=success("before"),
-            success_after=success("after"),
+            success_before=success.get("before"),
+            success_after=success.get("after"),
             minutes=seconds / 60,
             episodes=self._episodes,
             optimizer_steps=steps,
@@ -244,8 +240,8 @@ class Coordinator(Follower):
             turns_per_second=self._turns / seconds,
             learner_idle_frac=self._idle_s / seconds,
             actor_idle_frac=sum(self._actor_idle) / max(1, len(self._actor_idle)),
-            greedy_success_before=success("greedy_before"),
-            greedy_success_after=success("greedy_after"),
+            greedy_success_before=success.get("greedy_before"),
+            greedy_success_after=success.get("greedy_after"),
         )
         (self.run_dir / "result.json").write_text(json.dumps(result.as_dict()) + "\n")
         return result

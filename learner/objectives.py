@@ -178,12 +178,8 @@ def cispo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
     return _loss(tokens, config, PolicyTerm(term.loss_N, held_N != ratios_N), tokens.advantages)
 
 
-OBJECTIVES: dict[str, Callable[[Tokens, ObjectiveConfig, float], Loss]] = {
-    "vtrace": vtrace,
-    "grpo": grpo,
-    "gspo": gspo,
-    "cispo": cispo,
-}
+Objective = Callable[[Tokens, ObjectiveConfig, float], Loss]
+OBJECTIVES: dict[str, Objective] = {"vtrace": vtrace, "grpo": grpo, "gspo": gspo, "cispo": cispo}
 
 
 def _group_relative(tokens: Tokens, config: ObjectiveConfig, log_ratios_N: Tensor) -> Loss:

@@ -97,7 +97,7 @@ def activations(sizes: ModelSizes, setting: Setting) -> float:
     kept: float
     text, patches = setting.microbatch_tokens, setting.microbatch_tokens * setting.visual_share * sizes.merge
     per_token = _layer_bytes(sizes, setting.dtype_bytes)
-    per_patch = _block_bytes(sizes, setting.dtype_bytes)
+    per_patch = setting.dtype_bytes * (11 * sizes.vision_hidden + 2 * sizes.vision_intermediate)  # of one vision block
     if setting.activation_checkpointing:  # the inputs of all, and one at a time in full
         kept = sizes.num_layers * sizes.hidden_size * setting.dtype_bytes * text
         kept += sizes.vision_depth * sizes.vision_hidden * setting.dtype_bytes * patches
@@ -128,11 +128,6 @@ def _layer_bytes(sizes: ModelSizes, dtype_bytes: int, asked: float = 1.0) -> flo
     sparse_share = 1 - sizes.num_dense_layers / sizes.num_layers
     mlp = (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * sizes.num_experts)
     return attention + asked * (_norm_bytes(sizes.hidden_size, dtype_bytes) + mlp)
-
-
-def _block_bytes(sizes: ModelSizes, dtype_bytes: int) -> float:
-    """Of one vision block a patch."""
-    return dtype_bytes * (11 * sizes.vision_hidden + 2 * sizes.vision_intermediate)
 
 
 def check(sizes: ModelSizes, setting: Setting, gpu_bytes: float, name: str) -> Memory:
@@ -186,23 +181,21 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
 
 def _cure(sizes: ModelSizes, setting: Setting, room: float) -> str:
     """The first change that would make it fit."""
+    checkpointing = "set learner.parallel.activation_checkpointing = true"
     if not setting.activation_checkpointing:
         if memory(sizes, replace(setting, activation_checkpointing=True)).total <= room:
-            return "set learner.parallel.activation_checkpointing = true"
+            return checkpointing
         setting = replace(setting, activation_checkpointing=True)
     tokens = setting.microbatch_tokens
     while tokens > 2048:
         tokens //= 2
         if memory(sizes, replace(setting, microbatch_tokens=tokens)).total <= room:
-            return (
-                "set learner.parallel.activation_checkpointing = true and "
-                f"learner.parallel.microbatch_tokens = {tokens}"
-            )
+            return f"{checkpointing} and learner.parallel.microbatch_tokens = {tokens}"
     gpus = setting.gpus
     while gpus < 1 << 14:
         gpus *= 2
         if memory(sizes, replace(setting, gpus=gpus, shard_size=0)).total <= room:
-            return f"set learner.parallel.activation_checkpointing = true and use {gpus} GPUs"
+            return f"{checkpointing} and use {gpus} GPUs"
     return "set learner.parallel.offload = true, or use larger GPUs"
 
 

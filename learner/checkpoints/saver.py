@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,15 +54,13 @@ _FIXED = (
 )
 
 
-def differences(recipe: Recipe, of_checkpoint: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted field -> (in the checkpoint, in the recipe), where they differ. A field that one lacks does not differ."""
-    was, now = dotted_values(of_checkpoint), dotted_values(recipe.model_dump(mode="json"))
-    return {name: (was[name], now[name]) for name in now if name in was and was[name] != now[name]}
-
-
 def check_recipe(path: Path, recipe: Recipe, of_checkpoint: dict[str, Any]) -> None:
-    """ValueError naming the fields in which a resumed run may not differ and does; other differences are logged."""
-    found = differences(recipe, of_checkpoint)
+    """ValueError naming the fields in which a resumed run may not differ and does; other differences are logged.
+
+    A field that the checkpoint or the recipe lacks does not differ.
+    """
+    before, after = dotted_values(of_checkpoint), dotted_values(recipe.model_dump(mode="json"))
+    found = {name: (was, after[name]) for name, was in before.items() if name in after and was != after[name]}
     wrong = {name: values for name, values in found.items() if name.startswith(_FIXED)}
     if wrong:
         told = ", ".join(f"{name} (it: {was!r}, now: {now!r})" for name, (was, now) in wrong.items())
@@ -120,7 +119,7 @@ class Saver:
         if self._thread is None:
             self._write(_state(trainer), rng, partial, final, meta)
         else:
-            self._writing = self._thread.submit(self._write, _copied(_state(trainer)), rng, partial, final, meta)
+            self._writing = self._thread.submit(self._write, deepcopy(_state(trainer)), rng, partial, final, meta)
         return final
 
     def _write(
@@ -202,15 +201,6 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     options = StateDictOptions(cpu_offload=on_gpu and trainer.config.checkpoint.in_background)
     model, optimizer = get_state_dict(trainer.policy, trainer.optimizer, options=options)
     return {"model": model, "optimizer": optimizer}
-
-
-def _copied(state: Any) -> Any:
-    """The nested dict, with tensors of its own."""
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_copied(value) for value in state]
-    return state.detach().clone() if isinstance(state, torch.Tensor) else state
 
 
 def choose_checkpoint(folder: Path, resume: str) -> Path | None:

@@ -14,30 +14,30 @@ from typing import Any
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Sizes as config.json names them. `num_experts` 0: every layer is dense."""
+    """Sizes as config.json names them; the defaults are those of all published models. `num_experts` 0: all dense."""
 
-    vocab_size: int
+    vocab_size: int = 151936
     hidden_size: int
     num_layers: int
     num_dense_layers: int  # of the layers, those without experts
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int = 128
     intermediate_size: int
     num_experts: int
     experts_per_token: int
     expert_size: int
     tied: bool
-    max_context: int
+    max_context: int = 262144
     vision_depth: int
     vision_hidden: int
     vision_intermediate: int
-    vision_positions: int
-    patch_values: int  # colours x frames x height x width of a patch
-    merge: int  # patches of one visual token
-    num_deepstack: int
+    vision_positions: int = 2304
+    patch_values: int = 3 * 2 * 16 * 16  # colours x frames x height x width of a patch
+    merge: int = 4  # patches of one visual token
+    num_deepstack: int = 3
 
     # ------------------------------------------------------------------ parameters
 
@@ -131,7 +131,6 @@ def sizes_of(config: dict[str, Any]) -> ModelSizes | None:
     experts = text.get("num_experts") or text.get("num_local_experts") or 0
     step, only_dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
     dense = [i for i in range(text["num_hidden_layers"]) if not experts or i in only_dense or (i + 1) % step]
-    patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     return ModelSizes(
         vocab_size=text["vocab_size"],
         hidden_size=text["hidden_size"],
@@ -150,7 +149,7 @@ def sizes_of(config: dict[str, Any]) -> ModelSizes | None:
         vision_hidden=vision["hidden_size"],
         vision_intermediate=vision["intermediate_size"],
         vision_positions=vision["num_position_embeddings"],
-        patch_values=patch,
+        patch_values=3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2,
         merge=vision["spatial_merge_size"] ** 2,
         num_deepstack=len(vision["deepstack_visual_indexes"]),
     )
@@ -177,26 +176,19 @@ def _published(
     """`intermediate`: of the MLP or, where there are experts, of each of them."""
     depth, h, i = {"small": (24, 1024, 4096), "large": (27, 1152, 4304)}[tower]
     return ModelSizes(
-        vocab_size=151936,
         hidden_size=hidden,
         num_layers=layers,
         num_dense_layers=0 if experts else layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=128,
         intermediate_size=0 if experts else intermediate,
         num_experts=experts,
         experts_per_token=8 if experts else 0,
         expert_size=intermediate if experts else 0,
         tied=tower == "small",
-        max_context=262144,
         vision_depth=depth,
         vision_hidden=h,
         vision_intermediate=i,
-        vision_positions=2304,
-        patch_values=3 * 2 * 16 * 16,
-        merge=4,
-        num_deepstack=3,
     )
 
 
