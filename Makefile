@@ -84,7 +84,7 @@ test-chaos: env
 # The documentation, strictly, into build/site; pages of the reference are made from the code.
 docs: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group docs
-	$(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) build

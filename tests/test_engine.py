@@ -140,11 +140,11 @@ def test_tokens_are_sampled_as_often_as_their_logprobs_say(folder, spec, engine,
 
 
 def test_top_k_and_top_p_narrow_the_choice_but_not_the_logprob(folder, spec, engine):
-    by_k = generate(engine, [30], Sampling(top_k=3, max_new_tokens=20))
-    by_p = generate(engine, [30], Sampling(top_p=0.3, max_new_tokens=20))
+    by_k = generate(engine, [30], Sampling(top_k=3, max_new_tokens=20), banned_ids=spec.banned_ids)
+    by_p = generate(engine, [30], Sampling(top_p=0.3, max_new_tokens=20), banned_ids=spec.banned_ids)
     model = load_model(folder)
     for out in (by_k, by_p):
-        logprobs = expected_logprobs(model, spec, [30, *out.token_ids], [])[:-1]
+        logprobs = expected_logprobs(model, spec, [30, *out.token_ids], [], banned=spec.banned_ids)[:-1]
         own = logprobs.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(out.logprobs), own, atol=1e-4, rtol=0)
         likelier = (logprobs > own[:, None]).sum(-1)
