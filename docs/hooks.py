@@ -98,16 +98,15 @@ def commands_page() -> str:
     parts = ["# Commands\n\nEach command's own help. Commands with `--config` also take every field of a recipe.\n"]
     for command in COMMANDS:
         line = [command] if command.endswith(".py") else ["-m", command]
-        parts.append(f"\n## python {' '.join(line)}\n\n{_docstring(command)}\n")
-        if command not in ("shared.config",):
-            parts.append(f"\n```\n{_help(line)}\n```\n")
+        said = _docstring(command) if command == "shared.config" else f"```\n{_help(line)}\n```"
+        parts.append(f"\n## python {' '.join(line)}\n\n{said}\n")
     return "".join(parts)
 
 
 def _help(line: list[str]) -> str:
     done = subprocess.run(
         [sys.executable, *line, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=HELP_S,
-        env={**os.environ, "COLUMNS": "110"},
+        env={**os.environ, "COLUMNS": "90"},
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{' '.join(line)} --help ended with {done.returncode}: {done.stderr[-300:]}")
