@@ -43,8 +43,7 @@ Play = Callable[[Ticket, int], Awaitable[Trajectory]]
 """Plays one episode of a ticket, given its index in the group. A failure in it is its ending, not an exception."""
 
 RECONNECT_S = 0.1
-EXIT_USER_ERROR = 2  # of the process
-EXIT_NO_LEARNER = 3  # the learner is silent, has failed, or wants no such actor
+EXIT_NO_LEARNER = 3  # of the process: the learner is silent, has failed, or wants no such actor
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from transformers import PreTrainedTokenizerFast
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads
 from actor.limits import EpisodeLimits
-from actor.loop import EXIT_NO_LEARNER, EXIT_USER_ERROR, ActorSettings, run_actor
+from actor.loop import EXIT_NO_LEARNER, ActorSettings, run_actor
 from actor.render import Renderer
 from actor.rewards import EnvReward, FunctionReward, HttpReward, Reward
 from actor.rollout import Player
 from envs.loader import load_env, load_function, load_module
 from shared.codec import TokenRules
-from shared.config import Recipe
+from shared.config import EXIT_USER_ERROR, Recipe
 from shared.engine_api import EngineClient
 from shared.keys import actor_security, read_api_key
 from shared.transport import SocketSettings

@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import sys
 
-from actor.loop import EXIT_NO_LEARNER, EXIT_USER_ERROR
+from actor.loop import EXIT_NO_LEARNER
 from launch.processes.children import Child, start
 from launch.processes.restarts import Restarts, Supervised, how_it_ended
-from shared.config import Recipe
+from shared.config import EXIT_USER_ERROR, Recipe
 
 
 class ActorFailed(Exception):
