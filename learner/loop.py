@@ -17,6 +17,7 @@ import torch
 from learner.checkpoints.saver import Saver, restore
 from learner.coordinator import Follower
 from learner.distributed import close_ranks, gpu_bytes, init_ranks
+from learner.guards.guards import Guards
 from learner.metrics.episodes import RunResult
 from learner.plan import check_recipe
 from learner.setup import build_coordinator, build_publisher, build_trainer
@@ -74,7 +75,7 @@ def loop(
     coordinator.open(version)
     if trainer.num_steps == 0:
         coordinator.evaluate("before", greedy=recipe.eval.greedy)
-    due = Due()
+    due, guards = Due(), Guards(recipe.learner, speaks=trainer.ranks.is_main)
     while not due.last:
         groups = next_groups(recipe, coordinator, trainer, publisher, version)
         if not groups:
@@ -84,6 +85,7 @@ def loop(
         metrics = trainer.step(groups, version)
         step = trainer.num_steps
         check_step(trainer, coordinator, groups)
+        metrics |= guards.after_step(groups)
         due = Due.after(step, recipe, last=step == recipe.learner.total_steps or coordinator.out_of_time())
         if due.publish:
             coordinator.finish_evaluations(step)

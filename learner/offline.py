@@ -13,6 +13,7 @@ from learner.batch import check_group
 from learner.checkpoints.saver import Saver, restore
 from learner.coordinator import Follower
 from learner.distributed import close_ranks, gpu_bytes, init_ranks
+from learner.guards.guards import Guards
 from learner.loop import check_step, is_due
 from learner.metrics.episodes import rollout_metrics
 from learner.metrics.writer import MetricLogger
@@ -48,13 +49,14 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
         if metrics is not None:
             stack.callback(metrics.close)
         groups = endless(paths, trainer.num_steps * config.groups_per_step)
-        values: dict[str, float] = {}
+        values, guards = dict[str, float](), Guards(config, speaks=ranks.is_main)
         while trainer.num_steps < config.total_steps:
             batch = list(islice(groups, config.groups_per_step))
             for group in batch:
                 check_group(group, trainer.decoder)
             values = rollout_metrics(batch) | trainer.step(batch, newest_version(batch))
             check_step(trainer, Follower(ranks), batch)
+            values |= guards.after_step(batch)
             if metrics is not None:
                 metrics.scalars(trainer.num_steps, values)
             if trainer.num_steps == config.total_steps or is_due(config.checkpoint.every, trainer.num_steps):

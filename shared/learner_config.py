@@ -134,6 +134,9 @@ class LearnerConfig(Section):
     groups_per_step: int = Field(64, gt=0, description="groups of one optimizer step, over all ranks")
     total_steps: int = Field(100, gt=0, description="optimizer steps of the run")
     max_minutes: float = Field(0.0, ge=0, description="training ends after the step that passes this; 0 = no limit")
+    stop_without_variance: int = Field(
+        0, ge=0, description="the run ends after so many steps in a row without variance of reward; 0 = never"
+    )
     max_staleness: int = Field(1, ge=0, description="versions between issue and training, at most")
     actor_timeout_s: float = Field(10.0, gt=0, description="an actor silent for so long is gone; its tickets go on")
     lease_s: float = Field(300.0, gt=0, description="a ticket not fulfilled by then is issued again")
