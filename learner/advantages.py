@@ -50,7 +50,8 @@ def equal(rewards_G: Sequence[float] | np.ndarray) -> bool:
 
 
 class RunningScale:
-    """What V-trace advantages are multiplied by: 1/sqrt of a running mean of their squares.
+    """What V-trace advantages are multiplied by: 1/sqrt of a running mean of their squares, or 1/`advantage_floor`
+    where that is less: advantages that are noise around 0 are then not blown up to unit size.
 
     It is known before a step, hence the same in all its microbatches; the first step starts it from the returns alone.
     """
@@ -66,7 +67,7 @@ class RunningScale:
         if self.moment == 0.0:
             moment = self._moment_of_returns(episodes)
             self.moment = moment if np.isfinite(moment) else 0.0
-        return 1.0 / max(self.moment**0.5, 1e-6) if self.moment > 0 else 1.0
+        return 1.0 / max(self.moment**0.5, self._config.advantage_floor, 1e-6) if self.moment > 0 else 1.0
 
     def follow(self, advantage_rms: float) -> None:
         """After a step, with the root mean square of its advantages."""

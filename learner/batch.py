@@ -8,7 +8,7 @@ tokens.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -125,6 +125,18 @@ def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, objective: Obj
             if not (objective.overlong == "mask" and trajectory.ending in _OVERLONG):
                 episodes.append(make_episode(trajectory, float(advantage), decoder, objective))
     return episodes
+
+
+def cut(count: int, passes: int, minibatches: int, seed: int) -> Iterator[list[int]]:
+    """Which of a step's `count` episodes each of its updates is on, in their order: in every pass each one once, cut
+    anew into `minibatches` of equal size, up to one; into fewer where there are not as many episodes."""
+    minibatches = min(minibatches, count)
+    for number in range(passes):
+        if minibatches <= 1:
+            yield list(range(count))
+            continue
+        order = np.random.default_rng((seed, number)).permutation(count)
+        yield from (sorted(part.tolist()) for part in np.array_split(order, minibatches))
 
 
 def plan(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[list[int]]]:

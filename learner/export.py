@@ -86,9 +86,8 @@ def export_checkpoint(checkpoint: Path, out: Path, *, model_path: str, dtype: to
         raise ValueError(f"{checkpoint} is no checkpoint: it has no meta.json; give one like checkpoints/step_00000050")
     path = model_path or json.loads((checkpoint / "meta.json").read_text())["recipe"]["model"]["path"]
     policy = load_policy(path, VisionSpec.load(path))
-    state = policy.state_dict()
-    dcp.load({"model": state}, checkpoint_id=str(checkpoint / "dcp"), no_dist=True)
-    policy.load_state_dict(state)
+    state = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("value_head.")}
+    dcp.load({"model": state}, checkpoint_id=str(checkpoint / "dcp"), no_dist=True)  # in place, whatever the critic
     export(out, policy.named_weights(), model_path=path, dtype=dtype)
 
 

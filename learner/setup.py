@@ -36,18 +36,18 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     """The policy on its device, sharded where there are several ranks, with its optimizer."""
     attention_backend.activate(recipe.learner.parallel.attention, recipe.model.dtype, ranks.device)
     torch.manual_seed(recipe.run.seed)
-    policy = build_policy(recipe, ranks)
+    policy = build_policy(recipe, ranks, recipe.learner.objective.critic_width)
     reference = None
     if recipe.learner.objective.kl_coef:
         reference = build_policy(recipe, ranks).requires_grad_(False)
     return Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
 
 
-def build_policy(recipe: Recipe, ranks: Ranks) -> Policy:
+def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
     """The model of `model.path`, also where a checkpoint is to be resumed from."""
     model = recipe.model
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
-    policy = load_policy(model.path, spec)
+    policy = load_policy(model.path, spec, critic_width)
     parallelize(policy, ranks, recipe.learner, getattr(torch, model.dtype))
     return policy
 

@@ -1,4 +1,4 @@
-"""One optimizer step: groups -> episodes -> packed microbatches -> loss -> gradient -> AdamW, equal on any ranks.
+"""A step: groups -> episodes -> updates (packed microbatches -> loss -> gradient -> AdamW), equal on any ranks.
 
 Shape suffixes: N = sampled tokens of one microbatch.
 """
@@ -6,6 +6,7 @@ Shape suffixes: N = sampled tokens of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import RunningScale
-from learner.batch import Episode, Microbatch, empty_microbatch, make_episodes, pack, plan, plan_together
+from learner.batch import Episode, Microbatch, cut, empty_microbatch, make_episodes, pack, plan, plan_together
 from learner.distributed import Ranks, all_sum
 from learner.images import ImageDecoder
 from learner.metrics.throughput import Clock, speed
@@ -25,6 +26,21 @@ from learner.objectives import OBJECTIVES, Tokens, corrected
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
 from shared.learner_config import LearnerConfig
 from shared.types import Group, PolicyVersion
+
+
+@dataclass(slots=True)
+class Work:
+    """What one step's updates share, and what they add up."""
+
+    version: PolicyVersion  # of the policy as the step begins
+    scale: float  # of V-trace's advantages
+    clock: Clock
+    stats: TokenStats
+    flops: float = 0.0  # of this rank
+    num_microbatches: int = 0
+    norms: list[float] = field(default_factory=list)  # of the gradients, before any clip
+    num_bad: int = 0  # updates without a finite loss and gradient
+    num_skipped: int = 0  # updates that changed no weight
 
 
 class Trainer:
@@ -63,43 +79,39 @@ class Trainer:
         self._per_episode = config.objective.aggregation == "sequence_mean"
 
     def step(self, groups: Sequence[Group], version: PolicyVersion) -> dict[str, float]:
-        """Trains once on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank.
+        """Trains on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank.
 
-        A step without a trainable token, or with a non-finite loss or gradient, changes no weight and is counted.
+        There are `passes` times `minibatches` updates. Ratios and the critic's targets are computed anew in
+        each, so that later ones are corrected as stale data is; metrics are of the tokens of all updates. An update
+        without a trainable token, or with a non-finite loss or gradient, changes no weight, and its step is counted.
         """
-        clock = Clock(self.ranks.device)
-        episodes = make_episodes(groups, self.decoder, self.config.objective)
-        num_tokens = sum(len(e.targets) for e in episodes)
-        microbatches = self._plan(episodes)
-        scale = self.scale(episodes)
-        divisor = max(len(episodes) if self._per_episode else num_tokens, 1)
-        clock.lap("prepare")
-        stats = TokenStats(self.ranks.device)
-        flops = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        self.optimizer.zero_grad()
-        for chosen in microbatches:
-            batch = self._pack([episodes[i] for i in chosen])
-            flops += self._flops(batch)
-            clock.lap("prepare")
-            self.router.counting = not batch.empty
-            output = self.policy(batch, self.temperature)
-            loss = self._loss(batch, output, version, divisor, scale, stats)
-            clock.lap("forward")
-            loss.backward()
-            clock.lap("backward")
-        all_sum(stats.sums, self.ranks)
-        all_sum(flops, self.ranks)
-        metrics = stats.metrics() | self.router.metrics(self.ranks)
-        norm, lr = self._update(num_tokens, sound=bool(np.isfinite(metrics.get("loss/policy", 0.0))))
+        objective = self.config.objective
+        episodes = make_episodes(groups, self.decoder, objective)
+        work = Work(version, self.scale(episodes), Clock(self.ranks.device), TokenStats(self.ranks.device))
+        factor = lr_factor(self.num_steps, self.config)
+        set_learning_rates(self.optimizer, factor)
+        work.clock.lap("prepare")
+        for chosen in cut(len(episodes), objective.passes, objective.minibatches, seed=self.num_steps):
+            self._update([episodes[i] for i in chosen], work)
+        self.num_steps += 1
+        self.num_skipped += work.num_skipped > 0
+        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if work.num_bad else 0
+        all_sum(work.stats.sums, self.ranks)
+        metrics = work.stats.metrics() | self.router.metrics(self.ranks)
         self.scale.follow(metrics.get("policy/advantage_rms", 0.0))
-        clock.lap("optimizer")
-        lengths = [e.num_tokens for e in episodes]
-        metrics |= clock.metrics() | speed(float(flops), clock.total, self.ranks)
-        metrics |= {"optim/grad_norm": norm, "optim/lr": lr, "optim/skipped_steps": float(self.num_skipped)}
+        work.clock.lap("optimizer")
+        metrics |= {"optim/grad_norm": float(np.max(work.norms)), "optim/lr": self.config.optimizer.lr * factor}
+        metrics["optim/skipped_steps"] = float(self.num_skipped)
         metrics["optim/bad_steps_in_a_row"] = float(self.num_bad_in_a_row)
-        metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_tokens)}
-        metrics |= {"batch/tokens": float(sum(lengths)), "batch/microbatches": float(len(microbatches))}
-        metrics["speed/tokens_per_s"] = sum(lengths) / max(clock.total, 1e-9)
+        return metrics | self._work_done(episodes, work)
+
+    def _work_done(self, episodes: list[Episode], work: Work) -> dict[str, float]:
+        flops = float(all_sum(torch.tensor(work.flops, dtype=torch.float64, device=self.ranks.device), self.ranks))
+        num_tokens, num_sampled = sum(e.num_tokens for e in episodes), sum(len(e.targets) for e in episodes)
+        metrics = work.clock.metrics() | speed(flops, work.clock.total, self.ranks)
+        metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_sampled)}
+        metrics |= {"batch/tokens": float(num_tokens), "batch/microbatches": float(work.num_microbatches)}
+        metrics["speed/tokens_per_s"] = num_tokens / max(work.clock.total, 1e-9)
         return metrics
 
     def _flops(self, batch: Microbatch) -> float:
@@ -117,6 +129,29 @@ class Trainer:
         self.scale.moment = state["advantage_moment"]
 
     # ------------------------------------------------------------------ what a step is made of
+
+    def _update(self, episodes: list[Episode], work: Work) -> None:
+        """One gradient of `episodes`, applied."""
+        num_tokens = sum(len(e.targets) for e in episodes)
+        divisor = max(len(episodes) if self._per_episode else num_tokens, 1)
+        microbatches = self._plan(episodes)
+        work.num_microbatches += len(microbatches)
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        self.optimizer.zero_grad()
+        work.clock.lap("prepare")
+        for chosen in microbatches:
+            batch = self._pack([episodes[i] for i in chosen])
+            work.flops += self._flops(batch)
+            work.clock.lap("prepare")
+            self.router.counting = not batch.empty
+            output = self.policy(batch, self.temperature)
+            loss = self._loss(batch, output, divisor, work)
+            total += loss.detach()
+            work.clock.lap("forward")
+            loss.backward()
+            work.clock.lap("backward")
+        self._apply(num_tokens, work, sound=bool(all_sum(total, self.ranks).isfinite()))
+        work.clock.lap("optimizer")
 
     def _plan(self, episodes: list[Episode]) -> list[list[int]]:
         """This rank's microbatches. Episodes whose loss is exactly 0 take no part; the token count still has them."""
@@ -138,10 +173,8 @@ class Trainer:
         harmless_id = next(i for i in range(len(banned) + 1) if i not in banned)
         return empty_microbatch(self.decoder, harmless_id, self.ranks.device)
 
-    def _loss(
-        self, batch: Microbatch, output: PolicyOutput, version: int, divisor: int, scale: float, stats: TokenStats
-    ) -> Tensor:
-        """The scalar to differentiate: this microbatch's share of the step's loss."""
+    def _loss(self, batch: Microbatch, output: PolicyOutput, divisor: int, work: Work) -> Tensor:
+        """The scalar to differentiate: this microbatch's share of the update's loss."""
         reference = None
         if self.reference is not None:
             with torch.no_grad():
@@ -162,23 +195,20 @@ class Trainer:
             reference_logprobs=reference,
         )
         objective = self.config.objective
-        loss = OBJECTIVES[objective.name](corrected(tokens, objective), objective, scale)
-        stats.add(version - batch.versions, loss_columns(tokens, loss))
+        loss = OBJECTIVES[objective.name](corrected(tokens, objective), objective, work.scale)
+        work.stats.add(work.version - batch.versions, loss_columns(tokens, loss))
         return loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
 
-    def _update(self, num_tokens: int, *, sound: bool) -> tuple[float, float]:
-        """Clips and applies the gradient, unless it or the loss is not finite or there is none: (norm, rate)."""
-        factor = lr_factor(self.num_steps, self.config)
+    def _apply(self, num_tokens: int, work: Work, *, sound: bool) -> None:
+        """Clips and applies the gradient, unless it or the loss is not finite or there is none."""
         gradients = local_gradients(self.optimizer)
         norm = float(global_norm(gradients, self.ranks))
-        self.num_steps += 1
+        work.norms.append(norm)
         sound = sound and bool(np.isfinite(norm))
-        self.num_bad_in_a_row = 0 if sound else self.num_bad_in_a_row + 1
+        work.num_bad += not sound
         if num_tokens == 0 or not sound:
-            self.num_skipped += 1
+            work.num_skipped += 1
         else:
             clip_(gradients, norm, self.config.optimizer.max_grad_norm)
-            set_learning_rates(self.optimizer, factor)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm, self.config.optimizer.lr * factor

@@ -49,10 +49,18 @@ class ObjectiveConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="of that KL, per sampled token")
     normalize_advantages: bool = Field(True, description="vtrace: divide advantages by their running scale")
     advantage_memory: float = Field(0.9, ge=0, lt=1, description="vtrace: memory of the advantages' running scale")
+    advantage_floor: float = Field(
+        0.0, ge=0, description="vtrace: smallest scale that advantages are divided by, so that noise is not blown up"
+    )
     value_coef: float = Field(0.5, ge=0, description="vtrace: weight of the value loss")
     value_clip: float | None = Field(
         None, gt=0, description="vtrace: value errors beyond count linearly; null = squared throughout"
     )
+    critic_width: int = Field(
+        0, ge=0, description="vtrace: of a critic on several layers and the turn; 0 = linear, on the final state"
+    )
+    passes: int = Field(1, gt=0, description="times that a step trains on each of its episodes")
+    minibatches: int = Field(1, gt=0, description="updates of one pass, each on its share of the episodes")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
     reward_scale: float = Field(1.0, description="vtrace: rewards are multiplied by this")
     turn_rewards: bool = Field(
@@ -69,6 +77,15 @@ class ObjectiveConfig(Section):
         if self.dynamic_sampling and not self.group_relative:
             raise ValueError(
                 "learner.objective.dynamic_sampling = true is for group-relative objectives; set learner.objective.name"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_a_critic_has_a_width(self) -> Self:
+        if self.critic_width and self.group_relative:
+            raise ValueError(
+                f"learner.objective.critic_width = {self.critic_width}: {self.name} compares the episodes of a group "
+                "and trains no critic; set it to 0 or learner.objective.name = 'vtrace'"
             )
         return self
 

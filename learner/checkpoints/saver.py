@@ -49,7 +49,13 @@ class Restored:
 # What a run cannot change on its way: model, task and data, and what tickets and optimizer state are made of.
 _FIXED = (
     *("run.seed", "model.min_pixels", "model.max_pixels", "env.module", "env.args", "env.reward", "data."),
-    *("learner.objective.name", "learner.group_size", "learner.groups_per_step", "learner.publish.every"),
+    *(
+        "learner.objective.name",
+        "learner.objective.critic_width",
+        "learner.group_size",
+        "learner.groups_per_step",
+        "learner.publish.every",
+    ),
     *("learner.optimizer.name", "learner.optimizer.freeze"),
 )
 

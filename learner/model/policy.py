@@ -18,6 +18,7 @@ from kernels.linear_logprob import linear_logprob
 from learner.batch import Microbatch
 from learner.model.adapt import adapt
 from learner.model.attention import packing_of, window_lengths
+from learner.model.critic import DeepCritic, LinearCritic, Listener, chosen_layers, turn_indices
 from shared.vision import VisionSpec
 
 SUPPORTED_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
@@ -34,26 +35,38 @@ class PolicyOutput(NamedTuple):
 class Policy(nn.Module):
     """`forward` gives logprobs, entropies and values of a microbatch's sampled tokens; logits are never kept."""
 
-    def __init__(self, vlm: PreTrainedModel, spec: VisionSpec) -> None:
+    def __init__(self, vlm: PreTrainedModel, spec: VisionSpec, critic_width: int = 0) -> None:
+        """`critic_width`: of a critic that reads several layers; 0 = a linear one on the final hidden state."""
         super().__init__()
         self.vlm = vlm
         self.spec = spec
         self.dtype = torch.float32  # of forward and backward, and of what engines are given
         self.trimmed = adapt(vlm, spec)  # whether the last layer takes `rows=`
-        self.value_head = nn.Linear(vlm.config.text_config.hidden_size, 1, dtype=torch.float32)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        hidden_size, layers = vlm.config.text_config.hidden_size, vlm.model.language_model.layers
+        self.listener: Listener | None = None
+        if critic_width:
+            chosen = chosen_layers(len(layers))
+            self.listener = Listener([layers[i] for i in chosen])
+            self.value_head: nn.Module = DeepCritic(hidden_size, len(chosen) + 1, critic_width)
+        else:
+            self.value_head = LinearCritic(hidden_size)
         self.banned_ids = spec.banned_ids
         window = getattr(vlm.config.vision_config, "window_size", 0)  # pixels; 0 = no block looks through windows
         self.window_tokens = window // (spec.patch_size * spec.merge_size)
 
     def forward(self, batch: Microbatch, temperature: float) -> PolicyOutput:
+        if self.listener:
+            self.listener.listen(batch.predictors)
         hidden_NH = self._hidden(batch)
         logprobs, entropies = linear_logprob(
             hidden_NH, self.vlm.lm_head.weight, batch.target_ids, temperature=temperature, banned_ids=self.banned_ids
         )
-        values = self.value_head(hidden_NH.float())
-        return PolicyOutput(logprobs, entropies, values.sum(-1))
+        if self.listener:
+            turns_N = turn_indices(batch.turn_end, batch.episode_end)
+            values = self.value_head([*self.listener.take(), hidden_NH.detach()], turns_N)
+        else:
+            values = self.value_head(hidden_NH)
+        return PolicyOutput(logprobs, entropies, values)
 
     def _hidden(self, batch: Microbatch) -> Tensor:
         """Final hidden states [N,H] that predict the sampled tokens."""
@@ -105,7 +118,7 @@ class Policy(nn.Module):
         yield from self.vlm.named_parameters()
 
 
-def load_policy(path: str, spec: VisionSpec) -> Policy:
+def load_policy(path: str, spec: VisionSpec, critic_width: int = 0) -> Policy:
     """Loads a Qwen3-VL (dense or mixture of experts) or Qwen2.5-VL model from a folder, as float32 on the CPU."""
     try:
         config = AutoConfig.from_pretrained(path)
@@ -118,4 +131,4 @@ def load_policy(path: str, spec: VisionSpec) -> Policy:
         )
     transformers_logging.disable_progress_bar()
     vlm = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
-    return Policy(vlm, spec)
+    return Policy(vlm, spec, critic_width)

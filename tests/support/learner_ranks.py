@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "reference": ({"kl_coef": 0.5, "objective": "grpo"}, 3),
     "frozen": ({"freeze": ("vision",)}, 2),
     "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
+    "updates": ({"passes": 2, "minibatches": 2, "critic_width": 16, "activation_checkpointing": True}, 3),
     "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
 }
 MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to be as the case "vtrace" on one
@@ -48,8 +49,10 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to b
 
 
 def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
-    policy = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
-    torch.nn.init.constant_(policy.value_head.weight, 0.01)
+    torch.manual_seed(0)
+    width = changes.get("critic_width", 0)
+    policy = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20), width)
+    torch.nn.init.constant_(policy.value_head.leave.weight if width else policy.value_head.weight, 0.01)
     settings = {"lr": 1e-3, "value_lr": 1e-2, "microbatch_tokens": 90, "entropy_coef": 0.01, "warmup_steps": 2}
     config = learner_config(**settings | changes)
     ranks = replace(ranks, mesh=make_mesh("cpu", ranks.size, config.parallel.shard_size))
