@@ -136,6 +136,13 @@ def all_sum(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor
 
 
+def all_max(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """The largest over ranks, in place."""
+    if ranks.size > 1:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor
+
+
 def broadcast_flag(value: bool, ranks: Ranks) -> bool:
     """Rank 0's answer on every rank."""
     answer = torch.tensor([value], dtype=torch.int32)

@@ -17,6 +17,7 @@ from learner.advantages import RunningScale
 from learner.batch import Episode, Microbatch, cut, empty_microbatch, make_episodes, pack, plan, plan_together
 from learner.distributed import Ranks, all_sum
 from learner.images import ImageDecoder
+from learner.metrics.episodes import group_metrics
 from learner.metrics.throughput import Clock, speed
 from learner.metrics.tokens import TokenStats, loss_columns
 from learner.model.expert_load import RouterLoad
@@ -96,14 +97,14 @@ class Trainer:
         self.num_steps += 1
         self.num_skipped += work.num_skipped > 0
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if work.num_bad else 0
-        all_sum(work.stats.sums, self.ranks)
+        work.stats.gather(self.ranks)
         metrics = work.stats.metrics() | self.router.metrics(self.ranks)
         self.scale.follow(metrics.get("policy/advantage_rms", 0.0))
         work.clock.lap("optimizer")
         metrics |= {"optim/grad_norm": float(np.max(work.norms)), "optim/lr": self.config.optimizer.lr * factor}
         metrics["optim/skipped_steps"] = float(self.num_skipped)
         metrics["optim/bad_steps_in_a_row"] = float(self.num_bad_in_a_row)
-        return metrics | self._work_done(episodes, work)
+        return metrics | group_metrics(groups, version, self.config) | self._work_done(episodes, work)
 
     def _work_done(self, episodes: list[Episode], work: Work) -> dict[str, float]:
         flops = float(all_sum(torch.tensor(work.flops, dtype=torch.float64, device=self.ranks.device), self.ranks))

@@ -162,3 +162,10 @@ def segment_mean(values_N: Tensor, end_N: Tensor) -> Tensor:
 def segment_start(end_N: Tensor) -> Tensor:
     """bool [N]: true at the first token of each segment."""
     return torch.cat([torch.ones_like(end_N[:1]), end_N[:-1]])
+
+
+def turn_indices(turn_end_N: Tensor, episode_end_N: Tensor) -> Tensor:
+    """int64 [N]: which turn of its episode a token is in, from 0."""
+    turns_N = segment_ids(turn_end_N)
+    first_N = torch.where(segment_start(episode_end_N), turns_N, 0).cummax(0).values
+    return turns_N - first_N

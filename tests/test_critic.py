@@ -8,10 +8,11 @@ from torch import nn
 
 from learner.checkpoints.saver import Saver, load_checkpoint
 from learner.export import export_checkpoint
-from learner.model.critic import DeepCritic, Listener, chosen_layers, turn_indices
+from learner.model.critic import DeepCritic, Listener, chosen_layers
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
+from learner.vtrace import turn_indices
 from shared.config import Recipe
 from shared.sections import EnvConfig, ModelConfig
 from tests.support.episodes import learner_config, packed, random_groups

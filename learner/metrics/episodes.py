@@ -9,15 +9,42 @@ from math import comb
 
 import numpy as np
 
+from learner.guards.variance import varies
+from learner.metrics.tokens import lag_name
 from learner.tickets.book import EvaluationResult
+from shared.learner_config import LearnerConfig
 from shared.metrics import means
-from shared.types import TRAINABLE_ENDINGS, Group, Trajectory
+from shared.types import TRAINABLE_ENDINGS, Group, PolicyVersion, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Means over the episodes of a batch, the environment's own metrics among them, and the share of each ending."""
     episodes = [t for group in groups for t in group.trajectories]
     return {f"rollout/{name}": value for name, value in episode_means(episodes).items()}
+
+
+def group_metrics(groups: Sequence[Group], version: PolicyVersion, config: LearnerConfig) -> dict[str, float]:
+    """What the step's groups had to teach; `version` is the policy's that is trained.
+
+    `groups/without_variance`: share of groups whose trainable episodes all earned the same. With one episode a group
+    the step's episodes are compared instead, and it is 0 or 1.
+    """
+    episodes = [t for group in groups for t in group.trajectories if t.trainable]
+    if not episodes:
+        return {}
+    if config.group_size == 1:
+        equal = [not varies(groups, config)]
+    else:
+        equal = [not varies([group], config) for group in groups if any(t.trainable for t in group.trajectories)]
+    mixed, by_lag = [], dict[str, list[float]]()
+    for t in episodes:
+        versions = t.policy_versions[t.loss_mask == 1]
+        mixed.append(bool((versions != versions[0]).any()))
+        by_lag.setdefault(lag_name(version - int(versions.min())), []).append(t.reward)
+    values = {f"rollout/reward/lag_{lag}": sum(earned) / len(earned) for lag, earned in by_lag.items()}
+    values["groups/without_variance"] = sum(equal) / len(equal)
+    values["staleness/mixed_versions"] = sum(mixed) / len(mixed)
+    return values
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:

@@ -1,22 +1,42 @@
-"""Sums over trained tokens, split by version lag, that become the step's metrics."""
+"""Sums over trained tokens, by version lag and by turn, that become the step's metrics.
+
+A step costs two reductions over ranks, and no microbatch waits for a device. N = sampled tokens of one microbatch.
+"""
 
 from __future__ import annotations
+
+from bisect import bisect_right
+from math import exp, sinh
 
 import torch
 from torch import Tensor
 
+from learner.distributed import Ranks, all_max, all_sum
 from learner.objectives import Loss, Tokens
+from learner.vtrace import segment_start, turn_indices
 
 LAGS = ("0", "1", "2", "3-4", "5-8", "9+")
+TURNS = ("1", "2", "3", "4", "5", "6", "7", "8", "9+")
 _EDGES = (1, 2, 3, 5, 9)
 COLUMNS = (
-    "tokens", "abs_gap", "ratio", "ratio_sq", "kl", "clipped", "entropy", "policy_loss", "reference_kl", "error",
-    "error_sq", "vs", "vs_sq", "advantage_sq",
+    "tokens", "abs_gap", "ratio", "ratio_sq", "chi_square", "kl", "clipped", "entropy", "policy_loss", "reference_kl",
+    "error", "error_sq", "vs", "vs_sq", "advantage_sq",
 )  # fmt: skip
+# Of all tokens of a turn; then of its first token, where the turn is chosen.
+TURN_COLUMNS = ("tokens", "advantage", "advantage_sq", "turns", "error", "error_sq", "vs", "vs_sq")
+# The histogram of log ratios: bins of equal width in asinh(log ratio / FINE), so that noise of 1e-5 and ratios of 1e9
+# are both resolved, the logarithm to 2 % or 2e-6.
+FINE, WIDTH, BINS = 1e-4, 0.02, 1300
+_SHAPES = ((len(LAGS), len(COLUMNS)), (len(TURNS), len(TURN_COLUMNS)), (len(LAGS), BINS))
+
+
+def lag_name(lag: int) -> str:
+    """The one of LAGS that a lag of so many versions belongs to."""
+    return LAGS[bisect_right(_EDGES, lag)]
 
 
 def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
-    """The columns that `TokenStats` adds up, [N] each."""
+    """What `TokenStats` adds up, [N] each: COLUMNS, and what it needs for turns and the histogram."""
     log_rhos = (tokens.logprobs - tokens.behaviour_logprobs).detach()
     rhos, error = log_rhos.exp(), loss.vs_N - tokens.values.detach()
     return {
@@ -24,6 +44,7 @@ def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
         "abs_gap": log_rhos.abs(),
         "ratio": rhos,
         "ratio_sq": rhos.square(),
+        "chi_square": log_rhos.expm1().square(),
         "kl": rhos - 1 - log_rhos,
         "clipped": loss.clipped_N,
         "entropy": tokens.entropies,
@@ -33,43 +54,79 @@ def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
         "error_sq": error.square(),
         "vs": loss.vs_N,
         "vs_sq": loss.vs_N.square(),
+        "advantage": loss.advantages_N,
         "advantage_sq": loss.advantages_N.square(),
+        "log_rho": log_rhos,
+        "turn": turn_indices(tokens.turn_end, tokens.episode_end),
+        "turns": segment_start(tokens.turn_end),
     }
 
 
 class TokenStats:
-    """float64 [lags, columns], summed over microbatches, then over ranks."""
+    """float64 sums over microbatches, then over ranks (`gather`): [lags, columns], [turns, columns], [lags, bins]."""
 
     def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(len(LAGS), len(COLUMNS), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(sum(rows * width for rows, width in _SHAPES), dtype=torch.float64, device=device)
+        self._by_lag, self._by_turn, self._histogram = _parts(self._sums)
+        self._largest = torch.full((len(LAGS),), -torch.inf, dtype=torch.float64, device=device)  # log ratios
         self._edges = torch.tensor(_EDGES, device=device)
 
     @torch.no_grad()
     def add(self, lags_N: Tensor, columns: dict[str, Tensor]) -> None:
-        """`lags_N`: versions between sampling and training. `columns`: [N] each."""
-        rows = torch.stack([columns[name].detach().double() for name in COLUMNS], dim=1)
-        self.sums.index_add_(0, torch.bucketize(lags_N, self._edges, right=True), rows)
+        """`lags_N`: versions between sampling and training. `columns`: those of `loss_columns`."""
+        lag_N = torch.bucketize(lags_N, self._edges, right=True)
+        self._by_lag.index_add_(0, lag_N, _rows(columns, COLUMNS))
+        rows, split = _rows(columns, TURN_COLUMNS), TURN_COLUMNS.index("turns")
+        rows[:, split + 1 :] *= rows[:, split : split + 1]
+        self._by_turn.index_add_(0, columns["turn"].clamp(max=len(TURNS) - 1), rows)
+        log_rhos_N = columns["log_rho"].double()
+        self._largest.scatter_reduce_(0, lag_N, log_rhos_N, "amax")
+        places_N = torch.asinh(log_rhos_N / FINE) / WIDTH + BINS / 2
+        bins_N = places_N.nan_to_num(nan=BINS).clamp(0, BINS - 1).long()
+        self._histogram.view(-1).index_add_(0, lag_N * BINS + bins_N, torch.ones_like(log_rhos_N))
+
+    def gather(self, ranks: Ranks) -> None:
+        """The sums of all ranks, on every rank; a collective."""
+        all_sum(self._sums, ranks)
+        all_max(self._largest, ranks)
 
     def metrics(self) -> dict[str, float]:
-        """One value for each name, and NAME/lag_L for each lag that occurred. Empty without tokens."""
-        table = self.sums.cpu()
+        """One value for each name, and NAME/lag_L, NAME/turn_T for each lag and turn that occurred. Empty without
+        tokens."""
+        table, turns, histogram = _parts(self._sums.cpu())
         total = dict(zip(COLUMNS, table.sum(0).tolist(), strict=True))
         if not (tokens := total["tokens"]):
             return {}
-        result = _split_metrics(total) | {
+        result = {
             "loss/policy": total["policy_loss"] / tokens,
             "loss/value": 0.5 * total["error_sq"] / tokens,
             "reference/kl": total["reference_kl"] / tokens,
-            "policy/entropy": total["entropy"] / tokens,
             "policy/advantage_rms": (total["advantage_sq"] / tokens) ** 0.5,
             "value/target_mean": total["vs"] / tokens,
         }
-        for lag, row in zip(LAGS, table.tolist(), strict=True):
-            part = dict(zip(COLUMNS, row, strict=True))
+        result |= _split_metrics(total) | _tail(histogram.sum(0), float(self._largest.max()))
+        largest = self._largest.tolist()
+        for i, lag in enumerate(LAGS):
+            part = dict(zip(COLUMNS, table[i].tolist(), strict=True))
             if part["tokens"]:
                 result[f"tokens/lag_{lag}"] = part["tokens"]
-                result |= {f"{name}/lag_{lag}": value for name, value in _split_metrics(part).items()}
+                values = _split_metrics(part) | _tail(histogram[i], largest[i])
+                result |= {f"{name}/lag_{lag}": value for name, value in values.items()}
+        for turn, row in zip(TURNS, turns.tolist(), strict=True):
+            part = dict(zip(TURN_COLUMNS, row, strict=True))
+            if part["tokens"]:
+                result |= {f"{name}/turn_{turn}": value for name, value in _turn_metrics(part).items()}
         return result
+
+
+def _parts(sums: Tensor) -> list[Tensor]:
+    """Views of the flat sums: [lags, columns], [turns, columns], [lags, bins]."""
+    parts = sums.split([rows * width for rows, width in _SHAPES])
+    return [part.view(shape) for part, shape in zip(parts, _SHAPES, strict=True)]
+
+
+def _rows(columns: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
+    return torch.stack([columns[name].detach().double() for name in names], dim=1)
 
 
 def _split_metrics(sums: dict[str, float]) -> dict[str, float]:
@@ -79,11 +136,45 @@ def _split_metrics(sums: dict[str, float]) -> dict[str, float]:
         "behaviour/logprob_gap": sums["abs_gap"] / tokens,
         "behaviour/kl": sums["kl"] / tokens,
         "behaviour/ratio_mean": sums["ratio"] / tokens,
+        "behaviour/chi_square": sums["chi_square"] / tokens,
         "behaviour/ess": sums["ratio"] ** 2 / (tokens * sums["ratio_sq"]),
         "policy/clip_fraction": sums["clipped"] / tokens,
+        "policy/entropy": sums["entropy"] / tokens,
     }
-    variance = sums["vs_sq"] / tokens - (sums["vs"] / tokens) ** 2
-    if variance > 1e-12:  # else all targets are equal
-        error_variance = sums["error_sq"] / tokens - (sums["error"] / tokens) ** 2
-        values["value/explained_variance"] = 1.0 - error_variance / variance
-    return values
+    return values | _explained(sums, tokens)
+
+
+def _turn_metrics(sums: dict[str, float]) -> dict[str, float]:
+    tokens = sums["tokens"]
+    values = {
+        "policy/advantage": sums["advantage"] / tokens,
+        "policy/advantage_rms": (sums["advantage_sq"] / tokens) ** 0.5,
+    }
+    return values | _explained(sums, sums["turns"])
+
+
+def _explained(sums: dict[str, float], count: float) -> dict[str, float]:
+    """1 - Var(vs - V) / Var(vs) of `count` targets; nothing where all targets are equal."""
+    variance = sums["vs_sq"] / count - (sums["vs"] / count) ** 2
+    if not variance > 1e-12:
+        return {}
+    error_variance = sums["error_sq"] / count - (sums["error"] / count) ** 2
+    return {"value/explained_variance": 1.0 - error_variance / variance}
+
+
+def _tail(histogram: Tensor, largest: float) -> dict[str, float]:
+    """Maximum and 99th percentile of the ratios: the latter inside its bin by proportion."""
+    return {"behaviour/ratio_max": _exp(largest), "behaviour/ratio_p99": _exp(log_ratio_quantile(histogram, 0.99))}
+
+
+def log_ratio_quantile(histogram: Tensor, share: float) -> float:
+    """The log ratio below which this share of the counted tokens lies; `histogram`: [bins]."""
+    sums = histogram.cumsum(0)
+    target = share * float(sums[-1])
+    place = min(int(torch.searchsorted(sums, target)), BINS - 1)
+    inside = (target - float(sums[place] - histogram[place])) / float(histogram[place])
+    return FINE * sinh((place + inside - BINS / 2) * WIDTH)
+
+
+def _exp(log_ratio: float) -> float:
+    return exp(log_ratio) if log_ratio < 700 else float("inf")

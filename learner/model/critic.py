@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learner.vtrace import segment_ids
-
 MOST_TURNS = 32  # later turns count as this one
 NUM_LAYERS = 3  # that a deep critic reads, besides the final state
 
@@ -84,11 +82,3 @@ def chosen_layers(num_layers: int, count: int = NUM_LAYERS) -> list[int]:
     below = num_layers - 1
     count = min(count, below)
     return [round((i + 1) * below / count) - 1 for i in range(count)]
-
-
-def turn_indices(turn_end_N: Tensor, episode_end_N: Tensor) -> Tensor:
-    """int64 [N]: the turns of its episode before each token's own."""
-    turns_N, episodes_N = segment_ids(turn_end_N), segment_ids(episode_end_N)
-    num_episodes = int(episode_end_N.sum())
-    first_S = turns_N.new_full((num_episodes,), len(turns_N)).scatter_reduce(0, episodes_N, turns_N, "amin")
-    return turns_N - first_S[episodes_N]

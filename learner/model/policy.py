@@ -18,7 +18,8 @@ from kernels.linear_logprob import linear_logprob
 from learner.batch import Microbatch
 from learner.model.adapt import adapt
 from learner.model.attention import packing_of, window_lengths
-from learner.model.critic import DeepCritic, LinearCritic, Listener, chosen_layers, turn_indices
+from learner.model.critic import DeepCritic, LinearCritic, Listener, chosen_layers
+from learner.vtrace import turn_indices
 from shared.vision import VisionSpec
 
 SUPPORTED_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
