@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from learner.vtrace import segment_mean, token_vtrace, turn_vtrace
+from learner.vtrace import TokenTargets, segment_mean, token_vtrace, turn_vtrace
 from shared.learner_config import ObjectiveConfig
 
 
@@ -58,6 +58,7 @@ class Loss(NamedTuple):
     kl_N: Tensor  # estimates of KL(pi, reference); 0 without one
     advantages_N: Tensor  # before any weight
     vs_N: Tensor  # the value's targets
+    value_weights_N: Tensor  # of each token in the value's term; their mean is 1
 
 
 class PolicyTerm(NamedTuple):
@@ -152,7 +153,7 @@ def vtrace(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
     )
     value_weights_N = tokens.weights * got.value_weights
     value = (value_weights_N * value_term(tokens.values, got.vs, config.value_clip)).sum()
-    return _loss(tokens, config, term, got.advantages, got.vs, config.value_coef * value)
+    return _loss(tokens, config, term, got.advantages, got, config.value_coef * value)
 
 
 def grpo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
@@ -194,7 +195,7 @@ def _loss(
     config: ObjectiveConfig,
     term: PolicyTerm,
     advantages_N: Tensor,
-    vs_N: Tensor | None = None,
+    targets: TokenTargets | None = None,
     value: Tensor | float = 0.0,
 ) -> Loss:
     """The sum over tokens of policy term, KL and entropy, and the value's sum."""
@@ -205,6 +206,8 @@ def _loss(
         per_token_N = per_token_N + config.kl_coef * kl_N
     if config.entropy_coef:
         per_token_N = per_token_N - config.entropy_coef * tokens.entropies
-    vs_N = tokens.values.detach() if vs_N is None else vs_N
+    vs_N, value_weights_N = tokens.values.detach(), torch.ones_like(tokens.values)
+    if targets is not None:
+        vs_N, value_weights_N = targets.vs, targets.value_weights
     total = (tokens.weights * per_token_N).sum() + value
-    return Loss(total, term.loss_N.detach(), term.clipped_N, kl_N.detach(), advantages_N, vs_N)
+    return Loss(total, term.loss_N.detach(), term.clipped_N, kl_N.detach(), advantages_N, vs_N, value_weights_N)

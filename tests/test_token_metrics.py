@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,8 +18,6 @@ from shared.learner_config import LearnerConfig, ObjectiveConfig
 from shared.types import Group
 from tests.support.episodes import learner_config
 from tests.support.wires import episode, failed_episode
-
-CONFIG = ObjectiveConfig(gamma=0.9, lam=0.9)
 
 
 def drawn_episodes(count: int, seed: int, spread: float) -> list[dict[str, np.ndarray]]:
@@ -52,13 +51,15 @@ def tokens_of(episodes: list[dict[str, np.ndarray]]) -> Tokens:
     )  # fmt: skip
 
 
-def measured(episodes: list[dict[str, np.ndarray]], per_microbatch: int) -> tuple[dict[str, float], list]:
+def measured(
+    episodes: list[dict[str, np.ndarray]], per_microbatch: int, level: Literal["token", "turn"] = "token"
+) -> tuple[dict[str, float], list]:
     """The metrics, and each microbatch's targets and advantages for the reference."""
     stats, parts = TokenStats(torch.device("cpu")), []
     for start in range(0, len(episodes), per_microbatch):
         chosen = episodes[start : start + per_microbatch]
         tokens = tokens_of(chosen)
-        loss = vtrace(tokens, CONFIG)
+        loss = vtrace(tokens, ObjectiveConfig(gamma=0.9, lam=0.9, vtrace_level=level))
         stats.add(torch.from_numpy(np.concatenate([e["lag"] for e in chosen])), loss_columns(tokens, loss))
         parts.append((loss.vs_N.numpy(), loss.advantages_N.numpy()))
     stats.gather(Ranks(0, 1, torch.device("cpu"), None))  # type: ignore[arg-type]
@@ -102,20 +103,32 @@ def test_a_ratio_without_a_bin_or_a_number_is_counted_and_breaks_nothing() -> No
     assert math.log(measured(episodes, 3)[0]["behaviour/ratio_max"]) == pytest.approx(30)
 
 
-def test_advantage_and_explained_variance_of_each_turn_are_those_of_its_tokens_and_first_tokens() -> None:
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_advantage_and_explained_variance_of_a_turn_are_those_of_the_tokens_where_the_critic_learns(
+    level: Literal["token", "turn"],
+) -> None:
     episodes = drawn_episodes(50, 5, 0.1)
-    metrics, parts = measured(episodes, per_microbatch=9)
+    metrics, parts = measured(episodes, per_microbatch=9, level=level)
     turn, values = (np.concatenate([e[name] for e in episodes]) for name in ("turn", "values"))
     first = np.concatenate([np.append(True, e["turn"][1:] != e["turn"][:-1]) for e in episodes])
+    length = np.concatenate([np.bincount(e["turn"])[e["turn"]] for e in episodes])
+    weights = np.ones(len(turn)) if level == "token" else first * length
     vs, advantages = (np.concatenate(column) for column in zip(*parts, strict=True))
+
+    def explained(chosen: np.ndarray) -> float:
+        errors, targets = np.cov([(vs - values)[chosen], vs[chosen]], aweights=weights[chosen], ddof=0).diagonal()
+        return 1 - errors / targets
+
+    assert metrics["value/explained_variance"] == pytest.approx(explained(turn >= 0))
+    lags = np.concatenate([e["lag"] for e in episodes])
+    for name in LAGS:
+        assert metrics[f"value/explained_variance/lag_{name}"] == pytest.approx(explained(lag_of(lags, name)))
     for number, name in enumerate(TURNS):
         here = turn == number if number < 8 else turn >= 8
         assert here.any()
         assert metrics[f"policy/advantage/turn_{name}"] == pytest.approx(advantages[here].mean())
         assert metrics[f"policy/advantage_rms/turn_{name}"] == pytest.approx(np.sqrt(np.mean(advantages[here] ** 2)))
-        at = here & first
-        explained = 1 - np.var(vs[at] - values[at]) / np.var(vs[at])
-        assert metrics[f"value/explained_variance/turn_{name}"] == pytest.approx(explained)
+        assert metrics[f"value/explained_variance/turn_{name}"] == pytest.approx(explained(here))
 
 
 # ------------------------------------------------------------------ groups

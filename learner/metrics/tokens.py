@@ -13,17 +13,16 @@ from torch import Tensor
 
 from learner.distributed import Ranks, all_max, all_sum
 from learner.objectives import Loss, Tokens
-from learner.vtrace import segment_start, turn_indices
+from learner.vtrace import turn_indices
 
 LAGS = ("0", "1", "2", "3-4", "5-8", "9+")
 TURNS = ("1", "2", "3", "4", "5", "6", "7", "8", "9+")
 _EDGES = (1, 2, 3, 5, 9)
 COLUMNS = (
     "tokens", "abs_gap", "ratio", "ratio_sq", "chi_square", "kl", "clipped", "entropy", "policy_loss", "reference_kl",
-    "error", "error_sq", "vs", "vs_sq", "advantage_sq",
+    "value_weight", "error", "error_sq", "vs", "vs_sq", "advantage_sq",
 )  # fmt: skip
-# Of all tokens of a turn; then of its first token, where the turn is chosen.
-TURN_COLUMNS = ("tokens", "advantage", "advantage_sq", "turns", "error", "error_sq", "vs", "vs_sq")
+TURN_COLUMNS = ("tokens", "advantage", "advantage_sq", "value_weight", "error", "error_sq", "vs", "vs_sq")
 # The histogram of log ratios: bins of equal width in asinh(log ratio / FINE), so that noise of 1e-5 and ratios of 1e9
 # are both resolved, the logarithm to 2 % or 2e-6.
 FINE, WIDTH, BINS = 1e-4, 0.02, 1300
@@ -36,9 +35,10 @@ def lag_name(lag: int) -> str:
 
 
 def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
-    """What `TokenStats` adds up, [N] each: COLUMNS, and what it needs for turns and the histogram."""
+    """What `TokenStats` adds up, [N] each: COLUMNS, and what it needs for turns and the histogram. Columns of the value
+    have the weights of its loss: with whole turns as actions, the first tokens of turns alone count."""
     log_rhos = (tokens.logprobs - tokens.behaviour_logprobs).detach()
-    rhos, error = log_rhos.exp(), loss.vs_N - tokens.values.detach()
+    rhos, error, weights = log_rhos.exp(), loss.vs_N - tokens.values.detach(), loss.value_weights_N
     return {
         "tokens": torch.ones_like(rhos),
         "abs_gap": log_rhos.abs(),
@@ -50,15 +50,15 @@ def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
         "entropy": tokens.entropies,
         "policy_loss": loss.policy_N,
         "reference_kl": loss.kl_N,
-        "error": error,
-        "error_sq": error.square(),
-        "vs": loss.vs_N,
-        "vs_sq": loss.vs_N.square(),
+        "value_weight": weights,
+        "error": weights * error,
+        "error_sq": weights * error.square(),
+        "vs": weights * loss.vs_N,
+        "vs_sq": weights * loss.vs_N.square(),
         "advantage": loss.advantages_N,
         "advantage_sq": loss.advantages_N.square(),
         "log_rho": log_rhos,
         "turn": turn_indices(tokens.turn_end, tokens.episode_end),
-        "turns": segment_start(tokens.turn_end),
     }
 
 
@@ -76,9 +76,7 @@ class TokenStats:
         """`lags_N`: versions between sampling and training. `columns`: those of `loss_columns`."""
         lag_N = torch.bucketize(lags_N, self._edges, right=True)
         self._by_lag.index_add_(0, lag_N, _rows(columns, COLUMNS))
-        rows, split = _rows(columns, TURN_COLUMNS), TURN_COLUMNS.index("turns")
-        rows[:, split + 1 :] *= rows[:, split : split + 1]
-        self._by_turn.index_add_(0, columns["turn"].clamp(max=len(TURNS) - 1), rows)
+        self._by_turn.index_add_(0, columns["turn"].clamp(max=len(TURNS) - 1), _rows(columns, TURN_COLUMNS))
         log_rhos_N = columns["log_rho"].double()
         self._largest.scatter_reduce_(0, lag_N, log_rhos_N, "amax")
         places_N = torch.asinh(log_rhos_N / FINE) / WIDTH + BINS / 2
@@ -141,7 +139,7 @@ def _split_metrics(sums: dict[str, float]) -> dict[str, float]:
         "policy/clip_fraction": sums["clipped"] / tokens,
         "policy/entropy": sums["entropy"] / tokens,
     }
-    return values | _explained(sums, tokens)
+    return values | _explained(sums)
 
 
 def _turn_metrics(sums: dict[str, float]) -> dict[str, float]:
@@ -150,11 +148,13 @@ def _turn_metrics(sums: dict[str, float]) -> dict[str, float]:
         "policy/advantage": sums["advantage"] / tokens,
         "policy/advantage_rms": (sums["advantage_sq"] / tokens) ** 0.5,
     }
-    return values | _explained(sums, sums["turns"])
+    return values | _explained(sums)
 
 
-def _explained(sums: dict[str, float], count: float) -> dict[str, float]:
-    """1 - Var(vs - V) / Var(vs) of `count` targets; nothing where all targets are equal."""
+def _explained(sums: dict[str, float]) -> dict[str, float]:
+    """1 - Var(vs - V) / Var(vs); nothing where all targets are equal."""
+    if not (count := sums["value_weight"]):
+        return {}
     variance = sums["vs_sq"] / count - (sums["vs"] / count) ** 2
     if not variance > 1e-12:
         return {}
