@@ -2,7 +2,7 @@
 
     python launch/local.py --config launch/recipes/sokoban_tiny.toml [--ranks N] [--section.key VALUE ...]
 
-The last line is one JSON object: the run's result.
+At the end it draws the run's curves into its folder. The last line is one JSON object: the run's result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         stop_all(children)
     if code == 0:
-        print(result.read_text().strip(), flush=True)
+        print(json.dumps(json.loads(result.read_text()) | {"curve": curve_of(folder)}), flush=True)
     return code
 
 
@@ -80,6 +80,22 @@ def watch(children: list[Child], progress: Progress, result: Path) -> int:
     if code:
         LOG.error("%s ended with exit code %d; its reason is above", ended.name, code)
     return code
+
+
+def curve_of(folder: Path) -> str | None:
+    """The picture of the run's curves; None, and one line that says why, where it could not be drawn."""
+    path = folder / "curve.png"
+    try:
+        from launch.plots.figure import Curve, draw  # here, so that a run starts without matplotlib
+        from launch.plots.series import read_run
+
+        run = read_run(folder)
+        draw([Curve(run.name, (run,))], path, axis="minutes", title=run.name)
+    except Exception as error:  # noqa: BLE001 - whatever a drawing fails of, the run has ended well
+        LOG.warning("no curve was drawn: %s: %s", type(error).__name__, " ".join(str(error).split()))
+        return None
+    LOG.info("the run's curves: %s", path)
+    return str(path)
 
 
 @dataclass

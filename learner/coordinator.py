@@ -17,7 +17,7 @@ from threading import Event
 from typing import Any
 
 from learner.distributed import Ranks, broadcast_flag, broadcast_groups
-from learner.metrics.episodes import RunResult, evaluation_metrics, rollout_metrics
+from learner.metrics.episodes import RunResult, evaluation_metrics, held_out_metrics, middle_half, rollout_metrics
 from learner.metrics.writer import MetricLogger
 from learner.tickets.ledger import Ledger
 from learner.tickets.records import number_of
@@ -101,6 +101,7 @@ class Coordinator(Follower):
         self._episodes = self._turns = 0
         self._idle_s = self._busy_s = 0.0
         self._actor_idle: list[float] = []
+        self._explained: list[float] = []  # variance, by the critic
         self._started = self._last_step = time.monotonic()
 
     def wait_for_engines(self) -> frozenset[str]:
@@ -166,6 +167,8 @@ class Coordinator(Follower):
         rows |= {"speed/turns_per_s": turns / step_s, "progress/episodes": float(self._episodes)}
         rows["progress/minutes"] = (now - self._started) / 60
         self._actor_idle.append(rows.get("actors/idle_frac", 0.0))
+        if "value/explained_variance" in rows:
+            self._explained.append(rows["value/explained_variance"])
         self.metrics.scalars(step, rows)
         if step % 10 == 0 and groups[0].trajectories:
             self._show(step, groups[0])
@@ -242,6 +245,8 @@ class Coordinator(Follower):
             actor_idle_frac=sum(self._actor_idle) / max(1, len(self._actor_idle)),
             greedy_success_before=success.get("greedy_before"),
             greedy_success_after=success.get("greedy_after"),
+            explained_variance=middle_half(self._explained),
+            held_out=held_out_metrics(self.results),
         )
         (self.run_dir / "result.json").write_text(json.dumps(result.as_dict()) + "\n")
         return result

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from learner.checkpoints.best import Best
-from learner.metrics.episodes import evaluation_metrics, pass_at_k
+from learner.metrics.episodes import RunResult, evaluation_metrics, held_out_metrics, middle_half, pass_at_k
 from learner.tickets.book import EvaluationResult
 from shared.types import Ending, Group, Sample, Sampling, Ticket
 from tests.support.wires import episode, failed_episode
@@ -55,3 +55,29 @@ def test_the_best_evaluated_step_is_remembered_over_a_restart(tmp_path):
     assert (again.step, again.value) == (40, 0.6)
     assert json.loads((tmp_path / "best.json").read_text())["checkpoint"] == "step_00000040"
     assert not again.result(0.9)  # no step is a candidate
+
+
+def test_every_metric_of_the_evaluations_before_and_after_is_in_the_result():
+    read = {"success": 0.5, "read_accuracy": 0.25, "ending/completed": 1.0, "generate_s": 3.0}
+    results = {
+        "before": read,
+        "after": {**read, "success": 0.75},
+        "greedy_after": {"read_accuracy": 1 / 3},
+        "step_5": read,
+    }
+    found = held_out_metrics(results)
+    assert found == {
+        "success_before": 0.5, "read_accuracy_before": 0.25, "success_after": 0.75, "read_accuracy_after": 0.25,
+        "greedy_read_accuracy_after": 1 / 3,
+    }  # fmt: skip
+    result = RunResult(0.5, 0.75, 1.0, 2, 3, 4, 5, 6.0, 0.1, 0.2, held_out=found)
+    line = result.as_dict()
+    assert list(line)[:2] == ["success_before", "success_after"] and line["greedy_success_after"] is None
+    assert line["read_accuracy_before"] == 0.25 and line["greedy_read_accuracy_after"] == 0.3333
+    assert "held_out" not in line
+
+
+def test_the_middle_half_of_a_run_leaves_its_first_and_last_quarter_out():
+    assert middle_half([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, -9.0, -9.0]) == 2.5
+    assert middle_half([3.0]) == 3.0
+    assert middle_half([]) is None

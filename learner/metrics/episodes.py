@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import comb
 
 import numpy as np
@@ -108,6 +108,31 @@ class RunResult:
     actor_idle_frac: float
     greedy_success_before: float | None = None
     greedy_success_after: float | None = None
+    explained_variance: float | None = None  # mean over the middle half of the steps; None without a critic
+    held_out: Mapping[str, float] = field(default_factory=dict)  # every other metric of the evaluations, by its name
 
     def as_dict(self) -> dict[str, float | int | None]:
-        return {name: round(v, 4) if isinstance(v, float) else v for name, v in asdict(self).items()}
+        own = asdict(self)
+        held_out = own.pop("held_out")
+        values = own | {name: value for name, value in held_out.items() if name not in own}
+        return {name: round(v, 4) if isinstance(v, float) else v for name, v in values.items()}
+
+
+def held_out_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """What the evaluations `before` and `after`, sampled and greedy, say about the policy: NAME_before, NAME_after,
+    greedy_NAME_before, greedy_NAME_after for every metric of an evaluation, the environment's own among them. The
+    shares of endings and what took seconds are left to metrics.jsonl."""
+    return {
+        f"{prefix}{name}_{when}": value
+        for when in ("before", "after")
+        for prefix in ("", "greedy_")
+        for name, value in results.get(prefix + when, {}).items()
+        if "/" not in name and not name.endswith("_s")
+    }
+
+
+def middle_half(values: Sequence[float]) -> float | None:
+    """The mean of a run's values from its second and third quarter; None if there are none."""
+    quarter = len(values) // 4
+    chosen = values[quarter : len(values) - quarter]
+    return sum(chosen) / len(chosen) if chosen else None

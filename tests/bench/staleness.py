@@ -4,8 +4,7 @@
 
 Every run has the same number of optimizer steps and starts from the same small model. As many groups are in play as the
 bound lets be issued, so that the policy does run ahead of its data. Each run appends one line to FILE; runs that it
-holds already are not repeated. `--draw` writes the table and the plot (needs the dependency group `plot`). The last
-line is one JSON object.
+holds already are not repeated. `--draw` writes the plot. The last line is one JSON object.
 """
 
 from __future__ import annotations
