@@ -8,12 +8,30 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.support.runs import command, finished, metrics, places, refused
 
 
 def run(recipe: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return finished(command("local", arguments, f"launch/recipes/{recipe}.toml"))
+
+
+@pytest.mark.slow
+def test_v_trace_teaches_a_small_model_to_name_colours_from_chance(tmp_path: Path) -> None:
+    objective = {"name": "vtrace", "vtrace_clip": "true"}
+    optimizer = {"lr": 7e-4, "value_lr": 3e-3, "warmup_steps": 8, "schedule": "linear"}
+    learner = {"group_size": 1, "groups_per_step": 64, "total_steps": 60}
+    learner |= {f"objective.{name}": value for name, value in objective.items()}
+    learner |= {f"optimizer.{name}": value for name, value in optimizer.items()}
+    fields = {f"learner.{name}": value for name, value in learner.items()} | {"actor.groups": 64, "eval.samples": 200}
+    result = json.loads(run("colour_tiny", places(tmp_path, **fields)).stdout.splitlines()[-1])
+    assert 0.1 < result["success_before"] < 0.5
+    assert result["success_after"] >= 0.8
+    assert result["format_after"] >= result["format_before"] > 0.5  # the task's own metric
+    assert result["explained_variance"] is not None
+    with Image.open(result["curve"]) as picture:
+        assert picture.format == "PNG"
 
 
 @pytest.mark.slow
