@@ -49,6 +49,41 @@ def equal(rewards_G: Sequence[float] | np.ndarray) -> bool:
     return rewards.size == 0 or bool((rewards == rewards[0]).all())
 
 
+class SurveyedEpisode(Protocol):
+    """One whose tokens have been seen by the policy and the reference as the step began."""
+
+    @property
+    def advantage(self) -> float: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def proximal_logprobs(self) -> np.ndarray | None: ...
+    @property
+    def reference_logprobs(self) -> np.ndarray | None: ...
+
+
+def penalised_advantages(episodes: Sequence[SurveyedEpisode], config: ObjectiveConfig) -> list[float]:
+    """Group-relative advantages of rewards less kl_coef log(prox/reference), summed over the tokens of each episode.
+
+    Advantages that are not divided by a deviation are linear in the rewards, so that the penalty's are added to those
+    the episodes have. The baseline of the penalty is over the group's episodes here (those cut off may be masked).
+    """
+    penalties = []
+    for e in episodes:
+        assert e.proximal_logprobs is not None and e.reference_logprobs is not None
+        divergence = (e.proximal_logprobs.astype(np.float64) - e.reference_logprobs).sum()
+        penalties.append(-config.kl_coef * float(divergence))
+    members: dict[int, list[int]] = {}
+    for i, e in enumerate(episodes):
+        members.setdefault(e.group, []).append(i)
+    advantages = [e.advantage for e in episodes]
+    for group in members.values():
+        how = {"divide_by_std": False, "leave_one_out": config.leave_one_out}
+        for i, more in zip(group, group_advantages([penalties[i] for i in group], **how), strict=True):
+            advantages[i] += float(more)
+    return advantages
+
+
 class RunningScale:
     """What V-trace advantages are multiplied by: 1/sqrt of a running mean of their squares, or 1/`advantage_floor`
     where that is less: advantages that are noise around 0 are then not blown up to unit size.

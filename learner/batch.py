@@ -35,6 +35,9 @@ class Episode:
     rewards: np.ndarray  # float32 [K], a turn's reward at its last token
     turn_end: np.ndarray  # bool [K]
     advantage: float  # relative to its group
+    group: int = 0  # which of the step's
+    proximal_logprobs: np.ndarray | None = None  # float32 [K], of the policy as the step began; None = not computed
+    reference_logprobs: np.ndarray | None = None  # float32 [K], of the reference policy; None = not computed yet
 
     @property
     def num_tokens(self) -> int:
@@ -45,8 +48,19 @@ _OVERLONG = frozenset({Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})
 
 
 def penalty(trajectory: Trajectory, objective: ObjectiveConfig) -> float:
-    """What the reward of an episode that a token limit cut off is less."""
-    return objective.overlong_penalty * (objective.overlong == "penalise" and trajectory.ending in _OVERLONG)
+    """What the reward of an episode is less for its length, in the reward's units.
+
+    The whole of `overlong_penalty` where a token limit cut it off. With `overlong_buffer` also, growing from 0 to the
+    whole, over the last so many tokens before `overlong_tokens` (DAPO: Yu et al., 2025, equation 13).
+    """
+    if objective.overlong != "penalise":
+        return 0.0
+    if trajectory.ending in _OVERLONG:
+        return objective.overlong_penalty
+    if not objective.overlong_buffer:
+        return 0.0
+    over = int(trajectory.loss_mask.sum()) - (objective.overlong_tokens - objective.overlong_buffer)
+    return objective.overlong_penalty * min(max(over / objective.overlong_buffer, 0.0), 1.0)
 
 
 def episode_rewards(group: Group, objective: ObjectiveConfig) -> list[float]:
@@ -81,7 +95,7 @@ def check_group(group: Group, decoder: ImageDecoder) -> None:
 
 
 def make_episode(
-    trajectory: Trajectory, advantage: float, decoder: ImageDecoder, objective: ObjectiveConfig
+    trajectory: Trajectory, advantage: float, decoder: ImageDecoder, objective: ObjectiveConfig, *, group: int = 0
 ) -> Episode:
     """Expands the placeholders. ValueError when the layout is wrong or an image cannot be read."""
     check_layout(trajectory, decoder.spec)
@@ -111,19 +125,20 @@ def make_episode(
         rewards=rewards,
         turn_end=turn_end,
         advantage=advantage,
+        group=group,
     )
 
 
 def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, objective: ObjectiveConfig) -> list[Episode]:
     """Episodes of all trainable trajectories; advantages are relative to the trainable ones of each group."""
     episodes = []
-    for group in groups:
+    for index, group in enumerate(groups):
         trajectories = [t for t in group.trajectories if t.trainable]
         how = {"divide_by_std": objective.divide_by_std, "leave_one_out": objective.leave_one_out}
         advantages = group_advantages(episode_rewards(group, objective), **how)
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
             if not (objective.overlong == "mask" and trajectory.ending in _OVERLONG):
-                episodes.append(make_episode(trajectory, float(advantage), decoder, objective))
+                episodes.append(make_episode(trajectory, float(advantage), decoder, objective, group=index))
     return episodes
 
 
@@ -200,6 +215,8 @@ class Microbatch:
     advantages: Tensor  # float32 [N], relative to the group
     episode_tokens: Tensor  # float32 [N], sampled tokens of the token's episode
     empty: bool
+    proximal_logprobs: Tensor | None = None  # float32 [N], where the episodes have them
+    reference_logprobs: Tensor | None = None  # float32 [N], where the episodes have them
 
     @property
     def num_tokens(self) -> int:
@@ -232,6 +249,9 @@ def pack(episodes: Sequence[Episode], decoder: ImageDecoder, device: torch.devic
     }
     for name in ("behaviour_logprobs", "versions", "rewards", "turn_end"):
         arrays[name] = np.concatenate([getattr(e, name) for e in episodes])
+    for name in ("proximal_logprobs", "reference_logprobs"):
+        if getattr(episodes[0], name) is not None:
+            arrays[name] = np.concatenate([getattr(e, name) for e in episodes])
     tensors = {
         name: torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
         for name, array in arrays.items()

@@ -22,8 +22,11 @@ from learner.metrics.throughput import Clock, speed
 from learner.metrics.tokens import TokenStats, loss_columns
 from learner.model.expert_load import RouterLoad
 from learner.model.policy import Policy, PolicyOutput
+from learner.model.sharding import copy_weights
 from learner.model.sizes import sizes_of
-from learner.objectives import OBJECTIVES, Tokens, corrected
+from learner.objective.objectives import loss_of
+from learner.objective.records import Tokens
+from learner.objective.survey import Survey
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
 from shared.learner_config import LearnerConfig
 from shared.types import Group, PolicyVersion
@@ -56,7 +59,8 @@ class Trainer:
         temperature: float = 1.0,
         reference: Policy | None = None,
     ) -> None:
-        """`reference`: the frozen initial policy, sharded as `policy` is; needed where the KL's weight is not 0."""
+        """`reference`: the frozen initial policy, sharded as `policy` is; needed where the KL's weight is not 0. Its
+        weights become the policy's every `kl_reference_every` steps."""
         if temperature <= 0:
             raise ValueError(f"sampling.temperature = {temperature}: training needs a temperature above 0")
         kl_coef = config.objective.kl_coef
@@ -78,6 +82,7 @@ class Trainer:
         self.router = RouterLoad(policy.vlm, ranks.device)
         self._sizes = sizes_of(policy.vlm.config.to_dict())
         self._per_episode = config.objective.aggregation == "sequence_mean"
+        self._survey = Survey.of(config.objective)
 
     def step(self, groups: Sequence[Group], version: PolicyVersion) -> dict[str, float]:
         """Trains on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank.
@@ -87,11 +92,14 @@ class Trainer:
         without a trainable token, or with a non-finite loss or gradient, changes no weight, and its step is counted.
         """
         objective = self.config.objective
+        clock = Clock(self.ranks.device)
         episodes = make_episodes(groups, self.decoder, objective)
-        work = Work(version, self.scale(episodes), Clock(self.ranks.device), TokenStats(self.ranks.device))
+        work = Work(version, self.scale(episodes), clock, TokenStats(self.ranks.device))
         factor = lr_factor(self.num_steps, self.config)
         set_learning_rates(self.optimizer, factor)
-        work.clock.lap("prepare")
+        clock.lap("prepare")
+        if episodes and (self._survey.policy or self._survey.reference):
+            episodes = self._surveyed(episodes, work)
         for chosen in cut(len(episodes), objective.passes, objective.minibatches, seed=self.num_steps):
             self._update([episodes[i] for i in chosen], work)
         self.num_steps += 1
@@ -100,7 +108,10 @@ class Trainer:
         work.stats.gather(self.ranks)
         metrics = work.stats.metrics() | self.router.metrics(self.ranks)
         self.scale.follow(metrics.get("policy/advantage_rms", 0.0))
-        work.clock.lap("optimizer")
+        if objective.kl_reference_every and self.num_steps % objective.kl_reference_every == 0:
+            assert self.reference is not None
+            copy_weights(self.policy, self.reference)
+        clock.lap("optimizer")
         metrics |= {"optim/grad_norm": float(np.max(work.norms)), "optim/lr": self.config.optimizer.lr * factor}
         metrics["optim/skipped_steps"] = float(self.num_skipped)
         metrics["optim/bad_steps_in_a_row"] = float(self.num_bad_in_a_row)
@@ -116,14 +127,15 @@ class Trainer:
         return metrics
 
     def _flops(self, batch: Microbatch) -> float:
-        """Of forward and backward; 0 for a model whose sizes are not known."""
+        """Of one forward; 0 for a model whose sizes are not known."""
         if self._sizes is None or batch.empty:
             return 0.0
-        return 3 * self._sizes.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
+        return self._sizes.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides parameters and optimizer."""
-        return {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "advantage_moment": self.scale.moment}
+        own = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "advantage_moment": self.scale.moment}
+        return own | ({"has_reference": True} if self.config.objective.kl_reference_every else {})
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
@@ -131,27 +143,50 @@ class Trainer:
 
     # ------------------------------------------------------------------ what a step is made of
 
+    @torch.no_grad()
+    def _surveyed(self, episodes: list[Episode], work: Work) -> list[Episode]:
+        """The episodes with what policy and reference say of them as the step begins, on every rank."""
+        asked = [(0, self.policy)] if self._survey.policy else []
+        asked += [(1, self.reference)] if self._survey.reference and self.reference is not None else []
+        starts = np.cumsum([0, *(len(e.targets) for e in episodes)])
+        logprobs = torch.zeros(2, int(starts[-1]), device=self.ranks.device)
+        self.router.counting = False
+        for chosen in self._plan(episodes):
+            order = sorted(chosen, key=lambda i: episodes[i].num_tokens)  # as `pack` has them
+            batch = self._pack([episodes[i] for i in order])
+            places = [torch.arange(starts[i], starts[i + 1], device=self.ranks.device) for i in order]
+            for row, policy in asked:
+                found_N = policy(batch, self.temperature).logprobs
+                work.flops += self._flops(batch)
+                if places:
+                    logprobs[row, torch.cat(places)] = found_N
+        found = self._survey.added(episodes, all_sum(logprobs, self.ranks).cpu().numpy(), self.config.objective)
+        work.clock.lap("forward")
+        return found
+
     def _update(self, episodes: list[Episode], work: Work) -> None:
         """One gradient of `episodes`, applied."""
         num_tokens = sum(len(e.targets) for e in episodes)
         divisor = max(len(episodes) if self._per_episode else num_tokens, 1)
         microbatches = self._plan(episodes)
         work.num_microbatches += len(microbatches)
-        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)  # of losses; of weights that are dropped
         self.optimizer.zero_grad()
         work.clock.lap("prepare")
         for chosen in microbatches:
             batch = self._pack([episodes[i] for i in chosen])
-            work.flops += self._flops(batch)
+            work.flops += 3 * self._flops(batch)
             work.clock.lap("prepare")
             self.router.counting = not batch.empty
             output = self.policy(batch, self.temperature)
-            loss = self._loss(batch, output, divisor, work)
-            total += loss.detach()
+            loss, weight = self._loss(batch, output, divisor, work)
+            sums += torch.stack([loss.detach(), weight])
             work.clock.lap("forward")
             loss.backward()
             work.clock.lap("backward")
-        self._apply(num_tokens, work, sound=bool(all_sum(total, self.ranks).isfinite()))
+        total, lost = all_sum(sums, self.ranks).tolist()
+        kept = 1.0 - lost / divisor
+        self._apply(work, kept if num_tokens else 0.0, sound=bool(np.isfinite(total)))
         work.clock.lap("optimizer")
 
     def _plan(self, episodes: list[Episode]) -> list[list[int]]:
@@ -174,15 +209,18 @@ class Trainer:
         harmless_id = next(i for i in range(len(banned) + 1) if i not in banned)
         return empty_microbatch(self.decoder, harmless_id, self.ranks.device)
 
-    def _loss(self, batch: Microbatch, output: PolicyOutput, divisor: int, work: Work) -> Tensor:
-        """The scalar to differentiate: this microbatch's share of the update's loss."""
-        reference = None
-        if self.reference is not None:
+    def _loss(self, batch: Microbatch, output: PolicyOutput, divisor: int, work: Work) -> tuple[Tensor, Tensor]:
+        """This microbatch's share of the update's loss, to be differentiated, and the weight of what it drops."""
+        objective, reference = self.config.objective, batch.reference_logprobs
+        if self.reference is not None and not self._survey.reference:
             with torch.no_grad():
                 reference = self.reference(batch, self.temperature).logprobs
         unused = 0.0 * (output.logprobs.sum() + output.entropies.sum() + output.values.sum())
         if batch.empty:
-            return unused
+            return unused, torch.zeros_like(unused)
+        proximal = None
+        if objective.proximal == "learner":  # in a step's only update the policy is still what it was
+            proximal = batch.proximal_logprobs if self._survey.policy else output.logprobs.detach()
         tokens = Tokens(
             logprobs=output.logprobs,
             entropies=output.entropies,
@@ -194,20 +232,24 @@ class Trainer:
             advantages=batch.advantages,
             weights=1.0 / batch.episode_tokens if self._per_episode else torch.ones_like(batch.episode_tokens),
             reference_logprobs=reference,
+            proximal_logprobs=proximal,
         )
-        objective = self.config.objective
-        loss = OBJECTIVES[objective.name](corrected(tokens, objective), objective, work.scale)
+        loss = loss_of(tokens, objective, work.scale)
         work.stats.add(work.version - batch.versions, loss_columns(tokens, loss))
-        return loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
+        lost = torch.zeros_like(unused) if loss.dropped is None else (tokens.weights * loss.dropped.any_N).sum()
+        return loss.total / divisor + unused, lost  # every output is in every backward, as the other ranks have it
 
-    def _apply(self, num_tokens: int, work: Work, *, sound: bool) -> None:
-        """Clips and applies the gradient, unless it or the loss is not finite or there is none."""
+    def _apply(self, work: Work, kept: float, *, sound: bool) -> None:
+        """Clips and applies the gradient, unless it or the loss is not finite or there is none. `kept`: the share that
+        was not dropped of the weights that it was divided by."""
         gradients = local_gradients(self.optimizer)
+        if 0.0 < kept < 1.0 and gradients:
+            torch._foreach_div_(gradients, kept)
         norm = float(global_norm(gradients, self.ranks))
         work.norms.append(norm)
         sound = sound and bool(np.isfinite(norm))
         work.num_bad += not sound
-        if num_tokens == 0 or not sound:
+        if kept <= 0.0 or not sound:
             work.num_skipped += 1
         else:
             clip_(gradients, norm, self.config.optimizer.max_grad_norm)

@@ -127,9 +127,8 @@ def turn_vtrace(
     `ratio`: "product" of the tokens' ratios is the importance weight of the turn, exact, and of a variance that grows
     with its length; their "geometric" mean (as GSPO has it for episodes) stays near 1 and so corrects less.
     """
-    sums_N = segment_sum(log_rhos_N, turn_end_N)
+    action_log_rhos_N = turn_ratios(log_rhos_N, turn_end_N, ratio)
     lengths_N = segment_sum(torch.ones_like(log_rhos_N), turn_end_N)
-    action_log_rhos_N = sums_N if ratio == "product" else sums_N / lengths_N
     first = segment_start(turn_end_N).nonzero()[:, 0]
     last = turn_end_N.nonzero()[:, 0]
     rewards_S1 = segment_sum(rewards_N, turn_end_N)[first, None]
@@ -138,6 +137,44 @@ def turn_vtrace(
     vs, advantages = vtrace(*columns, values_N.new_zeros(1), lambdas=lam, rho_bar=rho_bar, c_bar=c_bar)
     turn_N, value_weights_N = segment_ids(turn_end_N), lengths_N * segment_start(turn_end_N)
     return TokenTargets(vs[:, 0][turn_N], advantages[:, 0][turn_N], action_log_rhos_N, value_weights_N)
+
+
+def without_noise(log_rhos_N: Tensor, noise: float) -> Tensor:
+    """Log ratios of at most `noise` either way count as 0, the others as they are.
+
+    Where engine and learner compute in bfloat16, their logprobs differ by about 0.02 a token before the policy has
+    moved. min(1, rho) only ever shrinks, by half the mean of |log rho| a token, so that a trace of c forgets in 100 to
+    200 tokens: of a reward after 2,000 tokens 2e-7 is left at the first turn; with `noise` 0.06 0.85, with 0.08, four
+    times that deviation, 0.98. A policy that has moved by less than that at a token is then taken for unmoved there.
+    """
+    return torch.where(log_rhos_N.abs() <= noise, 0.0, log_rhos_N) if noise > 0 else log_rhos_N
+
+
+def turn_ratios(log_ratios_N: Tensor, turn_end_N: Tensor, ratio: str) -> Tensor:
+    """[N]: for each token the log ratio of its turn: the "product" of its tokens' ratios or their "geometric" mean."""
+    sums_N = segment_sum(log_ratios_N, turn_end_N)
+    return sums_N if ratio == "product" else sums_N / segment_sum(torch.ones_like(sums_N), turn_end_N)
+
+
+@torch.no_grad()
+def trace_lengths(
+    log_rhos_N: Tensor, turn_end_N: Tensor, episode_end_N: Tensor, *, lam: float, c_bar: float | None, level: str
+) -> Tensor:
+    """[N]: over how many tokens, effectively, the trace of each reaches: the sum over k >= 0 of c_t ... c_{t+k-1}.
+
+    At `level` "token" each token counts 1 and lambda acts between turns alone; at "turn" a turn counts its tokens, and
+    they share its length. Traces end with their episode; the discount takes no part. On-policy with lambda
+    = 1 it is the number of tokens left, this one included.
+
+    `log_rhos_N`: of the actions, as `TokenTargets.log_rhos` are.
+    """
+    cs_N = log_rhos_N.exp().clamp(max=inf if c_bar is None else c_bar)
+    carried_N = torch.where(episode_end_N, 0.0, torch.where(turn_end_N, lam * cs_N, cs_N))
+    if level == "token":
+        return reverse_scan(carried_N[:, None], torch.ones_like(carried_N)[:, None])[:, 0]
+    last = turn_end_N.nonzero()[:, 0]
+    lengths_S1 = segment_sum(torch.ones_like(carried_N), turn_end_N)[last, None]
+    return reverse_scan(carried_N[last, None], lengths_S1)[:, 0][segment_ids(turn_end_N)]
 
 
 # ---------------------------------------------------------------------- sums over turns and episodes
@@ -157,6 +194,12 @@ def segment_sum(values_N: Tensor, end_N: Tensor) -> Tensor:
 def segment_mean(values_N: Tensor, end_N: Tensor) -> Tensor:
     """[N]: for each token the mean over its segment."""
     return segment_sum(values_N, end_N) / segment_sum(torch.ones_like(values_N), end_N)
+
+
+def segment_max(values_N: Tensor, end_N: Tensor) -> Tensor:
+    """[N]: for each token the largest value of its segment."""
+    ids_N = segment_ids(end_N)
+    return torch.full_like(values_N, -inf).scatter_reduce(0, ids_N, values_N, "amax")[ids_N]
 
 
 def segment_start(end_N: Tensor) -> Tensor:

@@ -60,6 +60,12 @@ class Recipe(Section):
         if env.turn_tokens >= model.max_context:
             room = f"model.max_context = {model.max_context}"
             raise ValueError(f"env.turn_tokens = {env.turn_tokens} leaves no room in {room}; lower it")
+        whole = self.learner.objective.overlong_tokens
+        if whole > env.max_tokens:
+            raise ValueError(
+                f"learner.objective.overlong_tokens = {whole}: an episode is cut off at env.max_tokens = "
+                f"{env.max_tokens}; lower it to that"
+            )
         if env.reward and self.reward.url:
             raise ValueError(f"env.reward = {env.reward!r} and reward.url = {self.reward.url!r}: leave one of them out")
         return self

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from learner.advantages import group_advantages
-from learner.objectives import OBJECTIVES, Tokens, corrected, kl_term
+from learner.objective.objectives import OBJECTIVES, loss_of
+from learner.objective.ratios import corrected
+from learner.objective.records import Tokens
+from learner.objective.terms import kl_term
 from shared.learner_config import ObjectiveConfig
 from tests.support.objective_references import REFERENCES, extras
 
@@ -120,6 +123,19 @@ SETTINGS = [
     ("gspo", {"pg_rho_bar": None, "aggregation": "sequence_mean"}),
     ("gspo", {"pg_rho_bar": None, "clip_low": 0.05, "clip_high": 0.05, "dual_clip": 1.2}),
     ("cispo", {}),
+    ("vtrace", {"gamma": 0.9, "lam": 0.8, "rho_noise": 0.2}),
+    ("vtrace", {"vtrace_level": "turn", "turn_ratio": "product", "rho_noise": 0.3, "gamma": 0.9}),
+    ("vtrace", {"gamma": 0.9, "kl_in_reward": True, "mask_token_ratio": (0.8, 1.3), "aggregation": "sequence_mean"}),
+    ("ppo", {"gamma": 0.9, "lam": 0.8, "pg_rho_bar": None}),
+    ("ppo", {"gamma": 0.9, "lam": 0.8, "pg_rho_bar": 1.1, "dual_clip": 1.2, "kl_in_reward": True}),
+    ("ppo", {"vtrace_level": "turn", "gamma": 0.9, "lam": 0.7, "pg_rho_bar": None, "proximal": "learner"}),
+    ("ppo", {"vtrace_level": "turn", "turn_ratio": "product", "gamma": 0.9, "proximal": "learner"}),
+    ("ppo", {"gamma": 0.9, "lam": 0.8, "proximal": "learner", "mask_veto_ratio": 0.5}),
+    ("grpo", {"proximal": "learner", "pg_rho_bar": 1.2, "dual_clip": 1.3}),
+    ("grpo", {"mask_token_ratio": (0.7, 1.5), "mask_sequence_ratio": (0.8, 1.3), "aggregation": "sequence_mean"}),
+    ("gspo", {"proximal": "learner", "pg_rho_bar": None, "clip_low": 0.02, "clip_high": 0.02}),
+    ("gspo", {"proximal": "learner", "mask_veto_ratio": 0.6, "mask_sequence_ratio": (0.8, 1.3)}),
+    ("cispo", {"mask_token_ratio": (0.7, 1.5)}),
     ("cispo", {"clip_low": 1.0, "clip_high": 0.5, "aggregation": "sequence_mean"}),
 ]
 
@@ -127,7 +143,7 @@ SETTINGS = [
 def random_episodes(seed: int) -> list[dict[str, torch.Tensor]]:
     rng, episodes = np.random.default_rng(seed), []
     for length in rng.integers(1, 9, 6):
-        names = ("logprobs", "behaviour", "reference", "entropies")
+        names = ("logprobs", "behaviour", "reference", "entropies", "proximal")
         e = {name: torch.from_numpy(-rng.random(length)) for name in names}
         e |= {name: torch.from_numpy(rng.normal(size=length)) for name in ("values", "rewards")}
         e["advantage"] = torch.full((length,), rng.normal(), dtype=torch.float64)
@@ -140,13 +156,13 @@ def random_episodes(seed: int) -> list[dict[str, torch.Tensor]]:
     return episodes
 
 
-def packed_tokens(episodes: list[dict[str, torch.Tensor]], *, per_episode: bool) -> Tokens:
+def packed_tokens(episodes: list[dict[str, torch.Tensor]], config: ObjectiveConfig) -> Tokens:
     cat = lambda name: torch.cat([e[name] for e in episodes])  # noqa: E731
     lengths = torch.tensor([len(e["logprobs"]) for e in episodes])
     episode_end = torch.zeros(int(lengths.sum()), dtype=torch.bool)
     episode_end[lengths.cumsum(0) - 1] = True
     lengths_N = lengths.repeat_interleave(lengths).double()
-    names = ("logprobs", "entropies", "values", "rewards", "turn_end")
+    names, per_episode = ("logprobs", "entropies", "values", "rewards", "turn_end"), config.aggregation != "token_mean"
     return Tokens(
         **{name: cat(name) for name in names},
         behaviour_logprobs=cat("behaviour"),
@@ -154,34 +170,36 @@ def packed_tokens(episodes: list[dict[str, torch.Tensor]], *, per_episode: bool)
         advantages=cat("advantage"),
         weights=1 / lengths_N if per_episode else torch.ones_like(lengths_N),
         reference_logprobs=cat("reference"),
+        proximal_logprobs=cat("proximal") if config.proximal == "learner" else None,
     )
 
 
 @pytest.mark.parametrize(("objective", "settings"), SETTINGS)
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_an_objective_has_the_gradient_of_its_plain_reference(objective, settings, estimator):
-    config = ObjectiveConfig(name=objective, kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.2, **settings)
+    own = {"kl_coef": 0.3, "kl_estimator": estimator, "entropy_coef": 0.2, "vtrace_clip": "proximal" in settings}
+    config, num_dropped = ObjectiveConfig(name=objective, **own | settings), 0
     for seed in range(3):
         episodes = random_episodes(seed)
         leaves = [e[name] for name in ("logprobs", "entropies", "values") for e in episodes]
         expected = REFERENCES[objective](episodes, config) + extras(episodes, config)
         by_reference = torch.autograd.grad(expected, leaves, allow_unused=True)
-        per_episode = config.aggregation == "sequence_mean"
-        tokens = packed_tokens(episodes, per_episode=per_episode)
-        total = OBJECTIVES[objective](tokens, config, 1.0).total
-        by_ours = torch.autograd.grad(
-            total / (len(episodes) if per_episode else len(tokens.rewards)), leaves, allow_unused=True
-        )
+        tokens = packed_tokens(episodes, config)
+        loss = loss_of(tokens, config)
+        kept = tokens.weights if loss.dropped is None else tokens.weights[~loss.dropped.any_N]
+        num_dropped += len(tokens.weights) - len(kept)
+        by_ours = torch.autograd.grad(loss.total / kept.sum(), leaves, allow_unused=True)
         for ours, reference in zip(by_ours, by_reference, strict=True):
             assert (ours is None) == (reference is None)
             if ours is not None:
                 torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-12)
+    assert (num_dropped > 0) == any(name.startswith("mask_") for name in settings)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_parts_of_a_step_add_up_to_the_whole(objective):
     config, episodes = ObjectiveConfig(name=objective), random_episodes(7)
-    total = lambda part: float(OBJECTIVES[objective](packed_tokens(part, per_episode=False), config, 1.0).total)  # noqa: E731
+    total = lambda part: float(loss_of(packed_tokens(part, config), config).total)  # noqa: E731
     assert total(episodes) == pytest.approx(total(episodes[:2]) + total(episodes[2:]))
 
 
@@ -192,7 +210,7 @@ def test_without_correction_a_stale_token_counts_as_one_of_the_current_policy(ob
     stale = tokens_of([0.9, -0.7, 0.4], advantages, values=0.5, rewards=rewards)
     fresh = tokens_of([0.0, 0.0, 0.0], advantages, values=0.5, rewards=rewards)
     config = ObjectiveConfig(name=objective, correction="none")
-    OBJECTIVES[objective](corrected(stale, config), config, 1.0).total.backward()
+    loss_of(stale, config).total.backward()
     OBJECTIVES[objective](fresh, ObjectiveConfig(name=objective), 1.0).total.backward()
     assert stale.logprobs.grad.abs().sum() > 0
     assert torch.equal(stale.logprobs.grad, fresh.logprobs.grad)

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from learner.distributed import Ranks
 from learner.metrics.episodes import group_metrics
 from learner.metrics.tokens import BINS, LAGS, TURNS, TokenStats, log_ratio_quantile, loss_columns
-from learner.objectives import Tokens, vtrace
+from learner.objective.objectives import vtrace
+from learner.objective.records import Tokens
 from shared.learner_config import LearnerConfig, ObjectiveConfig
 from shared.types import Group
 from tests.support.episodes import learner_config

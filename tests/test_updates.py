@@ -1,4 +1,4 @@
-"""Several updates of one step's episodes, and the floor below the scale of advantages."""
+"""Several updates of one step's episodes, what is known before the first, what is left out, a floor of the scale."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 from msgspec.structs import replace
 
 from learner.advantages import RunningScale
-from learner.batch import cut, make_episodes
+from learner.batch import cut, make_episodes, penalty
+from learner.checkpoints.saver import Saver, load_checkpoint
 from learner.images import ImageDecoder
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
+from shared.config import Recipe
 from shared.learner_config import ObjectiveConfig
-from shared.types import Group
-from tests.support.episodes import learner_config, random_groups
+from shared.sections import EnvConfig, ModelConfig
+from shared.types import Ending, Group
+from tests.support.episodes import learner_config, packed, random_groups
 
 
 @pytest.mark.parametrize(("count", "passes", "minibatches"), [(7, 3, 3), (5, 2, 1), (2, 2, 4), (1, 2, 2)])
@@ -98,3 +101,137 @@ def test_advantages_below_the_floor_are_not_blown_up(spec):
         plain.moment = floored.moment = moment
         assert plain(episodes) == pytest.approx(1 / np.sqrt(moment))
         assert floored(episodes) == pytest.approx(expected)
+
+
+def logprobs_of(policy, trajectories) -> list[np.ndarray]:
+    """Of the sampled tokens, as `policy` is now."""
+    with torch.no_grad():
+        return [policy(packed(policy, [t]), 1.0).logprobs.numpy() for t in trajectories]
+
+
+def seen_batches(trainer) -> list:
+    """What the trainer packs from now on, in a list that grows."""
+    found = []
+    trainer._pack = lambda chosen, pack=trainer._pack: found.append((chosen, batch := pack(chosen))) or batch
+    return found
+
+
+@pytest.mark.slow
+def test_the_proximal_policy_is_the_one_with_which_the_step_began(folder, spec, ranks):
+    config = learner_config(
+        objective="grpo", proximal="learner", passes=2, minibatches=2, lr=1e-3, microbatch_tokens=150
+    )
+    trainer = Trainer(load_policy(str(folder), spec), config, ranks)
+    groups = random_groups(spec, 3, turns=2, group_size=2)
+    trajectories = [t for g in groups for t in g.trajectories]
+    before = logprobs_of(trainer.policy, trajectories)
+    batches = seen_batches(trainer)
+    trainer.step(groups, version=0)
+    later = [(chosen, batch) for chosen, batch in batches if batch.proximal_logprobs is not None]
+    assert sum(len(chosen) for chosen, _ in later) == 2 * len(trajectories)
+    for chosen, batch in later:
+        expected = [
+            before[next(i for i, t in enumerate(trajectories) if len(t.loss_mask) and same(t, e))]
+            for e in sorted(chosen, key=lambda e: e.num_tokens)
+        ]
+        np.testing.assert_allclose(batch.proximal_logprobs.numpy(), np.concatenate(expected), rtol=1e-4, atol=1e-5)
+
+
+def same(trajectory, episode) -> bool:
+    sampled = np.flatnonzero(trajectory.loss_mask)
+    return np.array_equal(trajectory.behaviour_logprobs[sampled], episode.behaviour_logprobs)
+
+
+@pytest.mark.slow
+def test_in_the_only_update_of_a_step_nothing_is_clipped_against_the_proximal_policy_and_no_forward_is_added(
+    folder, spec, ranks
+):
+    for proximal, clips in (("behaviour", True), ("learner", False)):
+        config = learner_config(objective="grpo", proximal=proximal, lr=1e-3, clip_low=1e-6, clip_high=1e-6)
+        trainer = Trainer(load_policy(str(folder), spec), config, ranks)
+        forwards = []
+        trainer.policy.register_forward_hook(lambda *_, forwards=forwards: forwards.append(1))
+        metrics = trainer.step(random_groups(spec, 2, turns=1, group_size=2), version=0)
+        assert (metrics["policy/clip_fraction"] > 0.1) == clips
+        assert len(forwards) == metrics["batch/microbatches"]
+
+
+@pytest.mark.slow
+def test_the_reference_becomes_the_policy_every_so_many_steps_and_is_resumed(folder, spec, ranks, tmp_path):
+    settings = {"objective": "grpo", "kl_coef": 0.1, "kl_reference_every": 2, "lr": 1e-3}
+    config = learner_config(**settings, checkpoint_in_background=False)
+    recipe = Recipe(model=ModelConfig(path="m"), env=EnvConfig(module="envs.colour"), learner=config)
+    new = lambda: Trainer(*(load_policy(str(folder), spec), config, ranks), reference=load_policy(str(folder), spec))  # noqa: E731
+    flat = lambda policy: torch.nn.utils.parameters_to_vector(policy.vlm.parameters()).detach().clone()  # noqa: E731
+    trainer, after = new(), []
+    start = flat(trainer.policy)
+    for step in range(3):
+        trainer.step(random_groups(spec, 2, seed=step, turns=1, group_size=2), version=0)
+        after.append((flat(trainer.policy), flat(trainer.reference)))
+    assert torch.equal(after[0][1], start)
+    assert torch.equal(after[1][1], after[1][0]) and torch.equal(after[2][1], after[1][0])
+    path = Saver(tmp_path, trainer, ranks, recipe).save(3, {})
+    resumed = new()
+    load_checkpoint(path, resumed, ranks, recipe)
+    assert torch.equal(flat(resumed.reference), after[1][0])
+    for t in (trainer, resumed):
+        t.step(random_groups(spec, 2, seed=3, turns=1, group_size=2), version=0)
+    assert torch.equal(flat(resumed.policy), flat(trainer.policy))
+
+
+@pytest.mark.slow
+def test_the_kl_in_the_rewards_changes_group_relative_advantages_by_each_episodes_own(folder, spec, ranks):
+    settings = {"objective": "grpo", "kl_coef": 0.5, "kl_in_reward": True, "divide_by_std": False}
+    policy, reference = load_policy(str(folder), spec), load_policy(str(folder), spec)
+    with torch.no_grad():
+        for p in reference.vlm.parameters():
+            p.mul_(1.02)
+    trainer = Trainer(policy, learner_config(**settings), ranks, reference=reference)
+    groups = random_groups(spec, 2, turns=1, group_size=3)
+    expected = {}
+    for group in groups:
+        own, other = (logprobs_of(p, group.trajectories) for p in (policy, reference))
+        rewards = np.array(
+            [t.reward - 0.5 * (a - b).sum() for t, a, b in zip(group.trajectories, own, other, strict=True)]
+        )
+        for t, advantage in zip(group.trajectories, rewards - rewards.mean(), strict=True):
+            expected[t.behaviour_logprobs.sum().item()] = advantage
+    batches = seen_batches(trainer)
+    trainer.step(groups, version=0)
+    found = {e.behaviour_logprobs.sum().item(): e.advantage for e in batches[-1][0]}
+    assert sorted(found.values()) == pytest.approx(sorted(expected.values()), rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_what_masks_leave_out_counts_neither_in_the_gradient_nor_in_what_it_is_divided_by(folder, spec, ranks):
+    """Under SGD a step on three episodes of which one is vetoed is the step on the two others."""
+    groups = random_groups(spec, 3, turns=1)
+    far = groups[2].trajectories[0]
+    logprobs = np.where(far.loss_mask, -1e-3, 0).astype(np.float32)  # as if the actor had been all but certain
+    groups[2] = Group("far", "tester", (replace(far, behaviour_logprobs=logprobs),))
+    moves = []
+    for chosen, veto in ((groups, 5e-3), (groups[:2], None)):
+        config = learner_config(mask_veto_ratio=veto, normalize_advantages=False, max_grad_norm=1e9)
+        trainer = Trainer(load_policy(str(folder), spec), config, ranks)
+        parameters = list(trainer.policy.parameters())
+        trainer.optimizer = torch.optim.SGD([{"params": parameters, "base_lr": 0.1}], lr=0.1)
+        before = torch.nn.utils.parameters_to_vector(parameters).detach().clone()
+        metrics = trainer.step(chosen, version=0)
+        moves.append(torch.nn.utils.parameters_to_vector(parameters).detach() - before)
+        tokens = int(far.loss_mask.sum()) / metrics["batch/sampled_tokens"]
+        assert metrics["policy/masked_veto"] == pytest.approx(tokens if veto else 0.0)
+    torch.testing.assert_close(moves[0], moves[1], rtol=1e-3, atol=1e-7)
+
+
+def test_the_penalty_of_length_grows_over_the_buffer_and_is_whole_where_a_limit_cut_the_episode_off(spec):
+    """DAPO's equation 13, times the penalty: 0 up to L_max - L_cache, then linear, 1 from L_max on."""
+    objective = ObjectiveConfig(overlong="penalise", overlong_penalty=0.5, overlong_tokens=10, overlong_buffer=4)
+    base = random_groups(spec, 1, turns=1)[0].trajectories[0]
+    for length, expected in ((3, 0.0), (6, 0.0), (7, 0.125), (9, 0.375), (10, 0.5), (12, 0.5)):
+        mask = np.zeros(20, dtype=np.uint8)
+        mask[5 : 5 + length] = 1
+        played = replace(base, token_ids=np.arange(20, dtype=np.int32), loss_mask=mask)
+        assert penalty(played, objective) == pytest.approx(expected)
+        assert penalty(replace(played, ending=Ending.OUT_OF_TOKENS), objective) == 0.5
+        assert penalty(replace(played, ending=Ending.OUT_OF_TOKENS), ObjectiveConfig()) == 0.0
+    assert penalty(base, ObjectiveConfig(overlong="penalise")) == 0.0

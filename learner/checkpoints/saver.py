@@ -1,7 +1,7 @@
 """Checkpoints of the learner: written beside, renamed when whole, the last few kept.
 
 RUN/checkpoints/step_00000050/
-    dcp/        parameters and optimizer, sharded (torch.distributed.checkpoint)
+    dcp/        parameters and optimizer, a reference that is refreshed, sharded (torch.distributed.checkpoint)
     rng/        random state of each rank
     meta.json   model fingerprint, recipe, state of trainer and coordinator (`intake`), step, version
 """
@@ -23,7 +23,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from learner.checkpoints.best import PREFIX as _PREFIX
 from learner.checkpoints.best import Best, checkpoint_name
@@ -206,7 +212,11 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     on_gpu = trainer.ranks.device.type == "cuda"
     options = StateDictOptions(cpu_offload=on_gpu and trainer.config.checkpoint.in_background)
     model, optimizer = get_state_dict(trainer.policy, trainer.optimizer, options=options)
-    return {"model": model, "optimizer": optimizer}
+    state = {"model": model, "optimizer": optimizer}
+    if trainer.config.objective.kl_reference_every:
+        assert trainer.reference is not None
+        state["reference"] = get_model_state_dict(trainer.reference, options=options)
+    return state
 
 
 def choose_checkpoint(folder: Path, resume: str) -> Path | None:
@@ -247,9 +257,14 @@ def load_checkpoint(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) 
         )
     settings = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
     state = _state(trainer)
+    if not meta["trainer"].get("has_reference", False):
+        state.pop("reference", None)  # the reference is still the initial policy
     dcp.load(state, checkpoint_id=str(path / "dcp"))  # in place
     model, optimizer = state["model"], state["optimizer"]
     set_state_dict(trainer.policy, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    if "reference" in state:
+        assert trainer.reference is not None
+        set_model_state_dict(trainer.reference, state["reference"])
     for group, own in zip(trainer.optimizer.param_groups, settings, strict=True):
         group.update(own)  # rates and decay are the recipe's, also when it has changed
     trainer.load_state(meta["trainer"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from learner.distributed import Ranks, all_max, all_sum
-from learner.objectives import Loss, Tokens
+from learner.objective.records import Dropped, Loss, Tokens
 from learner.vtrace import turn_indices
 
 LAGS = ("0", "1", "2", "3-4", "5-8", "9+")
@@ -20,7 +20,8 @@ TURNS = ("1", "2", "3", "4", "5", "6", "7", "8", "9+")
 _EDGES = (1, 2, 3, 5, 9)
 COLUMNS = (
     "tokens", "abs_gap", "ratio", "ratio_sq", "chi_square", "kl", "clipped", "entropy", "policy_loss", "reference_kl",
-    "value_weight", "error", "error_sq", "vs", "vs_sq", "advantage_sq",
+    "value_weight", "error", "error_sq", "vs", "vs_sq", "advantage_sq", "trace", "whole_trace", "masked_token",
+    "masked_sequence", "masked_veto",
 )  # fmt: skip
 TURN_COLUMNS = ("tokens", "advantage", "advantage_sq", "value_weight", "error", "error_sq", "vs", "vs_sq")
 # The histogram of log ratios: bins of equal width in asinh(log ratio / FINE), so that noise of 1e-5 and ratios of 1e9
@@ -39,6 +40,8 @@ def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
     have the weights of its loss: with whole turns as actions, the first tokens of turns alone count."""
     log_rhos = (tokens.logprobs - tokens.behaviour_logprobs).detach()
     rhos, error, weights = log_rhos.exp(), loss.vs_N - tokens.values.detach(), loss.value_weights_N
+    nothing = torch.zeros_like(rhos)
+    dropped = loss.dropped or Dropped(nothing, nothing, nothing)
     return {
         "tokens": torch.ones_like(rhos),
         "abs_gap": log_rhos.abs(),
@@ -55,6 +58,11 @@ def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
         "error_sq": weights * error.square(),
         "vs": weights * loss.vs_N,
         "vs_sq": weights * loss.vs_N.square(),
+        "trace": nothing if loss.trace_N is None else loss.trace_N,
+        "whole_trace": nothing if loss.whole_trace_N is None else loss.whole_trace_N,
+        "masked_token": dropped.token,
+        "masked_sequence": dropped.sequence,
+        "masked_veto": dropped.veto,
         "advantage": loss.advantages_N,
         "advantage_sq": loss.advantages_N.square(),
         "log_rho": log_rhos,
@@ -139,6 +147,10 @@ def _split_metrics(sums: dict[str, float]) -> dict[str, float]:
         "policy/clip_fraction": sums["clipped"] / tokens,
         "policy/entropy": sums["entropy"] / tokens,
     }
+    values |= {f"policy/masked_{why}": sums[f"masked_{why}"] / tokens for why in ("token", "sequence", "veto")}
+    if sums["whole_trace"]:
+        values["vtrace/trace_length"] = sums["trace"] / tokens
+        values["vtrace/trace_kept"] = sums["trace"] / sums["whole_trace"]
     return values | _explained(sums)
 
 

@@ -74,6 +74,16 @@ def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool
             module.set_force_sum_reduction_for_comms(True)
 
 
+@torch.no_grad()
+def copy_weights(source: Policy, target: Policy) -> None:
+    """The language-vision model's weights into a policy that lies on the ranks in the same way."""
+    for policy in (source, target):
+        if isinstance(policy, FSDPModule):
+            policy.reshard()  # a forward without gradient leaves the outermost parameters gathered
+    for theirs, mine in zip(source.vlm.parameters(), target.vlm.parameters(), strict=True):
+        mine.copy_(theirs)
+
+
 def _blocks(policy: Policy) -> Iterator[nn.Module]:
     yield from policy.vlm.model.visual.blocks
     yield from policy.vlm.model.language_model.layers

@@ -31,7 +31,7 @@ def learner_config(**values: Any) -> LearnerConfig:
             fields.setdefault(section, {})[inner[0]] = value
         else:
             fields[section] = value
-    return LearnerConfig(**{"group_size": 1 if values.get("objective", "vtrace") == "vtrace" else 2} | fields)
+    return LearnerConfig(**{"group_size": 1 if values.get("objective", "vtrace") in ("vtrace", "ppo") else 2} | fields)
 
 
 def random_trajectory(

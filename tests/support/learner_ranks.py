@@ -38,6 +38,11 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "frozen": ({"freeze": ("vision",)}, 2),
     "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
     "updates": ({"passes": 2, "minibatches": 2, "critic_width": 16, "activation_checkpointing": True}, 3),
+    "ppo": ({"objective": "ppo", "proximal": "learner", "minibatches": 2, "mask_token_ratio": (0.03, 2.0)}, 3),
+    "refreshed": (
+        {"kl_coef": 0.5, "objective": "grpo", "kl_reference_every": 1, "kl_in_reward": True, "divide_by_std": False},
+        3,
+    ),
     "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
 }
 MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to be as the case "vtrace" on one

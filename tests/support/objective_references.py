@@ -13,38 +13,60 @@ import torch
 Episode = dict[str, torch.Tensor]
 
 
-def aggregate(terms: list[torch.Tensor], aggregation: str) -> torch.Tensor:
-    """`terms`: one [K] tensor an episode."""
-    if aggregation == "token_mean":
-        return sum(t.sum() for t in terms) / sum(len(t) for t in terms)
-    return sum(t.mean() for t in terms) / len(terms)
+def aggregate(terms: list[torch.Tensor], config, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """`terms`: one [K] tensor an episode; `kept`: 1 or 0 for each, the mean is over those with 1."""
+    kept = [torch.ones_like(t) for t in terms] if kept is None else kept
+    weights = [k if config.aggregation == "token_mean" else k / len(k) for k in kept]
+    return sum((w * t).sum() for w, t in zip(weights, terms, strict=True)) / sum(w.sum() for w in weights)
 
 
-def surrogate(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float, dual: float | None):
+def kept_tokens(episodes: list[Episode], config) -> list[torch.Tensor]:
+    """What masked importance sampling keeps, token by token in Python numbers."""
+    kept = []
+    for e in episodes:
+        own = e["proximal"] if config.proximal == "learner" else e["logprobs"]
+        ratios = [math.exp(x) for x in (own - e["behaviour"]).tolist()]
+        mean = math.prod(ratios) ** (1 / len(ratios))
+        low, high = config.mask_sequence_ratio or (0.0, math.inf)
+        whole = low <= mean <= high and min(ratios) >= (config.mask_veto_ratio or 0.0)
+        low, high = config.mask_token_ratio or (0.0, math.inf)
+        kept.append(torch.tensor([float(whole and low <= r <= high) for r in ratios], dtype=torch.float64))
+    return kept
+
+
+def surrogate(ratio: torch.Tensor, advantage: torch.Tensor, config):
     """PPO's clipped surrogate, to be maximised, with the dual clip for negative advantages."""
-    value = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    return value if dual is None else torch.where(advantage < 0, torch.maximum(value, dual * advantage), value)
+    clamped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    value = torch.minimum(ratio * advantage, clamped * advantage)
+    if config.dual_clip is None:
+        return value
+    return torch.where(advantage < 0, torch.maximum(value, config.dual_clip * advantage), value)
+
+
+def ratio_and_weight(e: Episode, config, of=lambda log_ratio: log_ratio) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the clip acts on, differentiable, and what it is multiplied by, held fixed. `of`: from tokens to actions."""
+    limit = math.inf if config.pg_rho_bar is None else config.pg_rho_bar
+    if config.proximal == "learner":  # pi/prox, and the truncated prox/mu
+        weight = of(e["proximal"] - e["behaviour"]).exp().clamp(max=limit)
+        return of(e["logprobs"] - e["proximal"]).exp(), weight.detach()
+    ratio = of(e["logprobs"] - e["behaviour"]).exp()  # the weight is truncated, its gradient through log pi kept
+    return ratio, ratio.detach().clamp(max=limit) / ratio.detach()
 
 
 def grpo(episodes: list[Episode], config) -> torch.Tensor:
     terms = []
     for e in episodes:
-        ratio = (e["logprobs"] - e["behaviour"]).exp()
-        if config.pg_rho_bar is not None:  # the weight is truncated, its gradient through log pi kept
-            weight = ratio.detach().clamp(max=config.pg_rho_bar) / ratio.detach()
-        else:
-            weight = torch.ones_like(ratio)
-        terms.append(-weight * surrogate(ratio, e["advantage"], config.clip_low, config.clip_high, config.dual_clip))
-    return aggregate(terms, config.aggregation)
+        ratio, weight = ratio_and_weight(e, config)
+        terms.append(-weight * surrogate(ratio, e["advantage"], config))
+    return aggregate(terms, config, kept_tokens(episodes, config))
 
 
 def gspo(episodes: list[Episode], config) -> torch.Tensor:
     terms = []
     for e in episodes:
-        ratio = (e["logprobs"] - e["behaviour"]).mean().exp()
-        one = surrogate(ratio, e["advantage"][0], config.clip_low, config.clip_high, config.dual_clip)
-        terms.append(-one.expand(len(e["logprobs"])))
-    return aggregate(terms, config.aggregation)
+        ratio, weight = ratio_and_weight(e, config, torch.mean)
+        terms.append(-(weight * surrogate(ratio, e["advantage"][0], config)).expand(len(e["logprobs"])))
+    return aggregate(terms, config, kept_tokens(episodes, config))
 
 
 def cispo(episodes: list[Episode], config) -> torch.Tensor:
@@ -52,7 +74,7 @@ def cispo(episodes: list[Episode], config) -> torch.Tensor:
     for e in episodes:
         weight = (e["logprobs"] - e["behaviour"]).exp().clamp(1 - config.clip_low, 1 + config.clip_high).detach()
         terms.append(-weight * e["advantage"] * e["logprobs"])
-    return aggregate(terms, config.aggregation)
+    return aggregate(terms, config, kept_tokens(episodes, config))
 
 
 def bar(x: float, limit: float | None) -> float:
@@ -65,11 +87,18 @@ def actions_of(e: Episode, config) -> list[tuple[int, int, float]]:
     if config.vtrace_level == "token":
         ends = list(range(1, len(e["logprobs"]) + 1))
     log_rhos, found, start = (e["logprobs"] - e["behaviour"]).tolist(), [], 0
+    log_rhos = [0.0 if abs(x) <= config.rho_noise else x for x in log_rhos]
     for end in ends:
         total = math.fsum(log_rhos[start:end])
         found.append((start, end, total if config.turn_ratio == "product" else total / (end - start)))
         start = end
     return found
+
+
+def rewards_of(e: Episode, config) -> torch.Tensor:
+    if not config.kl_in_reward:
+        return e["rewards"]
+    return e["rewards"] - config.kl_coef * (e["logprobs"] - e["reference"]).detach()
 
 
 def vtrace(episodes: list[Episode], config) -> torch.Tensor:
@@ -83,7 +112,7 @@ def vtrace(episodes: list[Episode], config) -> torch.Tensor:
             between_turns = bool(e["turn_end"][end - 1])
             gamma = 0.0 if last else config.gamma if between_turns else 1.0
             lam = config.lam if between_turns else 1.0
-            reward = e["rewards"][start:end].sum().item()
+            reward = rewards_of(e, config)[start:end].sum().item()
             delta = bar(rho, config.rho_bar) * (reward + gamma * next_value - value)
             vs = value + delta + gamma * lam * bar(rho, config.c_bar) * (next_vs - next_value)
             q = reward + gamma * (lam * next_vs + (1 - lam) * next_value)
@@ -101,7 +130,37 @@ def vtrace(episodes: list[Episode], config) -> torch.Tensor:
                 per_token[t] = -weight * advantage * e["logprobs"][t] + config.value_coef * critic
             next_vs, next_value = vs, value
         terms.append(per_token)
-    return aggregate(terms, config.aggregation)
+    return aggregate(terms, config, kept_tokens(episodes, config))
+
+
+def ppo(episodes: list[Episode], config) -> torch.Tensor:
+    """Advantages as the sum of all later temporal differences, O(T^2); one action is a token or a turn."""
+    terms = []
+    for e in episodes:
+        actions, per_token = actions_of(e, config), torch.zeros(len(e["logprobs"]), dtype=torch.float64)
+        values, rewards, decays = [e["values"][start].item() for start, _, _ in actions] + [0.0], [], []
+        for start, end, _ in actions:
+            between_turns = bool(e["turn_end"][end - 1])
+            rewards.append(rewards_of(e, config)[start:end].sum().item())
+            decays.append((config.gamma, config.lam) if between_turns else (1.0, 1.0))
+        for i, (start, end, _) in enumerate(actions):
+            advantage, decay = 0.0, 1.0
+            for k in range(i, len(actions)):
+                advantage += decay * (rewards[k] + decays[k][0] * values[k + 1] - values[k])
+                decay *= decays[k][0] * decays[k][1]
+
+            def of_action(log_ratios, start=start, end=end):
+                total = log_ratios[start:end].sum()
+                return total if config.turn_ratio == "product" else total / (end - start)
+
+            ratio, weight = ratio_and_weight(e, config, of_action)
+            # Of the turn's ratio each of its tokens has the gradient ratio x A, as V-trace by turns has it.
+            share = (end - start) if config.turn_ratio == "geometric" else 1
+            policy = -share * weight * surrogate(ratio, torch.tensor(advantage, dtype=torch.float64), config)
+            error = e["values"][start] - (values[i] + advantage)
+            per_token[start] = policy + (end - start) * config.value_coef * 0.5 * error**2
+        terms.append(per_token)
+    return aggregate(terms, config, kept_tokens(episodes, config))
 
 
 def extras(episodes: list[Episode], config) -> torch.Tensor:
@@ -110,8 +169,9 @@ def extras(episodes: list[Episode], config) -> torch.Tensor:
     for e in episodes:
         log_ratio = e["logprobs"] - e["reference"]
         kl = {"k2": 0.5 * log_ratio**2, "k3": (-log_ratio).exp() - 1 + log_ratio}[config.kl_estimator]
-        terms.append(config.kl_coef * kl - config.entropy_coef * e["entropies"])
-    return aggregate(terms, config.aggregation)
+        coef = 0.0 if config.kl_in_reward else config.kl_coef
+        terms.append(coef * kl - config.entropy_coef * e["entropies"])
+    return aggregate(terms, config, kept_tokens(episodes, config))
 
 
-REFERENCES = {"vtrace": vtrace, "grpo": grpo, "gspo": gspo, "cispo": cispo}
+REFERENCES = {"vtrace": vtrace, "ppo": ppo, "grpo": grpo, "gspo": gspo, "cispo": cispo}
