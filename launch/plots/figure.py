@@ -77,7 +77,7 @@ def figure_of(
     for panel in panels:
         check_metric(panel.metric, runs)
     panels = panels or [panel for panel in PANELS.values() if any(panel.metric in run.metrics for run in runs)]
-    columns = min(len(panels), 3)
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows = ceil(len(panels) / columns)
     below = LEGEND_LINE * (len(curves) + 4) / columns if len(panels) == rows * columns else 0.0
     figure = Figure(figsize=(4.4 * columns + 0.4, 3.2 * rows + 0.4 + below), layout="constrained")
@@ -113,6 +113,9 @@ def draw_curve(axes: Axes, panel: Panel, curve: Curve, style: tuple[str, Dash], 
             grid, values = spread(smooth)
             axes.fill_between(grid, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
             axes.plot(grid, values.mean(0), dashes, color=colour, linewidth=1.8)
+            for s in smooth:  # where not all runs are
+                beyond = s.x >= grid[-1]
+                axes.plot(s.x[beyond], s.y[beyond], dashes, color=colour, alpha=0.5, linewidth=0.8)
     for kind in HELD_OUT:
         metric = panel.metric if marked else f"{kind}/{panel.held_out}"
         if metric.partition("/")[0] != kind or not (marked or panel.held_out):
