@@ -60,10 +60,13 @@ def set_learning_rates(optimizer: Optimizer, factor: float) -> None:
         group["lr"] = group["base_lr"] * factor
 
 
-def local_gradients(optimizer: Optimizer) -> list[Tensor]:
-    """This rank's part of every gradient."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+def local_gradients(optimizer: Optimizer, apart: frozenset[Tensor] = frozenset()) -> list[list[Tensor]]:
+    """This rank's part of every gradient; those of the parameters in `apart`, if any, in a list of their own."""
+    parts: list[list[Tensor]] = [[], []] if apart else [[]]
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None:
+            parts[p in apart].append(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
+    return parts
 
 
 def global_norm(gradients: list[Tensor], ranks: Ranks) -> Tensor:

@@ -42,7 +42,7 @@ class Work:
     stats: TokenStats
     flops: float = 0.0  # of this rank
     num_microbatches: int = 0
-    norms: list[float] = field(default_factory=list)  # of the gradients, before any clip
+    norms: list[list[float]] = field(default_factory=list)  # of each update's gradient in parts, before any clip
     num_bad: int = 0  # updates without a finite loss and gradient
     num_skipped: int = 0  # updates that changed no weight
 
@@ -83,6 +83,8 @@ class Trainer:
         self._sizes = sizes_of(policy.vlm.config.to_dict())
         self._per_episode = config.objective.aggregation == "sequence_mean"
         self._survey = Survey.of(config.objective)
+        # A critic on detached states is clipped by itself: it moves nothing but itself, and scales nothing down either.
+        self._apart = frozenset(policy.value_head.parameters()) if policy.listener else frozenset()
 
     def step(self, groups: Sequence[Group], version: PolicyVersion) -> dict[str, float]:
         """Trains on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank.
@@ -112,7 +114,10 @@ class Trainer:
             assert self.reference is not None
             copy_weights(self.policy, self.reference)
         clock.lap("optimizer")
-        metrics |= {"optim/grad_norm": float(np.max(work.norms)), "optim/lr": self.config.optimizer.lr * factor}
+        largest = np.max(work.norms, axis=0).tolist()
+        metrics |= {"optim/grad_norm": largest[0], "optim/lr": self.config.optimizer.lr * factor}
+        if self._apart:
+            metrics["optim/value_grad_norm"] = largest[1]
         metrics["optim/skipped_steps"] = float(self.num_skipped)
         metrics["optim/bad_steps_in_a_row"] = float(self.num_bad_in_a_row)
         return metrics | group_metrics(groups, version, self.config) | self._work_done(episodes, work)
@@ -242,16 +247,18 @@ class Trainer:
     def _apply(self, work: Work, kept: float, *, sound: bool) -> None:
         """Clips and applies the gradient, unless it or the loss is not finite or there is none. `kept`: the share that
         was not dropped of the weights that it was divided by."""
-        gradients = local_gradients(self.optimizer)
-        if 0.0 < kept < 1.0 and gradients:
-            torch._foreach_div_(gradients, kept)
-        norm = float(global_norm(gradients, self.ranks))
-        work.norms.append(norm)
-        sound = sound and bool(np.isfinite(norm))
+        parts = local_gradients(self.optimizer, self._apart)
+        for gradients in parts:
+            if gradients and 0.0 < kept < 1.0:
+                torch._foreach_div_(gradients, kept)
+        norms = [float(global_norm(gradients, self.ranks)) for gradients in parts]
+        work.norms.append(norms)
+        sound = sound and bool(np.isfinite(norms).all())
         work.num_bad += not sound
         if kept <= 0.0 or not sound:
             work.num_skipped += 1
         else:
-            clip_(gradients, norm, self.config.optimizer.max_grad_norm)
+            for gradients, norm in zip(parts, norms, strict=True):
+                clip_(gradients, norm, self.config.optimizer.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad()

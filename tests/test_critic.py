@@ -82,6 +82,23 @@ def test_a_policy_without_a_deep_critic_keeps_its_parameters_names(folder, spec)
     assert names == {"value_head.weight", "value_head.bias"}
 
 
+@pytest.mark.slow
+def test_the_deep_critics_gradient_is_clipped_by_itself(folder, spec, ranks):
+    """However large the critic's errors: under SGD the policy moves as if they were small."""
+    moves = {}
+    for coef in (1e-3, 1e3):
+        torch.manual_seed(0)
+        policy = load_policy(str(folder), spec, 16)
+        config = learner_config(critic_width=16, value_coef=coef, max_grad_norm=0.5, entropy_coef=1.0)
+        trainer = Trainer(policy, config, ranks)
+        trainer.optimizer = torch.optim.SGD([{"params": list(policy.parameters()), "base_lr": 0.1}], lr=0.1)
+        before = nn.utils.parameters_to_vector(policy.vlm.parameters()).detach().clone()
+        metrics = trainer.step(random_groups(spec, 3, turns=2), version=0)
+        moves[coef] = nn.utils.parameters_to_vector(policy.vlm.parameters()).detach() - before
+        assert (metrics["optim/value_grad_norm"] > 0.5) == (coef > 1)
+    assert moves[1e3].norm() > 0 and torch.equal(*moves.values())
+
+
 def trained(folder, spec, ranks, steps=range(3), **settings) -> Trainer:
     torch.manual_seed(0)
     policy = load_policy(str(folder), spec, 16)

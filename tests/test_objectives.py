@@ -218,6 +218,13 @@ def test_without_correction_a_stale_token_counts_as_one_of_the_current_policy(ob
         assert torch.equal(stale.values.grad, fresh.values.grad)
 
 
+def test_without_correction_a_token_counts_as_the_proximal_policys_own_where_there_is_one():
+    tokens = tokens_of([0.9, -0.7], proximal_logprobs=torch.tensor([-1.5, -2.5], dtype=torch.float64))
+    assert torch.equal(
+        corrected(tokens, ObjectiveConfig(correction="none")).behaviour_logprobs, tokens.proximal_logprobs
+    )
+
+
 def test_importance_correction_leaves_the_tokens_as_they_are():
     tokens = tokens_of([0.9, -0.7])
     assert corrected(tokens, ObjectiveConfig()) is tokens

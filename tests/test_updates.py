@@ -118,15 +118,15 @@ def seen_batches(trainer) -> list:
 
 @pytest.mark.slow
 def test_the_proximal_policy_is_the_one_with_which_the_step_began(folder, spec, ranks):
-    config = learner_config(
-        objective="grpo", proximal="learner", passes=2, minibatches=2, lr=1e-3, microbatch_tokens=150
-    )
+    settings = {"objective": "grpo", "proximal": "learner", "passes": 2, "minibatches": 2, "microbatch_tokens": 150}
+    config = learner_config(lr=1e-3, clip_low=1e-3, clip_high=1e-3, **settings)
     trainer = Trainer(load_policy(str(folder), spec), config, ranks)
     groups = random_groups(spec, 3, turns=2, group_size=2)
     trajectories = [t for g in groups for t in g.trajectories]
     before = logprobs_of(trainer.policy, trajectories)
     batches = seen_batches(trainer)
-    trainer.step(groups, version=0)
+    metrics = trainer.step(groups, version=0)
+    assert metrics["policy/clip_fraction"] > 0.1  # in later updates the policy has moved away from it
     later = [(chosen, batch) for chosen, batch in batches if batch.proximal_logprobs is not None]
     assert sum(len(chosen) for chosen, _ in later) == 2 * len(trajectories)
     for chosen, batch in later:
