@@ -40,7 +40,7 @@ class Work:
     scale: float  # of V-trace's advantages
     clock: Clock
     stats: TokenStats
-    flops: float = 0.0  # of this rank
+    flops: float = 0.0  # of this rank's updates
     num_microbatches: int = 0
     norms: list[list[float]] = field(default_factory=list)  # of each update's gradient in parts, before any clip
     num_bad: int = 0  # updates without a finite loss and gradient
@@ -89,9 +89,9 @@ class Trainer:
     def step(self, groups: Sequence[Group], version: PolicyVersion) -> dict[str, float]:
         """Trains on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank.
 
-        There are `passes` times `minibatches` updates. Ratios and the critic's targets are computed anew in
-        each, so that later ones are corrected as stale data is; metrics are of the tokens of all updates. An update
-        without a trainable token, or with a non-finite loss or gradient, changes no weight, and its step is counted.
+        There are `passes` times `minibatches` updates. Ratios and the critic's targets are computed anew in each, so
+        that later ones are corrected as stale data is; metrics are of the tokens of all updates. An update without a
+        trainable token, or with a non-finite loss or gradient, changes no weight, and its step is counted.
         """
         objective = self.config.objective
         clock = Clock(self.ranks.device)
@@ -132,10 +132,10 @@ class Trainer:
         return metrics
 
     def _flops(self, batch: Microbatch) -> float:
-        """Of one forward; 0 for a model whose sizes are not known."""
+        """Of forward and backward; 0 for a model whose sizes are not known."""
         if self._sizes is None or batch.empty:
             return 0.0
-        return self._sizes.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
+        return 3 * self._sizes.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides parameters and optimizer."""
@@ -162,7 +162,6 @@ class Trainer:
             places = [torch.arange(starts[i], starts[i + 1], device=self.ranks.device) for i in order]
             for row, policy in asked:
                 found_N = policy(batch, self.temperature).logprobs
-                work.flops += self._flops(batch)
                 if places:
                     logprobs[row, torch.cat(places)] = found_N
         found = self._survey.added(episodes, all_sum(logprobs, self.ranks).cpu().numpy(), self.config.objective)
@@ -180,7 +179,7 @@ class Trainer:
         work.clock.lap("prepare")
         for chosen in microbatches:
             batch = self._pack([episodes[i] for i in chosen])
-            work.flops += 3 * self._flops(batch)
+            work.flops += self._flops(batch)
             work.clock.lap("prepare")
             self.router.counting = not batch.empty
             output = self.policy(batch, self.temperature)

@@ -124,6 +124,10 @@ class ObjectiveConfig(Section):
             "set it to 0, or name to 'vtrace' or 'ppo'",
         )
         yield (
+            self.critic_width > 0 and self.value_coef == 0,
+            f"critic_width = {self.critic_width} with value_coef = 0: that critic would never learn; raise the latter",
+        )
+        yield (
             self.proximal == "learner" and self.name == "vtrace" and not self.vtrace_clip,
             "proximal = 'learner' is what clips compare the policy with, and vtrace clips nothing while vtrace_clip = "
             "false; set that to true, or proximal to 'behaviour'",
@@ -263,6 +267,16 @@ class LearnerConfig(Section):
     publish: PublishConfig = PublishConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _a_step_can_be_cut(self) -> Self:
+        episodes = self.groups_per_step * self.group_size
+        if self.objective.minibatches > episodes:
+            raise ValueError(
+                f"learner.objective.minibatches = {self.objective.minibatches}, but a step has {episodes} episodes "
+                "(learner.groups_per_step x group_size); lower it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_group_is_compared(self) -> Self:

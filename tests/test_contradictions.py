@@ -32,6 +32,7 @@ REFUSED = [
         {"name": "grpo", "critic_width": 8},
         "critic_width = 8: grpo compares the episodes of a group and trains no critic",
     ),
+    ({"critic_width": 8, "value_coef": 0.0}, "critic_width = 8 with value_coef = 0"),
     ({"proximal": "learner"}, "vtrace clips nothing while vtrace_clip = false; set that to true"),
     ({"name": "cispo", "proximal": "learner"}, "cispo clips no gradient"),
     ({"passes": 2, "correction": "none"}, "passes = 2 with correction = 'none'"),
@@ -60,7 +61,17 @@ def test_settings_that_contradict_one_another_are_refused_with_the_reason(settin
     with pytest.raises(ValidationError, match=reason) as refusal:
         ObjectiveConfig(**settings)
     (error,) = refusal.value.errors()
-    assert "learner.objective." in error["msg"] and "set " in error["msg"] and "\n" not in error["msg"]
+    assert (
+        "learner.objective." in error["msg"]
+        and any(f"{cure} " in error["msg"] for cure in ("set", "raise"))
+        and "\n" not in error["msg"]
+    )
+
+
+def test_more_minibatches_than_episodes_are_refused():
+    learner_config(groups_per_step=2, group_size=2, minibatches=4)
+    with pytest.raises(ValidationError, match="minibatches = 5, but a step has 4 episodes"):
+        learner_config(groups_per_step=2, group_size=2, minibatches=5)
 
 
 def test_a_penalty_that_is_whole_only_beyond_the_limit_of_an_episode_is_refused():
