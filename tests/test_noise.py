@@ -7,10 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.model.policy import load_policy
+from learner.model.sharding import parallelize
 from learner.objective.objectives import loss_of
 from learner.objective.records import Tokens
+from learner.trainer import Trainer
 from learner.vtrace import token_vtrace, trace_lengths, turn_ratios, turn_vtrace, without_noise
 from shared.learner_config import ObjectiveConfig
+from shared.types import Group
+from tests.support.episodes import learner_config, on_policy, random_groups
 
 LENGTH, TURN, NOISE = 2000, 100, 0.02  # tokens of an episode and of its turns; deviation of a logprob
 
@@ -79,6 +84,22 @@ def test_with_the_learners_logprobs_gspo_clips_what_the_policy_has_moved():
     expected = torch.where(up, moved > 1 + 4e-4, moved < 1 - 3e-4)
     assert 0 < expected.sum() < 64
     assert torch.equal(loss_of(tokens, config).clipped_N.view(64, LENGTH)[:, 0], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("proximal", "least", "most"), [("behaviour", 0.1, 0.5), ("learner", 0.0, 0.0)])
+def test_a_step_in_bfloat16_clips_no_noise_of_its_own_either(folder, spec, ranks, proximal, least, most):
+    """The forward that finds the proximal policy packs episodes in another way than the updates do."""
+    narrow = {"objective": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "minibatches": 2, "microbatch_tokens": 400}
+    config = learner_config(**narrow, proximal=proximal, lr=1e-12)
+    policy = load_policy(str(folder), spec)
+    groups = random_groups(spec, 4, group_size=2, turns=3, turn_tokens=(30, 60))
+    played = [[on_policy(policy, t, noise=NOISE) for t in group.trajectories] for group in groups]
+    parallelize(policy, ranks, config, torch.bfloat16)
+    trainer = Trainer(policy, config, ranks)
+    metrics = trainer.step([Group(f"g{i}", "tester", tuple(group)) for i, group in enumerate(played)], version=0)
+    assert metrics["behaviour/logprob_gap"] == pytest.approx(NOISE * 0.8, rel=0.4)
+    assert least <= metrics["policy/clip_fraction"] <= most
 
 
 # ------------------------------------------------------------------ against sums written out
