@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.advantages import equal, group_advantages
+from learner.advantages import equal, group_advantages, group_signal
 from learner.images import ImageDecoder, ImagePatches
 from shared.learner_config import ObjectiveConfig
 from shared.types import Ending, Group, Image, Trajectory
@@ -36,6 +36,7 @@ class Episode:
     turn_end: np.ndarray  # bool [K]
     advantage: float  # relative to its group
     group: int = 0  # which of the step's
+    signal: float = 1.0  # of its group's rewards: below 1 their spread is taken for noise
     proximal_logprobs: np.ndarray | None = None  # float32 [K], of the policy as the step began; None = not computed
     reference_logprobs: np.ndarray | None = None  # float32 [K], of the reference policy; None = not computed yet
 
@@ -134,11 +135,13 @@ def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, objective: Obj
     episodes = []
     for index, group in enumerate(groups):
         trajectories = [t for t in group.trajectories if t.trainable]
+        rewards, floor = episode_rewards(group, objective), objective.advantage_floor
         how = {"divide_by_std": objective.divide_by_std, "leave_one_out": objective.leave_one_out}
-        advantages = group_advantages(episode_rewards(group, objective), **how)
+        advantages, signal = group_advantages(rewards, **how, floor=floor), group_signal(rewards, floor)
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
             if not (objective.overlong == "mask" and trajectory.ending in _OVERLONG):
-                episodes.append(make_episode(trajectory, float(advantage), decoder, objective, group=index))
+                episode = make_episode(trajectory, float(advantage), decoder, objective, group=index)
+                episodes.append(replace(episode, signal=signal))
     return episodes
 
 

@@ -75,7 +75,9 @@ def loop(
     coordinator.open(version)
     if trainer.num_steps == 0:
         coordinator.evaluate("before", greedy=recipe.eval.greedy)
-    due, guards = Due(), Guards(recipe.learner, speaks=trainer.ranks.is_main)
+        if recipe.learner.guard.on_entropy == "rewind":
+            saver.save(version, coordinator.state())
+    due, guards = Due(), Guards(recipe, trainer, saver)
     while not due.last:
         groups = next_groups(recipe, coordinator, trainer, publisher, version)
         if not groups:
@@ -85,7 +87,7 @@ def loop(
         metrics = trainer.step(groups, version)
         step = trainer.num_steps
         check_step(trainer, coordinator, groups)
-        metrics |= guards.after_step(groups)
+        metrics |= guards.after_step(groups, metrics)
         due = Due.after(step, recipe, last=step == recipe.learner.total_steps or coordinator.out_of_time())
         if due.publish:
             coordinator.finish_evaluations(step)

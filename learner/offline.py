@@ -49,14 +49,14 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
         if metrics is not None:
             stack.callback(metrics.close)
         groups = endless(paths, trainer.num_steps * config.groups_per_step)
-        values, guards = dict[str, float](), Guards(config, speaks=ranks.is_main)
+        values, guards = dict[str, float](), Guards(recipe, trainer, saver, recorded=True)
         while trainer.num_steps < config.total_steps:
             batch = list(islice(groups, config.groups_per_step))
             for group in batch:
                 check_group(group, trainer.decoder)
             values = rollout_metrics(batch) | trainer.step(batch, newest_version(batch))
             check_step(trainer, Follower(ranks), batch)
-            values |= guards.after_step(batch)
+            values |= guards.after_step(batch, values)
             if metrics is not None:
                 metrics.scalars(trainer.num_steps, values)
             if trainer.num_steps == config.total_steps or is_due(config.checkpoint.every, trainer.num_steps):

@@ -16,6 +16,7 @@ from learner.model.policy import Policy
 from shared.learner_config import LearnerConfig, OptimizerConfig
 
 MUON_MOMENTUM = 0.95
+HEAD_GROUP = 2  # among the optimizer's groups, the value head's
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig) -> AdamW:
@@ -55,9 +56,10 @@ def lr_factor(step: int, config: LearnerConfig) -> float:
             return 1.0
 
 
-def set_learning_rates(optimizer: Optimizer, factor: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * factor
+def set_learning_rates(optimizer: Optimizer, factor: float, policy_factor: float = 1.0) -> None:
+    """`policy_factor`: of all rates but the value head's, besides `factor`."""
+    for index, group in enumerate(optimizer.param_groups):
+        group["lr"] = group["base_lr"] * factor * (1.0 if index == HEAD_GROUP else policy_factor)
 
 
 def local_gradients(optimizer: Optimizer, apart: frozenset[Tensor] = frozenset()) -> list[list[Tensor]]:

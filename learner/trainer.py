@@ -6,7 +6,7 @@ Shape suffixes: N = sampled tokens of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from torch import Tensor
 from learner.advantages import RunningScale
 from learner.batch import Episode, Microbatch, cut, empty_microbatch, make_episodes, pack, plan, plan_together
 from learner.distributed import Ranks, all_sum
+from learner.guards.state import GuardState
 from learner.images import ImageDecoder
 from learner.metrics.episodes import group_metrics
-from learner.metrics.throughput import Clock, speed
+from learner.metrics.throughput import Clock
 from learner.metrics.tokens import TokenStats, loss_columns
+from learner.metrics.work import Work
 from learner.model.expert_load import RouterLoad
 from learner.model.policy import Policy, PolicyOutput
 from learner.model.sharding import copy_weights
@@ -30,21 +32,6 @@ from learner.objective.survey import Survey
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
 from shared.learner_config import LearnerConfig
 from shared.types import Group, PolicyVersion
-
-
-@dataclass(slots=True)
-class Work:
-    """What one step's updates share, and what they add up."""
-
-    version: PolicyVersion  # of the policy as the step begins
-    scale: float  # of V-trace's advantages
-    clock: Clock
-    stats: TokenStats
-    flops: float = 0.0  # of this rank's updates
-    num_microbatches: int = 0
-    norms: list[list[float]] = field(default_factory=list)  # of each update's gradient in parts, before any clip
-    num_bad: int = 0  # updates without a finite loss and gradient
-    num_skipped: int = 0  # updates that changed no weight
 
 
 class Trainer:
@@ -78,6 +65,7 @@ class Trainer:
         self.num_steps = 0
         self.num_skipped = 0
         self.num_bad_in_a_row = 0  # steps without a finite loss and gradient
+        self.guard = GuardState()
         self.scale = RunningScale(config.objective)
         self.router = RouterLoad(policy.vlm, ranks.device)
         self._sizes = sizes_of(policy.vlm.config.to_dict())
@@ -90,46 +78,44 @@ class Trainer:
         """Trains on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank.
 
         There are `passes` times `minibatches` updates. Ratios and the critic's targets are computed anew in each, so
-        that later ones are corrected as stale data is; metrics are of the tokens of all updates. An update without a
-        trainable token, or with a non-finite loss or gradient, changes no weight, and its step is counted.
+        that later ones are corrected as stale data is; metrics are of the tokens of all updates. Once the policy has
+        moved by `guard.max_kl`, the rest are left out. An update without a trainable token, or with a non-finite loss
+        or gradient, changes no weight, and its step is counted.
         """
         objective = self.config.objective
         clock = Clock(self.ranks.device)
         episodes = make_episodes(groups, self.decoder, objective)
         work = Work(version, self.scale(episodes), clock, TokenStats(self.ranks.device))
         factor = lr_factor(self.num_steps, self.config)
-        set_learning_rates(self.optimizer, factor)
+        rate = work.scaling.rate * self.guard.brake
+        set_learning_rates(self.optimizer, factor, rate)
         clock.lap("prepare")
         if episodes and (self._survey.policy or self._survey.reference):
             episodes = self._surveyed(episodes, work)
-        for chosen in cut(len(episodes), objective.passes, objective.minibatches, seed=self.num_steps):
-            self._update([episodes[i] for i in chosen], work)
+        updates = list(cut(len(episodes), objective.passes, objective.minibatches, seed=self.num_steps))
+        for number, chosen in enumerate(updates):
+            if not self._update([episodes[i] for i in chosen], work):
+                work.num_left_out = len(updates) - number
+                break
         self.num_steps += 1
         self.num_skipped += work.num_skipped > 0
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if work.num_bad else 0
         work.stats.gather(self.ranks)
         metrics = work.stats.metrics() | self.router.metrics(self.ranks)
-        self.scale.follow(metrics.get("policy/advantage_rms", 0.0))
+        self.scale.follow(work.stats.moments())
         if objective.kl_reference_every and self.num_steps % objective.kl_reference_every == 0:
             assert self.reference is not None
             copy_weights(self.policy, self.reference)
         clock.lap("optimizer")
+        metrics |= self._moved(work, metrics)
+        clock.lap("forward")
         largest = np.max(work.norms, axis=0).tolist()
-        metrics |= {"optim/grad_norm": largest[0], "optim/lr": self.config.optimizer.lr * factor}
+        metrics |= {"optim/grad_norm": largest[0], "optim/lr": self.config.optimizer.lr * factor * rate}
         if self._apart:
             metrics["optim/value_grad_norm"] = largest[1]
         metrics["optim/skipped_steps"] = float(self.num_skipped)
         metrics["optim/bad_steps_in_a_row"] = float(self.num_bad_in_a_row)
-        return metrics | group_metrics(groups, version, self.config) | self._work_done(episodes, work)
-
-    def _work_done(self, episodes: list[Episode], work: Work) -> dict[str, float]:
-        flops = float(all_sum(torch.tensor(work.flops, dtype=torch.float64, device=self.ranks.device), self.ranks))
-        num_tokens, num_sampled = sum(e.num_tokens for e in episodes), sum(len(e.targets) for e in episodes)
-        metrics = work.clock.metrics() | speed(flops, work.clock.total, self.ranks)
-        metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_sampled)}
-        metrics |= {"batch/tokens": float(num_tokens), "batch/microbatches": float(work.num_microbatches)}
-        metrics["speed/tokens_per_s"] = num_tokens / max(work.clock.total, 1e-9)
-        return metrics
+        return metrics | group_metrics(groups, version, self.config) | work.done(episodes, self.ranks)
 
     def _flops(self, batch: Microbatch) -> float:
         """Of forward and backward; 0 for a model whose sizes are not known."""
@@ -139,12 +125,16 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides parameters and optimizer."""
-        own = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "advantage_moment": self.scale.moment}
+        moments = None if self.scale.moments is None else self.scale.moments.tolist()
+        own = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "advantage_moments": moments}
+        own["guard"] = asdict(self.guard)
         return own | ({"has_reference": True} if self.config.objective.kl_reference_every else {})
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
-        self.scale.moment = state["advantage_moment"]
+        moments = state.get("advantage_moments")
+        self.scale.moments = None if moments is None else np.array(moments)
+        self.guard = GuardState(**state.get("guard", {}))
 
     # ------------------------------------------------------------------ what a step is made of
 
@@ -168,13 +158,13 @@ class Trainer:
         work.clock.lap("forward")
         return found
 
-    def _update(self, episodes: list[Episode], work: Work) -> None:
-        """One gradient of `episodes`, applied."""
+    def _update(self, episodes: list[Episode], work: Work) -> bool:
+        """One gradient of `episodes`, applied; False, and no weight is changed, if the policy has moved far enough."""
         num_tokens = sum(len(e.targets) for e in episodes)
         divisor = max(len(episodes) if self._per_episode else num_tokens, 1)
         microbatches = self._plan(episodes)
         work.num_microbatches += len(microbatches)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)  # of losses; of weights that are dropped
+        sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)  # loss, dropped weights, KL, tokens
         self.optimizer.zero_grad()
         work.clock.lap("prepare")
         for chosen in microbatches:
@@ -183,15 +173,44 @@ class Trainer:
             work.clock.lap("prepare")
             self.router.counting = not batch.empty
             output = self.policy(batch, self.temperature)
-            loss, weight = self._loss(batch, output, divisor, work)
-            sums += torch.stack([loss.detach(), weight])
+            loss, *others = self._loss(batch, output, divisor, work)
+            sums += torch.stack([loss.detach(), *others])
+            work.last = batch
             work.clock.lap("forward")
             loss.backward()
             work.clock.lap("backward")
-        total, lost = all_sum(sums, self.ranks).tolist()
+        total, lost, divergence, count = all_sum(sums, self.ranks).tolist()
+        work.divergences.append(divergence / max(count, 1.0))
+        limit = self.config.guard.max_kl
+        if limit and work.divergences[-1] - work.divergences[0] > limit:
+            self.optimizer.zero_grad()
+            return False
         kept = 1.0 - lost / divisor
         self._apply(work, kept if num_tokens else 0.0, sound=bool(np.isfinite(total)))
         work.clock.lap("optimizer")
+        return True
+
+    @torch.no_grad()
+    def _moved(self, work: Work, metrics: dict[str, float]) -> dict[str, float]:
+        """What the guards have to know: updates that were left out, and how far the step has moved the policy where the
+        behaviour of older versions will not show it; that costs a forward of one microbatch."""
+        found = {"guard/updates_left_out": float(work.num_left_out)}
+        shown = any(name.startswith("tokens/lag_") and name != "tokens/lag_0" for name in metrics)
+        if not self.config.guard.max_kl or shown or work.last is None:
+            return found
+        self.router.counting = False
+        sums = self._divergence(work.last, self.policy(work.last, self.temperature).logprobs)
+        total, count = all_sum(torch.stack(sums).double(), self.ranks).tolist()
+        return found | {"guard/kl_step": total / max(count, 1.0)}
+
+    def _divergence(self, batch: Microbatch, logprobs_N: Tensor) -> list[Tensor]:
+        """Estimates (k3) of KL(start, policy) summed over tokens, and their number. The start is the policy as the step
+        began or, where its logprobs are not known, the behaviour."""
+        if batch.empty:
+            return [torch.zeros((), device=self.ranks.device)] * 2
+        start_N = batch.behaviour_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
+        change_N = (logprobs_N - start_N).detach()
+        return [(change_N.expm1() - change_N).sum(), torch.ones_like(change_N).sum()]
 
     def _plan(self, episodes: list[Episode]) -> list[list[int]]:
         """This rank's microbatches. Episodes whose loss is exactly 0 take no part; the token count still has them."""
@@ -213,15 +232,15 @@ class Trainer:
         harmless_id = next(i for i in range(len(banned) + 1) if i not in banned)
         return empty_microbatch(self.decoder, harmless_id, self.ranks.device)
 
-    def _loss(self, batch: Microbatch, output: PolicyOutput, divisor: int, work: Work) -> tuple[Tensor, Tensor]:
-        """This microbatch's share of the update's loss, to be differentiated, and the weight of what it drops."""
+    def _loss(self, batch: Microbatch, output: PolicyOutput, divisor: int, work: Work) -> list[Tensor]:
+        """This microbatch's share of the update's loss, to be differentiated; what it drops; `_divergence`."""
         objective, reference = self.config.objective, batch.reference_logprobs
         if self.reference is not None and not self._survey.reference:
             with torch.no_grad():
                 reference = self.reference(batch, self.temperature).logprobs
         unused = 0.0 * (output.logprobs.sum() + output.entropies.sum() + output.values.sum())
         if batch.empty:
-            return unused, torch.zeros_like(unused)
+            return [unused, torch.zeros_like(unused), *self._divergence(batch, output.logprobs)]
         proximal = None
         if objective.proximal == "learner":  # in a step's only update the policy is still what it was
             proximal = batch.proximal_logprobs if self._survey.policy else output.logprobs.detach()
@@ -238,14 +257,16 @@ class Trainer:
             reference_logprobs=reference,
             proximal_logprobs=proximal,
         )
-        loss = loss_of(tokens, objective, work.scale)
+        loss = loss_of(tokens, objective, work.scaling)
         work.stats.add(work.version - batch.versions, loss_columns(tokens, loss))
         lost = torch.zeros_like(unused) if loss.dropped is None else (tokens.weights * loss.dropped.any_N).sum()
-        return loss.total / divisor + unused, lost  # every output is in every backward, as the other ranks have it
+        share = loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
+        return [share, lost, *self._divergence(batch, output.logprobs)]
 
     def _apply(self, work: Work, kept: float, *, sound: bool) -> None:
-        """Clips and applies the gradient, unless it or the loss is not finite or there is none. `kept`: the share that
-        was not dropped of the weights that it was divided by."""
+        """Clips and applies the gradient, unless it or the loss is not finite or there is none. A gradient of 0 moves
+        nothing, by momentum or decay either. `kept`: the share that was not dropped of the weights that it was divided
+        by."""
         parts = local_gradients(self.optimizer, self._apart)
         for gradients in parts:
             if gradients and 0.0 < kept < 1.0:
@@ -256,7 +277,7 @@ class Trainer:
         work.num_bad += not sound
         if kept <= 0.0 or not sound:
             work.num_skipped += 1
-        else:
+        elif max(norms) > 0.0:
             for gradients, norm in zip(parts, norms, strict=True):
                 clip_(gradients, norm, self.config.optimizer.max_grad_norm)
             self.optimizer.step()

@@ -7,7 +7,7 @@ from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from shared.sections import Section
+from shared.sections import GuardConfig, Section
 
 GroupRelative = Literal["grpo", "gspo", "cispo"]  # these compare the episodes of one sample; others have a critic
 
@@ -82,12 +82,17 @@ class ObjectiveConfig(Section):
     kl_in_reward: bool = Field(
         False, description="the KL, as k1, is taken off the rewards that returns are made of; it is no term of the loss"
     )
-    normalize_advantages: bool = Field(True, description="vtrace, ppo: divide advantages by their running scale")
-    advantage_memory: float = Field(0.9, ge=0, lt=1, description="vtrace, ppo: memory of the advantages' running scale")
+    normalize_advantages: bool = Field(
+        True, description="vtrace, ppo: advantages less their running mean of the turn, over their running deviation"
+    )
+    advantage_memory: float = Field(
+        0.9, ge=0, lt=1, description="vtrace, ppo: memory of the advantages' running moments"
+    )
     advantage_floor: float = Field(
-        0.0,
+        0.1,
         ge=0,
-        description="vtrace, ppo: smallest scale that advantages are divided by, so that noise is not blown up",
+        description="a spread of advantages below this share of the targets' (in a group: of the rewards') root mean "
+        "square is noise: it is not blown up to unit size, and the policy's learning rate shrinks with it",
     )
     value_coef: float = Field(0.5, ge=0, description="vtrace, ppo: weight of the value loss")
     value_clip: float | None = Field(
@@ -267,6 +272,7 @@ class LearnerConfig(Section):
     publish: PublishConfig = PublishConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
+    guard: GuardConfig = GuardConfig()
 
     @model_validator(mode="after")
     def _a_step_can_be_cut(self) -> Self:

@@ -1,4 +1,4 @@
-"""The sections of a recipe; the learner's are in shared/learner_config.py."""
+"""The sections of a recipe; the learner's, but for its guards, are in shared/learner_config.py."""
 
 from __future__ import annotations
 
@@ -149,3 +149,26 @@ class TransportConfig(Section):
     keys: str = Field("", description="folder of keys, made by python -m shared.keys; needed off loopback")
     key_name: str = Field("actor", description="which actor's key of that folder this host has")
     allow_plain: bool = Field(False, description="off loopback without keys: only where everybody is trusted")
+
+
+class GuardConfig(Section):
+    """What holds a run back, or ends it, when its policy falls apart."""
+
+    max_kl: float = Field(
+        0.1,
+        ge=0,
+        description="KL a token by which a step may move the policy: beyond it, its later updates are left out and the "
+        "learning rate is braked; 0 = no bound",
+    )
+    entropy_min: float = Field(
+        0.0, ge=0, description="nats a token below which the policy counts as collapsed; 0 = none"
+    )
+    entropy_max: float | None = Field(
+        None,
+        gt=0,
+        description="nats a token above which it counts as fallen apart; null = twice the first step's, plus 1",
+    )
+    entropy_steps: int = Field(3, gt=0, description="steps in a row outside of these bounds before something is done")
+    on_entropy: Literal["stop", "rewind"] = Field(
+        "stop", description="end the run, or go back to the last good checkpoint with half the learning rate, 3 times"
+    )

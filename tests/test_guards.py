@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
+from learner.checkpoints.best import Best
+from learner.guards.divergence import braked, kl_of_a_step
 from learner.guards.guards import Guards
+from learner.guards.state import GuardState
 from learner.guards.variance import VarianceGuard, varies
+from shared.config import Recipe
 from shared.log import get_logger
+from shared.sections import EnvConfig, ModelConfig
 from shared.types import Ending, Group, Turn
 from tests.support.episodes import learner_config, random_trajectory
 from tests.support.runs import command, metrics, places, refused
@@ -87,21 +94,107 @@ def test_it_says_when_no_episode_could_be_trained_on(episode) -> None:
     assert "no episode could be trained on" in line and "env_error 100 %" in line and "the board is lost" in line
 
 
-def test_the_run_ends_after_the_steps_that_the_recipe_names(episode) -> None:
-    guards = Guards(learner_config(stop_without_variance=3), speaks=True)
+class Parts:
+    """Guards beside stand-ins for trainer and saver, which they tell what to do."""
+
+    def __init__(self, tmp_path: Path, *, main: bool = True, **settings) -> None:
+        self.trainer = SimpleNamespace(guard=GuardState(), num_steps=0, ranks=SimpleNamespace(is_main=main))
+        self.saver = SimpleNamespace(is_good=True, wait=lambda: None, best=Best(tmp_path / "best.json"))
+        recipe = Recipe(
+            model=ModelConfig(path="none"), env=EnvConfig(module="none"), learner=learner_config(**settings)
+        )
+        self.guards = Guards(recipe, self.trainer, self.saver)  # type: ignore[arg-type]
+
+    def step(self, groups: Sequence[Group] = (), **metrics: float) -> dict[str, float]:
+        self.trainer.num_steps += 1
+        named = {name.replace("__", "/"): value for name, value in metrics.items()}
+        return self.guards.after_step(groups, named)
+
+
+def test_the_run_ends_after_the_steps_that_the_recipe_names(episode, tmp_path) -> None:
+    parts = Parts(tmp_path, stop_without_variance=3)
     same = [group(episode(1.0))]
-    assert [guards.after_step(same)["guard/steps_without_variance"] for _ in range(2)] == [1.0, 2.0]
+    assert [parts.step(same)["guard/steps_without_variance"] for _ in range(2)] == [1.0, 2.0]
     with pytest.raises(ValueError, match=r"for 3 steps.*learner.stop_without_variance = 3"):
-        guards.after_step(same)
+        parts.step(same)
 
 
-def test_only_one_rank_speaks(episode, caplog, monkeypatch) -> None:
+def test_only_one_rank_speaks(episode, caplog, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(get_logger("learner"), "propagate", True)
-    for speaks in (True, False):
-        guards = Guards(learner_config(), speaks=speaks)
+    for main in (True, False):
+        parts = Parts(tmp_path, main=main)
         for _ in range(20):
-            guards.after_step([group(episode(1.0))])
+            parts.step([group(episode(1.0))])
     assert len([record for record in caplog.records if "variance of reward" in record.message]) == 1
+
+
+def test_the_kl_of_a_step_is_read_from_older_behaviour_unless_it_was_measured() -> None:
+    older = {"tokens/lag_0": 50.0, "behaviour/kl/lag_0": 9.0, "tokens/lag_1": 30.0, "behaviour/kl/lag_1": 0.2}
+    older |= {"tokens/lag_2": 10.0, "behaviour/kl/lag_2": 0.6}
+    assert kl_of_a_step(older, 1) == pytest.approx((30 * 0.2 + 10 * 0.6) / (30 * 1 + 10 * 2))
+    assert kl_of_a_step(older, 4) == pytest.approx((30 * 0.2 + 10 * 0.6) / 4 / (30 * 1 + 10 * 2))
+    assert kl_of_a_step(older | {"guard/kl_step": 0.5}, 4) == 0.5
+    assert kl_of_a_step({"tokens/lag_0": 5.0, "behaviour/kl/lag_0": 9.0}, 1) is None
+
+
+def test_the_brake_shortens_steps_by_what_the_kl_is_too_large_and_lets_go_slowly() -> None:
+    state = GuardState()
+    assert braked(state, 0.4, 0.1) == pytest.approx(0.5)  # KL is quadratic in the step
+    assert braked(state, 1e6, 0.1) == 0.25
+    assert braked(GuardState(brake=0.02), 1e6, 0.1) == 0.01
+    assert braked(GuardState(brake=0.5), 0.05, 0.1) == 0.5
+    assert braked(GuardState(brake=0.5), 0.01, 0.1) == pytest.approx(0.75)
+    assert braked(GuardState(brake=0.24, ceiling=0.25), 0.0, 0.1) == 0.25
+    assert braked(GuardState(brake=0.3), float("nan"), 0.1) == 0.3
+
+
+def test_the_brake_is_said_once_until_it_was_free_again(caplog, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(get_logger("learner"), "propagate", True)
+    parts = Parts(tmp_path)
+    for kl in (0.05, 0.2, 0.2):
+        values = parts.step(guard__kl_step=kl)
+    assert values["guard/kl_step"] == 0.2 and values["guard/brake"] == pytest.approx(0.5)
+    (line,) = {record.message for record in caplog.records if "max_kl" in record.message}
+    assert "step 2: " in line and "learner.guard.max_kl = 0.1" in line and "now 0.707" in line
+    assert Parts(tmp_path, max_kl=0.0).step(guard__kl_step=9.0)["guard/brake"] == 1.0
+
+
+def test_entropy_above_its_bound_for_some_steps_stops_the_run_and_names_the_last_good_checkpoint(tmp_path) -> None:
+    parts = Parts(tmp_path)
+    for entropy in (0.36, 0.2, 0.5, 1.8, 1.34, 1.8, 5.9):
+        parts.step(policy__entropy=entropy)
+    with pytest.raises(
+        ValueError, match=r"falls apart.*1.72, twice.*0.36, plus 1.*5.93.*step 8; there is no checkpoint"
+    ):
+        parts.step(policy__entropy=5.93)
+    (tmp_path / "step_00000002").mkdir()
+    (tmp_path / "step_00000002" / "meta.json").write_text("{}")
+    parts.saver.best.good = (2,)
+    with pytest.raises(ValueError, match=r"good checkpoint is .*step_00000002: .*--learner.resume .*on_entropy"):
+        parts.step(policy__entropy=5.93)
+
+
+def test_entropy_below_its_bound_stops_the_run_too_and_there_is_none_by_default(tmp_path) -> None:
+    parts = Parts(tmp_path)
+    assert [parts.step(policy__entropy=e)["guard/steps_outside_entropy"] for e in (0.5, 0.0, 0.0, 0.0)] == [0.0] * 4
+    parts = Parts(tmp_path, entropy_min=0.1, entropy_steps=1)
+    with pytest.raises(ValueError, match=r"collapsed.*entropy_min = 0.1.*step 1"):
+        parts.step(policy__entropy=0.05)
+
+
+def test_steps_without_entropy_count_neither_way(tmp_path) -> None:
+    parts = Parts(tmp_path, entropy_max=1.0, entropy_steps=9)
+    for values in ({"policy__entropy": 2.0}, {}, {"policy__entropy": float("nan")}, {"policy__entropy": 2.0}):
+        found = parts.step(**values)
+    assert found["guard/steps_outside_entropy"] == 2.0
+
+
+def test_what_is_saved_half_way_to_the_bound_is_not_good(tmp_path) -> None:
+    parts, good = Parts(tmp_path), []
+    for entropy in (0.4, 1.0, 1.2, 0.9):  # the bound is 1.8
+        parts.step(policy__entropy=entropy)
+        good.append(parts.saver.is_good)
+    assert good == [True, True, False, True]
 
 
 @pytest.mark.slow
@@ -112,3 +205,17 @@ def test_a_run_of_equal_rewards_ends_with_one_line_that_shows_an_example(tmp_pat
     assert "for 3 steps" in line and "every reward was 0.5" in line and " %; an example: " in line, line
     assert "colour" in line.partition("an example: ")[2].lower(), line
     assert [row["guard/steps_without_variance"] for row in metrics(tmp_path)] == [1.0, 2.0]
+
+
+@pytest.mark.slow
+def test_a_run_steps_back_three_times_with_half_the_rate_and_then_stops(tmp_path: Path) -> None:
+    fields = {"learner.guard.on_entropy": "rewind", "learner.guard.entropy_max": 0.1, "learner.guard.entropy_steps": 2}
+    fields |= {"eval.samples": 0, "learner.total_steps": 20}
+    line, log = refused(command("local", places(tmp_path, **fields)), codes=range(1, 256))
+    assert "after 3 steps back" in line and "step 8" in line
+    assert log.count("it steps back to") == 3 and "step_00000000" in line
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 8))
+    assert [row["guard/rewinds"] for row in rows] == [0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert [row["policy_version"] for row in rows] == list(range(1, 8))
+    assert rows[-1]["guard/brake"] <= 0.125 and rows[-1]["optim/lr"] <= 0.125 * 1e-3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.advantages import group_advantages
+from learner.advantages import Scaling, group_advantages
 from learner.objective.objectives import OBJECTIVES, loss_of
 from learner.objective.ratios import corrected
 from learner.objective.records import Tokens
@@ -59,7 +59,7 @@ def tokens_of(log_ratios, advantages=None, *, values=0.0, rewards=None, turn_end
 
 def gradients(objective: str, tokens: Tokens, scale: float = 1.0, **settings) -> list[list[float]]:
     """By log pi, entropy and value."""
-    loss = OBJECTIVES[objective](tokens, ObjectiveConfig(name=objective, **settings), scale)
+    loss = OBJECTIVES[objective](tokens, ObjectiveConfig(name=objective, **settings), Scaling(scale))
     inputs = (tokens.logprobs, tokens.entropies, tokens.values)
     found = torch.autograd.grad(loss.total, inputs, allow_unused=True)
     return [[0.0] * len(tokens.values) if g is None else g.tolist() for g in found]
@@ -211,7 +211,7 @@ def test_without_correction_a_stale_token_counts_as_one_of_the_current_policy(ob
     fresh = tokens_of([0.0, 0.0, 0.0], advantages, values=0.5, rewards=rewards)
     config = ObjectiveConfig(name=objective, correction="none")
     loss_of(stale, config).total.backward()
-    OBJECTIVES[objective](fresh, ObjectiveConfig(name=objective), 1.0).total.backward()
+    OBJECTIVES[objective](fresh, ObjectiveConfig(name=objective), Scaling()).total.backward()
     assert stale.logprobs.grad.abs().sum() > 0
     assert torch.equal(stale.logprobs.grad, fresh.logprobs.grad)
     if objective == "vtrace":

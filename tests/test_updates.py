@@ -1,4 +1,4 @@
-"""Several updates of one step's episodes, what is known before the first, what is left out, a floor of the scale."""
+"""Several updates of one step's episodes, what is known before the first, what is left out."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from learner.advantages import RunningScale
 from learner.batch import cut, make_episodes, penalty
 from learner.checkpoints.saver import Saver, load_checkpoint
+from learner.guards.state import GuardState
 from learner.images import ImageDecoder
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
@@ -17,7 +17,7 @@ from shared.config import Recipe
 from shared.learner_config import ObjectiveConfig
 from shared.sections import EnvConfig, ModelConfig
 from shared.types import Ending, Group
-from tests.support.episodes import learner_config, packed, random_groups
+from tests.support.episodes import learner_config, on_policy, packed, random_groups
 
 
 @pytest.mark.parametrize(("count", "passes", "minibatches"), [(7, 3, 3), (5, 2, 1), (2, 2, 4), (1, 2, 2)])
@@ -40,7 +40,8 @@ def test_each_pass_and_each_step_is_cut_anew_and_always_in_the_same_way():
 
 
 def trained(folder, spec, ranks, batches, **settings) -> tuple[torch.Tensor, dict[str, float]]:
-    config = learner_config(lr=1e-3, value_lr=1e-2, normalize_advantages=False, warmup_steps=0, **settings)
+    fixed = {"lr": 1e-3, "value_lr": 1e-2, "normalize_advantages": False, "warmup_steps": 0, "max_kl": 0.0}
+    config = learner_config(**fixed | settings)
     trainer = Trainer(load_policy(str(folder), spec), config, ranks)
     for groups in batches:
         metrics = trainer.step(groups, version=0)
@@ -94,15 +95,6 @@ def test_a_bad_update_is_left_out_and_its_step_counted_once(folder, spec, ranks)
     assert torch.isfinite(after).all() and not torch.equal(before, after)
 
 
-def test_advantages_below_the_floor_are_not_blown_up(spec):
-    episodes = make_episodes(random_groups(spec, 2, turns=1), ImageDecoder(spec), ObjectiveConfig())
-    plain, floored = (RunningScale(ObjectiveConfig(advantage_floor=floor)) for floor in (0.0, 0.5))
-    for moment, expected in ((0.01, 2.0), (4.0, 0.5)):
-        plain.moment = floored.moment = moment
-        assert plain(episodes) == pytest.approx(1 / np.sqrt(moment))
-        assert floored(episodes) == pytest.approx(expected)
-
-
 def logprobs_of(policy, trajectories) -> list[np.ndarray]:
     """Of the sampled tokens, as `policy` is now."""
     with torch.no_grad():
@@ -119,7 +111,7 @@ def seen_batches(trainer) -> list:
 @pytest.mark.slow
 def test_the_proximal_policy_is_the_one_with_which_the_step_began(folder, spec, ranks):
     settings = {"objective": "grpo", "proximal": "learner", "passes": 2, "minibatches": 2, "microbatch_tokens": 150}
-    config = learner_config(lr=1e-3, clip_low=1e-3, clip_high=1e-3, **settings)
+    config = learner_config(lr=1e-3, clip_low=1e-3, clip_high=1e-3, max_kl=0.0, **settings)
     trainer = Trainer(load_policy(str(folder), spec), config, ranks)
     groups = random_groups(spec, 3, turns=2, group_size=2)
     trajectories = [t for g in groups for t in g.trajectories]
@@ -147,7 +139,8 @@ def test_in_the_only_update_of_a_step_nothing_is_clipped_against_the_proximal_po
     folder, spec, ranks
 ):
     for proximal, clips in (("behaviour", True), ("learner", False)):
-        config = learner_config(objective="grpo", proximal=proximal, lr=1e-3, clip_low=1e-6, clip_high=1e-6)
+        narrow = {"clip_low": 1e-6, "clip_high": 1e-6, "max_kl": 0.0}
+        config = learner_config(objective="grpo", proximal=proximal, lr=1e-3, **narrow)
         trainer = Trainer(load_policy(str(folder), spec), config, ranks)
         forwards = []
         trainer.policy.register_forward_hook(lambda *_, forwards=forwards: forwards.append(1))
@@ -235,3 +228,41 @@ def test_the_penalty_of_length_grows_over_the_buffer_and_is_whole_where_a_limit_
         assert penalty(replace(played, ending=Ending.OUT_OF_TOKENS), objective) == 0.5
         assert penalty(replace(played, ending=Ending.OUT_OF_TOKENS), ObjectiveConfig()) == 0.0
     assert penalty(base, ObjectiveConfig(overlong="penalise")) == 0.0
+
+
+@pytest.mark.slow
+def test_updates_are_left_out_once_the_policy_has_moved_far_enough(folder, spec, ranks):
+    played = [on_policy(load_policy(str(folder), spec), g.trajectories[0]) for g in random_groups(spec, 4, turns=1)]
+    groups = [Group(f"g{i}", "tester", (t,)) for i, t in enumerate(played)]
+    _, metrics = trained(folder, spec, ranks, [groups], passes=6, lr=3e-2, max_kl=0.05)
+    assert 1 <= metrics["guard/updates_left_out"] <= 5 and metrics["guard/kl_step"] > 0.05
+    _, free = trained(folder, spec, ranks, [groups], passes=6, lr=3e-2, max_kl=0.0)
+    assert free["guard/updates_left_out"] == 0.0 and "guard/kl_step" not in free
+    _, short = trained(folder, spec, ranks, [groups], passes=2, lr=1e-6, max_kl=0.05)
+    assert short["guard/updates_left_out"] == 0.0 and 0 <= short["guard/kl_step"] < 1e-3
+
+
+@pytest.mark.slow
+def test_the_guards_state_and_the_moments_of_advantages_are_resumed(folder, spec, ranks, tmp_path):
+    config = learner_config(checkpoint_in_background=False)
+    recipe = Recipe(model=ModelConfig(path="m"), env=EnvConfig(module="envs.colour"), learner=config)
+    trainers = [Trainer(load_policy(str(folder), spec), config, ranks) for _ in range(2)]
+    trainers[0].step(random_groups(spec, 2), version=0)
+    trainers[0].guard = GuardState(brake=0.5, ceiling=0.5, start_entropy=1.5, num_rewinds=1)
+    path = Saver(tmp_path, trainers[0], ranks, recipe).save(1, {})
+    load_checkpoint(path, trainers[1], ranks, recipe)
+    assert trainers[1].guard == trainers[0].guard
+    np.testing.assert_array_equal(trainers[1].scale.moments, trainers[0].scale.moments)
+    old = {"num_steps": 3, "num_skipped": 0, "advantage_moment": 0.5}  # of a checkpoint from before there were guards
+    trainers[1].load_state(old)
+    assert trainers[1].scale.moments is None and trainers[1].guard == GuardState()
+
+
+@pytest.mark.slow
+def test_the_brake_is_on_the_policy_and_not_on_the_value_head(folder, spec, ranks):
+    config = learner_config(lr=1e-3, value_lr=1e-2, normalize_advantages=False)
+    trainer = Trainer(load_policy(str(folder), spec), config, ranks)
+    trainer.guard.brake = 0.25
+    metrics = trainer.step(random_groups(spec, 2), version=0)
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [2.5e-4, 2.5e-4, 1e-2]
+    assert metrics["optim/lr"] == 2.5e-4

@@ -1,4 +1,5 @@
-"""Which checkpoint did best in an evaluation: best.json beside the checkpoints names it, and it is not removed."""
+"""Which checkpoints are not removed: the one that did best in an evaluation, which best.json beside them names, and the
+last good one, which a run can step back to."""
 
 from __future__ import annotations
 
@@ -17,12 +18,23 @@ def checkpoint_name(step: int) -> str:
 
 @dataclass(slots=True)
 class Best:
-    """The evaluated step with the best result, and the one whose result is awaited; their checkpoints are kept."""
+    """The evaluated step with the best result, the one whose result is awaited, and the last good ones: their
+    checkpoints are kept."""
 
     file: Path
     step: int = -1
     value: float = float("-inf")
     candidate: int = -1
+    good: tuple[int, ...] = ()  # the last two; the last may not be written yet
+
+    def kept(self) -> set[str]:
+        """Names of checkpoints."""
+        return {checkpoint_name(step) for step in (self.step, self.candidate, *self.good[-1:])}
+
+    def last_good(self) -> Path | None:
+        """The last whole checkpoint that was good when it was saved."""
+        paths = [self.file.with_name(checkpoint_name(step)) for step in reversed(self.good)]
+        return next((path for path in paths if (path / "meta.json").exists()), None)
 
     @staticmethod
     def load(folder: Path) -> Best:

@@ -106,15 +106,19 @@ class Saver:
         self._folder, self._trainer, self._ranks, self._recipe = folder, trainer, ranks, recipe
         self._timeout_s = timeout_s
         self.best = Best.load(folder)
+        self.best.good = tuple(int(path.name[len(_PREFIX) :]) for path in list_checkpoints(folder)[-1:])
         self._group = torch.distributed.new_group(backend="gloo")  # the thread's own: collectives must not mix
         self._thread = ThreadPoolExecutor(1, "checkpoint") if recipe.learner.checkpoint.in_background else None
         self._writing: Future[None] | None = None
         self.num_failed = 0
+        self.is_good = True  # whether what is saved now is worth going back to
 
     def save(self, version: PolicyVersion, coordinator: dict[str, Any]) -> Path:
         """Of the trainer's step, kept beside the last few. `coordinator`: the state of rank 0's, plain JSON values."""
         self.wait()
         trainer, ranks = self._trainer, self._ranks
+        if self.is_good:
+            self.best.good = (*self.best.good[-1:], trainer.num_steps)
         final = self._folder / checkpoint_name(trainer.num_steps)
         partial = self._folder / f".{final.name}.partial"
         meta = {
@@ -177,7 +181,7 @@ class Saver:
 
     def _remove_old(self) -> None:
         for old in list_checkpoints(self._folder)[: -self._recipe.learner.checkpoint.keep]:
-            if old.name not in (checkpoint_name(self.best.step), checkpoint_name(self.best.candidate)):
+            if old.name not in self.best.kept():
                 try:
                     shutil.rmtree(old)
                 except OSError as error:

@@ -1,28 +1,96 @@
-"""What watches a run beside its loop, the same on every rank: each guard's metrics, its one line, and what it stops."""
+"""What watches a run beside its loop, the same on every rank: each guard's metrics, its one line, and what it does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from learner.checkpoints.saver import Saver, load_checkpoint
+from learner.guards.divergence import braked, kl_of_a_step
+from learner.guards.entropy import EntropyGuard
 from learner.guards.variance import VarianceGuard
-from shared.learner_config import LearnerConfig
+from learner.trainer import Trainer
+from shared.config import Recipe
 from shared.log import get_logger
 from shared.types import Group
 
+MAX_REWINDS = 3
+
 
 class Guards:
-    """Asked once after each step; all ranks ask with the same values, so that all of them stop together."""
+    """Asked once after each step; all ranks ask with the same values, so that all of them do the same."""
 
-    def __init__(self, config: LearnerConfig, *, speaks: bool) -> None:
-        """`speaks`: this rank writes the lines."""
-        self._variance = VarianceGuard(config)
-        self._speaks = speaks
+    def __init__(self, recipe: Recipe, trainer: Trainer, saver: Saver, *, recorded: bool = False) -> None:
+        """`recorded`: the episodes' versions are not those of this run's policy, so that they show no step of it."""
+        self._recorded = recorded
+        self._recipe, self._trainer, self._saver = recipe, trainer, saver
+        self._config = recipe.learner.guard
+        self._variance = VarianceGuard(recipe.learner)
+        self._entropy = EntropyGuard(self._config, trainer.guard)
 
-    def after_step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """The guards' metrics of a step on `groups`. ValueError where the recipe wants the run to end."""
+    def after_step(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
+        """The guards' metrics of a step on `groups` that had these. ValueError where the run is to end."""
+        state = self._trainer.guard
+        found = {"guard/steps_without_variance": float(self._check_variance(groups))}
+        kl = kl_of_a_step(metrics, self._recipe.learner.publish.every)
+        if kl is not None and not self._recorded:
+            found["guard/kl_step"] = kl
+            self._brake(kl)
+        self._entropy.step(metrics.get("policy/entropy"))
+        if self._entropy.out:
+            self._leave_or_rewind()
+        self._saver.is_good = self._entropy.good
+        found |= {"guard/brake": state.brake, "guard/rewinds": float(state.num_rewinds)}
+        return found | {"guard/steps_outside_entropy": float(self._entropy.num_steps)}
+
+    def _check_variance(self, groups: Sequence[Group]) -> int:
         line = self._variance.step(groups)
         if self._variance.stops:
             raise ValueError(line)
-        if line and self._speaks:
+        if line:
+            self._say(line)
+        return self._variance.num_steps
+
+    def _brake(self, kl: float) -> None:
+        state, limit = self._trainer.guard, self._config.max_kl
+        before, free = state.brake, state.brake >= state.ceiling
+        state.brake = braked(state, kl, limit) if limit else state.ceiling
+        if free and state.brake < before:
+            self._say(
+                f"step {self._trainer.num_steps}: the policy moves by a KL of {kl:.3g} a token and step, beyond "
+                f"learner.guard.max_kl = {limit:g}: its learning rate is multiplied by guard/brake, now "
+                f"{state.brake:.3g}, until it moves less"
+            )
+
+    def _leave_or_rewind(self) -> None:
+        self._saver.wait()
+        line, good = self._entropy.line(self._trainer.num_steps), self._saver.best.last_good()
+        state, rewinds = self._trainer.guard, self._config.on_entropy == "rewind"
+        if good is None:
+            raise ValueError(
+                f"{line}; there is no checkpoint from before; start anew with a lower learner.optimizer.lr"
+            )
+        if not rewinds or state.num_rewinds >= MAX_REWINDS:
+            done = f" after {state.num_rewinds} steps back" if rewinds else ""
+            raise ValueError(
+                f"{line}{done}; the last good checkpoint is {good}: go on from it with --learner.resume {good} and a "
+                "lower --learner.optimizer.lr, or let the run step back itself with learner.guard.on_entropy = 'rewind'"
+            )
+        self._rewind(good)
+        self._say(f"{line}; it steps back to {good}, with a learning rate multiplied by {state.ceiling:g}")
+
+    def _rewind(self, path: Path) -> None:
+        """Weights, optimizer and running moments are those of the checkpoint again; steps and versions go on, as do
+        tickets: what the policy played meanwhile is trained on with its own, small ratios."""
+        trainer = self._trainer
+        steps, skipped, state = trainer.num_steps, trainer.num_skipped, trainer.guard
+        load_checkpoint(path, trainer, trainer.ranks, self._recipe)
+        trainer.num_steps, trainer.num_skipped, trainer.guard = steps, skipped, state
+        state.num_rewinds += 1
+        state.ceiling *= 0.5
+        state.brake = min(state.brake, state.ceiling)
+        self._entropy.num_steps = 0
+
+    def _say(self, line: str) -> None:
+        if self._trainer.ranks.is_main:
             get_logger("learner").warning("%s", line)
-        return {"guard/steps_without_variance": float(self._variance.num_steps)}

@@ -8,9 +8,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from math import exp, sinh
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from learner.advantages import MOMENTS
 from learner.distributed import Ranks, all_max, all_sum
 from learner.objective.records import Dropped, Loss, Tokens
 from learner.vtrace import turn_indices
@@ -95,6 +97,10 @@ class TokenStats:
         """The sums of all ranks, on every rank; a collective."""
         all_sum(self._sums, ranks)
         all_max(self._largest, ranks)
+
+    def moments(self) -> np.ndarray:
+        """float64 [turns, MOMENTS] of the advantages and the critic's targets, after `gather`."""
+        return self._by_turn[:, [TURN_COLUMNS.index(name) for name in MOMENTS]].cpu().numpy()
 
     def metrics(self) -> dict[str, float]:
         """One value for each name, and NAME/lag_L, NAME/turn_T for each lag and turn that occurred. Empty without

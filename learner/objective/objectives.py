@@ -23,6 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from learner.advantages import Scaling
 from learner.objective.ratios import corrected, dropped
 from learner.objective.records import Loss, Tokens
 from learner.objective.terms import PolicyTerm, kl_term, policy_term, value_term
@@ -31,24 +32,27 @@ from learner.vtrace import (
     segment_mean,
     token_vtrace,
     trace_lengths,
+    turn_indices,
     turn_ratios,
     turn_vtrace,
     without_noise,
 )
 from shared.learner_config import ObjectiveConfig
 
+PLAIN = Scaling()
 
-def loss_of(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
-    """The objective that `config` names, on behaviour and tokens as it wants them. `scale` multiplies the critic's
+
+def loss_of(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
+    """The objective that `config` names, on behaviour and tokens as it wants them. `scaling` is of the critic's
     advantages. Tokens that are dropped have weight 0 in all sums."""
     tokens = corrected(tokens, config)
     out = dropped(tokens, config)
     if out is not None:
         tokens = replace(tokens, weights=tokens.weights.masked_fill(out.any_N, 0.0))
-    return OBJECTIVES[config.name](tokens, config, scale)._replace(dropped=out)
+    return OBJECTIVES[config.name](tokens, config, scaling)._replace(dropped=out)
 
 
-def vtrace(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
+def vtrace(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
     """Actor-critic with V-trace targets (Espeholt et al., 2018, section 4.2): policy + value_coef value term.
 
     At the level of turns, the critic learns at the first token of each turn, where the turn is chosen, with the weight
@@ -62,11 +66,11 @@ def vtrace(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
         )
         for log_rhos in (targets.log_rhos, torch.zeros_like(log_rhos_N))
     ]
-    loss = _actor_critic(tokens, config, targets, targets.log_rhos, scale, clipped=config.vtrace_clip)
+    loss = _actor_critic(tokens, config, targets, targets.log_rhos, scaling, clipped=config.vtrace_clip)
     return loss._replace(trace_N=traces[0], whole_trace_N=traces[1])
 
 
-def ppo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
+def ppo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
     """Clipped surrogate with generalised advantages (Schulman et al., 2017, equations 7 and 11; GAE: 2016).
 
     Targets take tokens for the policy's own, however old: V-trace with every rho = 1 is the lambda-return. Values in
@@ -74,15 +78,15 @@ def ppo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
     """
     targets = _targets(tokens, config, torch.zeros_like(tokens.logprobs))
     log_ratios_N = _of_actions((tokens.logprobs - tokens.behaviour_logprobs).detach(), tokens, config)
-    return _actor_critic(tokens, config, targets, log_ratios_N, scale, clipped=True)
+    return _actor_critic(tokens, config, targets, log_ratios_N, scaling, clipped=True)
 
 
-def grpo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
+def grpo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
     """Group-relative policy gradient (Shao et al., 2024, equation 3) with truncated importance weights per token."""
     return _group_relative(tokens, config, lambda log_ratios_N: log_ratios_N)
 
 
-def gspo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
+def gspo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
     """One ratio an episode, the geometric mean of its tokens' (GSPO: Zheng et al., 2025, equations 5 to 7).
 
     With aggregation `sequence_mean` it is the paper's objective; its clip range is much narrower than a token's, of the
@@ -92,7 +96,7 @@ def gspo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
     return _group_relative(tokens, config, lambda log_ratios_N: segment_mean(log_ratios_N, tokens.episode_end))
 
 
-def cispo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
+def cispo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
     """The importance weight is clipped, no token loses its gradient (MiniMax-M1, 2025, equations 4 and 5)."""
     ratios_N = (tokens.logprobs - tokens.behaviour_logprobs).detach().exp()
     held_N = ratios_N.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -100,7 +104,7 @@ def cispo(tokens: Tokens, config: ObjectiveConfig, scale: float = 1.0) -> Loss:
     return _loss(tokens, config, PolicyTerm(term.loss_N, held_N != ratios_N), tokens.advantages)
 
 
-Objective = Callable[[Tokens, ObjectiveConfig, float], Loss]
+Objective = Callable[[Tokens, ObjectiveConfig, Scaling], Loss]
 OBJECTIVES: dict[str, Objective] = {"vtrace": vtrace, "ppo": ppo, "grpo": grpo, "gspo": gspo, "cispo": cispo}
 
 
@@ -137,7 +141,7 @@ def _actor_critic(
     config: ObjectiveConfig,
     targets: TokenTargets,
     log_ratios_N: Tensor,
-    scale: float,
+    scaling: Scaling,
     *,
     clipped: bool,
 ) -> Loss:
@@ -150,7 +154,7 @@ def _actor_critic(
     term = policy_term(
         tokens.logprobs,
         log_ratios_N,
-        targets.advantages * scale,
+        scaling(targets.advantages, turn_indices(tokens.turn_end, tokens.episode_end)),
         log_corrections_N=corrections_N,
         max_weight=config.pg_rho_bar,
         clip=(config.clip_low, config.clip_high) if clipped else None,

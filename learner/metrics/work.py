@@ -1,0 +1,43 @@
+"""What the updates of one step share and add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from learner.advantages import Scaling
+from learner.batch import Episode, Microbatch
+from learner.distributed import Ranks, all_sum
+from learner.metrics.throughput import Clock, speed
+from learner.metrics.tokens import TokenStats
+from shared.types import PolicyVersion
+
+
+@dataclass(slots=True)
+class Work:
+    """What one step's updates share, and what they add up."""
+
+    version: PolicyVersion  # of the policy as the step begins
+    scaling: Scaling  # of the critic's advantages, and of the policy's learning rate
+    clock: Clock
+    stats: TokenStats
+    flops: float = 0.0  # of this rank's updates
+    num_microbatches: int = 0
+    norms: list[list[float]] = field(default_factory=list)  # of each update's gradient in parts, before any clip
+    num_bad: int = 0  # updates without a finite loss and gradient
+    num_skipped: int = 0  # updates that changed no weight
+    num_left_out: int = 0  # updates that were not made, as the policy had moved far enough
+    divergences: list[float] = field(default_factory=list)  # of each update, as `_divergence` has it
+    last: Microbatch | None = None  # of this rank's microbatches
+
+    def done(self, episodes: Sequence[Episode], ranks: Ranks) -> dict[str, float]:
+        """How much there was to do, where the time went and how fast it went; a collective."""
+        flops = float(all_sum(torch.tensor(self.flops, dtype=torch.float64, device=ranks.device), ranks))
+        num_tokens, num_sampled = sum(e.num_tokens for e in episodes), sum(len(e.targets) for e in episodes)
+        metrics = self.clock.metrics() | speed(flops, self.clock.total, ranks)
+        metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_sampled)}
+        metrics |= {"batch/tokens": float(num_tokens), "batch/microbatches": float(self.num_microbatches)}
+        metrics["speed/tokens_per_s"] = num_tokens / max(self.clock.total, 1e-9)
+        return metrics
