@@ -1,0 +1,61 @@
+"""A policy of a few thousand parameters for the learner's own trainer: it sees the last few tokens and nothing else.
+
+It has the parts of `learner.model.policy.Policy` that a trainer asks for. Shape suffixes: N = sampled tokens, C =
+tokens of context, H = hidden size, A = actions.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from learner.batch import Microbatch
+from learner.model.policy import PolicyOutput
+from shared.vision import VisionSpec
+
+VOCAB_SIZE, CONTEXT, EMBEDDING, HIDDEN = 32, 3, 16, 48
+
+
+class SmallPolicy(nn.Module):
+    """Tokens 0 to A-1 are the actions; it may write these alone. It begins as the uniform policy, with values of 0."""
+
+    def __init__(self, num_actions: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.vlm = Body(num_actions)
+        self.value_head = nn.Linear(HIDDEN, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        self.spec = VisionSpec(image_token_id=VOCAB_SIZE)
+        self.banned_ids: tuple[int, ...] = ()
+        self.listener = None  # no critic on several layers
+
+    def forward(self, batch: Microbatch, temperature: float) -> PolicyOutput:
+        back_NC = batch.predictors[:, None] - torch.arange(CONTEXT)
+        seen_NC = batch.position_ids[0, 0][batch.predictors][:, None] >= torch.arange(CONTEXT)
+        tokens_NC = torch.where(seen_NC, batch.input_ids[0][back_NC.clamp(min=0)], VOCAB_SIZE)
+        logprobs_NA, hidden_NH = self.vlm(tokens_NC)
+        chosen_N = logprobs_NA.gather(1, batch.target_ids[:, None])[:, 0]
+        entropies_N = -(logprobs_NA.exp() * logprobs_NA).sum(-1)
+        return PolicyOutput(chosen_N, entropies_N, self.value_head(hidden_NH)[:, 0])
+
+    @torch.no_grad()
+    def logprobs(self, tokens_NC: Tensor) -> Tensor:
+        """[N,A] after the last C tokens, latest first, filled with VOCAB_SIZE before the first."""
+        return self.vlm(tokens_NC)[0]
+
+
+class Body(nn.Module):
+    def __init__(self, num_actions: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(to_dict=dict)  # of no known model type
+        self.embed = nn.Embedding(VOCAB_SIZE + 1, EMBEDDING)
+        self.enter = nn.Linear(CONTEXT * EMBEDDING, HIDDEN)
+        self.leave = nn.Linear(HIDDEN, num_actions, bias=False)
+        nn.init.zeros_(self.leave.weight)
+
+    def forward(self, tokens_NC: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_NH = torch.tanh(self.enter(self.embed(tokens_NC).flatten(1)))
+        return self.leave(hidden_NH).log_softmax(-1), hidden_NH

@@ -1,0 +1,91 @@
+"""Small problems with known answers: what an episode shows and pays, and what the best policy earns.
+
+A turn is an observation, one token that names the state, then the tokens that the policy writes, of which the last is
+its move. A problem says the mean reward of a move; what is paid may have noise around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One move that does not matter; `noise` is the standard deviation of what is paid around the mean."""
+
+    num_actions: int
+    turn_tokens: int = 1
+    max_turns: int = 1
+    noise: float = 0.0
+    start: float = 0.0  # mean return of the uniform policy
+    best: float = 0.0  # of the best one; equal to `start` where no policy is better than another
+
+    def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
+        """(next state, mean reward, whether the episode is over); a state is one of 0 to 7, the first is 0."""
+        return state, 0.0, True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bandit(Problem):
+    means: Sequence[float]
+
+    def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
+        return state, self.means[move], True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corridor(Problem):
+    """Cells in a row, the first is the start; move 1 goes right, 0 left; the last cell pays 1 and ends the episode."""
+
+    length: int
+
+    def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
+        state = min(state + 1, self.length - 1) if move == 1 else max(state - 1, 0)
+        arrived = state == self.length - 1
+        return state, float(arrived), arrived
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distraction(Problem):
+    """At first, move 0 pays 0.3 and leads to a room that pays nothing; in the other room, move 1 pays 1."""
+
+    def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
+        if turn == 0:
+            return (1, 0.3, False) if move == 0 else (2, 0.0, False)
+        return state, float(state == 2 and move == 1), True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lock(Problem):
+    """A digit a turn, each turn costs 0.1; all digits right pay 1 at the end, any wrong one nothing."""
+
+    digits: Sequence[int]
+
+    def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
+        right = state == turn and move == self.digits[turn]  # the state counts the right ones
+        opened = right and turn + 1 == len(self.digits)
+        return turn + 1 if right else 7, float(opened) - 0.1, turn + 1 == len(self.digits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Problem):
+    """Every turn pays the same, whatever the move."""
+
+    pays: float
+
+    def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
+        return turn + 1, self.pays, turn + 1 == self.max_turns
+
+
+PROBLEMS = {
+    "two_arms": Bandit(num_actions=2, means=(0.2, 0.8), noise=0.4, start=0.5, best=0.8),
+    "ten_arms": Bandit(num_actions=10, means=(*(i / 10 for i in range(9)), 1.0), noise=1.0, start=0.46, best=1.0),
+    "corridor": Corridor(num_actions=2, turn_tokens=2, max_turns=8, length=5, start=0.27, best=1.0),
+    "distraction": Distraction(num_actions=3, turn_tokens=2, max_turns=2, start=0.322, best=1.0),
+    "lock": Lock(num_actions=4, turn_tokens=2, max_turns=3, digits=(2, 0, 3), start=1 / 64 - 0.3, best=0.7),
+}
+UNTEACHABLE = {
+    "constant": Constant(num_actions=4, turn_tokens=2, max_turns=2, pays=-0.5),
+    "noise": Constant(num_actions=4, turn_tokens=2, max_turns=2, pays=0.0, noise=1.0),
+}
