@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.vtrace import token_vtrace, turn_indices
 from shared.learner_config import ObjectiveConfig
 
 NUM_TURNS = 9  # that have moments of their own; the last also has all later ones
@@ -127,60 +126,72 @@ class RunningScale:
     critic that knows little leaves advantages of one sign: under truncated ratios negative ones drive the policy away
     from what was played, whatever it was (Arnal et al., 2025, "Asymmetric REINFORCE for off-policy reinforcement
     learning"). Then they are divided by their deviation or, where that is more, by `advantage_floor` times the targets'
-    root mean square (DreamerV3 limits its scale of returns likewise: Hafner et al., 2023). Below that floor
-    the learning rate shrinks too, as AdamW would undo any scaling of gradients. Group-relative advantages are scaled in
-    their groups; of theirs, the rate alone is said.
+    root mean square (DreamerV3 limits its scale of returns likewise: Hafner et al., 2023).
+
+    AdamW undoes any scaling of gradients, so that noise has to slow the learning rate. It shrinks with a deviation
+    below that floor. It also shrinks by as much as returns deviate less than advantages, both around their turn's mean:
+    what goes beyond is the critic's own error, and returns that do not vary at all move nothing. Group-relative
+    advantages are scaled in their groups; of theirs, the rate alone is said.
 
     All of it is known before a step, hence the same in all its microbatches; the first step starts it from the returns.
     """
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.moments: np.ndarray | None = None  # float64 [turns, MOMENTS], running; None before the first step
+        self.returns: np.ndarray | None = None  # the same of the returns, as if a critic said 0
         self._config = config
         self._used = config.normalize_advantages and not config.group_relative
 
     def __call__(self, episodes: Sequence[ScaledEpisode]) -> Scaling:
+        """Before a step on `episodes`."""
         if self._config.group_relative:
             signals = [e.signal for e in episodes if e.advantage != 0.0]
             return Scaling(rate=float(np.mean(signals))) if signals else Scaling()
         if not self._used or not episodes:
             return Scaling()
-        if self.moments is None or not _deviation(self.moments) > 0:
-            moments = self._moments_of_returns(episodes)
-            self.moments = moments if np.isfinite(moments).all() else None
-        if self.moments is None or not (deviation := _deviation(self.moments)) > 0:
+        returns = moments_of_returns(episodes, self._config.gamma)
+        self.returns = self._mixed(self.returns, returns)
+        if self.moments is None:
+            self.moments = self._mixed(None, returns)
+        if self.moments is None or self.returns is None:
             return Scaling()
+        deviation, told = _deviation(self.moments), _deviation(self.returns)
         counts, sums = self.moments[:, 0], self.moments[:, 1]
         centres = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
-        weights, squares = self.moments[:, 3].sum(), self.moments[:, 4].sum()
-        floor = self._config.advantage_floor * float(np.sqrt(squares / weights)) if weights > 0 else 0.0
-        rate = min(1.0, deviation / floor) if floor > 0 else 1.0
-        return Scaling(1.0 / max(deviation, floor, 1e-6), torch.from_numpy(centres).float(), rate)
+        floor = self._config.advantage_floor * float(np.sqrt(self.moments[:, 4].sum() / self.moments[:, 3].sum()))
+        largest = max(deviation, floor)
+        if largest == 0.0:
+            return Scaling()
+        rate = min(deviation, told) / largest if self._config.advantage_floor else 1.0
+        return Scaling(1.0 / max(largest, 1e-6), torch.from_numpy(centres).float(), rate)
 
     def follow(self, moments: np.ndarray) -> None:
         """After a step, with its sums, float64 [turns, MOMENTS]. Without a token, or not finite, they count nothing."""
-        if not moments[:, 0].sum() > 0 or not np.isfinite(moments).all():
-            return
-        keep = self._config.advantage_memory
-        self.moments = moments if self.moments is None else keep * self.moments + (1 - keep) * moments
+        self.moments = self._mixed(self.moments, moments)
 
-    def _moments_of_returns(self, episodes: Sequence[ScaledEpisode]) -> np.ndarray:
-        """Advantages and targets of a critic that says 0."""
-        rewards = torch.from_numpy(np.concatenate([e.rewards for e in episodes]))
-        turn_end = torch.from_numpy(np.concatenate([e.turn_end for e in episodes]))
-        episode_end = torch.zeros_like(turn_end)
-        episode_end[np.cumsum([len(e.rewards) for e in episodes]) - 1] = True
-        zeros = torch.zeros_like(rewards)
-        gamma, lam = self._config.gamma, self._config.lam
-        returns = token_vtrace(zeros, rewards, zeros, turn_end, episode_end, gamma=gamma, lam=lam).advantages.double()
-        rows = torch.stack([torch.ones_like(returns), returns, returns**2, torch.ones_like(returns), returns**2], dim=1)
-        turns = turn_indices(turn_end, episode_end).clamp(max=NUM_TURNS - 1)
-        return torch.zeros(NUM_TURNS, len(MOMENTS), dtype=torch.float64).index_add(0, turns, rows).numpy()
+    def _mixed(self, before: np.ndarray | None, moments: np.ndarray) -> np.ndarray | None:
+        if not moments[:, 0].sum() > 0 or not np.isfinite(moments).all():
+            return before
+        keep = self._config.advantage_memory
+        return moments if before is None else keep * before + (1 - keep) * moments
+
+
+def moments_of_returns(episodes: Sequence[ScaledEpisode], gamma: float) -> np.ndarray:
+    """float64 [turns, MOMENTS] of a critic that says 0: advantages and targets are the turns' discounted returns."""
+    found = np.zeros((NUM_TURNS, len(MOMENTS)))
+    for e in episodes:
+        ends = np.flatnonzero(e.turn_end)
+        later = 0.0
+        for turn in reversed(range(len(ends))):
+            start = ends[turn - 1] + 1 if turn else 0
+            tokens = ends[turn] + 1 - start
+            later = float(e.rewards[start : ends[turn] + 1].sum(dtype=np.float64)) + gamma * later
+            found[min(turn, NUM_TURNS - 1)] += tokens * np.array([1.0, later, later**2, 1.0, later**2])
+    return found
 
 
 def _deviation(moments: np.ndarray) -> float:
-    """Of advantages around the mean of their turn."""
+    """Of advantages around the mean of their turn; exactly 0 where it is only rounding."""
     counts, sums, squares = moments[:, 0], moments[:, 1], moments[:, 2]
-    inside = squares - np.divide(sums**2, counts, out=np.zeros_like(sums), where=counts > 0)
-    total = counts.sum()
-    return float(np.sqrt(max(inside.sum(), 0.0) / total)) if total > 0 else 0.0
+    inside = float((squares - np.divide(sums**2, counts, out=np.zeros_like(sums), where=counts > 0)).sum())
+    return float(np.sqrt(inside / counts.sum())) if inside > 1e-12 * squares.sum() else 0.0

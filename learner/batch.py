@@ -96,7 +96,13 @@ def check_group(group: Group, decoder: ImageDecoder) -> None:
 
 
 def make_episode(
-    trajectory: Trajectory, advantage: float, decoder: ImageDecoder, objective: ObjectiveConfig, *, group: int = 0
+    trajectory: Trajectory,
+    advantage: float,
+    decoder: ImageDecoder,
+    objective: ObjectiveConfig,
+    *,
+    group: int = 0,
+    signal: float = 1.0,
 ) -> Episode:
     """Expands the placeholders. ValueError when the layout is wrong or an image cannot be read."""
     check_layout(trajectory, decoder.spec)
@@ -127,6 +133,7 @@ def make_episode(
         turn_end=turn_end,
         advantage=advantage,
         group=group,
+        signal=signal,
     )
 
 
@@ -137,11 +144,12 @@ def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, objective: Obj
         trajectories = [t for t in group.trajectories if t.trainable]
         rewards, floor = episode_rewards(group, objective), objective.advantage_floor
         how = {"divide_by_std": objective.divide_by_std, "leave_one_out": objective.leave_one_out}
-        advantages, signal = group_advantages(rewards, **how, floor=floor), group_signal(rewards, floor)
+        advantages = group_advantages(rewards, **how, floor=floor)
+        signal = group_signal(rewards, floor) if objective.group_relative else 1.0
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
             if not (objective.overlong == "mask" and trajectory.ending in _OVERLONG):
-                episode = make_episode(trajectory, float(advantage), decoder, objective, group=index)
-                episodes.append(replace(episode, signal=signal))
+                known = {"group": index, "signal": signal}
+                episodes.append(make_episode(trajectory, float(advantage), decoder, objective, **known))
     return episodes
 
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from learner.advantages import MOMENTS, NUM_TURNS, RunningScale, Scaling, group_advantages, group_signal
+from learner.advantages import (
+    MOMENTS,
+    NUM_TURNS,
+    RunningScale,
+    Scaling,
+    group_advantages,
+    group_signal,
+    moments_of_returns,
+)
 from learner.vtrace import turn_indices
 from shared.learner_config import ObjectiveConfig
 
@@ -38,7 +46,7 @@ def moments(advantages: list[list[float]], targets: float = 1.0) -> np.ndarray:
 def test_each_turn_loses_its_mean_and_all_are_divided_by_the_deviation_around_it():
     scale = RunningScale(ObjectiveConfig())
     scale.follow(moments([[1.0, 3.0], [-5.0, -3.0], []]))
-    found = scale([episode(1.0)])
+    found = scale([episode(9.0), episode(-9.0)])
     turns = torch.tensor([0, 0, 1, 1])
     assert found(torch.tensor([1.0, 3.0, -5.0, -3.0]), turns).tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0])
     assert found.rate == 1.0
@@ -73,8 +81,30 @@ def test_turns_beyond_the_last_that_is_kept_share_its_mean():
 def test_a_deviation_below_the_floor_is_not_blown_up_and_slows_the_policy(deviation, factor, rate):
     scale = RunningScale(ObjectiveConfig(advantage_floor=0.1))
     scale.follow(moments([[deviation, -deviation]], targets=2.0))  # the floor is at 0.1 times 2
-    found = scale([episode(1.0)])
+    found = scale([episode(1.0), episode(-1.0)])
     assert (found.factor, found.rate) == (pytest.approx(factor), pytest.approx(rate))
+
+
+@pytest.mark.parametrize(("spread", "rate"), [(0.0, 0.0), (0.1, 0.25), (0.4, 1.0), (4.0, 1.0)])
+def test_returns_that_vary_less_than_advantages_slow_the_policy(spread, rate):
+    """What goes beyond them is the critic's own error."""
+    scale = RunningScale(ObjectiveConfig())
+    scale.follow(moments([[0.4, -0.4]], targets=2.0))
+    found = scale([episode(-1.0 + spread), episode(-1.0 - spread)])
+    assert (found.factor, found.rate) == (pytest.approx(1 / 0.4), pytest.approx(rate))
+    off = RunningScale(ObjectiveConfig(advantage_floor=0.0))
+    off.follow(moments([[0.4, -0.4]]))
+    assert off([episode(-1.0), episode(-1.0)]).rate == 1.0
+
+
+def test_returns_are_those_of_plain_arithmetic_with_the_tokens_of_their_turn():
+    longer = Episode(np.array([0, 0, 2, 5], dtype=np.float32), np.array([False, False, True, True]))
+    found = moments_of_returns([longer, episode(1.0)], gamma=0.5)
+    returns = [[4.5] * 3 + [1.0] * 2, [5.0]]
+    for turn, values in enumerate(returns):
+        expected = [len(values), sum(values), sum(v * v for v in values), len(values), sum(v * v for v in values)]
+        assert found[turn].tolist() == pytest.approx(expected)
+    assert not found[2:].any()
 
 
 def test_the_floor_has_the_rewards_unit():

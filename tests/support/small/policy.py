@@ -19,12 +19,14 @@ VOCAB_SIZE, CONTEXT, EMBEDDING, HIDDEN = 32, 3, 16, 48
 
 
 class SmallPolicy(nn.Module):
-    """Tokens 0 to A-1 are the actions; it may write these alone. It begins as the uniform policy, with values of 0."""
+    """Tokens 0 to A-1 are the actions; it may write these alone. It begins with values of 0, and as the uniform policy
+    or, with a `spread`, as one whose logits differ by about so much."""
 
-    def __init__(self, num_actions: int, seed: int) -> None:
+    def __init__(self, num_actions: int, seed: int, spread: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.vlm = Body(num_actions)
+        nn.init.normal_(self.vlm.leave.weight, std=spread / HIDDEN**0.5)
         self.value_head = nn.Linear(HIDDEN, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -54,7 +56,6 @@ class Body(nn.Module):
         self.embed = nn.Embedding(VOCAB_SIZE + 1, EMBEDDING)
         self.enter = nn.Linear(CONTEXT * EMBEDDING, HIDDEN)
         self.leave = nn.Linear(HIDDEN, num_actions, bias=False)
-        nn.init.zeros_(self.leave.weight)
 
     def forward(self, tokens_NC: Tensor) -> tuple[Tensor, Tensor]:
         hidden_NH = torch.tanh(self.enter(self.embed(tokens_NC).flatten(1)))

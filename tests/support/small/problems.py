@@ -12,18 +12,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One move that does not matter; `noise` is the standard deviation of what is paid around the mean."""
+    """Every turn pays the same, whatever the move; `noise` is the standard deviation of what is paid."""
 
     num_actions: int
     turn_tokens: int = 1
     max_turns: int = 1
+    pays: float = 0.0
     noise: float = 0.0
     start: float = 0.0  # mean return of the uniform policy
     best: float = 0.0  # of the best one; equal to `start` where no policy is better than another
 
     def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
         """(next state, mean reward, whether the episode is over); a state is one of 0 to 7, the first is 0."""
-        return state, 0.0, True
+        return turn + 1, self.pays, turn + 1 == self.max_turns
+
+    @property
+    def threshold(self) -> float:
+        """A return that counts as the optimum: nine tenths of the way to it."""
+        return self.start + 0.9 * (self.best - self.start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,28 +70,20 @@ class Lock(Problem):
 
     def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
         right = state == turn and move == self.digits[turn]  # the state counts the right ones
-        opened = right and turn + 1 == len(self.digits)
-        return turn + 1 if right else 7, float(opened) - 0.1, turn + 1 == len(self.digits)
+        over = turn + 1 == len(self.digits)
+        return turn + 1 if right else 7, float(right and over) - 0.1, over
 
 
-@dataclass(frozen=True, kw_only=True)
-class Constant(Problem):
-    """Every turn pays the same, whatever the move."""
-
-    pays: float
-
-    def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
-        return turn + 1, self.pays, turn + 1 == self.max_turns
-
-
-PROBLEMS = {
+TEN = (*(i / 10 for i in range(9)), 1.0)
+PROBLEMS: dict[str, Problem] = {
     "two_arms": Bandit(num_actions=2, means=(0.2, 0.8), noise=0.4, start=0.5, best=0.8),
-    "ten_arms": Bandit(num_actions=10, means=(*(i / 10 for i in range(9)), 1.0), noise=1.0, start=0.46, best=1.0),
-    "corridor": Corridor(num_actions=2, turn_tokens=2, max_turns=8, length=5, start=0.27, best=1.0),
+    "ten_arms": Bandit(num_actions=10, means=TEN, noise=1.0, start=0.46, best=1.0),
+    "corridor": Corridor(num_actions=2, turn_tokens=2, max_turns=8, length=5, start=0.25, best=1.0),
     "distraction": Distraction(num_actions=3, turn_tokens=2, max_turns=2, start=0.322, best=1.0),
     "lock": Lock(num_actions=4, turn_tokens=2, max_turns=3, digits=(2, 0, 3), start=1 / 64 - 0.3, best=0.7),
 }
-UNTEACHABLE = {
-    "constant": Constant(num_actions=4, turn_tokens=2, max_turns=2, pays=-0.5),
-    "noise": Constant(num_actions=4, turn_tokens=2, max_turns=2, pays=0.0, noise=1.0),
+UNTEACHABLE: dict[str, Problem] = {  # no policy is better than another
+    "constant": Problem(num_actions=4, turn_tokens=2, max_turns=2, pays=-0.5),
+    "nearly_constant": Problem(num_actions=4, turn_tokens=2, max_turns=2, pays=-0.5, noise=0.001),
+    "noise": Problem(num_actions=4, turn_tokens=2, max_turns=2, noise=1.0),
 }

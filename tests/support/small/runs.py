@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -12,52 +12,59 @@ import numpy as np
 import torch
 
 from learner.distributed import Ranks
+from learner.guards.divergence import braked, kl_of_a_step
 from learner.trainer import Trainer
 from shared.types import Ending, Group, Trajectory, Turn
 from tests.support.episodes import learner_config
 from tests.support.small.policy import CONTEXT, VOCAB_SIZE, SmallPolicy
 from tests.support.small.problems import Problem
 
+OBJECTIVES: dict[str, dict[str, Any]] = {  # all else is as the learner's defaults are, but for a small model's rates
+    "vtrace": {"objective": "vtrace"},
+    "vtrace, turns": {"objective": "vtrace", "vtrace_level": "turn"},
+    "ppo": {"objective": "ppo"},
+    "grpo": {"objective": "grpo", "group_size": 8},
+    "gspo": {"objective": "gspo", "group_size": 8},
+    "cispo": {"objective": "cispo", "group_size": 8},
+}
+RATES = {"lr": 2e-3, "value_lr": 5e-2}
 FIRST_STATE = 16  # the token that names state 0
 EPISODES = 64  # of a step
-OWN = {"lr": 1e-2, "value_lr": 5e-2}  # a small model's rates; all else is as the learner's defaults are
-
-
-@dataclass(frozen=True)
-class Played:
-    """Episodes of one policy, and the mean of what they earned without noise."""
-
-    episodes: list[Trajectory]
-    mean_return: float
+WINDOW = 10  # steps over which a return is averaged
 
 
 @torch.no_grad()
-def play(policy: SmallPolicy, problem: Problem, count: int, version: int, rng: np.random.Generator) -> Played:
-    """All episodes side by side."""
-    states, ends, live = np.zeros(count, int), [[] for _ in range(count)], list(range(count))
+def play(
+    policy: SmallPolicy, problem: Problem, count: int, version: int, rng: np.random.Generator
+) -> tuple[list[Trajectory], float]:
+    """Episodes, all side by side, and the mean of what they earned without noise."""
     streams = [[FIRST_STATE] for _ in range(count)]
-    logprobs: list[list[float]] = [[0.0] for _ in range(count)]
-    earned, turn = np.zeros(count), 0
+    logprobs = [[0.0] for _ in range(count)]
+    ends: list[list[tuple[int, float]]] = [[] for _ in range(count)]
+    states, earned, live, turn = [0] * count, 0.0, list(range(count)), 0
     while live:
         for _ in range(problem.turn_tokens):
-            seen = torch.tensor([([VOCAB_SIZE] * CONTEXT + streams[i])[: -CONTEXT - 1 : -1] for i in live])
-            logprobs_NA = policy.logprobs(seen).numpy()
+            logprobs_NA = policy.logprobs(contexts([streams[i] for i in live])).numpy()
             chosen = (logprobs_NA + rng.gumbel(size=logprobs_NA.shape)).argmax(1)
             for row, i in enumerate(live):
                 streams[i].append(int(chosen[row]))
                 logprobs[i].append(float(logprobs_NA[row, chosen[row]]))
         going = []
         for i in live:
-            state, mean, over = problem.step(int(states[i]), streams[i][-1], turn)
-            states[i], earned[i] = state, earned[i] + mean
+            states[i], mean, over = problem.step(states[i], streams[i][-1], turn)
+            earned += mean / count
             ends[i].append((len(streams[i]), mean + problem.noise * float(rng.normal())))
             if not over and turn + 1 < problem.max_turns:
                 going.append(i)
-                streams[i].append(FIRST_STATE + state)
+                streams[i].append(FIRST_STATE + states[i])
                 logprobs[i].append(0.0)
         live, turn = going, turn + 1
-    episodes = [episode(*each, problem.turn_tokens, version) for each in zip(streams, logprobs, ends, strict=True)]
-    return Played(episodes, float(earned.mean()))
+    return [episode(*each, problem.turn_tokens, version) for each in zip(streams, logprobs, ends, strict=True)], earned
+
+
+def contexts(streams: Sequence[list[int]]) -> torch.Tensor:
+    """The last tokens of each, latest first."""
+    return torch.tensor([([VOCAB_SIZE] * CONTEXT + stream)[: -CONTEXT - 1 : -1] for stream in streams])
 
 
 def episode(
@@ -78,32 +85,51 @@ def episode(
     )
 
 
-@dataclass(frozen=True)
-class Step:
-    policy: SmallPolicy
-    mean_return: float  # of the policy that played
-    metrics: dict[str, float]
-
-
 def train(
-    problem: Problem,
-    ranks: Ranks,
-    *,
-    seed: int,
-    steps: int,
-    lag: int = 0,
-    start: SmallPolicy | None = None,
-    **settings: Any,
-) -> Iterator[Step]:
-    """`lag`: steps between the policy that plays and the one that is trained."""
-    policy = start or SmallPolicy(problem.num_actions, seed)
-    config = learner_config(**{**OWN, "total_steps": steps, **settings})
-    size = config.group_size
-    trainer, rng, past = Trainer(policy, config, ranks), np.random.default_rng(seed), deque([deepcopy(policy)], lag + 1)  # type: ignore[arg-type]
+    problem: Problem, ranks: Ranks, policy: SmallPolicy, *, seed: int, steps: int, lag: int = 0, **settings: Any
+) -> Iterator[float]:
+    """The mean return of the policy that played, after each step. `lag`: steps by which it is older than `policy`,
+    which is trained in place. The learning rate is braked as the learner's loop does it."""
+    config = learner_config(**{**RATES, "group_size": 1, "total_steps": steps, **settings})
+    trainer, rng = Trainer(policy, config, ranks), np.random.default_rng(seed)  # type: ignore[arg-type]
+    past = deque([deepcopy(policy) if lag else policy], lag + 1)
     for step in range(steps):
-        played = play(past[0], problem, EPISODES, max(0, step - lag), rng)
-        cut = range(0, EPISODES, size)
-        groups = [Group(f"g{i}", "a", tuple(played.episodes[i : i + size])) for i in cut]
-        metrics = trainer.step(groups, step)
-        past.append(deepcopy(policy))
-        yield Step(policy, played.mean_return, metrics)
+        episodes, earned = play(past[0], problem, EPISODES, max(0, step - lag), rng)
+        cut = range(0, EPISODES, config.group_size)
+        metrics = trainer.step([Group("g", "a", tuple(episodes[i : i + config.group_size])) for i in cut], step)
+        kl = kl_of_a_step(metrics, 1)
+        if kl is not None:
+            trainer.guard.brake = braked(trainer.guard, kl, config.guard.max_kl)
+        past.append(deepcopy(policy) if lag else policy)
+        yield earned
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    reached: int | None  # the step at which the mean return of the last WINDOW steps was the optimum for the first time
+    kept: bool  # whether it still was at the end
+
+
+def learn(problem: Problem, ranks: Ranks, *, seed: int, steps: int, stop: bool = False, **settings: Any) -> Learned:
+    """`stop`: as soon as the optimum is reached."""
+    returns: list[float] = []
+    reached = None
+    for earned in train(problem, ranks, SmallPolicy(problem.num_actions, seed), seed=seed, steps=steps, **settings):
+        returns.append(earned)
+        if reached is None and len(returns) >= WINDOW and np.mean(returns[-WINDOW:]) >= problem.threshold:
+            reached = len(returns)
+            if stop:
+                break
+    return Learned(reached, bool(np.mean(returns[-WINDOW:]) >= problem.threshold))
+
+
+def drift(problem: Problem, ranks: Ranks, *, seed: int, steps: int, **settings: Any) -> float:
+    """KL(policy after so many steps, policy at the start), nats a token of what it then plays."""
+    policy = SmallPolicy(problem.num_actions, seed, spread=1.5)
+    start = deepcopy(policy)
+    for _ in train(problem, ranks, policy, seed=seed, steps=steps, **settings):
+        pass
+    episodes, _ = play(policy, problem, 256, 0, np.random.default_rng(seed))
+    seen = contexts([list(t.token_ids[:place]) for t in episodes for place in np.flatnonzero(t.loss_mask)])
+    now_NA, then_NA = policy.logprobs(seen), start.logprobs(seen)
+    return float((now_NA.exp() * (now_NA - then_NA)).sum(-1).mean())
