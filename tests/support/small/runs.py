@@ -27,7 +27,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {  # all else is as the learner's defaul
     "gspo": {"objective": "gspo", "group_size": 8},
     "cispo": {"objective": "cispo", "group_size": 8},
 }
-RATES = {"lr": 2e-3, "value_lr": 5e-2}
+RATES = {"lr": 1e-3, "value_lr": 5e-2}
 FIRST_STATE = 16  # the token that names state 0
 EPISODES = 64  # of a step
 WINDOW = 10  # steps over which a return is averaged
