@@ -112,6 +112,10 @@ class Scaling(NamedTuple):
     )
     rate: float = 1.0  # that the policy's learning rate is multiplied by
 
+    def on(self, device: torch.device) -> Scaling:
+        """For advantages on this device."""
+        return self if self.centres is None else self._replace(centres=self.centres.to(device))
+
     def __call__(self, advantages_N: Tensor, turns_N: Tensor) -> Tensor:
         """Centred and scaled; `turns_N`: int64, which turn of its episode each token is in, from 0."""
         if self.centres is not None:

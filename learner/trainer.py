@@ -85,9 +85,10 @@ class Trainer:
         objective = self.config.objective
         clock = Clock(self.ranks.device)
         episodes = make_episodes(groups, self.decoder, objective)
-        work = Work(version, self.scale(episodes), clock, TokenStats(self.ranks.device))
+        scaling = self.scale(episodes).on(self.ranks.device)
+        work = Work(version, scaling, clock, TokenStats(self.ranks.device))
         factor = lr_factor(self.num_steps, self.config)
-        rate = work.scaling.rate * self.guard.brake
+        rate = scaling.rate * self.guard.brake
         set_learning_rates(self.optimizer, factor, rate)
         clock.lap("prepare")
         if episodes and (self._survey.policy or self._survey.reference):
