@@ -96,13 +96,7 @@ def check_group(group: Group, decoder: ImageDecoder) -> None:
 
 
 def make_episode(
-    trajectory: Trajectory,
-    advantage: float,
-    decoder: ImageDecoder,
-    objective: ObjectiveConfig,
-    *,
-    group: int = 0,
-    signal: float = 1.0,
+    trajectory: Trajectory, advantage: float, decoder: ImageDecoder, objective: ObjectiveConfig, *, group: int = 0
 ) -> Episode:
     """Expands the placeholders. ValueError when the layout is wrong or an image cannot be read."""
     check_layout(trajectory, decoder.spec)
@@ -133,7 +127,6 @@ def make_episode(
         turn_end=turn_end,
         advantage=advantage,
         group=group,
-        signal=signal,
     )
 
 
@@ -148,8 +141,8 @@ def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, objective: Obj
         signal = group_signal(rewards, floor) if objective.group_relative else 1.0
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
             if not (objective.overlong == "mask" and trajectory.ending in _OVERLONG):
-                known = {"group": index, "signal": signal}
-                episodes.append(make_episode(trajectory, float(advantage), decoder, objective, **known))
+                episode = make_episode(trajectory, float(advantage), decoder, objective, group=index)
+                episodes.append(episode if signal == 1.0 else replace(episode, signal=signal))
     return episodes
 
 

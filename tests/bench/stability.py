@@ -86,6 +86,23 @@ def table(rows: list[Row], title: str) -> str:
     return "\n".join(lines)
 
 
+def measured(seeds: int, only: list[str], kept: Path | None, ranks: Ranks) -> Iterator[Row]:
+    """The rows, with those that `kept` holds already."""
+    known = [json.loads(line) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
+    for case in cases():
+        if only and not {case[0], case[1]} & set(only):
+            continue
+        key = dict(zip(("problem", "objective", "lag", "correction"), case, strict=True)) | {"seeds": seeds}
+        row = next((row for row in known if key.items() <= row.items()), None)
+        if row is None:
+            row = measure(*case, seeds, ranks)
+            if kept:
+                with kept.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            print(f"{case[0]}, {case[1]}, lag {case[2]}, {case[3]}: {cell(row)}", flush=True)
+        yield row
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
@@ -93,47 +110,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, default=None, metavar="FILE", help="where rows are kept, one a line")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    ranks = init_ranks("cpu")
-    known = (
-        [json.loads(line) for line in options.rows.read_text().splitlines()]
-        if options.rows and options.rows.exists()
-        else []
-    )
-    rows: list[Row] = []
-    for case in cases():
-        if options.only and not {case[0], case[1]} & set(options.only):
-            continue
-        key = dict(zip(("problem", "objective", "lag", "correction"), case, strict=True)) | {"seeds": options.seeds}
-        row = next((row for row in known if key.items() <= row.items()), None)
-        if row is None:
-            row = measure(*case, options.seeds, ranks)
-            if options.rows:
-                with options.rows.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            print(
-                f"{row['problem']}, {row['objective']}, lag {row['lag']}, {row['correction']}: {cell(row)}", flush=True
-            )
-        rows.append(row)
+    rows = list(measured(options.seeds, options.only, options.rows, init_ranks("cpu")))
     close_ranks()
     learned, moved = [r for r in rows if "reached" in r], [r for r in rows if "kl_max" in r]
     fresh, stale = [r for r in learned if r["lag"] == 1], [r for r in learned if r["lag"] > 1]
-    print(
-        "\n\n".join(
-            table(part, title)
-            for part, title in (
-                (fresh, "steps to the optimum: median (most)"),
-                (moved, "KL to the start after 500 steps, the most"),
-                (stale, "older episodes"),
-            )
-        )
-    )
+    titles = ("steps to the optimum: median (most)", "KL to the start after 500 steps, the most", "older episodes")
+    for title, part in zip(titles, (fresh, moved, stale), strict=True):
+        print(f"\n{table(part, title)}")
+    problems = dict.fromkeys(r["problem"] for r in moved)
     result = {
         "runs": sum(r["seeds"] for r in fresh),
         "optimum_reached": sum(r["reached"] for r in fresh),
         "optimum_kept": sum(r["kept"] for r in fresh),
-        "kl_max": {
-            p: max(r["kl_max"] for r in moved if r["problem"] == p) for p in dict.fromkeys(r["problem"] for r in moved)
-        },
+        "kl_max": {name: max(r["kl_max"] for r in moved if r["problem"] == name) for name in problems},
         "rows": rows,
     }
     print(json.dumps(result), flush=True)
