@@ -14,6 +14,7 @@ from typing import Any
 from envs.base import Env, Info, Observation, metadata_of, setting
 from envs.boards.board import MOVES, TARGET, Board, board_from_config
 from envs.boards.generate import BoardSpec, make_board
+from envs.boards.reading import moves_with_states, reading
 from envs.boards.render import render
 from envs.boards.solver import optimal_first_moves
 
@@ -31,6 +32,7 @@ TEXT_PROMPT = (
 )
 STEP_REWARD, BLOCKED_REWARD, ON_TARGET_REWARD, OFF_TARGET_REWARD, SUCCESS_BONUS = 0.01, -0.05, 1.0, -0.5, 5.0
 LOST = 20  # moves that a position beyond rescue counts as
+_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 _SEPARATORS = re.compile(r"[,;\s]+")
 
@@ -49,6 +51,7 @@ class SokobanSettings:
     min_solution: int = 1
     max_solution: int = 1_000_000
     split: str = ""
+    diagnostics: bool = False  # also measures success by solution length, and what the model wrote about the board
     progress_reward: float = 0.0  # shaping: added to a turn's reward for each move that the shortest solution shrank by
 
     def __post_init__(self) -> None:
@@ -97,6 +100,13 @@ def parse_actions(text: str, limit: int) -> list[str]:
     return [word for word in words if word in MOVES][:limit]
 
 
+def length_classes(moves: int) -> tuple[str, ...]:
+    """The classes of boards whose shortest solution has `moves` moves."""
+    if moves <= 3:
+        return ("1_3",)
+    return ("4_6" if moves <= 6 else "7_9" if moves <= 9 else "10_up", "long")
+
+
 def random_response(rng: Random) -> str:
     """What a policy that knows only the format would answer."""
     moves = [MOVES[rng.randrange(4)] for _ in range(rng.randint(1, 3))]
@@ -108,6 +118,7 @@ class SokobanEnv(Env):
 
     def __init__(self, board: Board, settings: SokobanSettings) -> None:
         self.board, self.settings = board, settings
+        self._classes = length_classes(len(optimal_first_moves(board))) if settings.diagnostics else ()
         self.reset()
 
     def reset(self) -> tuple[Observation, Info]:
@@ -121,6 +132,7 @@ class SokobanEnv(Env):
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
         actions = parse_actions(response_text, self.settings.max_actions_per_step)
         reward, moved, done, before = 0.0, 0, False, self._moves_left()
+        turn_metrics = self._accuracies(response_text, actions) if self.settings.diagnostics else {}
         for action in actions:
             gained, effective = self._move(action)
             reward += gained
@@ -130,12 +142,13 @@ class SokobanEnv(Env):
             if done:
                 break
         self.turn_rewards.append(reward)
-        turn_metrics = {"action_is_valid": bool(actions), "action_is_effective": moved > 0}
+        turn_metrics |= {"action_is_valid": bool(actions), "action_is_effective": moved > 0}
+        traj_metrics = {"success": self.success} | {f"success_{name}": self.success for name in self._classes}
         info = {
             "raw_action": response_text,
             "parsed_actions": actions,
             "reward": reward + self.settings.progress_reward * (before - self._moves_left()),
-            "metrics": {"turn_metrics": turn_metrics, "traj_metrics": {"success": self.success}},
+            "metrics": {"turn_metrics": turn_metrics, "traj_metrics": traj_metrics},
         }
         return self._observation(actions), done, info
 
@@ -176,6 +189,15 @@ class SokobanEnv(Env):
             reward += OFF_TARGET_REWARD * (cells[self.position.player] == TARGET)
             self.success = self.position.solved
         return reward, True
+
+    def _accuracies(self, response: str, actions: list[str]) -> dict[str, bool]:
+        """Whether <think> tells the board as it is, and <answer> what its moves lead to; to be called before them."""
+        thought, answer = _THOUGHT.search(response), _ANSWER.search(response)
+        seen = thought is not None and thought.group(1).split() == reading(self.position).split()
+        told = moves_with_states(self.position, actions)
+        foreseen = answer is not None and answer.group(1).split() == told.split()
+        turn = len(self.turn_rewards) + 1
+        return {"read_accuracy": seen, f"read_accuracy_turn_{turn}": seen, "foresight_accuracy": foreseen}
 
     def _observation(self, actions: list[str]) -> Observation:
         images, board = self.settings.render_mode == "vision", self.position

@@ -1,8 +1,8 @@
 """Makes a small model from nothing: builds it, then teaches it by supervised learning to read the image and to answer
 in the task's format. `make tiny-models` makes the shipped ones, in stages:
 
-    python launch/warm_start.py sokoban --out stage1 --steps 2600 --batch 4 --lr 1.5e-3
-    python launch/warm_start.py sokoban --start stage1 --out stage2 --seed 1 --steps 1500 --expertise 0.5
+    python launch/warm_start.py sokoban --out stage1 --tower-steps 300 --steps 800 --batch 32 --turns 2 --jump 1
+    python launch/warm_start.py sokoban --start stage1 --out stage2 --seed 1 --steps 1500 --jump 0.5 --freeze-tower
 
 What is shown is in `launch.tiny_models.demonstrations`.
 """
@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneratio
 
 from actor.render import Renderer
 from launch.tiny_models import build as tiny_model
-from launch.tiny_models.demonstrations import TASKS, Task
+from launch.tiny_models.demonstrations import TASKS, Lesson, Task
+from launch.tiny_models.tower import teach_tower
 from learner.batch import make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
@@ -35,7 +36,7 @@ FIRST_SEED = 1_000_000_000  # training seeds lie below, held-out seeds above 2_0
 
 
 def demonstration(
-    task: Task, seed: int, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, expertise: float
+    task: Task, seed: int, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, lesson: Lesson
 ) -> Trajectory:
     """One demonstrated episode as a trajectory: the mask marks the answers, logprobs and versions say nothing."""
     prompt = task.prompts[seed % len(task.prompts)]
@@ -43,7 +44,7 @@ def demonstration(
     mask: list[int] = []
     images: list[Image] = []
     turns: list[Turn] = []
-    for message, answer in task.demonstrate(seed, random.Random(f"demonstration {seed}"), expertise):
+    for message, answer in task.demonstrate(seed, random.Random(f"demonstration {seed}"), lesson):
         if token_ids:
             fragment = renderer.observation(message)
         else:
@@ -79,7 +80,13 @@ def train(task: Task, options: argparse.Namespace) -> None:
     tiny_model.save(options.out, model, tokenizer)
     spec = VisionSpec.load(options.out)
     policy, decoder, renderer = Policy(model, spec), ImageDecoder(spec), Renderer(tokenizer, spec)
+    if options.tower_steps:
+        teach_tower(policy, steps=options.tower_steps, seed=options.seed)
+    model.model.visual.requires_grad_(not options.freeze_tower)
     settings, device = ObjectiveConfig(), torch.device("cpu")
+    lesson = Lesson(
+        options.expertise, options.reach, options.jump, options.near, options.turns, tuple(options.wall_chances)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     started = time.monotonic()
     for step in range(steps):
@@ -87,7 +94,7 @@ def train(task: Task, options: argparse.Namespace) -> None:
             group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps) ** 0.5
         first = FIRST_SEED + options.seed * 10_000_000 + step * options.batch
         seeds = range(first, first + options.batch)
-        shown = [demonstration(task, s, renderer, tokenizer, options.expertise) for s in seeds]
+        shown = [demonstration(task, s, renderer, tokenizer, lesson) for s in seeds]
         microbatch = pack([make_episode(t, 0.0, decoder, settings) for t in shown], decoder, device)
         loss = -policy(microbatch, 1.0).logprobs.mean()
         optimizer.zero_grad()
@@ -97,7 +104,7 @@ def train(task: Task, options: argparse.Namespace) -> None:
         if (step + 1) % 50 == 0 or step + 1 == steps:
             minutes = (time.monotonic() - started) / 60
             print(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {minutes:.1f} min", flush=True)
-        if (step + 1) % 500 == 0:
+        if (step + 1) % 200 == 0:
             tiny_model.save(options.out, model, tokenizer)
     tiny_model.save(options.out, model.bfloat16(), tokenizer)
 
@@ -111,6 +118,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=8, help="episodes of one step")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--expertise", type=float, default=0.4, help="share of answers that are good ones")
+    parser.add_argument("--reach", type=int, default=3, help="Sokoban: good moves are shown this near to the solution")
+    parser.add_argument("--jump", type=float, default=0.0, help="Sokoban: share of turns that show a fresh board")
+    parser.add_argument("--near", type=float, default=0.0, help="Sokoban: share of boards that begin within --reach")
+    parser.add_argument("--turns", type=int, default=8, help="Sokoban: turns of one episode, at most")
+    parser.add_argument("--wall-chances", type=float, nargs="+", default=[0.05], help="Sokoban: each board draws one")
+    parser.add_argument("--tower-steps", type=int, default=0, help="Sokoban: first teach the vision tower alone")
+    parser.add_argument("--freeze-tower", action="store_true", help="demonstrations do not train the vision tower")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)

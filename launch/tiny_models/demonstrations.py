@@ -1,8 +1,10 @@
 """What the small models are taught before any training by reward: episodes shown turn by turn, good and bad ones mixed.
 
-Sokoban: a player that follows a shortest solution in some turns and moves at random in the others, so the model learns
-to see and to answer, and only part of what it imitates is good play. Colour: answers drawn at random, so the model
-learns the format alone. Geometry: tool calls and boxed answers of which only a part has the right form.
+Sokoban: a player that writes down what it sees, then moves and what each move leads to. Its moves are good ones only
+where the solution is within reach, and random ones elsewhere, so the model learns to see, to foresee a move and to play
+the end of the game, and no more. Many images show another board than the moves before would have led to, so that only
+looking helps. Colour: answers drawn at random, so the model learns the format alone. Geometry: tool calls and boxed
+answers of which only a part has the right form.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from envs import colour, geo3k, geo3k_multi_turn, sokoban
-from envs.boards.board import MOVES
+from envs.boards.board import MOVES, Board
+from envs.boards.reading import moves_with_states, reading
 from envs.boards.solver import optimal_first_moves
 from shared.types import Sample
 
@@ -30,6 +34,18 @@ Demonstration = Iterator[tuple[dict[str, Any], str]]
 
 
 @dataclass(frozen=True, slots=True)
+class Lesson:
+    """What demonstrations are like."""
+
+    expertise: float = 0.4  # share of good answers; Sokoban: of good moves within reach
+    reach: int = 3  # Sokoban: a solution of at most so many moves is within reach
+    jump: float = 0.0  # Sokoban: share of turns that show a fresh board
+    near: float = 0.0  # Sokoban: share of boards that begin within reach
+    turns: int = 8  # Sokoban: of one episode, at most
+    wall_chances: tuple[float, ...] = (0.05,)  # Sokoban: each board draws one
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One task's texts for the tokenizer, the size of its model, and its demonstrations; a seed has
     `prompts[seed % len(prompts)]` as its system message."""
@@ -37,51 +53,61 @@ class Task:
     prompts: tuple[str, ...]
     phrases: tuple[str, ...]
     model: dict[str, int]
-    demonstrate: Callable[[int, random.Random, float], Demonstration]
-    """One episode of a seed; the last argument is the share of good answers."""
+    demonstrate: Callable[[int, random.Random, Lesson], Demonstration]
+    """One episode of a seed."""
 
 
 def seeded(seed: int) -> Sample:
     return Sample(str(seed), metadata={"seed": seed, "split": "train"})
 
 
-def play_sokoban(seed: int, rng: random.Random, expertise: float) -> Demonstration:
-    env = sokoban.build_env(seeded(seed), SOKOBAN_ARGS)
-    observation = env.reset()[0]
-    for _ in range(8):
-        answer = sokoban_answer(env, rng, expertise)
+def play_sokoban(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
+    env = _sokoban(seed, rng, lesson)
+    observation, done = env.reset()[0], False
+    for turn in range(lesson.turns):
+        if done or (turn and rng.random() < lesson.jump):
+            fresh = _sokoban(rng.randrange(1 << 30), rng, lesson)
+            env, observation = fresh, fresh.reset()[0] | {"obs_str": observation["obs_str"]}
+        answer = sokoban_answer(env.position, rng, lesson)
         yield env.format_observation(observation), answer
         observation, done, _ = env.step(answer)
-        if done:
+        if done and not lesson.jump:
             return
 
 
-def play_colour(seed: int, rng: random.Random, expertise: float) -> Demonstration:
+def _sokoban(seed: int, rng: random.Random, lesson: Lesson) -> sokoban.SokobanEnv:
+    longest = {"max_solution": lesson.reach} if rng.random() < lesson.near else {}
+    return sokoban.build_env(seeded(seed), SOKOBAN_ARGS | longest | {"wall_chance": rng.choice(lesson.wall_chances)})
+
+
+def play_colour(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
     env = colour.build_env(seeded(seed))
     yield env.format_observation(env.reset()[0]), rng.choice(list(colour.COLOURS))
 
 
-def play_geometry(seed: int, rng: random.Random, expertise: float) -> Demonstration:
+def play_geometry(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
     calls = with_tool = seed % 2 == 0
     module: Any = geo3k_multi_turn if with_tool else geo3k
     env = module.build_env(seeded(seed), {**TRIANGLE_ARGS, "max_turns": 3})
     observation, done = env.reset()[0], False
     while not done:
         number = env.label if rng.random() < 0.5 else str(5 * rng.randint(1, 30))
-        answer = tool_call(number, rng, expertise) if calls else boxed(number, rng, expertise)
+        answer = tool_call(number, rng, lesson.expertise) if calls else boxed(number, rng, lesson.expertise)
         yield env.format_observation(observation), answer
         observation, done, info = env.step(answer)
         calls = with_tool and not info.get("tool_executed") and rng.random() < 0.5
 
 
-def sokoban_answer(env: sokoban.SokobanEnv, rng: random.Random, expertise: float) -> str:
-    """Writes where player, box and target are, then up to three moves: good ones with probability `expertise`."""
-    board = env.position
-    places = [f"{cell // board.width}{cell % board.width}" for cell in (board.player, *board.boxes, *board.targets)]
-    moves = optimal_first_moves(board)[:3] if rng.random() < expertise else []
-    if not moves:
-        moves = [rng.choice(list(MOVES)) for _ in range(rng.randint(1, 3))]
-    return f"<think>{' '.join(places)}</think><answer>{', '.join(moves)}</answer>"
+def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson) -> str:
+    """Writes down the board, then up to three moves and what they lead to: where the solution is within reach, the
+    next move of a shortest one with probability `expertise`; random ones elsewhere."""
+    moves, position = [], board
+    while len(moves) < 3 and not position.solved:
+        best = optimal_first_moves(position)
+        good = 0 < len(best) <= lesson.reach and rng.random() < lesson.expertise
+        moves.append(best[0] if good else rng.choice(MOVES))
+        position = position.moved(moves[-1])
+    return f"<think> {reading(board)}</think><answer> {moves_with_states(board, moves)}</answer>"
 
 
 def tool_call(number: str, rng: random.Random, expertise: float) -> str:
@@ -111,8 +137,12 @@ def sokoban_phrases() -> tuple[str, ...]:
     cells = [f"{row}{column}" for row in range(6) for column in range(6)]
     observation = "[Observation]\n(Refer to the image for the grid layout.)\nValid last actions: "
     request = "\nProvide your next move(s) using Up, Down, Left, Right."
-    moves = (*MOVES, *(move.title() for move in MOVES))
-    words = ("<answer>", "</answer>", ", ", *moves, *cells, *(" " + cell for cell in cells))
+    titles = [move.title() for move in MOVES]
+    ways = [f"{v}{h}" for v in ("^0", *(f"{d}{n}" for d in "^_" for n in (1, 2, 3)))
+            for h in (">0", *(f"{d}{n}" for d in "<>" for n in (1, 2, 3)))]  # fmt: skip
+    sides = ["#" + "".join(chosen) for count in range(5) for chosen in combinations("udlr", count)]
+    said = (*MOVES, *titles, *cells, *ways, *sides)
+    words = ("<answer>", "</answer>", ", ", *MOVES, *titles, *(f" {word}" for word in said))
     return (*words, observation, request, "None", SOKOBAN_PROMPT)
 
 
@@ -143,7 +173,7 @@ def geometry_phrases() -> tuple[str, ...]:
 
 
 TASKS = {
-    "sokoban": Task((SOKOBAN_PROMPT,), sokoban_phrases(), {}, play_sokoban),
+    "sokoban": Task((SOKOBAN_PROMPT,), sokoban_phrases(), {"vocab_size": 576}, play_sokoban),
     "colour": Task(
         (COLOUR_PROMPT,),
         (*colour.COLOURS, "Which colour?", COLOUR_PROMPT),
