@@ -238,7 +238,7 @@ class Trainer:
         objective, reference = self.config.objective, batch.reference_logprobs
         if self.reference is not None and not self._survey.reference:
             with torch.no_grad():
-                reference = self.reference(batch, self.temperature).logprobs
+                reference = self.reference(batch, self.temperature, output.vision).logprobs
         unused = 0.0 * (output.logprobs.sum() + output.entropies.sum() + output.values.sum())
         if batch.empty:
             return [unused, torch.zeros_like(unused), *self._divergence(batch, output.logprobs)]

@@ -12,6 +12,7 @@ from learner.coordinator import Follower
 from learner.images import ImageDecoder
 from learner.loop import check_step
 from learner.model.policy import load_policy
+from learner.model.sharding import freeze
 from learner.trainer import Trainer
 from shared.learner_config import ObjectiveConfig
 from shared.types import Ending, Group
@@ -205,6 +206,22 @@ def test_the_kl_to_the_reference_holds_the_policy_back(folder, spec, ranks, esti
         assert metrics[0]["reference/kl"] == pytest.approx(0.0, abs=1e-5)
         moved[coef] = metrics[-1]["behaviour/kl"]
     assert moved[30.0] < 0.5 * moved[0.0]
+
+
+def test_a_tower_that_is_not_trained_sees_once_for_policy_and_reference(folder, spec, ranks):
+    groups, kl = random_groups(spec, 2, turns=1), {}
+    for parts in ((), ("vision", "projector")):
+        policy, reference = load_policy(str(folder), spec), load_policy(str(folder), spec)
+        with torch.no_grad():
+            policy.vlm.lm_head.weight.mul_(1.1)
+        freeze(policy, parts)
+        calls = []
+        reference.vlm.model.visual.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        trainer = Trainer(policy, learner_config(kl_coef=0.1), ranks, reference=reference)
+        kl[parts] = trainer.step(groups, version=0)["reference/kl"]
+        assert bool(calls) == (not parts)
+    assert kl[()] == pytest.approx(kl["vision", "projector"], rel=1e-6)
+    assert kl[()] > 1e-6
 
 
 def test_a_reference_is_asked_for_only_where_its_weight_is_not_zero(policy, ranks):

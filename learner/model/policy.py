@@ -31,6 +31,11 @@ class PolicyOutput(NamedTuple):
     logprobs: Tensor
     entropies: Tensor
     values: Tensor
+    vision: Vision | None = None  # what a tower that is not trained made of the images
+
+
+Vision = tuple[Tensor, list[Tensor]]
+"""Features of visual tokens [M,H], and each deepstack layer's."""
 
 
 class Policy(nn.Module):
@@ -55,10 +60,12 @@ class Policy(nn.Module):
         window = getattr(vlm.config.vision_config, "window_size", 0)  # pixels; 0 = no block looks through windows
         self.window_tokens = window // (spec.patch_size * spec.merge_size)
 
-    def forward(self, batch: Microbatch, temperature: float) -> PolicyOutput:
+    def forward(self, batch: Microbatch, temperature: float, vision: Vision | None = None) -> PolicyOutput:
+        """`vision`: of a policy whose tower is the same; it is not computed again."""
         if self.listener:
             self.listener.listen(batch.predictors)
-        hidden_NH = self._hidden(batch)
+        vision = self._vision(batch) if vision is None else vision
+        hidden_NH = self._hidden(batch, vision)
         logprobs, entropies = linear_logprob(
             hidden_NH, self.vlm.lm_head.weight, batch.target_ids, temperature=temperature, banned_ids=self.banned_ids
         )
@@ -67,13 +74,13 @@ class Policy(nn.Module):
             values = self.value_head([*self.listener.take(), hidden_NH.detach()], turns_N)
         else:
             values = self.value_head(hidden_NH)
-        return PolicyOutput(logprobs, entropies, values)
+        return PolicyOutput(logprobs, entropies, values, None if vision[0].requires_grad else vision)
 
-    def _hidden(self, batch: Microbatch) -> Tensor:
+    def _hidden(self, batch: Microbatch, vision: Vision) -> Tensor:
         """Final hidden states [N,H] that predict the sampled tokens."""
         text = self.vlm.model.language_model
         embeds_TH = text.embed_tokens(batch.input_ids)[0]
-        features, deepstack = self._vision(batch)
+        features, deepstack = vision
         if len(batch.visual_rows):
             embeds_TH = embeds_TH.index_copy(0, batch.visual_positions, features.to(embeds_TH.dtype))
         else:  # the tower's parameters take part in every step, with gradient 0
@@ -95,8 +102,8 @@ class Policy(nn.Module):
         hidden = output.last_hidden_state[0]
         return hidden if self.trimmed else hidden.index_select(0, batch.predictors)
 
-    def _vision(self, batch: Microbatch) -> tuple[Tensor, list[Tensor]]:
-        """Features of the visual tokens [M,H], and each deepstack layer's; of a blank image if there is none."""
+    def _vision(self, batch: Microbatch) -> Vision:
+        """What the tower makes of the images; of a blank one if there is none."""
         spec, grids, patches, lengths = self.spec, batch.grids_thw, batch.patches, batch.image_lengths
         if not lengths:
             lengths = (spec.merge_size**2,)

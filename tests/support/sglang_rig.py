@@ -129,7 +129,7 @@ def gap(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> flo
 def surprise(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
     """`surprise_z` of the tokens that an engine sampled at temperature 1 with these weights."""
     batch = packed(policy, trajectories)
-    logits_NV = policy._hidden(batch) @ policy.vlm.lm_head.weight.T
+    logits_NV = policy._hidden(batch, policy._vision(batch)) @ policy.vlm.lm_head.weight.T
     logits_NV[:, list(policy.banned_ids)] = -torch.inf
     return surprise_z(logits_NV.log_softmax(-1), batch.target_ids)
 
