@@ -41,15 +41,16 @@ $(SGLANG_VENV)/.done: $(SGLANG_FILES)
 train: env $(if $(filter sglang,$(ENGINE)),sglang-env)
 	$(PY) launch/local.py --config $(RECIPE) $(if $(ENGINE),--engine.kind $(ENGINE) --engine.sglang_env $(SGLANG_VENV)) $(ARGS)
 
+SOKOBAN := $(PY) launch/warm_start.py sokoban --jump 0.5 --near 0.3 --wall-chances 0.05 0.05 0.15 --freeze-tower --threads 2
+
 # Makes the shipped models again, from nothing: about an hour on two cores.
 tiny-models: env
 	$(PY) launch/warm_start.py colour --out launch/models/colour_tiny --steps 100 --batch 32
 	$(PY) launch/warm_start.py geo3k --out launch/models/geo3k_tiny --steps 400 --batch 16 --expertise 0.2
-	$(PY) launch/warm_start.py sokoban --out build/stage1 --steps 2600 --batch 4 --lr 1.5e-3
-	$(PY) launch/warm_start.py sokoban --start build/stage1 --out build/stage2 --seed 1 --steps 1500 --expertise 0.5 --threads 2
-	$(PY) launch/warm_start.py sokoban --start build/stage2 --out build/stage3 --seed 2 --steps 1000 --expertise 0.5 --threads 2
-	$(PY) launch/warm_start.py sokoban --start build/stage3 --out build/stage4 --seed 3 --steps 1500 --expertise 0.5
-	$(PY) launch/warm_start.py sokoban --start build/stage4 --out launch/models/sokoban_tiny --seed 4 --steps 250 --lr 8e-4 --expertise 0.2 --threads 2
+	$(PY) launch/warm_start.py sokoban --out build/stage1 --tower-steps 300 --steps 800 --batch 32 --turns 2 --jump 1 --wall-chances 0.05 0.15 0.3 --expertise 1 --near 0.4 --lr 1.5e-3 --threads 2
+	$(SOKOBAN) --start build/stage1 --out build/stage2 --seed 1 --steps 1000 --expertise 1 --lr 1.2e-3
+	$(SOKOBAN) --start build/stage2 --out build/stage3 --seed 2 --steps 500 --expertise 0.8 --lr 6e-4
+	$(SOKOBAN) --start build/stage3 --out launch/models/sokoban_tiny --seed 3 --steps 600 --expertise 0.8 --lr 6e-4
 
 # A million mutated messages against the wire, then more that coverage guides.
 test-long: env
