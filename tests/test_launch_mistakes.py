@@ -36,7 +36,7 @@ def engine_that_says(answer):
         ("actors", {"env.module": "tests/conftest_missing.py"}, "no file 'tests/conftest_missing.py'"),
         ("actors", {"model.path": "nowhere"}, "nowhere"),
         ("actors", {"engine.router": "http://router:30000"}, "engine.urls"),
-        ("local", {"learner.objective.name": "ppo"}, "learner.objective.name = 'ppo'"),
+        ("local", {"learner.objective.name": "trpo"}, "learner.objective.name = 'trpo'"),
     ],
 )
 def test_a_users_mistake_is_one_line(tmp_path, script, fields, expected):
