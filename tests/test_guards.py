@@ -121,11 +121,13 @@ def test_the_run_ends_after_the_steps_that_the_recipe_names(episode, tmp_path) -
 
 def test_only_one_rank_speaks(episode, caplog, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(get_logger("learner"), "propagate", True)
+    said = []
     for main in (True, False):
         parts = Parts(tmp_path, main=main)
         for _ in range(20):
             parts.step([group(episode(1.0))])
-    assert len([record for record in caplog.records if "variance of reward" in record.message]) == 1
+        said.append(len([record for record in caplog.records if "variance of reward" in record.message]))
+    assert said[0] == said[1] > 0
 
 
 def test_the_kl_of_a_step_is_read_from_older_behaviour_unless_it_was_measured() -> None:
