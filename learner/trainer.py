@@ -24,7 +24,7 @@ from learner.metrics.tokens import TokenStats, loss_columns
 from learner.metrics.work import Work
 from learner.model.expert_load import RouterLoad
 from learner.model.policy import Policy, PolicyOutput
-from learner.model.sharding import copy_weights
+from learner.model.sharding import copy_weights, forward_only
 from learner.model.sizes import sizes_of
 from learner.objective.objectives import loss_of
 from learner.objective.records import Tokens
@@ -152,7 +152,7 @@ class Trainer:
             batch = self._pack([episodes[i] for i in order])
             places = [torch.arange(starts[i], starts[i + 1], device=self.ranks.device) for i in order]
             for row, policy in asked:
-                found_N = policy(batch, self.temperature).logprobs
+                found_N = forward_only(policy, batch, self.temperature).logprobs
                 if places:
                     logprobs[row, torch.cat(places)] = found_N
         found = self._survey.added(episodes, all_sum(logprobs, self.ranks).cpu().numpy(), self.config.objective)
@@ -200,7 +200,7 @@ class Trainer:
         if not self.config.guard.max_kl or shown or work.last is None:
             return found
         self.router.counting = False
-        sums = self._divergence(work.last, self.policy(work.last, self.temperature).logprobs)
+        sums = self._divergence(work.last, forward_only(self.policy, work.last, self.temperature).logprobs)
         total, count = all_sum(torch.stack(sums).double(), self.ranks).tolist()
         return found | {"guard/kl_step": total / max(count, 1.0)}
 
@@ -237,8 +237,7 @@ class Trainer:
         """This microbatch's share of the update's loss, to be differentiated; what it drops; `_divergence`."""
         objective, reference = self.config.objective, batch.reference_logprobs
         if self.reference is not None and not self._survey.reference:
-            with torch.no_grad():
-                reference = self.reference(batch, self.temperature, output.vision).logprobs
+            reference = forward_only(self.reference, batch, self.temperature, output.vision).logprobs
         unused = 0.0 * (output.logprobs.sum() + output.entropies.sum() + output.values.sum())
         if batch.empty:
             return [unused, torch.zeros_like(unused), *self._divergence(batch, output.logprobs)]

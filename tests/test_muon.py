@@ -11,7 +11,9 @@ from learner.optim import make_optimizer
 from learner.trainer import Trainer
 from tests.support.episodes import learner_config, random_groups
 
-CONFIG = learner_config(optimizer="muon", lr=1e-3, value_lr=1e-2, weight_decay=0.1, max_grad_norm=1e9)
+CONFIG = learner_config(
+    optimizer="muon", lr=1e-3, value_lr=1e-2, weight_decay=0.1, max_grad_norm=1e9, advantage_floor=0.0
+)
 
 
 def is_hidden(name: str, p: torch.Tensor) -> bool:

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from learner.batch import Microbatch
 from learner.distributed import Ranks
 from learner.model.adapt import adapt_to_compile
-from learner.model.policy import Policy
+from learner.model.policy import Policy, PolicyOutput, Vision
 from shared.learner_config import LearnerConfig
 
 
@@ -35,6 +36,15 @@ def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
         shard(policy, ranks.mesh, dtype, offload=config.parallel.offload)
     else:
         policy.to(ranks.device)
+
+
+@torch.no_grad()
+def forward_only(policy: Policy, batch: Microbatch, temperature: float, vision: Vision | None = None) -> PolicyOutput:
+    """A forward that no backward follows, which would leave a sharded policy's own parameters gathered, in `dtype`."""
+    output = policy(batch, temperature, vision)
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
+    return output
 
 
 def freeze(policy: Policy, parts: tuple[str, ...]) -> None:
