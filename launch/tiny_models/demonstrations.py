@@ -101,7 +101,8 @@ def play_geometry(seed: int, rng: random.Random, lesson: Lesson) -> Demonstratio
 def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson) -> str:
     """Writes down the board, then up to three moves and what they lead to: where the solution is within reach, the
     next move of a shortest one with probability `expertise`; random ones elsewhere."""
-    moves, position = [], board
+    moves: list[str] = []
+    position = board
     while len(moves) < 3 and not position.solved:
         best = optimal_first_moves(position)
         good = 0 < len(best) <= lesson.reach and rng.random() < lesson.expertise
