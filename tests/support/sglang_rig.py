@@ -30,10 +30,10 @@ from tests.support.engines import surprise_z
 from tests.support.episodes import packed
 
 TOLERANCE = 1e-4  # of a logprob
-ENDS = (480, 479)
-"""Tokens that end a turn of the small model: a request that bans them runs to its limit."""
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 MODEL = "launch/models/sokoban_tiny"
+ENDS = tuple(AutoTokenizer.from_pretrained(MODEL).convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"]))
+"""Tokens that end a turn of the small model: a request that bans them runs to its limit."""
 
 
 def recipe_of(tmp: Path, **fields: object) -> Recipe:
