@@ -46,6 +46,13 @@ def test_without_the_floor_a_constant_reward_does_move_the_policy(ranks) -> None
     assert drift(UNTEACHABLE["constant"], ranks, seed=SEED, steps=60, lag=1, advantage_floor=0.0) > 1e-3
 
 
+@pytest.mark.parametrize("objective", ["vtrace", "grpo"])
+def test_with_thirty_times_the_rate_only_the_bound_on_the_kl_saves_the_run(objective, ranks) -> None:
+    settings = {"seed": SEED, "steps": 100, "lag": 1, "lr": 0.03, **OBJECTIVES[objective]}
+    assert learn(PROBLEMS["lock"], ranks, stop=True, **settings).reached is not None
+    assert learn(PROBLEMS["lock"], ranks, max_kl=0.0, **settings).reached is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [2, 4])
 @pytest.mark.parametrize("objective", OBJECTIVES)

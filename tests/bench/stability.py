@@ -29,7 +29,7 @@ from tests.support.small.problems import PROBLEMS, UNTEACHABLE
 from tests.support.small.runs import OBJECTIVES, drift, learn
 
 LEARNED_STEPS, DRIFT_STEPS = 250, 500
-STALE_PROBLEMS = ("corridor", "lock")
+STALE_PROBLEMS = ("lock",)
 Row = dict[str, Any]
 
 
