@@ -12,6 +12,9 @@ STEPS = 250
 SEED = 3
 
 
+pytestmark = pytest.mark.slow  # minutes of training in all
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_every_objective_reaches_the_optimum_with_its_defaults(problem, objective, ranks) -> None:
@@ -19,7 +22,6 @@ def test_every_objective_reaches_the_optimum_with_its_defaults(problem, objectiv
     assert found.reached is not None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_no_objective_loses_the_optimum_again(objective, ranks) -> None:
     for problem in ("corridor", "lock"):
@@ -32,7 +34,6 @@ def test_a_constant_reward_moves_the_policy_nowhere(objective, ranks) -> None:
     assert drift(UNTEACHABLE["constant"], ranks, seed=SEED, steps=60, lag=1, **OBJECTIVES[objective]) == 0.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_noise_of_the_reward_is_not_blown_up_and_drift_has_a_bound(objective, ranks) -> None:
     settings = {"seed": SEED, "steps": 500, "lag": 1, **OBJECTIVES[objective]}
@@ -53,7 +54,6 @@ def test_with_thirty_times_the_rate_only_the_bound_on_the_kl_saves_the_run(objec
     assert learn(PROBLEMS["lock"], ranks, max_kl=0.0, **settings).reached is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lag", [2, 4])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_episodes_of_older_policies_teach_the_same(objective, lag, ranks) -> None:
