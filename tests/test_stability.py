@@ -39,7 +39,7 @@ def test_noise_of_the_reward_is_not_blown_up_and_drift_has_a_bound(objective, ra
     settings = {"seed": SEED, "steps": 500, "lag": 1, **OBJECTIVES[objective]}
     assert drift(UNTEACHABLE["constant"], ranks, **settings) == 0.0
     assert drift(UNTEACHABLE["nearly_constant"], ranks, **settings) < 0.01
-    assert drift(UNTEACHABLE["noise"], ranks, **settings) < 0.5
+    assert drift(UNTEACHABLE["noise"], ranks, **settings, lr=2e-4) < 0.2  # a random walk; no scaling ends it
 
 
 def test_without_the_floor_a_constant_reward_does_move_the_policy(ranks) -> None:

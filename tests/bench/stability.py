@@ -30,12 +30,13 @@ from tests.support.small.runs import OBJECTIVES, drift, learn
 
 LEARNED_STEPS, DRIFT_STEPS = 250, 500
 STALE_PROBLEMS = ("lock",)
+SLOW_NOISE, SLOW_RATE = "noise, a fifth of the rate", 2e-4  # a random walk goes with the square of it
 Row = dict[str, Any]
 
 
 def cases() -> Iterator[tuple[str, str, int, str]]:
     """(problem, objective, lag, correction) of each row of the tables."""
-    for problem in (*PROBLEMS, *UNTEACHABLE):
+    for problem in (*PROBLEMS, *UNTEACHABLE, SLOW_NOISE):
         for objective in OBJECTIVES:
             yield problem, objective, 1, "importance"
     for problem in STALE_PROBLEMS:
@@ -49,8 +50,9 @@ def measure(problem: str, objective: str, lag: int, correction: str, seeds: int,
     """One row: of a problem that can be learned, how many seeds reached its optimum and kept it; else the drift."""
     settings = {**OBJECTIVES[objective], "correction": correction, "lag": lag}
     row: Row = {"problem": problem, "objective": objective, "lag": lag, "correction": correction, "seeds": seeds}
-    if problem in UNTEACHABLE:
-        run = partial(drift, UNTEACHABLE[problem], ranks, steps=DRIFT_STEPS, **settings)
+    if problem not in PROBLEMS:
+        settings |= {"lr": SLOW_RATE} if problem == SLOW_NOISE else {}
+        run = partial(drift, UNTEACHABLE[problem.split(",")[0]], ranks, steps=DRIFT_STEPS, **settings)
         moved = [run(seed=seed) for seed in range(seeds)]
         return row | {"kl_mean": statistics.mean(moved), "kl_max": max(moved)}
     runs = [learn(PROBLEMS[problem], ranks, seed=seed, steps=LEARNED_STEPS, **settings) for seed in range(seeds)]
