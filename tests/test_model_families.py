@@ -129,9 +129,9 @@ def test_every_parameter_is_trained_and_the_step_is_on_policy(family, ranks):
     folder, _, sides = family
     spec = VisionSpec.load(folder)
     policy = load_policy(str(folder), spec)
-    before = on_policy(policy, random_trajectory(spec, 1, turns=2, sides=sides))
+    before = tuple(on_policy(policy, random_trajectory(spec, seed, turns=2, sides=sides)) for seed in (1, 2))
     old = {name: p.detach().clone() for name, p in policy.named_weights()}
-    metrics = Trainer(policy, learner_config(lr=1e-3, weight_decay=0.0), ranks).step([Group("g", "a", (before,))], 0)
+    metrics = Trainer(policy, learner_config(lr=1e-3, weight_decay=0.0), ranks).step([Group("g", "a", before)], 0)
     assert metrics["behaviour/logprob_gap"] < 1e-4
     still = [name for name, p in policy.named_weights() if torch.equal(p, old[name])]
     assert [name for name in still if "deepstack_merger_list.1" not in name] == []  # added after the last of 2 layers
