@@ -7,23 +7,24 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from actor.engine_pool import Seat
 from actor.env_threads import EnvThreads
 from actor.limits import EpisodeLimits
 from actor.render import Renderer
 from actor.stream import Stream
-from shared.engine_api import EngineClient, EngineError
+from shared.engine_api import EngineError
 from shared.types import Ending, Sample, Sampling, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """What a rollout function is given. `engine.generate` continues a `Stream`, `renderer` makes tokens of messages,
-    `env_args` are the recipe's; code that blocks must run through `in_thread`."""
+    """What a rollout function is given. `engine.generate` continues a `Stream` and outlives an engine, `renderer`
+    makes tokens of messages, `env_args` are the recipe's; code that blocks must run through `in_thread`."""
 
     sample: Sample
     sampling: Sampling
     seed: int
-    engine: EngineClient
+    engine: Seat
     renderer: Renderer
     limits: EpisodeLimits
     env_args: dict[str, Any]

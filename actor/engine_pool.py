@@ -1,42 +1,66 @@
-"""Several engines as one: an episode plays on one of them from beginning to end."""
+"""Several engines as one: an episode plays on one of them, and goes on at another one when that fails."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from shared.engine_api import EngineClient, EngineError
+from shared.types import Completion, Image, Sampling
+
+log = logging.getLogger("actor")
+WRONG_REQUEST = frozenset({400, 413, 422})  # every engine would refuse it
 
 
 class EnginePool:
     """Several engines: a new episode goes to the one with the fewest, and stays there for its prefix cache.
 
-    An engine whose last request failed gets no new episode until it answers again with weights of this run; if no other
-    is well, a new episode waits up to `patience_s` for it, so that a dead engine costs time and not a flood of failed
-    episodes.
+    An engine whose last request failed gets no episode until it answers again with weights of this run; if no other
+    is well, an episode waits up to `patience_s` for one, so that a dead engine costs time and not a flood of failed
+    episodes. `turn_tries`: how often one turn is asked for at most.
     """
 
-    def __init__(self, clients: Sequence[EngineClient], *, patience_s: float = 30.0) -> None:
+    def __init__(self, clients: Sequence[EngineClient], *, patience_s: float = 30.0, turn_tries: int = 3) -> None:
         if not clients:
             raise ValueError("no engine: give engine.urls or engine.count")
-        self.clients, self._patience_s = tuple(clients), patience_s
+        self.clients, self.turn_tries, self._patience_s = tuple(clients), turn_tries, patience_s
         self._revivals: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
-    async def lease(self) -> AsyncIterator[EngineClient]:
-        """The engine for one episode. EngineError if it stays away."""
-        for suspect in (client for client in self.clients if client.suspect):
-            if suspect.url not in self._revivals:
-                self._revivals[suspect.url] = asyncio.create_task(self._revive(suspect))
-        client = min(self.clients, key=lambda c: (c.suspect, c.num_open))
-        client.num_open += 1
+    async def lease(self) -> AsyncIterator[Seat]:
+        """The place of one episode. EngineError if all engines stay away."""
+        seat = Seat(self, await self.place())
         try:
-            if client.suspect:
-                await client.wait_ready(self._patience_s)
-            yield client
+            yield seat
         finally:
-            client.num_open -= 1
+            seat.client.num_open -= 1
+
+    async def place(self, failed: EngineClient | None = None, reason: str = "") -> EngineClient:
+        """The engine that is well and has the fewest episodes, with one more from now on; the one that `failed`, and
+        why, only if no other is well. EngineError if none is within `patience_s`."""
+        if failed is not None and failed.url not in self._revivals:
+            log.warning("a turn is asked for again, of another engine if one is well: %s", reason)
+        deadline = time.monotonic() + self._patience_s
+        while not (well := [client for client in self.clients if not client.suspect]):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                reason = f"not healthy, or without this run's weights, for {self._patience_s:g} s"
+                raise EngineError((failed or self.clients[0]).url, reason)
+            self._revive_suspects()
+            await asyncio.wait(self._revivals.values(), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        self._revive_suspects()
+        client = min(well, key=lambda c: (c is failed, c.num_open))
+        client.num_open += 1
+        return client
+
+    def _revive_suspects(self) -> None:
+        for client in self.clients:
+            if client.suspect and client.url not in self._revivals:
+                self._revivals[client.url] = asyncio.create_task(self._revive(client))
 
     async def _revive(self, client: EngineClient) -> None:
         """Asks a suspect engine until it is ready again or `patience_s` is over; the next episode asks anew."""
@@ -49,3 +73,37 @@ class EnginePool:
             task.cancel()
         for client in self.clients:
             await client.close()
+
+
+class Seat:
+    """An episode's place at an engine. It changes only when that engine fails: `retries` says how often it asked again
+    for a turn."""
+
+    def __init__(self, pool: EnginePool, client: EngineClient) -> None:
+        self._pool, self.client, self.retries = pool, client, 0
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    async def generate(
+        self, token_ids: Sequence[int], images: Sequence[Image], sampling: Sampling, **settings: Any
+    ) -> Completion:
+        """As `EngineClient.generate`. Where an engine fails or aborts, the turn is asked for again, from the same tokens,
+        `turn_tries` times in all and of another engine if one is well. EngineError, or an aborted Completion, when the
+        last try ends so."""
+        for left in reversed(range(self._pool.turn_tries)):
+            try:
+                completion = await self.client.generate(token_ids, images, sampling, **settings)
+                if completion.finish_reason != "abort" or not left:
+                    return completion
+                reason = f"{self.url} aborted the request"
+            except EngineError as error:
+                if not left or error.status in WRONG_REQUEST:
+                    raise
+                reason = str(error)
+            self.retries += 1
+            failed = self.client
+            self.client = await self._pool.place(failed, reason)
+            failed.num_open -= 1
+        raise AssertionError

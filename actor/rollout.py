@@ -17,14 +17,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from actor.custom_rollout import Rollout, RolloutContext, play_custom
-from actor.engine_pool import EnginePool
+from actor.engine_pool import EnginePool, Seat
 from actor.env_threads import EnvThreads, EnvTimeout
 from actor.limits import EpisodeLimits
 from actor.render import Fragment, Renderer
 from actor.rewards import BadReward, Reward, finite
 from actor.stream import Stream
 from envs.base import Info, Played
-from shared.engine_api import EngineClient, EngineError
+from shared.engine_api import EngineError
 from shared.types import Completion, Ending, Sample, Ticket, Trajectory, Turn
 
 log = logging.getLogger("actor")
@@ -52,16 +52,18 @@ class Player:
         self.rollout, self.env_args = rollout, env_args or {}
 
     async def play(self, ticket: Ticket, index: int = 0) -> Trajectory:
-        """Episode `index` of the ticket's group, on one engine from start to end."""
+        """Episode `index` of the ticket's group, on one engine from start to end unless that fails."""
         try:
-            async with self.engines.lease() as client:
+            async with self.engines.lease() as seat:
                 if self.rollout is not None:
                     seed, own = episode_seed(ticket, index, 0) or 0, (self.limits, self.env_args, self.threads)
-                    context = RolloutContext(ticket.sample, ticket.sampling, seed, client, self.renderer, *own)
-                    return await play_custom(self.rollout, context)
-                return await _Episode(self, client, ticket, index).play()
+                    context = RolloutContext(ticket.sample, ticket.sampling, seed, seat, self.renderer, *own)
+                    trajectory = await play_custom(self.rollout, context)
+                else:
+                    trajectory = await _Episode(self, seat, ticket, index).play()
         except EngineError as error:  # no engine to begin with
             return Stream().trajectory((), Ending.ENGINE_ERROR, error=str(error))
+        return replace(trajectory, metrics=trajectory.metrics | {"engine_retries": float(seat.retries)})
 
 
 class _Ended(Exception):
@@ -75,8 +77,8 @@ class _Ended(Exception):
 class _Episode:
     """The state of one episode while it is played. Its methods raise `_Ended` when the episode is over."""
 
-    def __init__(self, player: Player, client: EngineClient, ticket: Ticket, index: int) -> None:
-        self._player, self._client, self._ticket, self._index = player, client, ticket, index
+    def __init__(self, player: Player, seat: Seat, ticket: Ticket, index: int) -> None:
+        self._player, self._seat, self._ticket, self._index = player, seat, ticket, index
         self._renderer, self._limits = player.renderer, player.limits
         self._stream = Stream()
         self._env: Any = None
@@ -117,7 +119,7 @@ class _Episode:
             raise _Ended(Ending.OUT_OF_TOKENS)
         began = time.monotonic()
         try:
-            completion = await self._client.generate(
+            completion = await self._seat.generate(
                 self._stream.token_ids,
                 self._stream.images,
                 sampling,
@@ -131,7 +133,7 @@ class _Episode:
             raise _Ended(Ending.ENGINE_ERROR, str(error)) from error
         self._generate_s += time.monotonic() - began
         if not set(completion.token_ids).isdisjoint(self._renderer.banned_ids):
-            raise _Ended(Ending.ENGINE_ERROR, f"{self._client.url} sampled a banned vision token")
+            raise _Ended(Ending.ENGINE_ERROR, f"{self._seat.url} sampled a banned vision token")
         return completion
 
     def _sample(self, completion: Completion) -> str:
@@ -142,7 +144,7 @@ class _Episode:
             self._turns.append(Turn(start, len(self._stream.token_ids), 0.0))
         self._answers.append(self._renderer.decode(completion.token_ids))
         if completion.finish_reason == "abort":
-            raise _Ended(Ending.ABORTED, f"{self._client.url} aborted the request")
+            raise _Ended(Ending.ABORTED, f"{self._seat.url} aborted the request")
         if completion.finish_reason == "length":
             full = self._stream.num_expanded >= self._limits.max_context
             raise _Ended(Ending.CONTEXT_FULL if full else Ending.OUT_OF_TOKENS)

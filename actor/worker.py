@@ -57,7 +57,8 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
     renderer = Renderer(PreTrainedTokenizerFast.from_pretrained(model.path), spec)
     ways = (recipe.engine.router,) if recipe.engine.router else urls
     timeout_s, api_key = recipe.engine.request_timeout_s, read_api_key(recipe.engine.api_key_file)
-    engines = EnginePool([EngineClient(url, timeout_s=timeout_s, api_key=api_key) for url in ways])
+    clients = [EngineClient(url, timeout_s=timeout_s, api_key=api_key) for url in ways]
+    engines = EnginePool(clients, turn_tries=recipe.engine.turn_tries)
     player = make_player(recipe, renderer, engines)
     rules = TokenRules(spec.image_token_id, spec.banned_ids, vocab_size(model.path))
     settings = ActorSettings(

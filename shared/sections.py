@@ -121,6 +121,9 @@ class EngineConfig(Section):
     )
     start_timeout_s: float = Field(300.0, gt=0, description="how long an engine may take until its first answer")
     request_timeout_s: float = Field(300.0, gt=0, description="longest wait for one turn")
+    turn_tries: int = Field(
+        3, gt=0, description="times that a turn is asked for, each time of another engine, before its episode fails"
+    )
     silent_timeout_s: float = Field(
         120.0, gt=0, description="an engine of launch/actors.py that answers nothing for so long is started again"
     )

@@ -77,7 +77,7 @@ def test_an_answer_cut_by_its_length_is_not_shown_to_the_environment(renderer, t
 
 def test_an_aborted_answer_is_not_shown_to_the_environment(renderer, threads):
     for answer in (Completion((), (), (), "abort"), completion("half", reason="abort")):
-        trajectory, _ = play(renderer, threads, ["up", answer])
+        trajectory, _ = play(renderer, threads, ["up", answer, answer, answer])
         assert trajectory.ending is Ending.ABORTED and not trajectory.trainable and "aborted" in trajectory.error
 
 
@@ -105,9 +105,10 @@ def test_a_prompt_that_does_not_fit_is_no_training_data(renderer, threads):
     assert trajectory.ending is Ending.CONTEXT_FULL and not trajectory.trainable and not engine.requests
 
 
-def test_an_engine_that_fails_is_the_episodes_ending(renderer, threads):
-    trajectory, _ = play(renderer, threads, ["up", EngineError("http://scripted:1", "no answer within 3 s")])
+def test_engines_that_fail_three_times_at_one_turn_are_the_episodes_ending(renderer, threads):
+    trajectory, _ = play(renderer, threads, ["up", *[EngineError("http://scripted:1", "no answer within 3 s")] * 3])
     assert trajectory.ending is Ending.ENGINE_ERROR and "no answer within 3 s" in trajectory.error
+    assert trajectory.metrics["engine_retries"] == 2.0
 
 
 def test_a_sampled_vision_token_is_the_engines_error(renderer, threads):
