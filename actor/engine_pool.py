@@ -89,9 +89,9 @@ class Seat:
     async def generate(
         self, token_ids: Sequence[int], images: Sequence[Image], sampling: Sampling, **settings: Any
     ) -> Completion:
-        """As `EngineClient.generate`. Where an engine fails or aborts, the turn is asked for again, from the same tokens,
-        `turn_tries` times in all and of another engine if one is well. EngineError, or an aborted Completion, when the
-        last try ends so."""
+        """As `EngineClient.generate`. Where an engine fails or aborts, the turn is asked for again, from the same
+        tokens, `turn_tries` times in all and of another engine if one is well. EngineError, or an aborted Completion,
+        when the last try ends so."""
         for left in reversed(range(self._pool.turn_tries)):
             try:
                 completion = await self.client.generate(token_ids, images, sampling, **settings)
