@@ -20,6 +20,10 @@ class EnvTimeout(Exception):
     """An environment's call took longer than its limit."""
 
 
+class TooManyHang(BaseException):
+    """So many calls hang that the process must end: no `except Exception` of an episode may keep it."""
+
+
 class _Call:
     """One call: `started_s` is 0 until a thread has it; an `abandoned` one ends its thread when it returns."""
 
@@ -31,19 +35,21 @@ class _Call:
 
 
 class EnvThreads:
-    """A pool of daemon threads. A thread whose call overran its limit is replaced; beyond `max_lost` of them, `run`
-    raises RuntimeError."""
+    """A pool of daemon threads. A thread whose call overran its limit is lost until the call returns, and replaced;
+    with more than `max_lost` of them lost at once, `run` raises TooManyHang. Calls that have a limit of their own, and
+    end by themselves, are given up `grace_s` later than others."""
 
-    def __init__(self, num_threads: int = 4, max_lost: int = 64) -> None:
+    def __init__(self, num_threads: int = 4, max_lost: int = 64, grace_s: float = 0.0) -> None:
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._num_threads, self._max_lost = num_threads, max_lost
-        self.num_lost = 0
+        self._num_threads, self._max_lost, self._grace_s = num_threads, max_lost, grace_s
+        self._lock = threading.Lock()  # of `num_lost` and each call's `abandoned`
+        self.num_lost = 0  # now
         for _ in range(num_threads):
             self._spawn()
 
     async def run(self, function: Callable[[], T], timeout_s: float) -> T:
         """The function's result or exception. EnvTimeout `timeout_s` after it started."""
-        call = _Call(function)
+        call, timeout_s = _Call(function), timeout_s + self._grace_s
         self._inbox.put(call)
         waiting = asyncio.wrap_future(call.future)
         waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # when nobody waits any more
@@ -58,19 +64,24 @@ class EnvThreads:
         if not call.started_s:
             call.future.cancel()
             raise EnvTimeout(f"no free thread within {QUEUE_FACTOR * timeout_s:g} s")
-        call.abandoned = True
-        self.num_lost += 1
+        if not self._abandon(call):
+            return call.future.result()
         if self.num_lost > self._max_lost:
-            raise RuntimeError(f"{self.num_lost} environment calls never returned: the environment hangs")
-        log.warning(
-            "an environment call overran its %g s; its thread is replaced (%d so far)", timeout_s, self.num_lost
-        )
+            raise TooManyHang(f"{self.num_lost} calls of environments and rewards hang")
+        log.warning("an environment call overran its %g s; its thread is replaced (%d hang)", timeout_s, self.num_lost)
         self._spawn()
         raise EnvTimeout(f"no return within {timeout_s:g} s")
 
     def close(self) -> None:
         for _ in range(self._num_threads):
             self._inbox.put(None)
+
+    def _abandon(self, call: _Call) -> bool:
+        """Counts the thread of `call` as lost; false if it has just ended."""
+        with self._lock:
+            call.abandoned = not call.future.done()
+            self.num_lost += call.abandoned
+        return call.abandoned
 
     def _spawn(self) -> None:
         threading.Thread(target=self._work, name="env", daemon=True).start()
@@ -86,5 +97,7 @@ class EnvThreads:
                 call.future.set_exception(error)
             else:
                 call.future.set_result(result)
-            if call.abandoned:
-                return
+            with self._lock:
+                if call.abandoned:
+                    self.num_lost -= 1
+                    return

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from actor.engine_pool import EnginePool
-from actor.env_threads import EnvThreads
+from actor.env_threads import EnvThreads, TooManyHang
 from actor.limits import EpisodeLimits
 from actor.loop import EXIT_NO_LEARNER, ActorSettings, run_actor
 from actor.render import Renderer
@@ -33,6 +33,8 @@ from shared.transport import SocketSettings
 from shared.types import Sample
 from shared.vision import VisionSpec
 
+EXIT_HANGING = 1  # too many calls hang; a new process is better off
+
 
 def main() -> int:
     settings = json.loads(os.environ["PRONK_ACTOR"])
@@ -42,8 +44,21 @@ def main() -> int:
     except ValueError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return EXIT_USER_ERROR
+    except BaseExceptionGroup as group:  # of the task groups of tickets and episodes
+        if hanging := first_of(group, TooManyHang):
+            print(f"error: {hanging}", file=sys.stderr)
+            return EXIT_HANGING
+        raise
     except asyncio.CancelledError:
         return 0
+
+
+def first_of(group: BaseExceptionGroup, kind: type[BaseException]) -> BaseException | None:
+    """The first exception of `kind` in a group, however deep; None if there is none."""
+    found: BaseException | None = group.subgroup(kind)
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found
 
 
 async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:

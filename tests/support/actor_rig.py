@@ -1,10 +1,15 @@
-"""A stage that plays episodes without an engine, and a bare learner in the test's hands."""
+"""A stage that plays episodes without an engine, a bare learner in the test's hands, and real actor processes."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
@@ -12,9 +17,12 @@ import zmq
 from actor.loop import run_actor
 from learner.tickets.sources import SeedSource
 from shared.codec import decode, encode
+from shared.config import load_recipe
 from shared.types import Hello, Request, Sampling, Stop, Ticket, Tickets, Trajectory, Welcome
 from tests.support.wires import actor_settings, episode
 
+RECIPE = "launch/recipes/colour_tiny.toml"
+START_LIMIT_S = 120.0
 Play = Callable[[Ticket, int], Coroutine[Any, Any, Trajectory]]
 
 
@@ -110,3 +118,36 @@ async def start_with(learner: Learner, play: Play, *tickets: Ticket) -> asyncio.
 async def dismiss(learner: Learner, actor: asyncio.Task[int]) -> None:
     learner.send(Stop("over"))
     assert await actor == 0
+
+
+@contextmanager
+def actor_process(learner: Learner, *overrides: str, engine: str = "http://127.0.0.1:9") -> Iterator[subprocess.Popen]:
+    """Plays tickets of `learner` as `RECIPE` with `overrides` says; stderr is a pipe. Killed at the end, if it runs."""
+    recipe = load_recipe(RECIPE, ["--actor.learner", learner.address, *overrides])
+    settings = {"recipe": recipe.model_dump(mode="json"), "index": 0, "engine_urls": [engine]}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "actor.worker"],
+        env={**os.environ, "PRONK_ACTOR": json.dumps(settings)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def give(learner: Learner, *tickets: Ticket) -> None:
+    """Tickets to the actor that has just been started."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while not await _asks(learner):
+        assert time.monotonic() < deadline, "the actor did not start"
+    learner.send(Tickets(tickets))
+
+
+async def _asks(learner: Learner) -> bool:
+    try:
+        return bool(await learner.expect(Request))
+    except AssertionError:
+        return False

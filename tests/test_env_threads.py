@@ -1,0 +1,77 @@
+"""Calls of environments in threads: those that hang cost a thread each until they return, and too many the process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from actor.engine_pool import EnginePool
+from actor.env_threads import EnvThreads, EnvTimeout, TooManyHang
+from actor.limits import EpisodeLimits
+from actor.rollout import Player
+from tests.support.actor_rig import Learner, actor_process, give
+from tests.support.rollout_rig import Scripted, renderer, ticket
+
+__all__ = ["renderer"]  # a fixture
+
+
+def test_calls_that_return_late_are_no_longer_lost() -> None:
+    async def main() -> None:
+        pool = EnvThreads(1, max_lost=2)
+        for _ in range(5):
+            release = threading.Event()
+            with pytest.raises(EnvTimeout):
+                await pool.run(release.wait, 0.02)
+            assert pool.num_lost == 1
+            release.set()
+            while pool.num_lost:
+                await asyncio.sleep(0.001)
+        assert await pool.run(lambda: 7, 5.0) == 7
+        pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_too_many_hanging_calls_end_the_episodes_loop_whatever_it_catches(renderer) -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        pool = EnvThreads(1, max_lost=2)
+        engines = EnginePool([Scripted(["end"])])
+        player = Player(lambda _: release.wait(), renderer, engines, EpisodeLimits(env_timeout_s=0.02), pool)
+        try:
+            endings = [(await player.play(ticket())).ending for _ in range(2)]
+            assert endings == ["env_timeout", "env_timeout"]
+            with pytest.raises(TooManyHang, match="3 calls"):
+                await player.play(ticket())
+        finally:
+            release.set()
+            pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+HANGS = """
+import threading
+
+def build_env(sample=None, args=None, **_):
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_an_actor_whose_environments_hang_ends_with_its_reason_and_not_as_the_users_mistake(tmp_path: Path) -> None:
+    """A real process. With this exit code its supervisor starts it again."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    settings = ("--env.module", str(tmp_path / "hangs.py"), "--env.timeout_s", "0.05", "--env.threads", "8")
+    tickets = [ticket(id=str(number), group_size=8) for number in range(20)]
+    with closing(Learner()) as learner, actor_process(learner, *settings, "--actor.groups", "1") as process:
+        asyncio.run(give(learner, *tickets))
+        _, told = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert told.strip().splitlines()[-1] == "error: 65 calls of environments and rewards hang"
+    assert "Traceback" not in told
