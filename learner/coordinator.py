@@ -155,8 +155,8 @@ class Coordinator(Follower):
         """Closes a step: acknowledgments, the ledger, metrics; `values` are those of the trainer and the publisher."""
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
-        self.ticket_server.commit()
         self.ledger.enter(step, [number_of(group.ticket_id)[0] for group in groups])
+        self.ticket_server.commit()  # not before: what is acknowledged is forgotten
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)
         self._turns += turns

@@ -149,15 +149,19 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.committed)
     @rule()
     def save(self) -> None:
-        self.saved = (json.loads(json.dumps(self.book.state_dict())), len(self.trained), self.process, self.weights)
+        state = json.loads(json.dumps(self.book.state_dict()))
+        self.saved = (state, len(self.trained), self.process, self.weights, self.staleness)
 
-    @rule()
-    def the_learner_is_killed_and_resumes(self) -> None:
-        state, trained, of_process, self.weights = self.saved
+    @rule(staleness=st.none() | st.integers(0, 2))
+    def the_learner_is_killed_and_resumes(self, staleness: int | None = None) -> None:
+        """With the bound that it had, or another one."""
+        state, trained, of_process, self.weights, before = self.saved
         self.process += 1
+        self.staleness = before if staleness is None else staleness
         self.start()
         self.book.load_state(state)
         self.forks[self.process] = (of_process, state["version"])
+        assert self.staleness < before or list(self.book.withheld) == state["withheld"]
         del self.trained[trained:]
         self.committed = True
 
@@ -215,7 +219,7 @@ class Schedule(RuleBasedStateMachine):
         assert book.issued == book.trained + book.dropped.total() + book.open
         assert len(set(self.trained)) == len(self.trained) == book.trained
         assert not book.dropped["stale"]
-        assert book.open <= reach
+        assert book.open - len(book.withheld) <= reach
         assert all(book.holding(actor.key) <= reach for actor in self.actors)
         assert len(self.protocol.actors) <= self.born
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
+from learner.coordinator import Coordinator
 from learner.tickets.ledger import Ledger
+from shared.config import Recipe
+from shared.sections import EnvConfig, ModelConfig, RunConfig
+from shared.types import Group
+from tests.support.wires import episode
 
 
 def steps(path):
@@ -44,3 +52,47 @@ def test_a_learner_that_resumes_writes_what_the_one_before_could_not(full):
     after = Ledger(full, kept)
     after.enter(2, [11])
     assert steps(full) == [1, 2]
+
+
+def test_a_line_that_a_kill_has_cut_off_does_not_take_the_next_one_with_it(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    Ledger(path).enter(1, [10])
+    path.write_text(path.read_text() + '{"step": 2, "tick')
+    resumed = Ledger(path)
+    resumed.enter(2, [11])
+    resumed.enter(3, [12])
+    assert steps(path) == [1, 2, 3]
+    assert path.read_text().count("\n") == 4
+
+
+def test_what_a_checkpoint_does_not_hold_is_on_the_disk_for_certain(tmp_path, monkeypatch):
+    """A machine without power forgets what was written and not synced."""
+    synced = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (sync(file), synced.append(os.fstat(file).st_size)))
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.enter(1, [10])
+    assert ledger.state() == [] and synced == [path.stat().st_size]
+    ledger.enter(2, [11])
+
+    def broken(_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    kept = ledger.state()
+    assert [json.loads(line)["step"] for line in kept] == [2]
+    path.write_bytes(path.read_bytes()[: synced[0]])
+    monkeypatch.setattr(os, "fsync", sync)
+    assert Ledger(path, kept).state() == [] and steps(path) == [1, 2]
+
+
+def test_a_group_is_acknowledged_only_when_it_is_in_the_ledger(tmp_path):
+    """Whoever is acknowledged forgets the group; the ledger must not wait for a disk meanwhile."""
+    recipe = Recipe(model=ModelConfig(path="m"), env=EnvConfig(module="e"), run=RunConfig(dir=str(tmp_path), name="r"))
+    seen = []
+    ticket_server = SimpleNamespace(commit=lambda: seen.append(steps(tmp_path / "r" / "ledger.jsonl")), metrics=dict)
+    coordinator = Coordinator(recipe, None, ticket_server, "run", [], (), Event())
+    coordinator.record(1, 1, [Group("7-n", "a", (episode(),))], {})
+    coordinator.metrics.close()
+    assert seen == [[1]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from learner.tickets.book import TicketBook, Verdict
 from tests.support.ticket_book_rig import Clock, adds_up, issue_all, make_book
 from tests.support.wires import group_of
@@ -107,3 +109,43 @@ def test_what_came_after_the_checkpoint_is_refused_by_a_restarted_book() -> None
     assert again.refused == {"outdated": 2}
     third = restarted(again, "third")
     assert third.accept(group_of(early[3]), "a") is Verdict.ACCEPTED
+
+
+@pytest.mark.parametrize("smaller", [3, 1, 0])
+def test_a_run_goes_on_with_a_smaller_bound_on_staleness(smaller: int) -> None:
+    """Its tickets were issued under the larger one: no order of training them keeps the smaller one."""
+    book = make_book(nonce="first", groups_per_version=4, max_staleness=4)
+    for version in range(5):
+        book.version = version
+        tickets = issue_all(book)
+        for ticket in tickets if version < 4 else ():
+            book.accept(group_of(ticket), "a")
+            if ticket.sample.metadata["seed"] % 4 == 3 and book.trained < 16:
+                book.take_groups(4)
+        book.commit()
+    again = make_book(nonce="second", groups_per_version=4, max_staleness=smaller)
+    again.load_state(json.loads(json.dumps(book.state_dict())))
+    kept = tickets[0]
+    assert again.accept(group_of(kept), "a") is Verdict.OUTDATED  # it may be too old by its turn
+    assert again.held("a", (kept.id,)) == (kept.id,)
+    due = {number for number, _ in again.state_dict()["open"]}
+    trained: list[int] = []
+    for _ in range(8):
+        for ticket in issue_all(again):
+            assert again.accept(group_of(ticket, again.version), "a") is Verdict.ACCEPTED
+        trained += [ticket.sample.metadata["seed"] for ticket, _ in again.take_groups(4) or ()]
+        again.commit()
+        again.version += 1
+        assert adds_up(again)
+    assert len(trained) == 32 and len(set(trained)) == 32
+    assert due <= set(trained) and not again.dropped
+
+
+def test_a_run_goes_on_with_the_same_or_a_larger_bound_without_playing_anything_anew() -> None:
+    book = make_book(nonce="first", groups_per_version=4, max_staleness=1)
+    tickets = issue_all(book)
+    for larger in (1, 2):
+        again = make_book(nonce="second", groups_per_version=4, max_staleness=larger)
+        again.load_state(json.loads(json.dumps(book.state_dict())))
+        assert not again.withheld
+        assert again.accept(group_of(tickets[0]), "a") is Verdict.ACCEPTED

@@ -11,27 +11,29 @@ its actor keeps it until the step on it is done. The checkpoint decides what a r
 open again, and a group kept by its actor counts if its tokens are of versions that still exist. Groups are consumed
 oldest first, and a step waits for tickets that could not be trained in time afterwards, so that long episodes are
 neither dropped nor too old. Evaluation tickets are issued before all others and are never trained on.
+
+A run that goes on with a smaller `max_staleness` may have older tickets open than the bound admits, or more of them.
+Then all are withheld, and issued anew as the bound allows; what was played of them could be too old.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from learner.tickets.evaluations import Evaluations
+from learner.tickets.history import EarlierProcess, History
 from learner.tickets.leases import Leases
 from learner.tickets.records import (
     BookSettings,
-    EarlierProcess,
     EvaluationResult,
     TicketState,
     Verdict,
     fault,
     newest_version,
-    number_of,
     oldest_version,
 )
 from learner.tickets.sources import SampleSource
@@ -39,7 +41,6 @@ from learner.tickets.staleness import leaves_room, may_issue
 from shared.types import Group, PolicyVersion, Ticket
 
 __all__ = ["BookSettings", "EvaluationResult", "TicketBook", "Verdict"]
-KNOWN_PROCESSES = 16
 
 
 class TicketBook:
@@ -60,15 +61,16 @@ class TicketBook:
         self._leases = Leases(settings.lease_s, clock)
         self._open: dict[int, TicketState] = {}  # training tickets by number
         self._open_by_version: Counter[PolicyVersion] = Counter()  # how many of them each version has issued
+        self.withheld: deque[int] = deque()  # numbers of open tickets that no actor may have yet
         self._ready: dict[int, TicketState] = {}  # those with their group
         self._in_training: dict[int, TicketState] = {}
         self._acknowledgments: dict[str, list[str]] = {}  # by actor
         self.evaluations = Evaluations(nonce, settings.lease_s, self._leases)
-        self._earlier: dict[str, EarlierProcess] = {}  # by nonce
+        self._history = History(nonce)
 
     @property
     def open(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self.withheld)
 
     @property
     def ready(self) -> int:
@@ -81,11 +83,9 @@ class TicketBook:
 
     def _find(self, ticket_id: str) -> TicketState | None:
         """The state of a ticket that is open or in training, also by the id that an earlier process gave it."""
-        number, nonce = number_of(ticket_id)
-        earlier = self._earlier.get(nonce)
-        if number >= 0 and (nonce == self.nonce or (earlier is not None and number < earlier.issued)):
-            return self._open.get(number) or self._in_training.get(number)
-        return self.evaluations.find(ticket_id)
+        number = self._history.number(ticket_id)
+        state = self._open.get(number) or self._in_training.get(number)
+        return state or self.evaluations.find(ticket_id)
 
     # -------------------------------------------------------------- issuing
 
@@ -95,17 +95,18 @@ class TicketBook:
         if state is None:
             if not self._may_issue():
                 return None
-            state = self._add(self.issued, self.version)
-            self.issued += 1
+            state = self._add(self.withheld.popleft() if self.withheld else self.issued, self.version)
+            self.issued = max(self.issued, state.number + 1)
         state.attempts += 1
         self._leases.hold(state, actor, anew=True)
         return state.ticket
 
     def _may_issue(self) -> bool:
         s, dropped = self.settings, self.dropped.total()
-        if s.total_groups is not None and self.issued - dropped >= s.total_groups:
+        issued = self.issued - len(self.withheld)
+        if s.total_groups is not None and issued - dropped >= s.total_groups:
             return False
-        return may_issue(self.issued, dropped, self.version, s.max_staleness, s.groups_per_version)
+        return may_issue(issued, dropped, self.version, s.max_staleness, s.groups_per_version)
 
     def _add(self, number: int, version: PolicyVersion) -> TicketState:
         s = self.settings
@@ -180,10 +181,7 @@ class TicketBook:
             return self._refuse(group.ticket_id)
         if state.group is not None:
             return Verdict.AGAIN
-        earlier = self._earlier.get(number_of(group.ticket_id)[1])
-        # an engine that has the next version plays before the learner hears of it
-        last = self.version + 1 if earlier is None else earlier.version
-        if newest_version(group) > last:
+        if newest_version(group) > self._history.newest_version(group.ticket_id, self.version):
             self._leases.release(state, actor)
             self.refused[Verdict.OUTDATED] += 1
             return Verdict.OUTDATED
@@ -213,10 +211,7 @@ class TicketBook:
         return Verdict.DROPPED
 
     def _refuse(self, ticket_id: str) -> Verdict:
-        number, nonce = number_of(ticket_id)
-        verdict = Verdict.DUPLICATE if nonce == self.nonce else Verdict.UNKNOWN
-        if earlier := self._earlier.get(nonce):
-            verdict = Verdict.DUPLICATE if 0 <= number < earlier.issued else Verdict.OUTDATED
+        verdict = self._history.refusal(ticket_id)
         self.refused[verdict.value] += 1
         return verdict
 
@@ -271,6 +266,7 @@ class TicketBook:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values: cursor, counters, and [position, version] of each open ticket (to be issued again)."""
+        issued = [[state.number, state.ticket.version] for state in self._open.values()]
         return {
             "nonce": self.nonce,
             "version": self.version,
@@ -278,21 +274,27 @@ class TicketBook:
             "trained": self.trained,
             "reissued": self.reissued,
             "dropped": dict(self.dropped),
-            "open": [[state.number, state.ticket.version] for state in self._open.values()],
-            "pasts": [[p.nonce, p.version, p.issued] for p in self._earlier.values()],
+            "open": issued + [[number, self.version] for number in self.withheld],
+            "withheld": list(self.withheld),
+            "pasts": self._history.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues a run, in a new book: open tickets are issued again, with the version of their first issue.
 
-        They have new ids; groups of the earlier process count under their old ones if their versions still exist.
-        """
+        They have new ids; groups of the earlier process count under their old ones if their versions still exist."""
         self.version, self.issued, self.trained = state["version"], state["issued"], state["trained"]
         self.dropped = Counter(state["dropped"])
         self._leases.reissued = state["reissued"]
-        for number, version in state["open"]:
-            self._leases.queue(self._add(number, version))
-        earlier = [EarlierProcess(*process) for process in state["pasts"]]
-        earlier.append(EarlierProcess(state["nonce"], self.version, self.issued))
-        self._earlier = {process.nonce: process for process in earlier[-KNOWN_PROCESSES:]}
+        held, s = set(state.get("withheld", ())), self.settings
+        versions = Counter(version for number, version in state["open"] if number not in held)
+        fits = leaves_room(versions, self.trained, self.version, s.max_staleness, s.groups_per_version)
+        fits &= all(version + s.max_staleness >= self.version for version in versions)
+        for number, version in sorted(state["open"]):
+            if fits and number not in held:
+                self._leases.queue(self._add(number, version))
+            else:
+                self.withheld.append(number)
+        last = EarlierProcess(state["nonce"], self.version, self.issued)
+        self._history.load_state(state["pasts"], last, forget_tickets=not fits)
         assert self.issued == self.trained + self.dropped.total() + self.open, f"ticket counters do not add up: {state}"

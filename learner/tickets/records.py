@@ -72,15 +72,6 @@ class TicketState:
     oldest: PolicyVersion = 0  # of the group's tokens
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierProcess:
-    """An earlier process of this run, as of the checkpoint that ended it: what came later has been undone."""
-
-    nonce: str
-    version: PolicyVersion
-    issued: int
-
-
 @dataclass(slots=True)
 class Evaluation:
     open: dict[str, TicketState]

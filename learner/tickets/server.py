@@ -127,6 +127,12 @@ class TicketServer:
         """Before `open`."""
         with self._changed:
             self._book.load_state(state)
+            if self._book.withheld:
+                self._log.warning(
+                    "learner.max_staleness = %d admits fewer open tickets than the checkpoint has: %d are played anew",
+                    self._book.settings.max_staleness,
+                    len(self._book.withheld),
+                )
 
     def metrics(self) -> dict[str, float]:
         """Counters since the run began, distributions since the last call."""
