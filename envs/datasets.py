@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from typing import Any
 from PIL import Image as PILImage
 
 from envs.math_reward import label_problem
-from shared.types import Image, Sample
+from envs.row_files import read_rows
+from shared.codec import encode
+from shared.types import Image, Sample, Sampling, Ticket, Tickets
 from shared.vision import IMAGE_FORMATS
 
 MAX_PIXELS = 50_000_000
 MAX_IMAGE_BYTES = 64 << 20
 MAX_LISTED = 5
+MISTAKES = ("bad_rows", "empty", "duplicates", "bad_images", "bad_labels", "repaired")
 _BROKEN_ESCAPES = (
     (re.compile("\x08(?=[a-z])"), r"\\b"),  # \boxed read as JSON's \b
     (re.compile("\x0c(?=[a-z])"), r"\\f"),  # \frac
@@ -45,6 +48,7 @@ class Report:
 
     rows: int = 0
     samples: int = 0
+    bad_rows: int = 0
     empty: int = 0
     duplicates: int = 0
     bad_images: int = 0
@@ -60,16 +64,14 @@ class Report:
 
     def add(self, other: Report, place: str = "") -> None:
         """Add what was read of a further file; `place` comes before its examples."""
-        for kind in ("rows", "samples", "empty", "duplicates", "bad_images", "bad_labels", "repaired"):
+        for kind in ("rows", "samples", *MISTAKES):
             setattr(self, kind, getattr(self, kind) + getattr(other, kind))
         self.examples += [f"{place}{example}" for example in other.examples]
 
     def summary(self) -> str:
         """One line for the log."""
         counts = ", ".join(
-            f"{getattr(self, kind)} {kind.replace('_', ' ')}"
-            for kind in ("empty", "duplicates", "bad_images", "bad_labels", "repaired")
-            if getattr(self, kind)
+            f"{getattr(self, kind)} {kind.replace('_', ' ')}" for kind in MISTAKES if getattr(self, kind)
         )
         examples = f" ({'; '.join(self.examples)})" if self.examples else ""
         return f"{self.samples} samples of {self.rows} rows{', ' if counts else ''}{counts}{examples}"
@@ -82,26 +84,30 @@ class Dataset:
 
 
 def load_dataset(path: str | Path, *, system_prompt: str = "", tick: Tick = no_tick) -> Dataset:
-    """All usable rows of a file as samples. ValueError for a missing file or column, or no sample."""
+    """All usable rows of a file as samples; what a row does to its reader is counted in the report. ValueError for a
+    missing file or column, or no sample."""
     path = Path(path)
     report = Report()
     samples: list[Sample] = []
     seen: set[bytes] = set()
-    for number, row in enumerate(read_rows(path)):
-        config = env_config(row)
-        for column in ("problem", "answer") if number == 0 and config is None else ():
-            if column not in row:
-                raise ValueError(f"{path} has no column {column!r}; it has: {', '.join(map(str, row))}")
+
+    def refuse(number: int, reason: str) -> None:
+        report.rows += 1
+        report.note("bad_rows", number, reason)
+
+    for number, row in read_rows(path, refuse):
+        if report.rows == report.bad_rows and (missing := _missing_column(row)):
+            raise ValueError(f"{path} has no column {missing!r}; it has: {', '.join(map(str, row))}")
         report.rows += 1
         tick(report.rows)
-        if config is not None:
-            prompt = ({"role": "system", "content": system_prompt},) if system_prompt else ()
-            sample: Sample | None = Sample(f"{path.stem}-{number}", prompt, metadata={"env_config": config})
-        else:
-            sample = _problem_sample(path, number, row, system_prompt, report)
+        try:
+            sample = _sample(path, number, row, system_prompt, report)
+            digest = b"" if sample is None else _digest(sample)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other rows are read
+            report.note("bad_rows", number, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            continue
         if sample is None:
             continue
-        digest = _digest(sample)
         if digest in seen:
             report.note("duplicates", number, "the same as an earlier row")
             continue
@@ -135,25 +141,6 @@ def data_uri(data: bytes | memoryview, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Write rows to a .parquet or .jsonl file; how many there were. ValueError for another ending or no rows."""
-    path = Path(path)
-    rows = list(rows)
-    if not rows:
-        raise ValueError(f"there are no rows to write to {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    else:
-        raise ValueError(f"{path} ends in neither .parquet nor .jsonl")
-    return len(rows)
-
-
 def repair(text: str) -> tuple[str, bool]:
     r"""`text` with control characters turned back into the LaTeX they came from (\b + oxed), and whether any were."""
     repaired = text
@@ -162,37 +149,13 @@ def repair(text: str) -> tuple[str, bool]:
     return repaired, repaired != text
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a .parquet or .jsonl file. ValueError if it is missing, broken or of another kind."""
-    if not path.is_file():
-        raise ValueError(f"no dataset file {str(path)!r}: make it with launch/prepare.py, or give the path of one")
-    if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise ValueError(f"{path}: line {number} is no JSON: {error}") from error
-    elif path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
-                yield from batch.to_pylist()
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{path} is no readable parquet file: {' '.join(str(error).split())}") from error
-    else:
-        raise ValueError(f"{path} is neither .parquet nor .jsonl: convert it")
-
-
 def env_config(row: dict[str, Any]) -> dict[str, Any] | None:
     """What a Sokoban row says about its board; None for other rows."""
     extra = row.get("extra_info")
     if isinstance(extra, str):
         try:
             extra = json.loads(extra)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return None
     config = extra.get("env_config") if isinstance(extra, dict) else row.get("env_config")
     return config if isinstance(config, dict) else None
@@ -203,6 +166,24 @@ def _digest(sample: Sample) -> bytes:
     images = [image.content_hash for image in sample.images]
     parts = (sample.prompt, sample.label, images, sample.metadata.get("env_config"))
     return hashlib.sha256(repr(parts).encode()).digest()
+
+
+def _missing_column(row: dict[str, Any]) -> str:
+    """Of a file's first row; "" for one that has all, or describes a board."""
+    return "" if env_config(row) is not None else next((name for name in ("problem", "answer") if name not in row), "")
+
+
+def _sample(path: Path, number: int, row: dict[str, Any], system_prompt: str, report: Report) -> Sample | None:
+    """The sample of a row; None if the row is unusable, which is counted. WireError if no ticket can carry it."""
+    config = env_config(row)
+    if config is not None:
+        prompt = ({"role": "system", "content": system_prompt},) if system_prompt else ()
+        sample: Sample | None = Sample(f"{path.stem}-{number}", prompt, metadata={"env_config": config})
+    else:
+        sample = _problem_sample(path, number, row, system_prompt, report)
+    if sample is not None:
+        encode(Tickets((Ticket("0-0", sample, 1, 0, Sampling(), 0.0),)))
+    return sample
 
 
 def _problem_sample(path: Path, number: int, row: dict[str, Any], system_prompt: str, report: Report) -> Sample | None:
@@ -218,7 +199,7 @@ def _problem_sample(path: Path, number: int, row: dict[str, Any], system_prompt:
     try:
         images = tuple(Image.of(_image_bytes(item, path.parent)) for item in _image_items(row))
         content = _content(problem, len(images))
-    except (ValueError, OSError, SyntaxError, PILImage.DecompressionBombError) as error:
+    except Exception as error:  # noqa: BLE001 - Pillow's decoders raise OSError, SyntaxError, struct.error and others
         report.note("bad_images", number, " ".join(str(error).split()))
         return None
     wrong = label_problem(answer)

@@ -28,10 +28,10 @@ from typing import Any
 from envs.boards import data as sokoban_data
 from envs.boards.board import Board
 from envs.boards.generate import BoardSpec
-from envs.datasets import write_rows
 from envs.geometry import data as problem_data
 from envs.geometry import triangles
 from envs.geometry.data import listed
+from envs.row_files import write_rows
 from launch.hub import local_dataset
 from shared.config import fail
 

@@ -17,6 +17,7 @@ from threading import Event
 from typing import Any
 
 from learner.distributed import Ranks, broadcast_flag, broadcast_groups
+from learner.images import rgb_of
 from learner.metrics.episodes import RunResult, evaluation_metrics, held_out_metrics, middle_half, rollout_metrics
 from learner.metrics.writer import MetricLogger
 from learner.tickets.ledger import Ledger
@@ -28,6 +29,7 @@ from shared.recording import Recorder
 from shared.types import Group, PolicyVersion, Sample, Sampling, Stop
 
 KEPT_BAD_BATCHES = 10
+SHOWN_CHARACTERS = 2**16  # of a transcript
 
 
 class Follower:
@@ -177,19 +179,23 @@ class Coordinator(Follower):
     def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None:
         """Writes the groups of a step that could not be made; those of the last few steps are kept."""
         folder = self.run_dir / "bad_steps"
-        recorder = Recorder(folder / f"step_{step:08d}")
-        for group in groups:
-            recorder.add(group)
-        for old in sorted(folder.iterdir())[:-KEPT_BAD_BATCHES]:
-            shutil.rmtree(old)
+        try:
+            recorder = Recorder(folder / f"step_{step:08d}")
+            for group in groups:
+                recorder.add(group)
+            for old in sorted(folder.iterdir())[:-KEPT_BAD_BATCHES]:
+                shutil.rmtree(old)
+        except OSError as error:
+            self.log.error("the batch of step %d is not kept: %s", step, error)
         self.log.warning("step %d has no finite loss and gradient and is skipped; its batch is in %s", step, folder)
 
     def _show(self, step: int, group: Group) -> None:
         """An episode to look at: its images and its transcript."""
         episode = group.trajectories[0]
         for number, image in enumerate(episode.images[:4]):
-            self.metrics.image(step, f"episode/picture_{number}", bytes(image.data))
-        transcript = "\n".join("    " + line for line in episode.text.splitlines())
+            with suppress(ValueError):  # an episode that is not trained on may hold what is no image
+                self.metrics.image(step, f"episode/picture_{number}", rgb_of(image))
+        transcript = "\n".join("    " + line for line in episode.text[:SHOWN_CHARACTERS].splitlines())
         self.metrics.text(step, "episode/transcript", f"reward {episode.reward:.3f}, {episode.ending}\n\n{transcript}")
 
     # -------------------------------------------------------------- evaluation
@@ -248,7 +254,10 @@ class Coordinator(Follower):
             explained_variance=middle_half(self._explained),
             held_out=held_out_metrics(self.results),
         )
-        (self.run_dir / "result.json").write_text(json.dumps(result.as_dict()) + "\n")
+        try:
+            (self.run_dir / "result.json").write_text(json.dumps(result.as_dict()) + "\n")
+        except OSError as error:
+            self.log.error("result.json is not written: %s", error)
         return result
 
     def close(self, farewell: Stop | None) -> None:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image as PILImage
-from PIL import UnidentifiedImageError
 
 from shared.types import Image
 from shared.vision import IMAGE_FORMATS, MAX_IMAGE_PIXELS, Grid, VisionSpec, patchify
 
-MAX_GRIDS = 1 << 20
+MAX_GRIDS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,20 +61,30 @@ class ImageDecoder:
         spec = self.spec
         with _open(image) as file:
             height, width = spec.resized(*file.size)
-            try:
-                rgb = file.convert("RGB")
-            except OSError as error:
-                raise ValueError(f"image {image.content_hash[:12]} cannot be decoded: {error}") from error
+            rgb = _convert(file, image)
         if rgb.size != (width, height):
             rgb = rgb.resize((width, height), PILImage.Resampling.BICUBIC)
         patches = patchify(np.asarray(rgb), spec)
         return ImagePatches(patches, (1, height // spec.patch_size, width // spec.patch_size))
 
 
+def rgb_of(image: Image) -> np.ndarray:
+    """uint8 [height, width, 3], in the image's own size. ValueError if it is no image."""
+    with _open(image) as file:
+        return np.asarray(_convert(file, image))
+
+
+def _convert(file: PILImage.Image, image: Image) -> PILImage.Image:
+    try:
+        return file.convert("RGB")
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
+        raise ValueError(f"image {image.content_hash[:12]} cannot be decoded: {error}") from error
+
+
 def _open(image: Image) -> PILImage.Image:
     try:
         file = PILImage.open(io.BytesIO(image.data), formats=IMAGE_FORMATS)
-    except (UnidentifiedImageError, PILImage.DecompressionBombError) as error:
+    except Exception as error:  # as in `_convert`
         raise ValueError(f"image {image.content_hash[:12]} ({len(image.data)} bytes) is refused: {error}") from error
     if file.width * file.height > MAX_IMAGE_PIXELS:
         raise ValueError(

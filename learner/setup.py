@@ -91,7 +91,7 @@ def build_coordinator(
         learner.actor_timeout_s,
         sockets=SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages),
         secure=learner_security(recipe.transport, learner.bind),
-        check=partial(check_group, decoder=trainer.decoder),
+        check=partial(check_group, decoder=trainer.decoder, max_context=recipe.model.max_context),
         max_failure_share=recipe.env.max_failure_share,
     )
     ticket_server = TicketServer(source, BookSettings.of(recipe, refusal(learner.objective)), settings)

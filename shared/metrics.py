@@ -36,4 +36,11 @@ def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for row in rows:
         for key, value in row.items():
             columns.setdefault(key, []).append(float(value))
-    return {key: math.fsum(values) / len(values) for key, values in columns.items()}
+    return {key: _sum(values) / len(values) for key, values in columns.items()}
+
+
+def _sum(values: list[float]) -> float:
+    try:
+        return math.fsum(values)
+    except OverflowError:  # of finite values
+        return math.copysign(math.inf, max(values, key=abs))

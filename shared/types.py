@@ -19,6 +19,8 @@ Item = TypeVar("Item")
 ITEMS = 2**16  # of one list or dict
 _INT31 = 2**31 - 1
 Text = Annotated[str, Meta(max_length=2**22)]
+Id = Annotated[str, Meta(max_length=2**8)]  # of a ticket or a process: the learner sends it back, many at once
+Url = Annotated[str, Meta(max_length=2**11)]
 Many = Annotated[tuple[Item, ...], Meta(max_length=ITEMS)]
 Natural = Annotated[int, Meta(ge=0, le=_INT31)]
 Positive = Annotated[int, Meta(ge=1, le=_INT31)]
@@ -103,7 +105,7 @@ class Sampling(Record, frozen=True):
 class Ticket(Record, frozen=True):
     """The learner's permission to play one group of episodes of one sample."""
 
-    id: Text
+    id: Id
     sample: Sample
     group_size: Annotated[int, Meta(ge=1, le=2**16)]
     version: PolicyVersion  # the version at which the ticket was issued
@@ -165,8 +167,8 @@ class Message(Record, frozen=True, tag_field="kind", tag=True):
 class Group(Message, frozen=True, eq=False, weakref=True):
     """A ticket's trajectories, all of one sample."""
 
-    ticket_id: Text
-    actor: Text
+    ticket_id: Id
+    actor: Id
     trajectories: Many[Trajectory]
     played_s: NonNegative = 0.0
 
@@ -177,10 +179,10 @@ class Group(Message, frozen=True, eq=False, weakref=True):
 class Hello(Message, frozen=True):
     """An actor introduces itself and the engines it uses; repeated as a heartbeat, with the held tickets."""
 
-    actor: Text
-    engine_urls: Many[Text]
+    actor: Id
+    engine_urls: Many[Url]
     vocab_size: Positive
-    held: Many[Text] = ()  # ids of tickets being played or waiting for acknowledgment
+    held: Many[Id] = ()  # ids of tickets being played or waiting for acknowledgment
     idle_frac: Share = 0.0  # share of the last interval in which no episode was running
 
 
@@ -202,9 +204,9 @@ class Bye(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The learner knows the actor. `run_id` is new with each run, `process_id` also with each restart of a run."""
 
-    run_id: Text
+    run_id: Id
     version: PolicyVersion
-    process_id: Text
+    process_id: Id
 
 
 class Tickets(Message, frozen=True):
@@ -214,26 +216,26 @@ class Tickets(Message, frozen=True):
 class Receipt(Message, frozen=True):
     """The groups of these tickets came and are taken; to be kept until their Ack."""
 
-    ticket_ids: Many[Text]
+    ticket_ids: Many[Id]
 
 
 class Refusal(Message, frozen=True):
     """The group of `ticket_id` came and is of no use; to be forgotten."""
 
-    ticket_id: Text
+    ticket_id: Id
     reason: Text
 
 
 class Ack(Message, frozen=True):
     """The groups of these tickets are trained and in the ledger (or their evaluation has them): to be forgotten."""
 
-    ticket_ids: Many[Text]
+    ticket_ids: Many[Id]
 
 
 class Cancel(Message, frozen=True):
     """These tickets are void; an actor stops playing them and discards what it holds of them."""
 
-    ticket_ids: Many[Text]
+    ticket_ids: Many[Id]
     reason: Text
 
 

@@ -8,6 +8,7 @@ import resource
 import pytest
 import torch
 
+from learner.checkpoints.best import Best
 from learner.checkpoints.saver import Restored, Saver, choose_checkpoint, list_checkpoints, load_checkpoint
 from learner.export import export, export_checkpoint
 from learner.model.policy import load_policy
@@ -105,6 +106,17 @@ def test_the_best_checkpoint_and_the_one_under_evaluation_are_not_removed(new_tr
     assert [p.name[-1] for p in list_checkpoints(tmp_path)] == ["1", "3", "4"]
     saver.result_of_last(0.7)
     assert [p.name[-1] for p in list_checkpoints(tmp_path)] == ["3", "4"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "7", "{}", '{"step": "x", "value": 1}', "[" * 100_000])
+def test_a_damaged_note_of_the_best_checkpoint_is_replaced_by_the_next_result(tmp_path, content):
+    (tmp_path / "best.json").write_text(content)
+    best = Best.load(tmp_path)
+    assert best.kept() == Best(tmp_path / "best.json").kept()
+    best.candidate = 3
+    assert best.result(0.5)
+    assert (Best.load(tmp_path).step, Best.load(tmp_path).value) == (3, 0.5)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.json"]
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):

@@ -6,6 +6,8 @@ import io
 import os
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -14,8 +16,9 @@ from envs.boards.board import canonical
 from envs.boards.data import board_in_text, different, make_boards, read_boards, row_of, split_boards
 from envs.boards.generate import BoardSpec
 from envs.boards.solver import solve
-from envs.datasets import MAX_IMAGE_BYTES, data_uri, load_dataset, repair, with_images, write_rows
+from envs.datasets import MAX_IMAGE_BYTES, data_uri, load_dataset, repair, with_images
 from envs.geo3k import build_env
+from envs.row_files import write_rows
 
 DATA = Path(__file__).parent / "data"
 
@@ -66,6 +69,49 @@ def test_bad_rows_are_counted_and_left_out(tmp_path, suffix):
     assert (report.bad_labels, report.repaired) == (1, 1)
     assert "row 1: the same as an earlier row" in report.summary()
     assert "\n" not in report.summary()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[1, 2]",
+        b"7",
+        b"null",
+        b'"text"',
+        b"[" * 200_000,
+        b'{"a":' * 50_000,
+        b'{"problem": "x?", "answer": ' + b"9" * 5000 + b"}",
+        b'{"problem": "x?", "answer": "1"',
+        b"\xff\xfe",
+        b'{"problem": [7], "answer": "1"}',
+        b'{"problem": "x?", "answer": "1", "images": 7}',
+        b'{"extra_info": {"env_config": {"seed": 99999999999999999999999}}}',
+        b'{"extra_info": {"env_config": {"a": ' + b"[" * 100 + b"]" * 100 + b"}}}",
+        b'{"extra_info": {"env_config": {"a": NaN}}}',
+        b'{"problem": "\\ud800 x?", "answer": "1"}',
+    ],
+)
+def test_a_row_that_cannot_be_used_ends_alone(tmp_path, line):
+    good = [b'{"problem": "x?", "answer": "1"}', b'{"problem": "y?", "answer": "1"}']
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join([good[0], line, good[1]]))
+    report = load_dataset(tmp_path / "rows.jsonl").report
+    assert (report.rows, report.samples, report.bad_rows + report.bad_images) == (3, 2, 1)
+    assert "row 1: " in report.summary()
+    assert len(report.summary()) < 1000
+
+
+def test_a_first_row_that_is_none_does_not_hide_a_missing_column(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('7\n{"question": "x?"}\n')
+    with pytest.raises(ValueError, match="no column 'problem'; it has: question"):
+        load_dataset(tmp_path / "rows.jsonl")
+
+
+def test_a_parquet_row_whose_text_is_none_ends_alone(tmp_path):
+    texts = pyarrow.array([b"x?", b"\xff\xfe", b"y?"], pyarrow.binary()).view(pyarrow.string())
+    table = pyarrow.table({"problem": texts, "answer": ["1", "1", "1"]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    report = load_dataset(tmp_path / "rows.parquet").report
+    assert (report.rows, report.samples, report.bad_rows) == (3, 2, 1)
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "pipe", "folder", "huge.png"])

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from envs.datasets import load_dataset, write_rows
+from envs.datasets import load_dataset
 from envs.geometry.triangles import rows
+from envs.row_files import write_rows
 from tests.support.machine import LocalServer, QuietHandler
 from tests.support.tiny import tiny_model_dir
 

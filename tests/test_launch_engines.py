@@ -157,6 +157,18 @@ def test_a_gpu_is_given_to_one_owner_at_a_time(tmp_path, monkeypatch):
     assert claim(["0"], "learner rank 0")
 
 
+def test_a_lock_that_somebody_else_has_put_there_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / "pronk-gpu-0.lock").symlink_to(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match=r"pronk-gpu-0.lock cannot be opened: .*; remove it"):
+        claim(["0"], "engine on port 1")
+    assert (tmp_path / "theirs").read_text() == "precious"
+    (tmp_path / "pronk-gpu-1.lock").mkdir()
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        claim(["1"], "engine on port 1")
+
+
 @pytest.fixture
 def started(tmp_path):
     """Starts an engine whose command is Python with these arguments; it ends with the test."""

@@ -18,12 +18,11 @@ from shared.metrics import Distribution, means
 
 
 def test_scalars_images_and_texts_are_read_back_by_tensorboard(tmp_path: Path) -> None:
-    png = io.BytesIO()
-    PILImage.new("RGB", (6, 4), "red").save(png, "PNG")
+    red = np.zeros((4, 6, 3), np.uint8) + np.uint8([255, 0, 0])
     logger = MetricLogger(tmp_path / "run")
     logger.scalars(1, {"reward": np.float32(0.5), "loss": float("nan")})
     logger.scalars(2, {"reward": 1})
-    logger.image(2, "board", png.getvalue())
+    logger.image(2, "board", red)
     logger.text(2, "sample", "**hello**")
     logger.close()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -14,7 +14,8 @@ from envs.boards.board import Board, board_from_config, board_of, canonical
 from envs.boards.data import make_boards, row_of
 from envs.boards.generate import BoardSpec
 from envs.boards.solver import solve
-from envs.datasets import load_dataset, read_rows, write_rows
+from envs.datasets import load_dataset
+from envs.row_files import read_rows, write_rows
 from launch.prepare import main
 
 DATA = Path(__file__).parent / "data"
@@ -27,7 +28,7 @@ def prepare(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def boards_in(path: Path) -> list[Board]:
-    return [board_from_config(row["extra_info"]["env_config"]) for row in read_rows(path)]
+    return [board_from_config(row["extra_info"]["env_config"]) for _, row in read_rows(path)]
 
 
 def image(colour: object) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 from collections import OrderedDict
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image as PILImage
-from PIL import UnidentifiedImageError
 
 from shared.vision import IMAGE_FORMATS, MAX_IMAGE_PIXELS, Grid, VisionSpec, patchify
 
@@ -65,7 +63,7 @@ class ImageCache:
                 if image.width * image.height > MAX_IMAGE_PIXELS:
                     raise ValueError(f"an image of {image.width}x{image.height} pixels is above {MAX_IMAGE_PIXELS}")
                 rgb = load_rgb(image, spec)
-        except (binascii.Error, UnidentifiedImageError, OSError, PILImage.DecompressionBombError) as error:
+        except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
             raise ValueError(f"image_data holds no image that can be read: {error}") from error
         patches = patchify(rgb, spec)
         grid = (1, rgb.shape[0] // spec.patch_size, rgb.shape[1] // spec.patch_size)

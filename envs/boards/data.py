@@ -18,7 +18,8 @@ from envs.boards.generate import BoardSpec, make_board
 from envs.boards.levels import iter_levels
 from envs.boards.render import png, render
 from envs.boards.solver import solve
-from envs.datasets import MAX_LISTED, Tick, data_uri, env_config, no_tick, read_rows
+from envs.datasets import MAX_LISTED, Tick, data_uri, env_config, no_tick
+from envs.row_files import read_rows
 from envs.sokoban import SYSTEM_PROMPT
 
 MAX_REPEATS = 2_000
@@ -93,17 +94,22 @@ def read_boards(path: str | Path, tick: Tick = no_tick) -> Reading:
 
 
 def _read_rows(path: Path, reading: Reading, tick: Tick) -> None:
-    for number, row in enumerate(read_rows(path)):
+    def refuse(number: int, reason: str) -> None:
+        reading.refuse(f"{path.name} row {number}", ValueError(reason))
+
+    first = True
+    for number, row in read_rows(path, refuse):
         tick(number + 1)
         config = env_config(row)
-        if number == 0 and config is None and "prompt" not in row:
+        first, was_first = False, first
+        if was_first and config is None and "prompt" not in row:
             raise ValueError(f"{path} has no column 'prompt' or 'extra_info'; it has: {', '.join(map(str, row))}")
         try:
             if config is not None and config.get("initial_base_grid") is not None:
                 reading.boards.append(board_from_config(config))
             else:
                 reading.boards.append(board_in_text(_prompt_text(row.get("prompt"))))
-        except (ValueError, TypeError, KeyError, IndexError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other rows are read
             reading.refuse(f"{path.name} row {number}", error)
 
 

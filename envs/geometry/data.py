@@ -14,8 +14,9 @@ from typing import Any
 
 from PIL import Image as PILImage
 
-from envs.datasets import MAX_LISTED, Dataset, Report, Tick, data_uri, load_dataset, no_tick, read_rows
+from envs.datasets import MAX_LISTED, Dataset, Report, Tick, data_uri, load_dataset, no_tick
 from envs.math_reward import label_problem
+from envs.row_files import read_rows
 from shared.types import Sample
 from shared.vision import IMAGE_FORMATS
 
@@ -24,13 +25,17 @@ def read_problems(paths: Iterable[Path], tick: Tick = no_tick) -> Dataset:
     """All rows with a readable image and a label that parses. ValueError for a missing file or column, or no row."""
     samples, total = [], Report()
     for path in paths:
-        columns = next(read_rows(path), {})
+        _, columns = next(read_rows(path, no_complaint), (0, {}))
         if columns and "problem" not in columns:
             raise ValueError(f"{path} has no column 'problem'; it has: {', '.join(map(str, columns))}")
         data = load_dataset(path, tick=tick)
         total.add(data.report, f"{path.name} ")
         samples += [sample for sample in data.samples if not label_problem(sample.label)]
     return Dataset(samples, total)
+
+
+def no_complaint(number: int, reason: str) -> None:
+    pass
 
 
 def split_problems(samples: Iterable[Sample], num_heldout: int, seed: int = 0) -> tuple[list[Sample], list[Sample]]:

@@ -55,7 +55,7 @@ def claim(gpus: Sequence[str], owner: str) -> list[TextIO]:
     held: list[TextIO] = []
     for gpu in gpus:
         path = Path(tempfile.gettempdir()) / f"pronk-gpu-{gpu}.lock"
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
+        file = _lock_file(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -66,6 +66,14 @@ def claim(gpus: Sequence[str], owner: str) -> list[TextIO]:
         file.flush()
         held.append(file)
     return held
+
+
+def _lock_file(path: Path) -> TextIO:
+    """The lock file, which only its owner can write. ConfigError if somebody else has put something there."""
+    try:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
+    except OSError as error:
+        raise ConfigError(f"the lock {path} cannot be opened: {error.strerror}; remove it, or set TMPDIR") from None
 
 
 def num_visible() -> int:

@@ -4,6 +4,7 @@ last good one, which a run can step back to."""
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +39,15 @@ class Best:
 
     @staticmethod
     def load(folder: Path) -> Best:
+        """What best.json says; a file that cannot be read says nothing, and is replaced by the next result."""
         best = Best(folder / "best.json")
-        if best.file.exists():
+        try:
             known = json.loads(best.file.read_text())
-            best.step, best.value = known["step"], known["value"]
+            best.step, best.value = int(known["step"]), float(known["value"])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            get_logger("learner").error("%s is ignored, it cannot be read: %s", best.file, error)
         return best
 
     def result(self, value: float) -> bool:
@@ -52,7 +58,13 @@ class Best:
         self.step, self.value = step, value
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps({"checkpoint": checkpoint_name(step), "step": step, "value": value}) + "\n")
+            text = json.dumps({"checkpoint": checkpoint_name(step), "step": step, "value": value}) + "\n"
+            part = self.file.with_suffix(".part")
+            with part.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self.file)  # at once: whoever reads it finds the old or the new one
         except OSError as error:
             get_logger("learner").error("%s is not written: %s", self.file, error)
         return True

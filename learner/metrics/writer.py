@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import time
@@ -11,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 from shared.log import get_logger
@@ -46,9 +44,8 @@ class MetricLogger:
 
         self._write(step, write)
 
-    def image(self, step: int, name: str, encoded: bytes) -> None:
-        """`encoded`: the bytes of an image file, such as PNG."""
-        pixels = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """`pixels`: uint8 [height, width, 3]."""
         self._write(step, lambda events: events.add_image(name, pixels, step, dataformats="HWC"))
 
     def text(self, step: int, name: str, markdown: str) -> None:

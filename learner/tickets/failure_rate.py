@@ -8,6 +8,7 @@ from shared.types import Ending, Group
 
 BLAMED = frozenset({Ending.ENV_ERROR, Ending.ENV_TIMEOUT, Ending.REWARD_ERROR, Ending.REWARD_TIMEOUT})
 WINDOW = 256  # episodes looked back on
+KEPT_CHARACTERS = 1000  # of a reason
 LEAST = 32  # nothing is concluded from fewer
 
 
@@ -24,7 +25,7 @@ class FailureRate:
 
     def add(self, group: Group) -> None:
         for t in group.trajectories:
-            self._recent.append(f"{t.ending}: {t.error}" if t.ending in BLAMED else "")
+            self._recent.append(f"{t.ending}: {t.error[:KEPT_CHARACTERS]}" if t.ending in BLAMED else "")
 
     def check(self) -> None:
         """TooManyFailures, with the first reason that is remembered, if the share is passed."""

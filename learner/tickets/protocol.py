@@ -11,9 +11,9 @@ from pathlib import Path
 
 from learner.tickets.book import TicketBook, Verdict
 from learner.tickets.failure_rate import FailureRate
-from learner.tickets.rejected import Rejects
 from learner.tickets.selection_bias import SelectionMeter
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
+from shared.guards.refusals import Refusals
 from shared.log import get_logger
 from shared.transport import Router, Secure, Sent, SocketSettings
 from shared.types import Ack, Bye, Cancel, Group, Hello, Receipt, Refusal, Request, Stop, Ticket, Tickets, Welcome
@@ -64,7 +64,7 @@ class TicketProtocol:
         self.actors: dict[bytes, Actor] = {}
         self.issuing = False
         self._log = get_logger("tickets")
-        self.rejects = Rejects(settings.run_dir / "rejected", self._log)
+        self.rejects = Refusals("a message", self._log, settings.run_dir / "rejected")
         self.failures = FailureRate(settings.max_failure_share)
         self._router = router
         self._book = book
@@ -77,7 +77,8 @@ class TicketProtocol:
     # -------------------------------------------------------------- one message
 
     def read(self, frames: Sequence[Frame]) -> Message | WireError:
-        """Decodes and checks a message; the slow part, which needs no lock."""
+        """Decodes and checks a message; the slow part, which needs no lock. Whatever it does to its reader, it is
+        refused."""
         try:
             message = self._router.decode(frames)
         except WireError as error:
@@ -88,14 +89,24 @@ class TicketProtocol:
                     check_trajectory(trajectory, self._settings.rules)
                 if self._settings.check is not None:
                     self._settings.check(message)
+            except WireError as error:
+                error.ticket_id = message.ticket_id
+                return error
             except ValueError as error:
-                refusal = error if isinstance(error, WireError) else WireError("unusable", str(error))
-                refusal.ticket_id = message.ticket_id
-                return refusal
+                return WireError("unusable", str(error), message.ticket_id)
+            except Exception as error:  # noqa: BLE001 - a group's content reaches decoders that are not ours
+                return WireError("unreadable", f"{type(error).__name__}: {error}", message.ticket_id)
         return message
 
     def answer(self, peer: bytes, message: Message | WireError, frames: Sequence[Frame]) -> None:
+        """Does what the message asks for. One that cannot be answered is refused, and the run goes on."""
         key = peer.decode("utf-8", "replace")
+        try:
+            self._answer(peer, key, message, frames)
+        except Exception as error:  # noqa: BLE001 - it is this message's, not the run's
+            self.rejects.add(key, "unanswerable", f"{type(error).__name__}: {error}", frames)
+
+    def _answer(self, peer: bytes, key: str, message: Message | WireError, frames: Sequence[Frame]) -> None:
         actor = self.actors.get(peer)
         if actor is not None:
             actor.last_seen = self._clock()
@@ -108,7 +119,7 @@ class TicketProtocol:
             case Group():
                 self._accept(peer, key, message)
             case Bye(reason):
-                self.forget(peer, f"left: {reason}")
+                self.forget(peer, f"left: {reason[:300]}")
             case WireError():
                 self._refuse(peer, key, message, frames)
             case _:
@@ -118,17 +129,18 @@ class TicketProtocol:
     def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
         misfit = self._misfit(hello)
         if misfit:
-            self.rejects.add(key, misfit, ())
+            self.rejects.add(key, misfit.reason, misfit.detail)
             self._turn_away(peer, misfit.detail)
             return
         if peer not in self.actors:
-            self._log.info("actor %s is here, with engines %s", key, ", ".join(hello.engine_urls))
+            self._log.info("actor %s is here, with engines %s", key, ", ".join(hello.engine_urls)[:1000])
         slots = self.actors[peer].slots if peer in self.actors else 0
         self.actors[peer] = Actor(key, hello.engine_urls, hello.idle_frac, self._clock(), slots)
         void = self._book.held(key, hello.held)
         self._send(peer, Welcome(self._settings.run_id, self._book.version, self._book.nonce))
-        if void:
-            self._send(peer, Cancel(void, "the learner has no use for these tickets"))
+        for start in range(0, len(void), IDS_PER_MESSAGE):
+            ids = void[start : start + IDS_PER_MESSAGE]
+            self._send(peer, Cancel(ids, "the learner has no use for these tickets"))
 
     def _misfit(self, hello: Hello) -> WireError | None:
         """Why this actor cannot take part."""
@@ -175,7 +187,7 @@ class TicketProtocol:
             self._send(peer, Receipt(tuple(taken)))
 
     def _refuse(self, peer: bytes, key: str, error: WireError, frames: Sequence[Frame]) -> None:
-        self.rejects.add(key, error, frames)
+        self.rejects.add(key, error.reason, error.detail, frames)
         if error.reason == "schema_version":
             self._turn_away(peer, error.detail)
         if error.ticket_id:

@@ -37,7 +37,7 @@ class Moments:
 
     @property
     def deviation(self) -> float:
-        return math.sqrt(max(0.0, self.squares / self.count - self.mean**2))
+        return math.sqrt(max(0.0, self.squares / self.count - self.mean * self.mean))  # a power would raise
 
 
 class SelectionMeter:

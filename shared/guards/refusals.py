@@ -1,0 +1,75 @@
+"""What is refused at a border: counted, one log line a minute for each reason, the last ones kept as files."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from logging import Logger
+from pathlib import Path
+
+import msgspec
+
+LOG_EVERY_S = 60.0
+KEPT_FILES = 20
+KEPT_BYTES = 16 * 2**20
+KEPT_EVERY_S = 10.0  # no more than `KEPT_FILES` are written in so long, whatever comes
+
+
+class Refusals:
+    """`what` names one refused thing in the log, such as "a message". Without a folder nothing is kept."""
+
+    def __init__(
+        self, what: str, log: Logger, folder: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._what, self._log, self._folder, self._clock = what, log, folder, clock
+        self._logged: dict[str, float] = {}  # when the last line of each reason was written
+        self._kept_at = [float("-inf")] * KEPT_FILES  # when the last files were written
+        files = sorted(folder.glob("*.msgpack")) if folder is not None else []
+        self._number = max((_number_of(path) for path in files), default=-1) + 1
+
+    def add(self, source: str, reason: str, detail: str, frames: Sequence[bytes | memoryview] = ()) -> None:
+        """`reason` is a short fixed word, `source` who sent it, `frames` the thing itself.
+
+        A kept file is msgpack: {"peer", "reason", "detail", "frames"}, frames cut off after 16 MiB.
+        """
+        self.counts[reason] += 1
+        path = self._keep(source, reason, detail, frames)
+        now = self._clock()
+        if now - self._logged.get(reason, float("-inf")) < LOG_EVERY_S:
+            return
+        self._logged[reason] = now
+        place = f"; kept as {path}" if path else ""
+        line = "rejected %s of %s: %s: %s (%d for this reason so far, no further line for a minute%s)"
+        self._log.warning(line, self._what, source[:100], reason, detail[:500], self.counts[reason], place)
+
+    def _keep(self, source: str, reason: str, detail: str, frames: Sequence[bytes | memoryview]) -> Path | None:
+        now = self._clock()
+        if self._folder is None or now - self._kept_at[self._number % KEPT_FILES] < KEPT_EVERY_S:
+            return None
+        kept, room = [], KEPT_BYTES
+        for frame in frames:
+            if room <= 0:
+                break
+            kept.append(bytes(frame[:room]))
+            room -= len(kept[-1]) + 1
+        record = {"peer": source, "reason": reason, "detail": detail, "frames": kept}
+        path = self._folder / f"{self._number:08d}-{re.sub('[^A-Za-z0-9_.-]', '_', source)[:64]}-{reason}.msgpack"
+        self._kept_at[self._number % KEPT_FILES] = now
+        self._number += 1
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.msgpack.encode(record))
+            for old in sorted(self._folder.glob("*.msgpack"))[:-KEPT_FILES]:
+                old.unlink()
+        except OSError as error:
+            self._log.warning("could not keep %s that was rejected: %s", self._what, error)
+            return None
+        return path
+
+
+def _number_of(path: Path) -> int:
+    number = path.name.partition("-")[0]
+    return int(number) if number.isdecimal() and len(number) < 19 else -1
