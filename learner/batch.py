@@ -45,7 +45,6 @@ class Episode:
         return len(self.input_ids)
 
 
-MAX_REWARD = 1e15  # its square, and sums of them, are finite in float32
 _OVERLONG = frozenset({Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})
 
 
@@ -82,27 +81,6 @@ def check_layout(trajectory: Trajectory, spec: VisionSpec) -> None:
         raise ValueError(f"{placeholders.sum()} image placeholders but {len(trajectory.images)} images")
     if not sampled.any() or sampled[0] or (placeholders & sampled).any():
         raise ValueError("an episode needs a prompt, then sampled tokens, none of which is an image's placeholder")
-
-
-def check_group(group: Group, decoder: ImageDecoder, max_context: int | None = None) -> None:
-    """ValueError, in one line, if `make_episodes` and `pack` cannot use `group`; its decoded images are kept for them.
-
-    For the receiver of groups, so that no bad one reaches a step: neither one that takes more memory than an episode
-    of `max_context` tokens, nor a number whose square is infinite.
-    """
-    trainable = [trajectory for trajectory in group.trajectories if trajectory.trainable]
-    for trajectory in trainable:
-        check_layout(trajectory, decoder.spec)
-        visual = sum(decoder.spec.num_tokens(decoder.grid(image)) for image in trajectory.images)
-        num_tokens = len(trajectory.token_ids) - len(trajectory.images) + visual
-        if max_context is not None and num_tokens > max_context:
-            raise ValueError(f"an episode of {num_tokens} tokens, images expanded; model.max_context is {max_context}")
-        largest = max(abs(number) for number in (trajectory.reward, *(turn.reward for turn in trajectory.turns)))
-        if largest > MAX_REWARD:
-            raise ValueError(f"an episode earned {largest:g}; a reward may be up to {MAX_REWARD:g}")
-    for trajectory in trainable:
-        for image in trajectory.images:
-            decoder.get(image)
 
 
 def make_episode(

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from learner.batch import check_group
 from learner.checkpoints.saver import Saver, restore
 from learner.coordinator import Follower
 from learner.distributed import close_ranks, gpu_bytes, init_ranks
+from learner.guards.bad_groups import check_group
 from learner.guards.guards import Guards
 from learner.loop import check_step, is_due
 from learner.metrics.episodes import rollout_metrics

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from learner.batch import check_group, is_uninformative
+from learner.batch import is_uninformative
 from learner.coordinator import Coordinator, Follower
 from learner.distributed import Ranks
+from learner.guards.bad_groups import check_group
 from learner.model import attention_backend
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import parallelize

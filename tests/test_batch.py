@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from PIL import Image as PILImage
 
-from learner.batch import check_group, empty_microbatch, make_episode, make_episodes, pack, plan, plan_together
+from learner.batch import empty_microbatch, make_episode, make_episodes, pack, plan, plan_together
+from learner.guards.bad_groups import check_group
 from learner.images import ImageDecoder
 from shared.learner_config import ObjectiveConfig
 from shared.types import Ending, Group, Image

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from learner.batch import check_group
+from learner.guards.bad_groups import check_group
 from learner.images import ImageDecoder
 from learner.tickets.book import TicketBook
 from learner.tickets.selection_bias import SelectionMeter
@@ -23,7 +23,7 @@ from shared.guards.refusals import KEPT_EVERY_S, KEPT_FILES, LOG_EVERY_S, Refusa
 from shared.metrics import means
 from shared.types import Cancel, Group, Hello, Refusal, Ticket, Turn, Welcome
 from shared.vision import VisionSpec
-from tests.support.damaged_images import DAMAGED
+from tests.support.hostile.images import DAMAGED
 from tests.support.machine import until
 from tests.support.ticket_server_rig import Peer, opened
 from tests.support.tiny import draw_image, png

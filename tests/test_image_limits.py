@@ -17,7 +17,7 @@ from envs.row_files import write_rows
 from learner.images import ImageDecoder
 from shared.types import Image
 from shared.vision import VisionSpec
-from tests.support.damaged_images import DAMAGED, encoded
+from tests.support.hostile.images import DAMAGED, encoded
 
 SPEC = VisionSpec(image_token_id=7)
 
