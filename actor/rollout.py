@@ -127,7 +127,7 @@ class _Episode:
                 stop_ids=(self._renderer.end_id,),
                 max_new_tokens=min(room, budget, limits.turn_tokens, sampling.max_new_tokens),
                 seed=episode_seed(self._ticket, self._index, len(self._turns)),
-                cache_key=f"version {self._ticket.version}",  # what older weights made of the same start is not used
+                cache_key=cache_key(self._ticket),  # what older weights made of the same start is not used
             )
         except EngineError as error:
             raise _Ended(Ending.ENGINE_ERROR, str(error)) from error
@@ -253,6 +253,11 @@ class _Episode:
             log.warning("an environment's close failed: %s", failure.error)
             return False
         return True
+
+
+def cache_key(ticket: Ticket) -> str:
+    """The same for tickets of one version and learner process: after a restart a number stands for other weights."""
+    return f"version {ticket.version} of {ticket.id.rpartition('-')[2]}"
 
 
 def episode_seed(ticket: Ticket, index: int, turn: int) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from actor.render import Fragment
+from shared.engine_messages import weight_name
 from shared.types import Completion, Ending, Image, Trajectory, Turn
 
 
@@ -19,6 +20,7 @@ class Stream:
         self.logprobs: list[float] = []
         self.versions: list[int] = []
         self.images: list[Image] = []
+        self.weights: set[str] = set()  # by their full names
         self.num_expanded = self.num_sampled = 0
 
     def observe(self, fragment: Fragment) -> None:
@@ -39,6 +41,8 @@ class Stream:
         self.logprobs += completion.logprobs
         for span in completion.spans:
             self.versions += [span.version] * (span.end - span.start)
+            if span.process:
+                self.weights.add(weight_name(span.version, span.process))
         self.num_expanded += count
         self.num_sampled += count
 
@@ -65,4 +69,5 @@ class Stream:
             metrics=dict(metrics or {}),
             text=text,
             error=error,
+            weights=tuple(sorted(self.weights)),
         )

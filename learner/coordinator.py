@@ -24,6 +24,7 @@ from learner.tickets.ledger import Ledger
 from learner.tickets.records import number_of
 from learner.tickets.server import Interrupted, TicketServer
 from shared.config import Recipe
+from shared.engine_messages import weight_name
 from shared.log import get_logger
 from shared.recording import Recorder
 from shared.types import Group, PolicyVersion, Sample, Sampling, Stop
@@ -34,6 +35,8 @@ SHOWN_CHARACTERS = 2**16  # of a transcript
 
 class Follower:
     """On ranks other than 0: gets what rank 0 broadcasts; nothing else needs to be done there."""
+
+    process_id = ""  # what tells rank 0's process from all others of the run
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -94,6 +97,7 @@ class Coordinator(Follower):
         super().__init__(ranks)
         self.recipe, self.ticket_server, self.run_id = recipe, ticket_server, run_id
         self.held_out, self._shutdown = held_out, shutdown
+        self.process_id = ticket_server.process_id
         self.log = get_logger("learner")
         self.run_dir = Path(recipe.run.dir) / recipe.run.name
         self.metrics = MetricLogger(self.run_dir)
@@ -157,7 +161,8 @@ class Coordinator(Follower):
         """Closes a step: acknowledgments, the ledger, metrics; `values` are those of the trainer and the publisher."""
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
-        self.ledger.enter(step, [number_of(group.ticket_id)[0] for group in groups])
+        numbers, weights = [number_of(group.ticket_id)[0] for group in groups], weight_name(version, self.process_id)
+        self.ledger.enter(step, numbers, weights)
         self.ticket_server.commit()  # not before: what is acknowledged is forgotten
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)

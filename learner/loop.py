@@ -53,7 +53,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
             )
         coordinator = build_coordinator(recipe, source, held_out, trainer, restored.coordinator, shutdown.requested)
         stack.push(lambda failure, *_: coordinator.close(shutdown.farewell(complete=failure is None)))
-        publisher = build_publisher(recipe, trainer)
+        publisher = build_publisher(recipe, trainer, coordinator.process_id)
         stack.callback(publisher.close)
         saver = Saver(folder, trainer, ranks, recipe)
         stack.callback(saver.close)

@@ -53,7 +53,7 @@ def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
     return policy
 
 
-def build_publisher(recipe: Recipe, trainer: Trainer) -> Publisher:
+def build_publisher(recipe: Recipe, trainer: Trainer, process_id: str) -> Publisher:
     """With what verifies the engines' weights at a publication, unless the recipe wants none."""
     config, policy, ranks = recipe.learner.publish, trainer.policy, trainer.ranks
     settings = PublishSettings(
@@ -68,7 +68,7 @@ def build_publisher(recipe: Recipe, trainer: Trainer) -> Publisher:
         limits = VerifierSettings(config.verify_every, config.canary_tolerance)
         verifier = WeightVerifier(policy, recipe.model.path, ranks, limits)
     api_key = read_api_key(recipe.engine.api_key_file) if ranks.is_main else ""
-    return Publisher(policy, ranks, settings, verifier, api_key)
+    return Publisher(policy, ranks, settings, verifier, api_key, process_id)
 
 
 def build_coordinator(

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import numpy as np
 
+from shared.engine_messages import parse_weight_name
 from shared.frames import DEFAULT_LIMITS, DTYPES, Frame, Incoming, Limits, Outgoing, WireError, digest
 from shared.types import ITEMS, Group, Image, Message, Tickets, Trajectory
 
@@ -256,6 +257,7 @@ def check_trajectory(t: Trajectory, rules: TokenRules) -> None:
         raise WireError("logprob", "behaviour logprobs must be 0 where the mask is 0")
     if mask and (versions.min() < -1 or (versions >= 0).tobytes() != mask):
         raise WireError("version", "policy versions must be >= 0 where the mask is 1 and -1 elsewhere")
+    _check_weights(t)
     if not (math.isfinite(t.reward) and all(math.isfinite(turn.reward) for turn in t.turns)):
         raise WireError("not_finite", "a reward is not finite")
 
@@ -274,6 +276,14 @@ def _check_turns(t: Trajectory) -> bytes:
             raise WireError("loss_mask", f"loss mask holds {max(mask)}, allowed 0 and 1")
         raise WireError("turns", "turns do not cover exactly the tokens with loss mask 1")
     return mask
+
+
+def _check_weights(t: Trajectory) -> None:
+    try:
+        for name in t.weights:
+            parse_weight_name(name)
+    except ValueError as error:
+        raise WireError("version", str(error)) from None
 
 
 def check_lengths(t: Trajectory) -> None:

@@ -16,7 +16,7 @@ from shared.engine_messages import (
     checksums_of,
     completion_of,
     generate_body,
-    parse_version,
+    parse_weight_name,
     traits_of,
     watched_logprobs,
 )
@@ -135,7 +135,7 @@ class EngineClient(JsonClient):
         return (await self.model_info(timeout_s)).get("weight_version")
 
     async def _version(self) -> PolicyVersion:
-        return self._read(parse_version, await self.weight_version(10.0))
+        return self._read(parse_weight_name, await self.weight_version(10.0))[0]
 
     async def traits(self, timeout_s: float = CALL_S) -> EngineTraits:
         """EngineError if the engine is not healthy, or refuses the API key."""
@@ -183,9 +183,9 @@ class EngineClient(JsonClient):
         body = {**bucket, "load_format": "flattened_bucket"}
         await self.post("/update_weights_from_distributed", body, timeout_s)
 
-    async def end_update(self, version: PolicyVersion | None, timeout_s: float = CALL_S) -> None:
-        """Installs what was received as `version`; None = forgets it."""
-        body = {"discard": True} if version is None else {"weight_version": str(version)}
+    async def end_update(self, name: str | None, timeout_s: float = CALL_S) -> None:
+        """Installs what was received under this name; None = forgets it."""
+        body = {"discard": True} if name is None else {"weight_version": name}
         try:
             await self.post("/end_weight_update", body, timeout_s)
         except EngineError as error:

@@ -100,19 +100,29 @@ def completion_of(answer: Generated) -> Completion:
 
 def _spans(meta: Meta, num_tokens: int) -> tuple[VersionSpan, ...]:
     raw = meta.weight_versions or [Span(meta.weight_version, 0, num_tokens)]
-    spans = tuple(VersionSpan(parse_version(s.version), s.start, s.end) for s in raw if s.start < s.end)
+    named = [(parse_weight_name(s.version), s) for s in raw if s.start < s.end]
+    spans = tuple(VersionSpan(version, s.start, s.end, process) for (version, process), s in named)
     edges = [0, *(s.end for s in spans)]
     if [s.start for s in spans] != edges[:-1] or edges[-1] != num_tokens:
         raise ValueError(f"the weight_versions do not cover the {num_tokens} tokens: {str(raw)[:200]}")
     return spans
 
 
-def parse_version(version: Any) -> PolicyVersion:
-    """A policy version as number; SGLang calls weights that nobody has updated "default": version 0."""
-    text = "0" if version == "default" else str(version)
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
+_NAME = re.compile(r"([0-9]{1,9})(?:-([0-9a-z]{1,32}))?")
+
+
+def weight_name(version: PolicyVersion, process: str) -> str:
+    """What a learner process calls the weights that it publishes: `shared.types.WeightName`."""
+    return f"{version}-{process}" if process else str(version)
+
+
+def parse_weight_name(name: Any) -> tuple[PolicyVersion, str]:
+    """The version, and the learner process that published it; empty where the name has none. SGLang calls weights that
+    nobody has updated "default": version 0."""
+    text = "0" if name == "default" else str(name)
+    if (found := _NAME.fullmatch(text)) is None:
         raise ValueError(f"the weight version is {text[:80]!r}, not a number: no weights of this run yet")
-    return int(text)
+    return int(found[1]), found[2] or ""
 
 
 def watched_logprobs(answer: Any, watched: Sequence[int]) -> tuple[list[float], str | None]:

@@ -29,6 +29,9 @@ NonNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PolicyVersion = Natural
 """Number of weight publications that the policy has seen; -1 marks a token that no policy sampled."""
+WeightName = Annotated[str, Meta(max_length=64)]
+"""What published weights are called: their version and the learner process that published them, as in `6-1f0c9a2b`. A
+restart undoes versions and uses their numbers again; of each process a number stands for one set of weights."""
 
 
 class Ending(StrEnum):
@@ -116,11 +119,13 @@ class Ticket(Record, frozen=True):
 
 
 class VersionSpan(Record, frozen=True, array_like=True):
-    """Tokens [start, end) of one completion were sampled by `version`."""
+    """Tokens [start, end) of one completion were sampled by `version`, that of the learner process `process`; empty
+    where the engine names none."""
 
     version: PolicyVersion
     start: int
     end: int
+    process: str = ""
 
 
 class Completion(Record, frozen=True):
@@ -154,6 +159,7 @@ class Trajectory(Record, frozen=True, eq=False):
     metrics: Annotated[dict[str, Finite], Meta(max_length=ITEMS)] = field(default_factory=dict)
     text: Text = ""  # the readable transcript, for logs
     error: Text = ""  # the reason, when the ending is a failure
+    weights: Many[WeightName] = ()  # that sampled the tokens, by their full names, as far as the engine told them
 
     @property
     def trainable(self) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from shared.codec import WireError, decode, encode
 from shared.types import Group
 from tests.chaos.proxy import corrupted, damaged, is_group
+from tests.chaos.recovery import is_served
 from tests.chaos.report import Recovery, audit, slow, table
 from tests.support.wires import episode
 
@@ -55,6 +56,19 @@ def test_a_step_that_was_trained_again_has_undone_its_first_line(tmp_path: Path)
     lines = ledger.read_text().splitlines()
     ledger.write_text("\n".join([lines[0], json.dumps({"step": 2, "tickets": [3, 4]}), '{"step": 3, "ti', lines[1]]))
     assert audit(folder)["duplicates"] == audit(folder)["lost"] == 0
+
+
+@pytest.mark.parametrize(
+    ("held", "serves"),
+    [
+        *((name, True) for name in ("6-mine", "7-mine")),
+        *((name, False) for name in ("5-mine", "8-mine", "6-dead", "9-dead", "6", "none", "")),
+    ],
+)
+def test_an_engine_serves_when_it_holds_exactly_what_was_published(held: str, serves: bool) -> None:
+    """The next version counts too: the ledger learns of it a moment later."""
+    assert is_served("6-mine", held) is serves
+    assert not is_served("", held)
 
 
 def test_groups_are_told_by_their_first_bytes_and_most_corrupt_ones_are_refused_and_all_damaged_ones() -> None:

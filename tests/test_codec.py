@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shared.codec import MESSAGES, SCHEMA_VERSION, Limits, WireError, decode, encode, frames_of
+from shared.codec import MESSAGES, SCHEMA_VERSION, Limits, WireError, check_trajectory, decode, encode, frames_of
 from shared.frames import digest
 from shared.types import Group, Hello, Image, Refusal, Request, Sample, Stop, Tickets
-from tests.support.wires import EXAMPLES, GROUP, SAMPLE, STOP, TICKET, changed_header, episode, raw, with_header
+from tests.support.wires import EXAMPLES, GROUP, RULES, SAMPLE, STOP, TICKET, changed_header, episode, raw, with_header
 
 pack = msgspec.msgpack.encode
 METADATA = ["tickets", 0, "sample", "metadata"]
@@ -47,6 +47,12 @@ def test_every_kind_of_message_has_an_example() -> None:
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_a_message_comes_back_equal(message: object) -> None:
     assert same(decode(raw(encode(message))), message)  # type: ignore[arg-type]
+
+
+def test_a_name_of_weights_that_no_learner_gives_is_refused() -> None:
+    check_trajectory(episode(6, weights=("5-a", "6-1f0c9a2b")), RULES)
+    for name in ("6-", "-a", "a-6", "6-a b", "6-A", "6-a-b"):
+        refused("version", lambda name=name: check_trajectory(episode(6, weights=(name,)), RULES))
 
 
 def test_arrays_are_copied_neither_on_the_way_out_nor_in() -> None:
@@ -108,6 +114,8 @@ def test_an_image_that_episodes_share_travels_once() -> None:
         (["trajectories", 0, "metrics"], {"success": float("nan")}, "not_finite"),
         (["trajectories", 0, "metrics"], {str(i): 0.0 for i in range(70_000)}, "too_many"),
         (["trajectories", 0, "text"], "x" * (2**22 + 1), "too_large"),
+        (["trajectories", 0, "weights"], ["6-" + "a" * 70], "too_large"),
+        (["trajectories", 0, "weights"], [6], "wrong_type"),
     ],
 )
 def test_a_group_with_a_wrong_field_is_refused_and_names_its_ticket(path: list, value: object, reason: str) -> None:

@@ -38,6 +38,8 @@ def generate(client):
 
 def test_an_answer_becomes_a_completion():
     assert read() == Completion((5, 6, 7), (-0.5, -0.25, 0.0), (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)), "stop")
+    spans = [{"version": "3-0a1b", "start": 0, "end": 2}, {"version": "3-ffff", "start": 2, "end": 3}]
+    assert read(weight_versions=spans).spans == (VersionSpan(3, 0, 2, "0a1b"), VersionSpan(3, 2, 3, "ffff"))
     unnamed = read(weight_versions=None, weight_version="default")  # weights that nobody updated
     assert unnamed.spans == (VersionSpan(0, 0, 3),)
     aborted = read(finish_reason={"type": "abort"}, output_token_logprobs=None, completion_tokens=0)
@@ -64,6 +66,8 @@ def test_an_answer_becomes_a_completion():
         (answer(weight_versions=[{"version": "3", "start": 1, "end": 3}]), "do not cover"),
         (answer(weight_versions=[{"version": "new", "start": 0, "end": 3}]), "weight version is 'new'"),
         (answer(weight_versions=[{"version": "9" * 5000, "start": 0, "end": 3}]), "weight version is '999"),
+        (answer(weight_versions=[{"version": "3-", "start": 0, "end": 3}]), "weight version is '3-'"),
+        (answer(weight_versions=[{"version": f"3-{'a' * 33}", "start": 0, "end": 3}]), "weight version is '3-aaa"),
         (answer(weight_versions=[{"start": 0}]), "missing required field `version`"),
         (answer(weight_versions=[{"version": "3", "start": 0, "end": 1e300}]), "the answer is wrong"),
         (answer(weight_versions=7), "got `int`"),

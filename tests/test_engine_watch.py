@@ -28,12 +28,13 @@ def link(monkeypatch):
 
 @pytest.fixture(scope="module")
 def engines(folder):
-    """One that has been started anew, one that holds version 3."""
+    """One that has been started anew, one that holds this learner's version 3, and one that holds a dead learner's."""
     with (
         running_engine(folder, weight_version="none") as (back, _),
-        running_engine(folder, weight_version="3") as (w, _),
+        running_engine(folder, weight_version="3-mine") as (w, _),
+        running_engine(folder, weight_version="3-dead") as (undone, _),
     ):
-        yield back, w
+        yield back, w, undone
 
 
 @pytest.mark.slow
@@ -42,6 +43,8 @@ def engines(folder):
     [
         (("back",), True, True),
         (("back", "well"), True, True),
+        (("undone", "well"), True, True),
+        (("undone",), False, True),
         (("well",), True, False),
         (("gone", "http://[::1"), True, False),
         (("back", "well"), False, False),
@@ -50,8 +53,8 @@ def engines(folder):
 )
 def test_an_engine_with_another_version_is_noticed_and_a_silent_one_is_not(engines, link, here, fresh, found):
     """Between publications (not fresh) only when no engine is left with the weights."""
-    urls = dict(zip(("back", "well"), engines, strict=True)) | {"gone": "http://127.0.0.1:9"}
-    with EngineWatch(link, lambda: [urls.get(name, name) for name in here], 3, fresh=fresh) as watch:
+    urls = dict(zip(("back", "well", "undone"), engines, strict=True)) | {"gone": "http://127.0.0.1:9"}
+    with EngineWatch(link, lambda: [urls.get(name, name) for name in here], "3-mine", fresh=fresh) as watch:
         assert watch.found.wait(20 if found else 1) is found
 
 

@@ -30,6 +30,7 @@ class Schedule(RuleBasedStateMachine):
     def begin(self, staleness: int, shape: tuple[int, int], actors: int) -> None:
         self.per_version, self.per_step = shape
         self.staleness, self.now, self.born, self.process = staleness, 0.0, 0, 0
+        self.weights: Stamp = (0, 0)  # as the learner has published them
         self.wire = Wire()
         self.actors: list[Actor] = []
         for _ in range(actors):
@@ -38,7 +39,6 @@ class Schedule(RuleBasedStateMachine):
         self.forks = {0: (0, 10**9)}  # process -> the one it goes on from, the last version of that which it has
         self.stamps: dict[int, list[Stamp]] = {}  # of a group's tokens, by id(group)
         self.groups: list[Group] = []  # so that no id is used twice
-        self.weights: Stamp = (0, 0)
         self.committed = True
         self.start()
         self.save()
@@ -55,7 +55,7 @@ class Schedule(RuleBasedStateMachine):
 
     def arrive(self) -> None:
         self.born += 1
-        self.actors.append(Actor(f"a#{self.born}"))
+        self.actors.append(Actor(f"a#{self.born}", self.weights))
         self.wire.present.add(self.actors[-1].key)
 
     @rule(data=st.data())
@@ -81,14 +81,15 @@ class Schedule(RuleBasedStateMachine):
             self.finish(actor, data.draw(st.sampled_from(sorted(actor.playing))), good > 0)
 
     def finish(self, actor: Actor, ticket_id: str, good: bool) -> None:
-        """Its tokens are of the weights at its start and of those at its end."""
+        """Its tokens are of its engine's weights at its start and of those at its end."""
         _, began = actor.playing.pop(ticket_id)
-        made = episode(self.weights[1]) if good else failed_episode()
+        names = tuple(sorted({f"{version}-p{process}" for process, version in (began, actor.weights)}))
+        made = episode(actor.weights[1], weights=names) if good else failed_episode()
         if good:
             made.policy_versions[2] = began[1]
         group = Group(ticket_id, "a", (made,))
         self.groups.append(group)
-        self.stamps[id(group)] = [began, self.weights] if good else []
+        self.stamps[id(group)] = [began, actor.weights] if good else []
         actor.finished[ticket_id] = group
         self.wire.to_learner.append((actor.key, group))
 
@@ -119,7 +120,7 @@ class Schedule(RuleBasedStateMachine):
             self.protocol.answer(key.encode(), message, ())
         for actor in self.actors:
             if queue is self.wire.to_actors and actor.key == key:
-                actor.hear(message, self.weights)
+                actor.hear(message)
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 4.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
@@ -145,17 +146,19 @@ class Schedule(RuleBasedStateMachine):
         if len(self.trained) % self.per_version == 0:
             self.book.version += 1
             self.weights = (self.process, self.book.version)
+            self.all_engines_are_served()
 
     @precondition(lambda self: self.committed)
     @rule()
     def save(self) -> None:
         state = json.loads(json.dumps(self.book.state_dict()))
-        self.saved = (state, len(self.trained), self.process, self.weights, self.staleness)
+        self.saved = (state, len(self.trained), self.process, self.staleness)
 
-    @rule(staleness=st.none() | st.integers(0, 2))
-    def the_learner_is_killed_and_resumes(self, staleness: int | None = None) -> None:
-        """With the bound that it had, or another one."""
-        state, trained, of_process, self.weights, before = self.saved
+    @rule(staleness=st.none() | st.integers(0, 2), reached=st.integers(0, 7))
+    def the_learner_is_killed_and_resumes(self, staleness: int | None = None, reached: int = 7) -> None:
+        """With the bound that it had, or another one. Engines that it does not reach go on with undone weights;
+        `reached` are the bits of those that it does."""
+        state, trained, of_process, before = self.saved
         self.process += 1
         self.staleness = before if staleness is None else staleness
         self.start()
@@ -164,6 +167,15 @@ class Schedule(RuleBasedStateMachine):
         assert self.staleness < before or list(self.book.withheld) == state["withheld"]
         del self.trained[trained:]
         self.committed = True
+        self.weights = (self.process, self.book.version)
+        for index, actor in enumerate(self.actors):
+            if reached >> index & 1:
+                actor.weights = self.weights
+
+    @rule()
+    def all_engines_are_served(self) -> None:
+        for actor in self.actors:
+            actor.weights = self.weights
 
     def exists(self, stamp: Stamp) -> bool:
         """Whether these weights are part of the history that the learner goes on from."""
@@ -203,13 +215,17 @@ class Schedule(RuleBasedStateMachine):
             if not self.committed:
                 self.a_step_ends()
 
-    @rule(before=st.lists(st.integers(0, 2**8 - 1), min_size=1, max_size=3), after=st.integers(0, 2**8 - 1))
-    def a_checkpoint_and_a_kill_later(self, before: list[int], after: int) -> None:
+    @rule(
+        before=st.lists(st.integers(0, 2**8 - 1), min_size=1, max_size=3),
+        after=st.integers(0, 2**8 - 1),
+        reached=st.integers(0, 7),
+    )
+    def a_checkpoint_and_a_kill_later(self, before: list[int], after: int, reached: int) -> None:
         self.a_quiet_time(before[:1], True)
         self.save()
         self.a_quiet_time(before, True)
         self.a_quiet_round(0.5, after, False)
-        self.the_learner_is_killed_and_resumes()
+        self.the_learner_is_killed_and_resumes(reached=reached)
 
     # ------------------------------------------------------------------ what always holds
 
@@ -227,6 +243,7 @@ class Schedule(RuleBasedStateMachine):
         """Once the faults end, all that is open now is trained, or dropped because its group failed."""
         if not hasattr(self, "saved"):
             return
+        self.all_engines_are_served()
         due = {number for number, _ in self.book.state_dict()["open"]}
         dropped = self.book.dropped.total()
         for _ in range(200):

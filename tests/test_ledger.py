@@ -33,34 +33,34 @@ def full(tmp_path):
 
 def test_what_a_full_disk_refuses_is_written_with_a_later_step(full):
     ledger = Ledger(full)
-    ledger.enter(1, [10, 11])
-    ledger.enter(2, [12])
+    ledger.enter(1, [10, 11], "0-p")
+    ledger.enter(2, [12], "0-p")
     assert len(ledger.state()) == 2
     full.unlink()
     assert ledger.state() == []  # the checkpoint of one that was asked to leave
     assert steps(full) == [1, 2]
-    ledger.enter(3, [13])
+    ledger.enter(3, [13], "0-p")
     assert steps(full) == [1, 2, 3] and ledger.state() == []
 
 
 def test_a_learner_that_resumes_writes_what_the_one_before_could_not(full):
     before = Ledger(full)
-    before.enter(1, [10])
+    before.enter(1, [10], "0-p")
     kept = json.loads(json.dumps(before.state()))
     full.unlink()
     full.write_text('{"step": 1, "tick')  # of the write that failed
     after = Ledger(full, kept)
-    after.enter(2, [11])
+    after.enter(2, [11], "0-p")
     assert steps(full) == [1, 2]
 
 
 def test_a_line_that_a_kill_has_cut_off_does_not_take_the_next_one_with_it(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    Ledger(path).enter(1, [10])
+    Ledger(path).enter(1, [10], "0-p")
     path.write_text(path.read_text() + '{"step": 2, "tick')
     resumed = Ledger(path)
-    resumed.enter(2, [11])
-    resumed.enter(3, [12])
+    resumed.enter(2, [11], "0-p")
+    resumed.enter(3, [12], "0-p")
     assert steps(path) == [1, 2, 3]
     assert path.read_text().count("\n") == 4
 
@@ -72,9 +72,9 @@ def test_what_a_checkpoint_does_not_hold_is_on_the_disk_for_certain(tmp_path, mo
     monkeypatch.setattr(os, "fsync", lambda file: (sync(file), synced.append(os.fstat(file).st_size)))
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    ledger.enter(1, [10])
+    ledger.enter(1, [10], "0-p")
     assert ledger.state() == [] and synced == [path.stat().st_size]
-    ledger.enter(2, [11])
+    ledger.enter(2, [11], "0-p")
 
     def broken(_):
         raise OSError("the disk is gone")
@@ -91,8 +91,12 @@ def test_a_group_is_acknowledged_only_when_it_is_in_the_ledger(tmp_path):
     """Whoever is acknowledged forgets the group; the ledger must not wait for a disk meanwhile."""
     recipe = Recipe(model=ModelConfig(path="m"), env=EnvConfig(module="e"), run=RunConfig(dir=str(tmp_path), name="r"))
     seen = []
-    ticket_server = SimpleNamespace(commit=lambda: seen.append(steps(tmp_path / "r" / "ledger.jsonl")), metrics=dict)
+    ticket_server = SimpleNamespace(
+        process_id="p", commit=lambda: seen.append(steps(tmp_path / "r" / "ledger.jsonl")), metrics=dict
+    )
     coordinator = Coordinator(recipe, None, ticket_server, "run", [], (), Event())
     coordinator.record(1, 1, [Group("7-n", "a", (episode(),))], {})
     coordinator.metrics.close()
     assert seen == [[1]]
+    line = json.loads((tmp_path / "r" / "ledger.jsonl").read_text())
+    assert line == {"step": 1, "tickets": [7], "weights": "1-p"}

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from learner.weights.buckets import buckets, gathered
+from learner.weights.verify import WeightVerifier
 from shared.engine_api import EngineClient, EngineError
 from tests.support.engines import ask, call
-from tests.support.publishing import assert_same, holds, move, policy, publisher, served
+from tests.support.publishing import FAST, assert_same, holds, move, policy, publisher, publishing, served
 from tests.support.tiny import load_model, running_engine
 
 __all__ = ["policy", "publisher"]  # fixtures
@@ -75,7 +76,7 @@ def test_older_engines_without_begin_and_end_are_served(folder, policy, publishe
         with monkeypatch.context() as patch:
             patch.setattr(EngineClient, "post", post)
             assert served(publisher.publish(9, [url])) == (1, 0)
-        ask(url, lambda client: client.end_update(9))
+        ask(url, lambda client: client.end_update("9"))
         assert_same(app, policy)
 
 
@@ -94,3 +95,18 @@ def test_an_engine_that_was_started_anew_holds_up_no_other(folder, policy, publi
             assert served(publisher.publish(version, [good, anew])) == (1, 1)
             assert_same(app, policy)
             assert served(publisher.publish(version + 1, [good, anew])) == (2, 0)
+
+
+def test_a_number_of_a_dead_learner_is_not_taken_for_its_successors(folder, policy, ranks):
+    """Both publish a version 6, and their weights differ."""
+    verifier = WeightVerifier(policy, str(folder), ranks)
+    with running_engine(folder) as (url, _):
+        with publishing(policy, ranks, FAST, None, "", "dead") as before:
+            before.publish(6, [url])
+        assert call(url, "/model_info")["weight_version"] == "6-dead"
+        with publishing(policy, ranks, FAST, verifier, "", "mine") as after:
+            with after.watch(lambda: [url], 6) as watch:
+                assert watch.found.wait(20)
+            move(policy, 0.01)
+            after.publish(6, [url])
+        assert holds(url, policy, "6-mine")

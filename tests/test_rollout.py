@@ -10,11 +10,12 @@ import time
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, EnvTimeout
 from actor.limits import EpisodeLimits
-from actor.rollout import Player
+from actor.rollout import Player, cache_key
 from shared.engine_api import EngineClient, EngineError
 from shared.types import Completion, Ending, Image, Turn, VersionSpan
 from tests.support.rollout_rig import SYSTEM, Counting, Scripted, check, completion, play, renderer, threads, ticket
@@ -45,6 +46,18 @@ def test_an_episode_is_recorded_token_by_token(renderer, threads):
     # the second request is the first stream, what was sampled, and the new observation, nothing else
     assert engine.requests[1][0] == [*start, *first, *observed] and len(engine.requests[1][1]) == 2
     assert engine.requests[0][2]["banned_ids"] == renderer.banned_ids
+
+
+def test_an_episode_says_whose_weights_sampled_it_and_shares_no_cache_with_those_of_a_dead_learner(renderer, threads):
+    def of(process, text):
+        made = completion(text)
+        return replace(made, spans=(VersionSpan(1, 0, len(made.token_ids), process),))
+
+    trajectory, _ = play(renderer, threads, [of("dead", "up"), of("mine", "end")])
+    assert trajectory.weights == ("1-dead", "1-mine")
+    assert play(renderer, threads, ["end"])[0].weights == ()  # an engine that names no process
+    keys = {cache_key(replace(ticket(), id=f"{number}-{process}")) for number in range(2) for process in ("p", "q")}
+    assert len(keys) == 2
 
 
 def test_metrics_of_turns_are_averaged_and_others_kept(renderer, threads):

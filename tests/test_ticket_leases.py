@@ -7,8 +7,9 @@ import json
 import pytest
 
 from learner.tickets.book import TicketBook, Verdict
+from shared.types import Group, Ticket
 from tests.support.ticket_book_rig import Clock, adds_up, issue_all, make_book
-from tests.support.wires import group_of
+from tests.support.wires import episode, group_of
 
 
 def test_a_ticket_whose_lease_is_over_goes_to_another_actor_and_the_first_group_counts() -> None:
@@ -71,8 +72,8 @@ def test_an_actor_keeps_its_group_until_the_step_on_it_is_done() -> None:
     assert book.held("a", (first.id, second.id)) == (first.id,)
 
 
-def restarted(book: TicketBook, nonce: str) -> TicketBook:
-    again = make_book(nonce=nonce)
+def restarted(book: TicketBook, nonce: str, **changes: int) -> TicketBook:
+    again = make_book(nonce=nonce, **changes)
     again.load_state(json.loads(json.dumps(book.state_dict())))
     return again
 
@@ -149,3 +150,31 @@ def test_a_run_goes_on_with_the_same_or_a_larger_bound_without_playing_anything_
         again.load_state(json.loads(json.dumps(book.state_dict())))
         assert not again.withheld
         assert again.accept(group_of(tickets[0]), "a") is Verdict.ACCEPTED
+
+
+def named(ticket: Ticket, *names: str) -> Group:
+    """Its tokens are of these weights, the last of them the newest."""
+    version = int(names[-1].partition("-")[0])
+    return Group(ticket.id, "a", (episode(version, weights=names),))
+
+
+def test_a_version_counts_as_the_weights_of_the_process_that_published_it() -> None:
+    """The first process published 0, 1 and 2 and dies; its checkpoint is of version 1."""
+    first = make_book(nonce="first", max_staleness=2)
+    tickets = issue_all(first)
+    first.version = 1
+    again = restarted(first, "second", max_staleness=2)
+    again.held("a", tuple(ticket.id for ticket in tickets))
+    assert again.accept(named(tickets[0], "1-first"), "a") is Verdict.ACCEPTED
+    assert again.accept(named(tickets[1], "0-first", "1-second"), "a") is Verdict.ACCEPTED
+    assert again.accept(named(tickets[2], "2-first"), "a") is Verdict.OUTDATED
+    assert again.accept(named(tickets[3], "1-stranger"), "a") is Verdict.OUTDATED
+    again.version = 2  # now the number exists again, and stands for other weights
+    own = issue_all(again)
+    assert again.accept(named(own[-1], "2-first"), "a") is Verdict.OUTDATED
+    assert again.accept(named(own[-1], "1-second", "2-first"), "a") is Verdict.OUTDATED
+    lie = Group(own[-1].id, "a", (episode(3, weights=("2-second",)),))
+    assert again.accept(lie, "a") is Verdict.OUTDATED
+    assert again.accept(named(own[-1], "1-first", "3-second"), "a") is Verdict.ACCEPTED
+    assert again.accept(named(tickets[4], "3-second"), "a") is Verdict.ACCEPTED  # played on with the new weights
+    assert again.refused == {"outdated": 5}

@@ -33,7 +33,6 @@ from learner.tickets.records import (
     TicketState,
     Verdict,
     fault,
-    newest_version,
     oldest_version,
 )
 from learner.tickets.sources import SampleSource
@@ -181,7 +180,7 @@ class TicketBook:
             return self._refuse(group.ticket_id)
         if state.group is not None:
             return Verdict.AGAIN
-        if newest_version(group) > self._history.newest_version(group.ticket_id, self.version):
+        if self._history.is_undone(group, self.version):
             self._leases.release(state, actor)
             self.refused[Verdict.OUTDATED] += 1
             return Verdict.OUTDATED

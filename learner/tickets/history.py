@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from learner.tickets.records import Verdict, number_of
-from shared.types import PolicyVersion
+from learner.tickets.records import Verdict, newest_version, number_of
+from shared.engine_messages import parse_weight_name
+from shared.types import Group, PolicyVersion
 
 KNOWN_PROCESSES = 16
 
@@ -41,11 +42,19 @@ class History:
             return Verdict.DUPLICATE
         return Verdict.OUTDATED if nonce in self._earlier else Verdict.UNKNOWN
 
-    def newest_version(self, ticket_id: str, version: PolicyVersion) -> PolicyVersion:
-        """The newest version that tokens of this ticket may be of, `version` being the learner's: an engine that has
-        the next one plays before the learner hears of it."""
-        earlier = self._earlier.get(number_of(ticket_id)[1])
-        return version + 1 if earlier is None else earlier.version
+    def is_undone(self, group: Group, version: PolicyVersion) -> bool:
+        """Whether a token is of weights that are not part of this history, at the learner's `version`. Engines that
+        name no process are believed to hold what the ticket's process published."""
+        names = [parse_weight_name(name) for t in group.trajectories for name in t.weights]
+        last = self._last_of(number_of(group.ticket_id)[1], version) if not names else max(v for v, _ in names)
+        return newest_version(group) > last or any(v > self._last_of(process, version) for v, process in names)
+
+    def _last_of(self, process: str, version: PolicyVersion) -> PolicyVersion:
+        """The newest version of a process that counts; -1 if none does. An engine that has the next version plays
+        before the learner hears of it."""
+        if process == self.nonce:
+            return version + 1
+        return self._earlier[process].version if process in self._earlier else -1
 
     def state(self) -> list[list[Any]]:
         """Of the earlier processes, as JSON values."""

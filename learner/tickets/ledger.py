@@ -1,4 +1,4 @@
-"""ledger.jsonl: which tickets each step trained on.
+"""ledger.jsonl: which tickets each step trained on, and the name of the weights that were published last.
 
 A step that stands there again has undone its earlier lines and all that followed them. What the disk refuses is kept,
 and goes out with the next line; a checkpoint holds it too, so that a learner that resumes from it misses nothing.
@@ -23,8 +23,8 @@ class Ledger:
         self._unsynced: list[str] = []  # written, but lost if the machine loses its power
         self._log = get_logger("learner")
 
-    def enter(self, step: int, tickets: Sequence[int]) -> None:
-        self._unwritten.append(json.dumps({"step": step, "tickets": list(tickets)}) + "\n")
+    def enter(self, step: int, tickets: Sequence[int], weights: str) -> None:
+        self._unwritten.append(json.dumps({"step": step, "tickets": list(tickets), "weights": weights}) + "\n")
         if error := self._write():
             self._log.error("the ledger lacks step %d until the disk takes it: %s", step, error)
 

@@ -118,6 +118,10 @@ class TicketServer:
         with self._changed:
             return frozenset(url for actor in self._protocol.actors.values() for url in actor.engine_urls)
 
+    @property
+    def process_id(self) -> str:
+        return self._book.nonce
+
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values; consistent with the batches that `next_batch` has returned."""
         with self._changed:

@@ -10,23 +10,23 @@ from concurrent.futures import Future
 from learner.weights.link import EngineLink
 from shared.engine_api import EngineError, each
 from shared.log import get_logger
-from shared.types import PolicyVersion
 
 PATIENCE_S = 2.0  # a wait shorter than this asks nobody
 CALL_S = 3.0
 
 
 class EngineWatch:
-    """While entered, asks the engines every few seconds; sets `found` once one answers that holds another version.
+    """While entered, asks the engines every few seconds; sets `found` once one answers that holds weights of another
+    name, such as those of the same number that a dead learner published.
 
-    With `fresh` false the learner's weights have moved on since `version`: then only once no engine holds it any more,
-    for nobody would play until the next publication, and without episodes there is none.
+    With `fresh` false the learner's weights have moved on since `name`: then only once no engine holds it any more, for
+    nobody would play until the next publication, and without episodes there is none.
     """
 
     def __init__(
-        self, link: EngineLink, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool = True
+        self, link: EngineLink, engines: Callable[[], Collection[str]], name: str, *, fresh: bool = True
     ) -> None:
-        self._link, self._engines, self._version, self._fresh = link, engines, version, fresh
+        self._link, self._engines, self._name, self._fresh = link, engines, name, fresh
         self.found = threading.Event()
         self._watching: Future[None] | None = None
 
@@ -39,7 +39,7 @@ class EngineWatch:
         self._watching.cancel()
 
     async def _watch(self) -> None:
-        wanted = str(self._version)
+        wanted = self._name
         while True:
             await asyncio.sleep(PATIENCE_S)
             answers = await each(self._engines(), lambda url: self._link.client(url).weight_version(CALL_S))

@@ -29,7 +29,7 @@ from learner.weights.link import EngineLink
 from learner.weights.update import Seconds, WeightUpdate
 from learner.weights.verify import WeightVerifier
 from shared.engine_api import EngineClient, each, reasons
-from shared.engine_messages import EngineTraits
+from shared.engine_messages import EngineTraits, weight_name
 from shared.log import get_logger
 from shared.types import PolicyVersion
 
@@ -55,9 +55,11 @@ class Publisher:
         settings: PublishSettings = PublishSettings(),
         verifier: WeightVerifier | None = None,
         api_key: str = "",
+        process_id: str = "",
     ) -> None:
+        """`process_id` tells this learner's versions from those of the run's earlier processes."""
         self.policy, self.ranks, self.settings, self.verifier = policy, ranks, settings, verifier
-        self._link = EngineLink(api_key)
+        self._link, self._process_id = EngineLink(api_key), process_id
         self._log = get_logger("publisher")
         self._manager = WeightGroupManager(settings.backend, settings.timeout_s)
         self._served_at: float | None = None  # when an engine last took weights
@@ -69,13 +71,13 @@ class Publisher:
         all ranks, when there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when
         one holds other weights than it was given.
         """
-        started = time.monotonic()
+        started, name = time.monotonic(), weight_name(version, self._process_id)
         members, dropped = self._healthy(engines) if self.ranks.is_main else ({}, {})
         num_bytes, seconds = 0, Seconds()
         verifier = self.verifier if self.verifier and self.verifier.due() else None
         while True:
             modes = self.settings.pause_mode, self.settings.call_timeout_s
-            update = WeightUpdate(self._manager, members, version, seconds, *modes)
+            update = WeightUpdate(self._manager, members, name, seconds, *modes)
             self._walk(update if members else None, seconds, verifier)
             dropped |= update.failed
             num_bytes += update.num_bytes
@@ -83,12 +85,12 @@ class Publisher:
             if not broadcast_flag(bool(update.failed) and bool(members), self.ranks):
                 break
         for url, reason in dropped.items():
-            self._log.warning("engine %s did not take version %d: %s", url, version, reason)
+            self._log.warning("engine %s did not take version %s: %s", url, name, reason)
         self._check_somebody_is_served(bool(members), dropped)
         proven: dict[str, float] = {}
         if verifier and broadcast_flag(bool(members), self.ranks):
             with seconds.of("proof"):
-                proven = verifier.check(version, members, self._link)
+                proven = verifier.check(name, members, self._link)
         return proven | {
             "publish/seconds": time.monotonic() - started,
             **{f"publish/{name}_s": value for name, value in seconds.items()},
@@ -101,7 +103,7 @@ class Publisher:
         self, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool = True
     ) -> EngineWatch:
         """While entered, looks for engines that come back without `version`."""
-        return EngineWatch(self._link, engines, version, fresh=fresh)
+        return EngineWatch(self._link, engines, weight_name(version, self._process_id), fresh=fresh)
 
     def close(self) -> None:
         """Leaves the group; engines that are gone are no error. Nothing is published after this."""

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from learner.weights.buckets import Bucket
 from learner.weights.group import EnginesFailed, Members, WeightGroupManager
 from shared.engine_api import EngineClient, each, reasons
-from shared.types import PolicyVersion
 
 
 class Seconds(dict[str, float]):
@@ -38,12 +37,12 @@ class WeightUpdate:
         self,
         manager: WeightGroupManager,
         members: Members,
-        version: PolicyVersion,
+        name: str,
         seconds: Seconds,
         pause_mode: str,
         call_timeout_s: float,
     ) -> None:
-        self._manager, self._members, self._version = manager, members, version
+        self._manager, self._members, self._name = manager, members, name
         self._pause_mode, self._call_timeout_s, self._seconds = pause_mode, call_timeout_s, seconds
         self.failed: dict[str, str] = {}
         self.working, self.num_bytes = True, 0
@@ -72,7 +71,7 @@ class WeightUpdate:
                 "flush_cache": self._pause_mode == "retract",
             }
             if bucket.last:
-                body["weight_version"] = str(self._version)
+                body["weight_version"] = self._name
             limit, sent = self._manager.call_timeout_s, 0.0
             started = time.monotonic()
 
@@ -92,7 +91,7 @@ class WeightUpdate:
         limit = self._call_timeout_s
         with self._noting(), self._seconds.of("load"):
             if self.working:
-                await self._all(self._members, lambda engine: engine.end_update(self._version, limit))
+                await self._all(self._members, lambda engine: engine.end_update(self._name, limit))
             else:
                 await each(self._members, lambda engine: engine.end_update(None, limit))
         with self._noting():

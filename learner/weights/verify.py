@@ -23,7 +23,6 @@ from learner.weights.link import EngineLink
 from shared.engine_api import EngineClient, EngineError, each
 from shared.engine_messages import EngineTraits, all_but, checksums, part_of
 from shared.log import get_logger
-from shared.types import PolicyVersion
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # logits of 16 to 32 are 0.125 apart in bfloat16
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
@@ -85,7 +84,7 @@ class WeightVerifier:
             if part_of(name) == self.part and not padded:
                 self._kept[name] = values.clone()
 
-    def check(self, version: PolicyVersion, members: Members, link: EngineLink) -> dict[str, float]:
+    def check(self, weights: str, members: Members, link: EngineLink) -> dict[str, float]:
         """Metrics. WrongWeights, on every rank, if an engine holds other weights; one that is silent is counted."""
         key = f"canary-{self._run}-{self._publications}"
         asked = link.start(each(members, lambda engine: self._ask(engine, key, members[engine])))
@@ -94,21 +93,21 @@ class WeightVerifier:
         for engine, answer in asked.result().items():
             if isinstance(answer, EngineError):
                 num_unverified += 1
-                self._log.warning("engine %s did not confirm version %d: %s", engine.url, version, answer.reason)
+                self._log.warning("engine %s did not confirm version %s: %s", engine.url, weights, answer.reason)
                 continue
             gaps.append(gap(own, answer.logprobs))
             different, missing = self._compare(answer.checksums)
             skipped += missing
             if different:
                 wrong[engine.url] = f"holds other values of {', '.join(different[:3])} than it was sent"
-            elif reason := self._canary_fault(answer, gaps[-1], version):
+            elif reason := self._canary_fault(answer, gaps[-1], weights):
                 wrong[engine.url] = reason
         self._turn += 1
         self._kept.clear()
         if broadcast_flag(bool(wrong), self._ranks):
             raise WrongWeights(
-                "; ".join(f"engine {url}, version {version}: {reason}" for url, reason in wrong.items())
-                or f"an engine holds other weights than version {version}: rank 0 names it"
+                "; ".join(f"engine {url}, version {weights}: {reason}" for url, reason in wrong.items())
+                or f"an engine holds other weights than version {weights}: rank 0 names it"
             )
         return {
             "publish/canary_gap": max(gaps),
@@ -133,8 +132,8 @@ class WeightVerifier:
                 self._log.debug("%s tells no checksums: %s", engine.url, error.reason)
         return EngineWeights(logprobs, version, checksums)
 
-    def _canary_fault(self, answer: EngineWeights, value: float, version: PolicyVersion) -> str:
-        if answer.version not in (None, str(version)):
+    def _canary_fault(self, answer: EngineWeights, value: float, weights: str) -> str:
+        if answer.version not in (None, weights):
             return f"says that its weights are version {answer.version}"
         if value > self.tolerance:
             return (

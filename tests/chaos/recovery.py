@@ -87,5 +87,12 @@ class Recoveries:
         return self.a_step_after(ready)
 
     def serves(self, slot: int) -> bool:
-        """Whether an engine holds the weights of the last step, or of the one before."""
-        return (self.system.weights_of(slot) or -1) >= self.system.rows()[-1]["policy_version"] - 1
+        """Whether an engine holds the weights that were published last, by their full name: an engine that holds a
+        newer version of a dead learner, or the same number of one, does not serve."""
+        return is_served(self.system.published(), self.system.weights_of(slot) or "")
+
+
+def is_served(published: str, held: str) -> bool:
+    """Whether these are the weights published last; or the next ones, which the ledger does not know of yet."""
+    version, _, process = published.partition("-")
+    return bool(process) and held in (published, f"{int(version) + 1}-{process}")

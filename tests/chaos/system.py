@@ -110,15 +110,20 @@ class System:
         found = (self.run / "checkpoints").glob("step_*/meta.json")
         return max((path.stat().st_mtime for path in found), default=0.0)
 
-    def weights_of(self, slot: int) -> int | None:
-        """The version that an engine serves; -1 = none of this run's, None = it does not answer."""
+    def published(self) -> str:
+        """The full name of the weights that the learner has published last, as far as the ledger says."""
+        path = self.run / "ledger.jsonl"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return next((name for line in reversed(lines) if (name := as_json(line).get("weights"))), "")
+
+    def weights_of(self, slot: int) -> str | None:
+        """The full name of the weights that an engine serves; None = it does not answer."""
         try:
             url = f"http://127.0.0.1:{self.engine_port + slot}/model_info"
             with urllib.request.urlopen(url, timeout=ASK_S) as answer:
-                version = str(json.load(answer)["weight_version"])
+                return str(json.load(answer)["weight_version"])
         except (OSError, ValueError, KeyError, urllib.error.URLError):
             return None
-        return int(version) if version.isdigit() else -1
 
     def peers_of(self, slot: int) -> list[Peer]:
         return [peer for peer in list(self.proxy.peers.values()) if peer.name.endswith(f"-actor{slot}")]

@@ -16,6 +16,7 @@ class Actor:
     """Keeps groups as `actor.loop` does."""
 
     key: str
+    weights: Stamp = (0, 0)  # of its engine, now
     process_id: str = ""
     playing: dict[str, tuple[Ticket, Stamp]] = field(default_factory=dict)  # and the weights at its start
     finished: dict[str, Group] = field(default_factory=dict)
@@ -24,10 +25,10 @@ class Actor:
     def held(self) -> tuple[str, ...]:
         return (*self.playing, *self.finished, *self.kept)
 
-    def hear(self, message: Any, weights: Stamp) -> None:
+    def hear(self, message: Any) -> None:
         match message:
             case Tickets(tickets):
-                self.playing |= {t.id: (t, weights) for t in tickets if t.id not in self.held()}
+                self.playing |= {t.id: (t, self.weights) for t in tickets if t.id not in self.held()}
             case Receipt(ticket_ids):
                 self.kept |= {t: self.finished.pop(t) for t in ticket_ids if t in self.finished}
             case Refusal(ticket_id):
