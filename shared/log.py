@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them; tab and line feed are kept
 
 
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\n", "\n    ")
+        text = _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", super().format(record))
+        return text.replace("\n", "\n    ")
 
 
 def get_logger(process_name: str) -> logging.Logger:

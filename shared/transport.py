@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -38,7 +39,7 @@ class SocketSettings:
 
     max_message_bytes: int = 256 * 2**20
     queue_messages: int = 64
-    keepalive_s: float = 10.0  # a connection silent for three times as long is closed and made again
+    keepalive_s: float = 10.0  # a connection that leads nowhere for three times as long is closed and made again
 
 
 DEFAULT_SETTINGS = SocketSettings()
@@ -48,8 +49,12 @@ def _prepare(socket: zmq.Socket, settings: SocketSettings, secure: Secure | None
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = settings.queue_messages
     socket.maxmsgsize = settings.max_message_bytes
-    socket.heartbeat_ivl = int(settings.keepalive_s * 1000)
-    socket.heartbeat_timeout = int(settings.keepalive_s * 3000)
+    # not ZeroMQ's own heartbeats: libzmq 4.3.5 ends the process at one that is due on a connection whose peer went
+    # while its queue was full
+    seconds = max(1, round(settings.keepalive_s))
+    socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, seconds
+    socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = seconds, 2
+    socket.tcp_maxrt = int(3000 * settings.keepalive_s)
     return secure(socket) if secure is not None else None
 
 
@@ -168,6 +173,7 @@ class Dealer:
     ) -> None:
         self.address = address
         self._limits = Limits(message_bytes=settings.max_message_bytes)
+        self._patience_s, self._heard = 3 * settings.keepalive_s, time.monotonic()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._handshakes = HandshakeMonitor(self._socket)
@@ -187,7 +193,9 @@ class Dealer:
     async def receive(self, timeout_s: float) -> Message | None:
         """The next message, or None after `timeout_s` at most. Raises WireError.
 
-        A message that was there can be gone a moment later, with the connection that brought it.
+        A message that was there can be gone a moment later, with the connection that brought it. When nothing has come
+        for three times `keepalive_s` the connection is made anew: one that something in between keeps open, though it
+        leads nowhere, looks like that. (A learner answers each heartbeat.)
         """
         frames = self._waiting()
         if frames is None:
@@ -195,7 +203,10 @@ class Dealer:
             frames = self._waiting()
         if frames is None:
             self._handshakes.trouble()  # unread events would pile up
+            if time.monotonic() - self._heard > self._patience_s:
+                self._connect_anew()
             return None
+        self._heard = time.monotonic()
         return decode(frames, self._limits)
 
     async def send(self, message: Message) -> bool:
@@ -208,6 +219,11 @@ class Dealer:
         finally:
             self._notify()  # a task may wait in `receive`
         return True
+
+    def _connect_anew(self) -> None:
+        self._heard = time.monotonic()
+        self._socket.disconnect(self.address)
+        self._socket.connect(self.address)
 
     def _waiting(self) -> list[Frame] | None:
         received = _receive(self._socket)

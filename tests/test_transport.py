@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -129,6 +134,67 @@ def test_a_full_queue_refuses_the_next_message() -> None:
         assert 0 < sent < 200  # the queues of both ends, and what the kernel holds
 
     between(talk, SocketSettings(queue_messages=2))
+
+
+FULL = """
+import sys, time, zmq
+from shared.transport import Router, SocketSettings
+router = Router("tcp://127.0.0.1:*", SocketSettings(queue_messages=4, keepalive_s=0.2))
+context = zmq.Context()
+client = context.socket(zmq.DEALER)
+client.linger = 0
+client.connect(router.address)
+for _ in range(500):
+    client.send_multipart([bytes(10_000), b"x"])
+time.sleep(0.3)
+context.destroy(0)
+time.sleep(1.0)  # heartbeats would have been due meanwhile
+read = 0
+while router.wait(0.2):
+    read += router.receive() is not None
+print(read)
+"""
+
+
+def test_an_actor_that_goes_while_its_queue_is_full_does_not_end_the_learner() -> None:
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) > 4
+
+
+class Nowhere:
+    """Accepts connections, and passes nothing on."""
+
+    def __init__(self) -> None:
+        self.accepted: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            while True:
+                self.accepted.append(self._listener.accept()[0])
+
+    def close(self) -> None:
+        for each in (self._listener, *self.accepted):
+            each.close()
+
+
+def test_a_connection_that_leads_nowhere_is_made_anew() -> None:
+    nowhere = Nowhere()
+
+    async def wait() -> None:
+        dealer = Dealer(nowhere.address, "a", SocketSettings(keepalive_s=0.1))
+        for _ in range(200):
+            assert await dealer.receive(0.05) is None
+            if len(nowhere.accepted) > 2:
+                break
+        dealer.close()
+
+    asyncio.run(wait())
+    assert len(nowhere.accepted) > 2
+    nowhere.close()
 
 
 def test_the_sender_refuses_a_message_above_the_limit() -> None:
