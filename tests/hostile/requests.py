@@ -79,6 +79,8 @@ class Engines:
             except TimeoutError:
                 return None
         status = answer[9:12].decode("ascii", "replace") if answer.startswith(b"HTTP/1.") else "closed"
+        if status == "200":
+            return None
         return f"http: {status}"
 
     def noise(self, rng: random.Random) -> bytes:
