@@ -14,10 +14,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from actor.idle_meter import IdleMeter
+from actor.journal import Journal
 from actor.stream import Stream
 from shared.codec import Message, TokenRules, WireError, check_trajectory
 from shared.log import get_logger
@@ -43,6 +45,7 @@ Play = Callable[[Ticket, int], Awaitable[Trajectory]]
 """Plays one episode of a ticket, given its index in the group. A failure in it is its ending, not an exception."""
 
 RECONNECT_S = 0.1
+FAILED = "failed"  # of an actor's end: it raised
 EXIT_NO_LEARNER = 3  # of the process: the learner is silent, has failed, or wants no such actor
 
 
@@ -67,18 +70,19 @@ class End(NamedTuple):
     reason: str
 
 
-async def run_actor(settings: ActorSettings, play: Play) -> int:
-    """Plays what the learner asks for until it says Stop. Returns the process's exit code: 0, or 1 with one log line.
+async def run_actor(settings: ActorSettings, play: Play, journal: Journal | None = None) -> int:
+    """Plays what the learner asks for until it says Stop, first what the `journal` found open. Returns the process's
+    exit code: 0, or 1 with one log line.
 
     Waits for the learner's messages and for the next heartbeat; never longer than `connect_timeout_s` for a first
     answer, and `reconnect_timeout_s` for a learner that has gone silent. An exception of `play` ends the actor and is
     raised. ValueError: the address cannot be used.
     """
     dealer = Dealer(settings.learner, settings.name, settings.sockets, settings.secure)
-    farewell = "failed"
+    farewell = FAILED
     try:
         async with asyncio.TaskGroup() as tasks:
-            held_tickets = HeldTickets(settings, play, dealer, tasks)
+            held_tickets = HeldTickets(settings, play, dealer, tasks, journal)
             end = await Conversation(settings, dealer, held_tickets).run()
             farewell = end.reason
             get_logger(settings.name).log(logging.ERROR if end.code else logging.INFO, "%s", farewell)
@@ -88,7 +92,10 @@ async def run_actor(settings: ActorSettings, play: Play) -> int:
         farewell = "asked to stop"
         raise
     finally:
-        await dealer.send(Bye(farewell))
+        if journal is None or farewell != FAILED:  # else the next process comes back for its tickets
+            await dealer.send(Bye(farewell))
+            if journal:
+                journal.close()
         dealer.close(linger_s=0.5)
 
 
@@ -177,26 +184,40 @@ class HeldTickets:
     tickets that it issues bounds what is held.
     """
 
-    def __init__(self, settings: ActorSettings, play: Play, dealer: Dealer, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        settings: ActorSettings,
+        play: Play,
+        dealer: Dealer,
+        tasks: asyncio.TaskGroup,
+        journal: Journal | None = None,
+    ) -> None:
         self._settings, self._play, self._dealer, self._tasks = settings, play, dealer, tasks
+        self._journal = journal
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._finished: dict[str, Finished] = {}
         self._places = asyncio.Semaphore(settings.groups)
         self._idle = IdleMeter()
         self._log = get_logger(settings.name)
+        for ticket in journal.tickets() if journal else ():
+            self.take(ticket)
 
     def held(self) -> tuple[str, ...]:
         return (*self._playing, *self._finished)
 
     def take(self, ticket: Ticket) -> None:
         if ticket.id not in self.held():
+            if self._journal:
+                self._journal.begin(ticket)
             self._playing[ticket.id] = self._tasks.create_task(self._play_group(ticket))
 
-    def keep(self, ticket_ids: Iterable[str]) -> None:
+    def keep(self, ticket_ids: tuple[str, ...]) -> None:
         """The learner has these groups: they are not sent again, unless to another learner process."""
         for ticket_id in ticket_ids:
             if ticket_id in self._finished:
                 self._finished[ticket_id].taken = True
+        if self._journal:
+            self._journal.end(ticket_ids)
 
     async def send_all(self) -> None:
         """To a learner process that has none of the groups that an earlier one took."""
@@ -204,9 +225,11 @@ class HeldTickets:
             finished.taken = False
             await self._send(finished)
 
-    def forget(self, ticket_ids: Iterable[str]) -> None:
+    def forget(self, ticket_ids: tuple[str, ...]) -> None:
         for ticket_id in ticket_ids:
             self._finished.pop(ticket_id, None)
+        if self._journal:
+            self._journal.end(ticket_ids)
 
     def drop(self, ticket_ids: tuple[str, ...], reason: str) -> None:
         """Stops playing these tickets, and discards what was finished of them."""
@@ -260,32 +283,3 @@ class HeldTickets:
             sent = await self._dealer.send(finished.group)
         if sent:
             finished.sent_at = time.monotonic()
-
-
-class IdleMeter:
-    """The share of time in which no group was being played; entered once for each group."""
-
-    def __init__(self) -> None:
-        self._playing, self._idle_s = 0, 0.0
-        self._since = self._began = time.monotonic()
-
-    def __enter__(self) -> None:
-        self._advance()
-        self._playing += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._advance()
-        self._playing -= 1
-
-    def _advance(self) -> None:
-        now = time.monotonic()
-        if not self._playing:
-            self._idle_s += now - self._since
-        self._since = now
-
-    def read(self) -> float:
-        """The share since the last read, 0..1."""
-        self._advance()
-        span, idle_s = self._since - self._began, self._idle_s
-        self._began, self._idle_s = self._since, 0.0
-        return min(1.0, idle_s / span) if span > 0 else 1.0

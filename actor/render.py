@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import xxhash
 from PIL import Image as PILImage
 
 from shared.types import Image
@@ -34,6 +36,14 @@ class Fragment:
     def num_expanded(self) -> int:
         """Tokens that the engine computes: every placeholder counts as its image's visual tokens."""
         return len(self.token_ids) - len(self.images) + sum(self.image_tokens)
+
+    @property
+    def digest(self) -> bytes:
+        """XXH3 (128 bits) of the tokens and the images' content hashes."""
+        hasher = xxhash.xxh3_128(np.asarray(self.token_ids, np.int32).tobytes())
+        for image in self.images:
+            hasher.update(image.content_hash.encode())
+        return hasher.digest()
 
 
 class Renderer:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from actor.custom_rollout import Rollout, RolloutContext, play_custom
 from actor.engine_pool import EnginePool, Seat
 from actor.env_threads import EnvThreads, EnvTimeout
+from actor.journal import Answer, Journal
 from actor.limits import EpisodeLimits
 from actor.render import Fragment, Renderer
 from actor.rewards import BadReward, Reward, finite
@@ -34,7 +35,7 @@ BuildEnv = Callable[[Sample], Any]
 class Player:
     """Plays episodes of tickets. `build_env(sample)` makes an environment; `reward_function` says at the end what the
     episode was worth (None: the sum of the turns' rewards). A `rollout` function plays the whole episode instead, and
-    is given `env_args`."""
+    is given `env_args`. Answers go into the `journal`, and those found there are played again first."""
 
     def __init__(
         self,
@@ -46,10 +47,11 @@ class Player:
         reward_function: Reward | None = None,
         rollout: Rollout | None = None,
         env_args: dict[str, Any] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.build_env, self.renderer, self.engines = build_env, renderer, engines
         self.limits, self.threads, self.reward_function = limits, threads, reward_function
-        self.rollout, self.env_args = rollout, env_args or {}
+        self.rollout, self.env_args, self.journal = rollout, env_args or {}, journal
 
     async def play(self, ticket: Ticket, index: int = 0) -> Trajectory:
         """Episode `index` of the ticket's group, on one engine from start to end unless that fails."""
@@ -88,6 +90,8 @@ class _Episode:
         self._turn_metrics: dict[str, list[float]] = {}
         self._last_metrics: dict[str, float] = {}
         self._generate_s = self._env_s = 0.0
+        self._recorded = player.journal.answers(ticket.id, index)[::-1] if player.journal else []  # the next one last
+        self._replayed, self._differed = 0, False
 
     async def play(self) -> Trajectory:
         """The picture above, then the reward of the whole episode."""
@@ -95,7 +99,7 @@ class _Episode:
             fragment = await self._in_env(self._start)
             while True:
                 self._stream.observe(fragment)
-                completion = await self._generate()
+                completion = self._replay(fragment) or await self._generate(fragment)
                 text = self._sample(completion)
                 fragment = await self._answer(text, completion)
         except _Ended as end:
@@ -108,8 +112,21 @@ class _Episode:
 
     # ------------------------------------------------------------------ one turn
 
-    async def _generate(self) -> Completion:
-        """What the policy writes, within the limits of turn, episode and context."""
+    def _replay(self, fragment: Fragment) -> Completion | None:
+        """What an engine answered before this actor was started again, as long as the environment shows the same; what
+        was recorded after something else is dropped."""
+        if not self._recorded:
+            return None
+        answer = self._recorded.pop()
+        if answer.seen == fragment.digest:
+            self._replayed += 1
+            return answer.completion
+        self._differed = True
+        self._recorded.clear()
+        return None
+
+    async def _generate(self, fragment: Fragment) -> Completion:
+        """What the policy writes after `fragment`, within the limits of turn, episode and context."""
         limits, sampling = self._limits, self._ticket.sampling
         room = limits.max_context - self._stream.num_expanded
         budget = limits.max_tokens - self._stream.num_sampled
@@ -134,6 +151,9 @@ class _Episode:
         self._generate_s += time.monotonic() - began
         if not set(completion.token_ids).isdisjoint(self._renderer.banned_ids):
             raise _Ended(Ending.ENGINE_ERROR, f"{self._seat.url} sampled a banned vision token")
+        if self._player.journal and completion.finish_reason != "abort":
+            answer = Answer(self._index, len(self._answers), fragment.digest, completion)
+            self._player.journal.add(self._ticket.id, answer)
         return completion
 
     def _sample(self, completion: Completion) -> str:
@@ -222,6 +242,8 @@ class _Episode:
             "expanded_tokens": float(stream.num_expanded),
             "generate_s": self._generate_s,
             "env_s": self._env_s,
+            "replayed_turns": float(self._replayed),
+            "replay_differed": float(self._differed or bool(self._recorded)),
         }
         reward, text = sum(turn.reward for turn in self._turns), self._renderer.transcript(stream.token_ids)
         return stream.trajectory(self._turns, end.ending, reward=reward, metrics=metrics, text=text, error=end.error)

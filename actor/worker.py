@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, TooManyHang
+from actor.journal import Journal
 from actor.limits import EpisodeLimits
 from actor.loop import EXIT_NO_LEARNER, ActorSettings, run_actor
 from actor.render import Renderer
@@ -40,7 +41,7 @@ def main() -> int:
     settings = json.loads(os.environ["PRONK_ACTOR"])
     recipe = Recipe.model_validate(settings["recipe"])
     try:
-        return asyncio.run(work(recipe, settings["index"], tuple(settings["engine_urls"])))
+        return asyncio.run(work(recipe, settings["index"], tuple(settings["engine_urls"]), settings["journals"]))
     except ValueError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return EXIT_USER_ERROR
@@ -61,8 +62,9 @@ def first_of(group: BaseExceptionGroup, kind: type[BaseException]) -> BaseExcept
     return found
 
 
-async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
-    """Plays until the learner says stop, or SIGTERM or SIGINT arrives."""
+async def work(recipe: Recipe, index: int, urls: tuple[str, ...], journals: str) -> int:
+    """Plays until the learner says stop, or SIGTERM or SIGINT arrives. `journals`: a folder for the journals of all of
+    this host's actors, or none."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -74,7 +76,8 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
     timeout_s, api_key = recipe.engine.request_timeout_s, read_api_key(recipe.engine.api_key_file)
     clients = [EngineClient(url, timeout_s=timeout_s, api_key=api_key) for url in ways]
     engines = EnginePool(clients, turn_tries=recipe.engine.turn_tries)
-    player = make_player(recipe, renderer, engines)
+    journal = Journal(Path(journals, str(index)), actor.journal_mb * 2**20) if journals else None
+    player = make_player(recipe, renderer, engines, journal)
     rules = TokenRules(spec.image_token_id, spec.banned_ids, vocab_size(model.path))
     settings = ActorSettings(
         name=f"{socket.gethostname()}-actor{index}",
@@ -90,7 +93,7 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...]) -> int:
     )
     keep_collections_short()
     try:
-        return EXIT_NO_LEARNER if await run_actor(settings, player.play) else 0
+        return EXIT_NO_LEARNER if await run_actor(settings, player.play, journal) else 0
     finally:
         await engines.close()
 
@@ -101,7 +104,7 @@ def keep_collections_short() -> None:
     gc.freeze()
 
 
-def make_player(recipe: Recipe, renderer: Renderer, engines: EnginePool) -> Player:
+def make_player(recipe: Recipe, renderer: Renderer, engines: EnginePool, journal: Journal | None = None) -> Player:
     """What plays episodes of the recipe's environment. ValueError for a missing or broken module."""
     env, build_env = recipe.env, load_env(recipe.env.module)
     args = {**env.args, "max_turns": env.max_turns}
@@ -119,7 +122,8 @@ def make_player(recipe: Recipe, renderer: Renderer, engines: EnginePool) -> Play
     )
     threads = EnvThreads(env.threads)
     rollout = load_function(recipe.rollout.path) if recipe.rollout.path else None
-    return Player(build, renderer, engines, limits, threads, make_reward(recipe, threads), rollout, args)
+    reward = make_reward(recipe, threads)
+    return Player(build, renderer, engines, limits, threads, reward, rollout, args, journal)
 
 
 def make_reward(recipe: Recipe, threads: EnvThreads) -> Reward | None:

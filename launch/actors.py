@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 
 from launch.engines.commands import EngineSpec, check_host
 from launch.engines.gpus import claim
@@ -64,6 +65,9 @@ def run(recipe: Recipe, folder: str, cleanup: ExitStack) -> int:
     raise_on_signals()
     for lock in [lock for spec in specs for lock in claim(spec.gpus, spec.name)]:
         cleanup.enter_context(lock)
+    journals = ""
+    if recipe.journaled:
+        journals = cleanup.enter_context(TemporaryDirectory(prefix="pronk-journal-", ignore_cleanup_errors=True))
     engines = [Engine(spec, recipe.engine) for spec in specs]
     started: list[Supervised] = [*engines]
     cleanup.callback(lambda: stop_all([each.child for each in started if each.child]))
@@ -78,7 +82,7 @@ def run(recipe: Recipe, folder: str, cleanup: ExitStack) -> int:
         recording = Recording(recipe, Path(folder), rules)
         cleanup.callback(recording.close)
         recipe = recording.recipe
-    actors = [ActorProcess(recipe, index, urls) for index in range(recipe.actor.processes)]
+    actors = [ActorProcess(recipe, index, urls, journals) for index in range(recipe.actor.processes)]
     started += actors
     for actor in actors:
         actor.start()

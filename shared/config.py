@@ -54,6 +54,11 @@ class Recipe(Section):
     eval: EvalConfig = EvalConfig()
     transport: TransportConfig = TransportConfig()
 
+    @property
+    def journaled(self) -> bool:
+        """Whether an actor that was killed goes on; episodes of a rollout function cannot."""
+        return self.actor.journal_mb > 0 and not self.rollout.path
+
     @model_validator(mode="after")
     def _episodes_fit(self) -> Self:
         env, model = self.env, self.model

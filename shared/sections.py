@@ -96,6 +96,14 @@ class ActorConfig(Section):
     reconnect_timeout_s: float = Field(600.0, gt=0, description="how long it waits for a learner that has gone silent")
     max_restarts: int = Field(10, ge=0, description="times within an hour that one actor process is started again")
     heartbeat_s: float = Field(2.0, gt=0, description="seconds between an actor's signs of life")
+    journal_mb: int = Field(
+        64,
+        ge=0,
+        description="MiB of disk in which an actor keeps what it goes on from after it was killed; 0 = nothing",
+    )
+    return_s: float = Field(
+        30.0, ge=0, description="how long the tickets of an actor that vanished wait for it before others get them"
+    )
 
 
 class EngineConfig(Section):

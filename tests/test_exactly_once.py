@@ -26,9 +26,11 @@ class Schedule(RuleBasedStateMachine):
         staleness=st.integers(0, 2),
         shape=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2)]),
         actors=st.integers(1, 3),
+        return_s=st.sampled_from([0.0, 7.0]),
     )
-    def begin(self, staleness: int, shape: tuple[int, int], actors: int) -> None:
+    def begin(self, staleness: int, shape: tuple[int, int], actors: int, return_s: float) -> None:
         self.per_version, self.per_step = shape
+        self.return_s = return_s
         self.staleness, self.now, self.born, self.process = staleness, 0.0, 0, 0
         self.weights: Stamp = (0, 0)  # as the learner has published them
         self.wire = Wire()
@@ -45,7 +47,7 @@ class Schedule(RuleBasedStateMachine):
 
     def start(self) -> None:
         shape = {"groups_per_version": self.per_version, "max_staleness": self.staleness}
-        leases = {"lease_s": LEASE_S, "lost_after_s": LOST_S}
+        leases = {"lease_s": LEASE_S, "lost_after_s": LOST_S, "return_s": self.return_s}
         clock = lambda: self.now  # noqa: E731
         self.book = TicketBook(SeedSource(), book_settings(**shape, **leases), nonce=f"p{self.process}", clock=clock)
         self.protocol = TicketProtocol(self.wire, self.book, SETTINGS, clock)  # type: ignore[arg-type]
@@ -53,9 +55,9 @@ class Schedule(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ actors
 
-    def arrive(self) -> None:
+    def arrive(self, name: str = "") -> None:
         self.born += 1
-        self.actors.append(Actor(f"a#{self.born}", self.weights))
+        self.actors.append(Actor(f"{name or f'a{self.born}'}#{self.born}", self.weights))
         self.wire.present.add(self.actors[-1].key)
 
     @rule(data=st.data())
@@ -63,6 +65,16 @@ class Schedule(RuleBasedStateMachine):
         dead = self.actors.pop(data.draw(st.integers(0, len(self.actors) - 1)))
         self.wire.present.discard(dead.key)
         self.arrive()
+
+    @rule(data=st.data(), seen=st.booleans())
+    def an_actor_is_killed_and_goes_on(self, data: st.DataObject, seen: bool) -> None:
+        """Its next process has a journal of what was not taken; the learner may have missed it meanwhile (`seen`)."""
+        dead = self.actors.pop(data.draw(st.integers(0, len(self.actors) - 1)))
+        self.wire.present.discard(dead.key)
+        if seen:
+            self.protocol.forget(dead.key.encode(), "its connection is closed")
+        self.arrive(dead.key.partition("#")[0])
+        self.actors[-1].playing, self.actors[-1].finished = dead.playing, dead.finished
 
     @rule(data=st.data())
     def an_actor_beats(self, data: st.DataObject) -> None:

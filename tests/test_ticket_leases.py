@@ -38,6 +38,67 @@ def test_the_tickets_of_an_actor_that_is_gone_are_issued_again_and_stay_with_it_
     assert book.holders(tickets[0].id) == ("a",)
 
 
+def test_the_tickets_of_an_actor_that_vanished_wait_for_it_and_those_of_one_that_left_do_not() -> None:
+    clock = Clock()
+    book = make_book(clock, return_s=30.0)
+    tickets = issue_all(book, "a#1")
+    book.actor_gone("a#1")
+    clock.now = 29.0
+    assert book.expire() == ()
+    assert book.issue("b#1") is None
+    clock.now = 30.0
+    book.expire()
+    assert issue_all(book, "b#1") == tickets
+    assert book.reissued == len(tickets)
+    book.actor_gone("b#1", left=True)
+    assert issue_all(book, "c#1") == tickets
+
+
+def test_an_actor_that_was_started_again_keeps_the_tickets_it_names_and_the_others_wait_no_longer() -> None:
+    clock = Clock()
+    book = make_book(clock, return_s=30.0, lease_s=300.0)
+    kept, lost = issue_all(book, "a#1")[:2]
+    book.actor_gone("a#1")
+    clock.now = 5.0
+    book.held("b#7", ())
+    assert book.issue("b#7") is None
+    assert book.held("a#2", (kept.id,)) == ()
+    assert book.issue("b#7") == lost
+    assert book.holders(kept.id) == ("a#2",)
+    clock.now = 100.0
+    assert book.expire() == ()
+    assert book.accept(group_of(kept), "a#2") is Verdict.ACCEPTED
+
+
+def test_an_actor_that_is_back_before_it_was_missed_keeps_its_tickets_too() -> None:
+    clock = Clock()
+    book = make_book(clock, return_s=30.0)
+    kept, lost = issue_all(book, "a#1")[:2]
+    book.held("a#2", (kept.id,))
+    book.actor_gone("a#1")
+    assert book.issue("b#7") is None
+    book.held("a#2", (kept.id,))
+    assert book.issue("b#7") == lost
+    assert book.holders(kept.id) == ("a#2",)
+
+
+def test_a_lease_that_runs_out_meanwhile_ends_the_wait() -> None:
+    clock = Clock()
+    book = make_book(clock, return_s=30.0, lease_s=10.0)
+    tickets = issue_all(book, "a#1")
+    book.actor_gone("a#1")
+    clock.now = 10.0
+    assert book.expire() == tuple(each.id for each in tickets)
+    assert issue_all(book, "b#1") == tickets
+    clock.now = 15.0
+    assert book.held("a#2", (tickets[0].id,)) == ()
+    assert book.accept(group_of(tickets[0]), "a#2") is Verdict.ACCEPTED
+    assert book.accept(group_of(tickets[0]), "b#1") is Verdict.DUPLICATE
+    clock.now = 200.0
+    book.expire()
+    assert tickets[0] not in issue_all(book, "c#1")
+
+
 def test_a_ticket_that_its_actor_does_not_name_was_lost_on_the_way() -> None:
     clock = Clock()
     book = make_book(clock, lost_after_s=5.0)

@@ -21,9 +21,15 @@ class ActorFailed(Exception):
 
 
 class ActorProcess(Supervised):
-    def __init__(self, recipe: Recipe, index: int, engine_urls: tuple[str, ...]) -> None:
+    def __init__(self, recipe: Recipe, index: int, engine_urls: tuple[str, ...], journals: str = "") -> None:
+        """`journals`: the folder where this host's actors keep what they go on from; empty for none."""
         super().__init__(f"actor {index}", Restarts(recipe.actor.max_restarts), "actor.max_restarts")
-        self._settings = {"recipe": recipe.model_dump(mode="json"), "index": index, "engine_urls": engine_urls}
+        self._settings = {
+            "recipe": recipe.model_dump(mode="json"),
+            "index": index,
+            "engine_urls": engine_urls,
+            "journals": journals,
+        }
 
     def start(self) -> None:
         """The process gets its resolved settings through its environment."""

@@ -143,11 +143,12 @@ class TicketBook:
         for ticket_id, state in list(self._leases.of(actor).items()):
             if ticket_id not in named and state.holders[actor] < lost_since:
                 self._leases.release(state, actor)
+        self._leases.back(actor)
         return tuple(void)
 
-    def actor_gone(self, actor: str) -> None:
-        """What only this actor held is issued again."""
-        self._leases.gone(actor)
+    def actor_gone(self, actor: str, *, left: bool = False) -> None:
+        """What only this actor held is issued again: at once if it `left`, else unless it is back in `return_s`."""
+        self._leases.gone(actor, 0.0 if left else self.settings.return_s)
         self._acknowledgments.pop(actor, None)
 
     def expire(self) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ from learner.tickets.records import TicketState
 
 
 class Leases:
-    """Every ticket whose group has not arrived: waiting to be issued, or held by one or more actors, or both."""
+    """Every ticket whose group has not arrived: waiting to be issued, or held by one or more actors, or both; or kept
+    for an actor that vanished."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self.reissued = 0
@@ -18,6 +19,7 @@ class Leases:
         self._training: dict[str, TicketState] = {}  # waiting
         self._held: dict[str, dict[str, TicketState]] = {}  # by actor
         self._running: dict[str, TicketState] = {}  # leased and not waiting, in the order in which the leases end
+        self._kept: dict[str, tuple[TicketState, float, str]] = {}  # until when, and for an actor of which name
 
     def _waiting(self, state: TicketState) -> dict[str, TicketState]:
         return self._evaluation if state.ticket.evaluation else self._training
@@ -30,6 +32,7 @@ class Leases:
     def queue(self, state: TicketState) -> None:
         """The ticket waits to be issued again; actors that hold it may still bring its group."""
         self._running.pop(state.ticket.id, None)
+        self._kept.pop(state.ticket.id, None)
         if state.ticket.id not in self._waiting(state):
             self._waiting(state)[state.ticket.id] = state
             self.reissued += 1
@@ -45,6 +48,7 @@ class Leases:
     def hold(self, state: TicketState, actor: str, *, anew: bool) -> None:
         """`actor` has this ticket now; `anew` restarts a lease that is running."""
         waited = self._waiting(state).pop(state.ticket.id, None) is not None
+        self._kept.pop(state.ticket.id, None)
         state.holders[actor] = self._clock()
         self._held.setdefault(actor, {})[state.ticket.id] = state
         if anew or waited:
@@ -56,29 +60,44 @@ class Leases:
         """What `actor` holds, by ticket id. Not to be changed."""
         return self._held.get(actor, {})
 
-    def release(self, state: TicketState, actor: str) -> None:
-        """`actor` no longer has it; a ticket that no actor has waits again."""
+    def release(self, state: TicketState, actor: str, keep_s: float = 0.0) -> None:
+        """`actor` no longer has it; a ticket that no actor has waits again, after `keep_s`."""
         if state.holders.pop(actor, None) is None:
             return
         self._forget(actor, state)
-        if not state.holders:
+        if state.holders or state.ticket.id in self._waiting(state):
+            return
+        if keep_s:
+            self._kept[state.ticket.id] = state, self._clock() + keep_s, name_of(actor)
+        else:
             self.queue(state)
 
-    def gone(self, actor: str) -> None:
+    def gone(self, actor: str, keep_s: float) -> None:
         for state in list(self.of(actor).values()):
-            self.release(state, actor)
+            self.release(state, actor, keep_s)
+
+    def back(self, actor: str) -> None:
+        """An actor has said what it holds: what is kept for one of its name, and it has not, waits again."""
+        for state, _, name in list(self._kept.values()):
+            if name == name_of(actor):
+                self.queue(state)
 
     def close(self, state: TicketState) -> None:
         """Its group has arrived, or is no longer wanted."""
         self._waiting(state).pop(state.ticket.id, None)
         self._running.pop(state.ticket.id, None)
+        self._kept.pop(state.ticket.id, None)
         for actor in state.holders:
             self._forget(actor, state)
         state.holders.clear()
 
     def expire(self) -> list[TicketState]:
-        """Queues the tickets whose lease is over, and returns them."""
+        """Queues the tickets whose lease is over, and returns them; and those that nobody came back for."""
         now, over = self._clock(), []
+        for state, until, _ in list(self._kept.values()):
+            if until > now:
+                break
+            self.queue(state)
         for state in self._running.values():
             if state.deadline > now:
                 break
@@ -92,3 +111,8 @@ class Leases:
         del held[state.ticket.id]
         if not held:
             del self._held[actor]
+
+
+def name_of(actor: str) -> str:
+    """What all processes of an actor are called; each has a `#` and something of its own after it."""
+    return actor.rpartition("#")[0] or actor

@@ -119,7 +119,7 @@ class TicketProtocol:
             case Group():
                 self._accept(peer, key, message)
             case Bye(reason):
-                self.forget(peer, f"left: {reason[:300]}")
+                self.forget(peer, f"left: {reason[:300]}", left=True)
             case WireError():
                 self._refuse(peer, key, message, frames)
             case _:
@@ -221,11 +221,12 @@ class TicketProtocol:
         if self.issuing:
             self._issue()
 
-    def forget(self, peer: bytes, why: str) -> None:
+    def forget(self, peer: bytes, why: str, *, left: bool = False) -> None:
+        """An actor is not here any more; one that `left` does not come back."""
         actor = self.actors.pop(peer, None)
         if actor is not None:
             self._log.info("actor %s is gone (%s)", actor.key, why)
-            self._book.actor_gone(actor.key)
+            self._book.actor_gone(actor.key, left=left)
 
     def _acknowledge(self) -> None:
         """An acknowledgment that is lost comes as a Cancel, once the actor names the ticket again."""

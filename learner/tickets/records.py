@@ -30,6 +30,7 @@ class BookSettings:
     sampling: Sampling = field(default_factory=Sampling)
     lease_s: float = 300.0
     lost_after_s: float = 5.0  # a ticket that its actor does not name for so long was lost on the way
+    return_s: float = 0.0  # the tickets of an actor that vanished wait so long for it
     seed: int = 0
     total_groups: int | None = None  # what the whole run trains on; nothing is issued beyond it
     refuse: Callable[[Group], str] | None = None  # why a sound training group is not trained on; "" = it is
@@ -43,6 +44,7 @@ class BookSettings:
             max_staleness=learner.max_staleness,
             sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k, recipe.env.turn_tokens),
             lease_s=learner.lease_s,
+            return_s=recipe.actor.return_s if recipe.journaled else 0.0,
             seed=recipe.run.seed,
             total_groups=learner.groups_per_step * learner.total_steps,
             refuse=refuse,
