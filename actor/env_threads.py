@@ -49,28 +49,26 @@ class EnvThreads:
 
     async def run(self, function: Callable[[], T], timeout_s: float) -> T:
         """The function's result or exception. EnvTimeout `timeout_s` after it started."""
-        call, timeout_s = _Call(function), timeout_s + self._grace_s
+        call, limit_s = _Call(function), timeout_s + self._grace_s
         self._inbox.put(call)
         waiting = asyncio.wrap_future(call.future)
         waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # when nobody waits any more
         queued_s = time.monotonic()
-        wait_s = timeout_s
+        wait_s = limit_s
         while wait_s > 0:
             done, _ = await asyncio.wait([waiting], timeout=wait_s)
             if done:
                 return waiting.result()
             now = time.monotonic()
-            wait_s = call.started_s + timeout_s - now if call.started_s else queued_s + QUEUE_FACTOR * timeout_s - now
+            wait_s = call.started_s + limit_s - now if call.started_s else queued_s + QUEUE_FACTOR * timeout_s - now
         if not call.started_s:
             call.future.cancel()
             raise EnvTimeout(f"no free thread within {QUEUE_FACTOR * timeout_s:g} s")
         if not self._abandon(call):
             return call.future.result()
-        if self.num_lost > self._max_lost:
-            raise TooManyHang(f"{self.num_lost} calls of environments and rewards hang")
-        log.warning("an environment call overran its %g s; its thread is replaced (%d hang)", timeout_s, self.num_lost)
+        log.warning("an environment call overran its %g s; its thread is replaced (%d hang)", limit_s, self.num_lost)
         self._spawn()
-        raise EnvTimeout(f"no return within {timeout_s:g} s")
+        raise EnvTimeout(f"no return within {limit_s:g} s")
 
     def close(self) -> None:
         for _ in range(self._num_threads):
@@ -80,8 +78,21 @@ class EnvThreads:
         """Counts the thread of `call` as lost; false if it has just ended."""
         with self._lock:
             call.abandoned = not call.future.done()
-            self.num_lost += call.abandoned
+        if call.abandoned:
+            self.lose()
         return call.abandoned
+
+    def lose(self) -> None:
+        """Counts one more thread that hangs. TooManyHang beyond `max_lost`."""
+        with self._lock:
+            self.num_lost += 1
+            if self.num_lost > self._max_lost:
+                raise TooManyHang(f"{self.num_lost} calls of environments and rewards hang")
+
+    def find(self) -> None:
+        """Counts one less: its call has returned."""
+        with self._lock:
+            self.num_lost -= 1
 
     def _spawn(self) -> None:
         threading.Thread(target=self._work, name="env", daemon=True).start()
@@ -98,6 +109,7 @@ class EnvThreads:
             else:
                 call.future.set_result(result)
             with self._lock:
-                if call.abandoned:
-                    self.num_lost -= 1
-                    return
+                abandoned = call.abandoned
+            if abandoned:
+                self.find()
+                return

@@ -146,12 +146,17 @@ def _check_text(content: Any) -> None:
         raise ValueError(f"a message's text holds {IMAGE_PAD}: give the image as an item of its own")
 
 
+def as_png(picture: PILImage.Image) -> bytes:
+    """The file that the engine is given of a picture that an environment drew."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
 def _encoded(source: Any) -> tuple[Image, tuple[int, int]]:
     """The bytes that the engine is given, and the size (width, height)."""
     if isinstance(source, PILImage.Image):
-        buffer = io.BytesIO()
-        source.save(buffer, "PNG", compress_level=1)
-        return Image.of(buffer.getvalue()), source.size
+        return Image.of(as_png(source)), source.size
     data = source.data if isinstance(source, Image) else bytes(source)
     with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as opened:
         size = opened.size

@@ -15,11 +15,14 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from actor.env_threads import EnvThreads
+from actor.isolation.processes import RemoteEnv, Session, UserProcesses
+from actor.isolation.wire import pack_played, unpack_plain
 from envs.base import Played, flat_metrics
 from shared.http_client import HttpFailure, JsonClient
 
 RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_S = 0.2
+TURN_LIMIT_S = 1.0  # within which an event loop takes a turn
 
 
 class Reward(Protocol):
@@ -44,23 +47,72 @@ class EnvReward:
 
 class FunctionReward:
     """A function `(played) -> float`, or an async one. It runs off the actor's event loop either way: a function in the
-    threads of environments, an async one on a loop in a thread of its own."""
+    threads of environments, an async one on a loop in a thread of its own. Should one of them block that loop beyond
+    its limit, the others go on in a new one."""
 
     replaces_turns = True
 
     def __init__(self, function: Callable[[Played], Any], threads: EnvThreads, timeout_s: float) -> None:
         self._function, self._threads, self._timeout_s = function, threads, timeout_s
-        self._loop: asyncio.AbstractEventLoop | None = None
-        if inspect.iscoroutinefunction(function):
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="reward", daemon=True).start()
+        self._loop = own_loop() if inspect.iscoroutinefunction(function) else None
 
     async def __call__(self, played: Played) -> float:
         if self._loop is None:
             return finite(await self._threads.run(lambda: self._function(played), self._timeout_s))
-        running = asyncio.run_coroutine_threadsafe(self._function(played), self._loop)
-        async with asyncio.timeout(self._timeout_s):
-            return finite(await asyncio.wrap_future(running))
+        loop = self._loop
+        running = asyncio.run_coroutine_threadsafe(self._function(played), loop)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return finite(await asyncio.wrap_future(running))
+        except TimeoutError:
+            if self._loop is loop and not await answers(loop) and self._loop is loop:
+                self._threads.lose()
+                self._loop = own_loop()
+                asyncio.run_coroutine_threadsafe(retire(self._threads), loop)
+            raise
+
+
+def own_loop() -> asyncio.AbstractEventLoop:
+    """An event loop that runs in a new thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="reward", daemon=True).start()
+    return loop
+
+
+async def retire(threads: EnvThreads) -> None:
+    """On a loop that was given up and goes on after all: lets it end what it has begun, and then itself."""
+    threads.find()
+    begun = asyncio.all_tasks() - {asyncio.current_task()}
+    if begun:
+        await asyncio.wait(begun)
+    asyncio.get_running_loop().stop()
+
+
+async def answers(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether the loop of another thread takes its turns."""
+    turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+    done, _ = await asyncio.wait([asyncio.wrap_future(turn)], timeout=TURN_LIMIT_S)
+    return bool(done)
+
+
+class ProcessReward:
+    """A function `(played) -> float`, or an async one, in a user process: that of the environment where it has one."""
+
+    replaces_turns = True
+
+    def __init__(self, processes: UserProcesses, threads: EnvThreads, timeout_s: float) -> None:
+        self._processes, self._threads, self._timeout_s = processes, threads, timeout_s
+
+    async def __call__(self, played: Played) -> float:
+        return finite(await self._threads.run(lambda: self._reward(played), self._timeout_s))
+
+    def _reward(self, played: Played) -> Any:
+        session = played.env if isinstance(played.env, RemoteEnv) else Session(self._processes, self._timeout_s)
+        try:
+            return unpack_plain(session.call("reward", pack_played(played), self._timeout_s))
+        finally:
+            if session is not played.env:
+                session.close()
 
 
 class HttpReward:

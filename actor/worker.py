@@ -19,19 +19,20 @@ from transformers import PreTrainedTokenizerFast
 
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, TooManyHang
+from actor.isolation.nursery import Order
+from actor.isolation.processes import GRACE_S, RemoteEnv, UserProcesses
 from actor.journal import Journal
 from actor.limits import EpisodeLimits
 from actor.loop import EXIT_NO_LEARNER, ActorSettings, run_actor
 from actor.render import Renderer
-from actor.rewards import EnvReward, FunctionReward, HttpReward, Reward
-from actor.rollout import Player
+from actor.rewards import EnvReward, FunctionReward, HttpReward, ProcessReward, Reward
+from actor.rollout import BuildEnv, Player
 from envs.loader import load_env, load_function, load_module
 from shared.codec import TokenRules
 from shared.config import EXIT_USER_ERROR, Recipe
 from shared.engine_api import EngineClient
 from shared.keys import actor_security, read_api_key
 from shared.transport import SocketSettings
-from shared.types import Sample
 from shared.vision import VisionSpec
 
 EXIT_HANGING = 1  # too many calls hang; a new process is better off
@@ -77,7 +78,8 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...], journals: str)
     clients = [EngineClient(url, timeout_s=timeout_s, api_key=api_key) for url in ways]
     engines = EnginePool(clients, turn_tries=recipe.engine.turn_tries)
     journal = Journal(Path(journals, str(index)), actor.journal_mb * 2**20) if journals else None
-    player = make_player(recipe, renderer, engines, journal)
+    processes = user_processes(recipe)
+    player = make_player(recipe, renderer, engines, journal, processes)
     rules = TokenRules(spec.image_token_id, spec.banned_ids, vocab_size(model.path))
     settings = ActorSettings(
         name=f"{socket.gethostname()}-actor{index}",
@@ -96,6 +98,8 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...], journals: str)
         return EXIT_NO_LEARNER if await run_actor(settings, player.play, journal) else 0
     finally:
         await engines.close()
+        if processes is not None:
+            processes.close()
 
 
 def keep_collections_short() -> None:
@@ -104,14 +108,33 @@ def keep_collections_short() -> None:
     gc.freeze()
 
 
-def make_player(recipe: Recipe, renderer: Renderer, engines: EnginePool, journal: Journal | None = None) -> Player:
-    """What plays episodes of the recipe's environment. ValueError for a missing or broken module."""
-    env, build_env = recipe.env, load_env(recipe.env.module)
-    args = {**env.args, "max_turns": env.max_turns}
+def user_processes(recipe: Recipe) -> UserProcesses | None:
+    """What runs the user's code apart from the actor; None if all of it runs in threads. ValueError for a missing or
+    broken module."""
+    env, reward = recipe.env, recipe.reward
+    ours, theirs = env.isolation == "process", reward.isolation == "process"
+    if not ours and not theirs:
+        return None
+    return UserProcesses(
+        Order(env.module if ours else "", env.reward if theirs else "", env_args(recipe), env.memory_mb)
+    )
 
-    def build(sample: Sample) -> Any:
-        return build_env(sample=sample, args=args)
 
+def env_args(recipe: Recipe) -> dict[str, Any]:
+    """What `build_env` is given as `args`."""
+    return {**recipe.env.args, "max_turns": recipe.env.max_turns}
+
+
+def make_player(
+    recipe: Recipe,
+    renderer: Renderer,
+    engines: EnginePool,
+    journal: Journal | None = None,
+    processes: UserProcesses | None = None,
+) -> Player:
+    """What plays episodes of the recipe's environment; `processes` are those of `user_processes`. ValueError for a
+    missing or broken module."""
+    env, args = recipe.env, env_args(recipe)
     limits = EpisodeLimits(
         env.max_turns,
         env.max_tokens,
@@ -120,19 +143,35 @@ def make_player(recipe: Recipe, renderer: Renderer, engines: EnginePool, journal
         env.timeout_s,
         recipe.rollout.timeout_s,
     )
-    threads = EnvThreads(env.threads)
+    threads = EnvThreads(env.threads, grace_s=GRACE_S if processes else 0.0)
     rollout = load_function(recipe.rollout.path) if recipe.rollout.path else None
-    reward = make_reward(recipe, threads)
+    reward, build = make_reward(recipe, threads, processes), make_builder(recipe, processes)
     return Player(build, renderer, engines, limits, threads, reward, rollout, args, journal)
 
 
-def make_reward(recipe: Recipe, threads: EnvThreads) -> Reward | None:
+def make_builder(recipe: Recipe, processes: UserProcesses | None) -> BuildEnv:
+    """What makes the environment of a sample: here, or in a user process."""
+    env, args = recipe.env, env_args(recipe)
+    if env.isolation == "process":
+        assert processes is not None
+        return lambda sample: RemoteEnv(processes, sample, env.timeout_s)
+    build_env = load_env(env.module)
+    return lambda sample: build_env(sample=sample, args=args)
+
+
+def make_reward(recipe: Recipe, threads: EnvThreads, processes: UserProcesses | None = None) -> Reward | None:
     """Who rewards episodes: the recipe's function or server, the environment's module, or nobody but the turns."""
     env, reward = recipe.env, recipe.reward
     if reward.url:
         return HttpReward(reward.url, reward.timeout_s, reward.tries)
+    if env.reward and reward.isolation == "process":
+        assert processes is not None
+        return ProcessReward(processes, threads, reward.timeout_s)
     if env.reward:
         return FunctionReward(load_function(env.reward), threads, reward.timeout_s)
+    if env.isolation == "process":
+        assert processes is not None
+        return EnvReward(RemoteEnv.episode_reward, threads, env.timeout_s) if processes.episode_reward else None
     own = getattr(load_module(env.module), "episode_reward", None)
     return EnvReward(own, threads, env.timeout_s) if own else None
 

@@ -19,8 +19,9 @@ import os
 import signal
 from typing import TextIO
 
+from actor.isolation.lifeline import die_with_parent
 from launch.engines.gpus import claim, names
-from launch.processes.children import Stopped, die_with_parent, raise_on_signals
+from launch.processes.children import Stopped, raise_on_signals
 from launch.task_samples import held_out_samples, ready, training_samples
 from learner.shutdown import ShutdownRequested
 from learner.tickets.server import check_address

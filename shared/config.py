@@ -76,6 +76,20 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _there_is_something_to_isolate(self) -> Self:
+        if self.env.isolation == "process" and self.rollout.path:
+            raise ValueError(
+                f"env.isolation = 'process' and rollout.path = {self.rollout.path!r}: a rollout function plays in the "
+                "actor itself; leave one of them out"
+            )
+        if self.reward.isolation == "process" and not self.env.reward:
+            raise ValueError(
+                "reward.isolation = 'process' without env.reward: the environment's own reward runs where "
+                "env.isolation says; set that"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _actors_fit_the_learner(self) -> Self:
         learner, actor = self.learner, self.actor
         if learner.actor_timeout_s < 2 * actor.heartbeat_s:

@@ -32,6 +32,12 @@ class EnvConfig(Section):
     max_tokens: int = Field(1536, gt=0, description="model tokens of one episode")
     turn_tokens: int = Field(256, gt=0, description="model tokens of one turn")
     timeout_s: float = Field(30.0, gt=0, description="time limit of one reset or step")
+    isolation: Literal["thread", "process"] = Field(
+        "thread", description="`process`: each environment in a process that is ended when it overruns or crashes"
+    )
+    memory_mb: int = Field(
+        2048, ge=0, description="MiB that one process of an environment or a reward may take (Linux); 0 = any"
+    )
     threads: int = Field(
         2, gt=0, description="steps and rewards that one actor computes at once; more for those that wait for others"
     )
@@ -56,6 +62,9 @@ class RewardConfig(Section):
     url: str = Field("", description="server that is posted each episode as JSON and answers its reward; empty = none")
     timeout_s: float = Field(30.0, gt=0, description="time limit of env.reward, or of one request to the server")
     tries: int = Field(3, gt=0, description="requests to the server before the episode counts as failed")
+    isolation: Literal["thread", "process"] = Field(
+        "thread", description="`process`: env.reward in a process that is ended when it overruns or crashes"
+    )
 
 
 class RolloutConfig(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -21,8 +22,8 @@ from envs.loader import load_function
 from shared.config import Recipe
 from shared.engine_api import EngineError
 from shared.types import Ending, Sample, Trajectory
-from tests.support.machine import LocalServer, QuietHandler
-from tests.support.rollout_rig import Counting, Scripted, completion, renderer, threads, ticket
+from tests.support.machine import LocalServer, QuietHandler, until_async
+from tests.support.rollout_rig import SYSTEM, Counting, Scripted, completion, renderer, threads, ticket
 
 __all__ = ["renderer", "threads"]  # fixtures
 
@@ -110,6 +111,35 @@ def test_a_function_that_fails_is_the_episodes_ending(renderer, threads, kind, r
     assert trajectory.ending is ending
     assert words in trajectory.error
     assert not trajectory.trainable
+
+
+def test_an_async_function_that_blocks_its_loop_beyond_its_limit_costs_that_loop_and_no_other_reward(renderer, threads):
+    release = threading.Event()
+
+    async def reward(played):
+        if played.sample.label == "blocks":
+            release.wait()
+        return 1.5
+
+    async def main():
+        reward_function = FunctionReward(reward, threads, 0.2)
+
+        async def play(label):
+            engines = EnginePool([Scripted(["end"])])
+            player = Player(Counting, renderer, engines, EpisodeLimits(), threads, reward_function)
+            return await player.play(ticket(sample=Sample("s", (SYSTEM,), label=label)))
+
+        assert (await play("blocks")).ending is Ending.REWARD_TIMEOUT
+        assert threads.num_lost == 1
+        assert (await play("fine")).reward == 1.5
+        release.set()
+        await until_async(lambda: threads.num_lost == 0 and names().count("reward") == 1 + before)
+
+    def names():
+        return [thread.name for thread in threading.enumerate()]
+
+    before = names().count("reward")
+    asyncio.run(main())
 
 
 class Server(LocalServer):

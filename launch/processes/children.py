@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from actor.isolation.lifeline import die_with_parent
+
 ROOT = Path(__file__).resolve().parents[2]
 TERMINATE_S = 6.0
-PR_SET_PDEATHSIG = 1
 LARGE = str(8 * 2**30)
 
 
@@ -77,12 +76,6 @@ def start_family(name: str, command: Sequence[str], log: Path, *, env: dict[str,
             preexec_fn=functools.partial(die_with_parent, signal.SIGKILL),
         )
     return Child(name, process, family=True)
-
-
-def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In a child: the kernel sends it this signal when its parent is gone. Only Linux offers that."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 class Stopped(Exception):

@@ -124,7 +124,7 @@ async def dismiss(learner: Learner, actor: asyncio.Task[int]) -> None:
 def actor_process(learner: Learner, *overrides: str, engine: str = "http://127.0.0.1:9") -> Iterator[subprocess.Popen]:
     """Plays tickets of `learner` as `RECIPE` with `overrides` says; stderr is a pipe. Killed at the end, if it runs."""
     recipe = load_recipe(RECIPE, ["--actor.learner", learner.address, *overrides])
-    settings = {"recipe": recipe.model_dump(mode="json"), "index": 0, "engine_urls": [engine]}
+    settings = {"recipe": recipe.model_dump(mode="json"), "index": 0, "engine_urls": [engine], "journals": ""}
     process = subprocess.Popen(
         [sys.executable, "-m", "actor.worker"],
         env={**os.environ, "PRONK_ACTOR": json.dumps(settings)},
