@@ -1,7 +1,7 @@
 # make train         fresh machine -> environment -> trains the small Sokoban model here
 # make check         format, lint, types and the fast tests: for every edit
 # make test          all that runs on a CPU; make test-sglang: against SGLang's server; make test-chaos: under faults;
-#                    make test-long: the wire's decoder under a million mutated messages
+#                    make test-hostile: under hostile input; make test-long: a million mutated messages
 PYTHON ?= python3
 RECIPE ?= launch/recipes/sokoban_tiny.toml
 ARGS ?=
@@ -10,7 +10,7 @@ SGLANG_VENV ?= .venv-sglang
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env sglang-env train tiny-models format lint check test test-sglang test-chaos test-long docs clean
+.PHONY: env sglang-env train tiny-models format lint check test test-sglang test-chaos test-hostile test-long docs clean
 
 env: $(VENV)/.done
 
@@ -81,6 +81,10 @@ test-sglang: env sglang-env
 # Breaks a running system at random for five minutes and audits its ledger; the faults of the disk need root.
 test-chaos: env
 	$(PY) -m tests.chaos --minutes 5 $(ARGS)
+
+# Sends hostile input to every socket of a running system for 90 seconds.
+test-hostile: env
+	$(PY) -m tests.hostile --seconds 90 $(ARGS)
 
 # The documentation, strictly, into build/site; pages of the reference are made from the code.
 docs: env

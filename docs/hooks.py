@@ -22,6 +22,7 @@ BESIDE_THE_CODE = {  # page: the file that it shows
     "explanation/security.md": "shared/SECURITY.md",
     "explanation/faults.md": "tests/FAULTS.md",
     "explanation/chaos.md": "tests/CHAOS.md",
+    "explanation/hostile.md": "tests/HOSTILE.md",
     "figures/staleness.md": "tests/bench/STALENESS.md",
     "figures/learner.md": "tests/bench/LEARNER.md",
     "figures/kernels.md": "tests/bench/KERNELS.md",

@@ -20,7 +20,7 @@ PAGES = [README, *sorted(Path("docs").rglob("*.md"))]
 SECTIONS = "run|model|env|reward|rollout|data|sampling|actor|engine|learner|eval|transport"
 GENERATED = {
     "reference": "recipe metrics commands wire-format engine-api files",
-    "explanation": "security faults chaos",
+    "explanation": "security faults chaos hostile",
     "figures": "staleness learner kernels publication transport",
 }
 CATALOGUE = tomllib.loads(Path("learner/metrics/catalogue.toml").read_text(encoding="utf-8"))

@@ -73,6 +73,12 @@ def test_a_damaged_image_is_one_error_of_its_reader(take: Callable[[bytes], None
         take(DAMAGED[damage])
 
 
+def test_the_engine_refuses_an_image_beyond_its_context_before_it_is_decoded() -> None:
+    images, uri = ImageCache(SPEC, max_tokens=4), "data:image/png;base64," + base64.b64encode(bomb(1000)).decode()
+    with pytest.raises(ValueError, match="tokens; the context is 4"):  # else: that the file is cut off
+        images.get(uri)
+
+
 @EVERYWHERE
 @pytest.mark.parametrize("side", [10_000, 60_000])
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(take: Callable[[bytes], None], side: int) -> None:

@@ -78,7 +78,7 @@ class EngineApp:
             on_failure=lambda: self._loop.call_soon_threadsafe(stop.set),
         )
         self.updates = WeightUpdates(model, self.scheduler, self._on_model, timeout_s=settings.update_timeout_s)
-        self.images = ImageCache(spec)
+        self.images = ImageCache(spec, settings.max_context)
         self.vocab_size = runner.vocab_size
         self.scheduler.start()
 

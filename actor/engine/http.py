@@ -72,7 +72,7 @@ class HttpServer(web.Server):
             answer, status = await self._answer(request), 200
         except HttpError as error:
             answer, status = _error(error), error.status
-        except ValueError as error:  # the client's mistake; msgspec's errors are such
+        except (ValueError, RecursionError) as error:  # the client's mistake; msgspec's errors are such
             answer, status = _error(error), 400
         except Exception as error:
             log.exception("%s %s failed", request.method, request.path)

@@ -35,10 +35,11 @@ def load_rgb(image: PILImage.Image, spec: VisionSpec) -> np.ndarray:
 
 
 class ImageCache:
-    """Decoded images by data URI, the least recently used forgotten beyond `max_bytes`. Holds pixels, no features."""
+    """Decoded images by data URI, the least recently used forgotten beyond `max_bytes`. Holds pixels, no features. One
+    of more than `max_tokens` visual tokens is refused before it is decoded."""
 
-    def __init__(self, spec: VisionSpec, max_bytes: int = 256 * 2**20) -> None:
-        self._spec, self._max_bytes = spec, max_bytes
+    def __init__(self, spec: VisionSpec, max_tokens: int = 2**31, max_bytes: int = 256 * 2**20) -> None:
+        self._spec, self._max_tokens, self._max_bytes = spec, max_tokens, max_bytes
         self._images: OrderedDict[str, ImagePatches] = OrderedDict()
         self._bytes = 0
 
@@ -62,6 +63,9 @@ class ImageCache:
             with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
                 if image.width * image.height > MAX_IMAGE_PIXELS:
                     raise ValueError(f"an image of {image.width}x{image.height} pixels is above {MAX_IMAGE_PIXELS}")
+                num_tokens = spec.num_tokens(spec.grid(*image.size))
+                if num_tokens > self._max_tokens:
+                    raise ValueError(f"an image of {num_tokens} tokens; the context is {self._max_tokens}")
                 rgb = load_rgb(image, spec)
         except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
             raise ValueError(f"image_data holds no image that can be read: {error}") from error

@@ -6,8 +6,9 @@ A fault comes every few seconds, whether or not the system has recovered from th
 broken again. The time to recover runs from the injection (so it includes how long a process stands still or a line is
 cut) to what this fault holds up: an actor's first group after its restart, an engine that serves the run's weights
 again, the next trained step, the next checkpoint. The run ends with a table of these times and with what the ledger
-says: no ticket trained twice, none lost, and a policy that has learned. The last line is one JSON object; the exit code
-is 1 if any of that fails, the system does not recover from a fault, or fewer than 12 faults a minute were injected.
+says: no ticket and no episode trained twice, none lost, and a policy that has learned. The last line is one JSON
+object; the exit code is 1 if any of that fails, a process ends that no fault has ended, the system does not recover
+from a fault, or fewer than 12 faults a minute were injected.
 """
 
 from __future__ import annotations
@@ -46,12 +47,14 @@ def main() -> int:
         faults.run(60 * options.minutes, options.every)
     finally:
         system.stop()
-    found = {**audit(system.run), **learning(system.rows())}
+    found = {**audit(system.run, system.proxy.tickets_of), **learning(system.rows())}
     print(table(faults.injected, recoveries.finished, found))
     total = faults.injected.total()
     good = not (found["duplicates"] or found["lost"] or found["steps_missing_in_ledger"] or recoveries.given_up)
+    good &= not (found["episodes_trained_twice"] or system.deaths.unexplained)
     good &= found["reward_last"] > found["reward_first"] + 0.2 and total >= FAULTS_A_MINUTE * options.minutes
     result = {"ok": good, "seed": options.seed, "minutes": options.minutes, "faults": total, "machine": machine()}
+    result |= {"deaths": system.deaths.explained, "unexplained_deaths": system.deaths.unexplained}
     result |= {"not_recovered": recoveries.given_up, "beyond_limit": slow(recoveries.finished), "folder": str(folder)}
     result |= {"no_disk": system.no_disk} if system.no_disk else {}
     print(json.dumps({**result, **found, "messages": dict(system.proxy.counts)}))

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
+from tests.chaos import links
 from tests.chaos.proxy import FAULTS
-from tests.chaos.recovery import DISK, LEARNER, Part, Recoveries
+from tests.chaos.recovery import DISK, LEARNER, Condition, Part, Recoveries
 from tests.chaos.system import System
 
 TICK_S = 0.1
+MAY_END_S = 30.0  # after a time without memory
 Inject = Callable[[str], bool]  # takes the fault's name; False = not possible now
 
 
@@ -38,8 +42,13 @@ class Faults:
             "environment hangs": (4, partial(self.disturb_environment, "hang")),
         }
         self.faults |= {name: (4, partial(self.disturb_messages, fault)) for fault, name in FAULTS.items()}
+        self.faults |= {name: (3, partial(self.disturb_link, fault)) for fault, name in links.FAULTS.items()}
+        for kind in ("actor", "engine", "learner"):
+            self.faults[f"{kind} out of descriptors"] = (2, partial(self.starve, kind, resource.RLIMIT_NOFILE))
+            self.faults[f"{kind} out of memory"] = (2, partial(self.starve, kind, resource.RLIMIT_AS))
         if system.disk:
             self.faults |= {"disk full": (3, self.fill_disk), "disk slow": (3, self.slow_disk)}
+            self.faults |= {"disk stands still": (2, self.stall_disk)}
 
     def run(self, seconds: float, every_s: float) -> None:
         """Injects faults for so long, on average `every_s` apart, then waits until the system has recovered."""
@@ -71,6 +80,7 @@ class Faults:
         if not (member := self.intact(kind)):
             return False
         (slot, pid), now = member, time.monotonic()
+        self.system.deaths.expect([pid])
         os.kill(pid, signal.SIGKILL)
         expect, peers = self.recoveries.expect, self.system.peers_of
         if kind == "engine":
@@ -86,13 +96,44 @@ class Faults:
             return False
         slot, pid = member
         over = self.pause(pid, self.random.uniform(1.0, longest_s))
+        self.recoveries.expect(name, (kind, slot), self.well_after(over, kind, slot))
+        return True
+
+    def well_after(self, over: float, kind: str, slot: int) -> Condition:
+        """An engine serves, an actor is heard, a step is trained, after the time `over`."""
 
         def recovered() -> bool:
             if kind == "engine":
                 return time.monotonic() > over and self.recoveries.serves(slot)
             return any(peer.seen > over for peer in self.system.peers_of(slot))
 
-        self.recoveries.expect(name, (kind, slot), recovered)
+        return self.recoveries.a_step_after(lambda: time.monotonic() > over) if kind == "learner" else recovered
+
+    def starve(self, kind: str, limited: int, name: str) -> bool:
+        """For a while a process gets no more memory, or no more descriptors. Without memory it may end, and is started
+        again; without descriptors it may not."""
+        if not (member := self.intact(kind)) or (kind == "learner" and self.recoveries.is_broken(LEARNER)):
+            return False
+        slot, pid = member
+        seconds = self.random.uniform(1.0, 4.0)
+        try:
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+            usual = resource.prlimit(pid, limited)
+            most = pages * resource.getpagesize() if limited == resource.RLIMIT_AS else 3
+            resource.prlimit(pid, limited, (most, usual[1]))
+        except (OSError, ValueError):  # it has just ended
+            return False
+        if limited == resource.RLIMIT_AS:
+            victims = self.system.ranks() if kind == "learner" else [pid]  # torchrun starts all ranks again
+            self.system.deaths.expect(victims, seconds + MAY_END_S)
+
+        def give_back() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, limited, usual)
+
+        self.recoveries.after(seconds, give_back)
+        part = LEARNER if kind == "learner" else (kind, slot)
+        self.recoveries.expect(name, part, self.well_after(time.monotonic() + seconds, kind, slot))
         return True
 
     def stop_rank(self, name: str) -> bool:
@@ -121,6 +162,7 @@ class Faults:
         if self.recoveries.is_broken(LEARNER) or len(self.system.ranks()) < 2:
             return False
         self.recoveries.expect(name, LEARNER, self.recoveries.a_step_of_new_ranks())
+        self.system.deaths.expect(self.system.ranks())
         end()
         return True
 
@@ -145,6 +187,16 @@ class Faults:
         self.system.proxy.disturb(fault, seconds)
         return self.expect_step_after(seconds, name)
 
+    def disturb_link(self, fault: str, name: str) -> bool:
+        """All that actors and learner say to one engine over HTTP, and its answers; the weights' broadcast is apart."""
+        if not (member := self.intact("engine")):
+            return False
+        slot, seconds = member[0], self.random.uniform(2.0, 6.0)
+        self.system.links[slot].disturb(fault, seconds)
+        over = time.monotonic() + seconds
+        self.recoveries.expect(name, ("engine", slot), self.well_after(over, "engine", slot))
+        return True
+
     def fill_disk(self, name: str) -> bool:
         disk = self.system.disk
         if disk is None or self.recoveries.is_broken(DISK):
@@ -166,4 +218,14 @@ class Faults:
         for second in range(seconds):
             self.recoveries.after(second, disk.freeze)
             self.recoveries.after(second + 0.8, disk.thaw)
+        return self.expect_step_after(seconds, name, DISK)
+
+    def stall_disk(self, name: str) -> bool:
+        """No write returns for a while."""
+        disk = self.system.disk
+        if disk is None or self.recoveries.is_broken(DISK):
+            return False
+        seconds = self.random.uniform(3.0, 12.0)
+        disk.freeze()
+        self.recoveries.after(seconds, disk.thaw)
         return self.expect_step_after(seconds, name, DISK)

@@ -14,9 +14,11 @@ from functools import partial
 from itertools import count
 
 import msgspec
+import xxhash
 import zmq
 
 from shared.codec import digest
+from shared.types import TRAINABLE_ENDINGS, Image
 
 FAULTS = {
     "lost": "messages lost",
@@ -24,6 +26,7 @@ FAULTS = {
     "late": "messages delayed",
     "damaged": "messages damaged",
     "corrupt": "groups corrupted",
+    "images": "images corrupted",
     "cut": "partition",
     "cut up": "partition towards the learner",
     "cut down": "partition towards the actors",
@@ -56,6 +59,7 @@ class Proxy:
         self.address = f"tcp://127.0.0.1:{self._front.bind_to_random_port('tcp://127.0.0.1')}"
         self._lines: dict[bytes, zmq.Socket] = {}
         self.peers: dict[bytes, Peer] = {}
+        self.tickets_of: dict[bytes, set[int]] = {}  # the numbers under which an episode was sent, by its fingerprint
         self._until: dict[str, float] = dict.fromkeys(FAULTS, 0.0)
         self._delayed: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()  # two messages that are due together need an order
@@ -96,6 +100,9 @@ class Proxy:
     def _from_actor(self, peer: bytes, frames: list[bytes], now: float) -> None:
         known = self.peers.setdefault(peer, Peer(peer.partition(b"#")[0].decode(), now, now))
         known.seen = now
+        if is_group(frames):
+            for episode, ticket in fingerprints(frames):
+                self.tickets_of.setdefault(episode, set()).add(ticket)
         passed = self._pass(frames, partial(self._send, self._line(peer), b""), "up")
         if passed and is_group(frames) and not known.delivered:
             known.delivered = now
@@ -117,12 +124,14 @@ class Proxy:
         on = {fault for fault in FAULTS if self._until[fault] > now and fault != other_way}
         on = {fault for fault in on if fault.startswith("cut") or self._random.random() < SHARE}
         if not is_group(frames) or len(frames) < 3:
-            on.discard("corrupt")
+            on -= {"corrupt", "images"}
         self.counts.update(FAULTS[fault] for fault in on)
         if on & {"cut", "cut up", "cut down", "lost"}:
             return False
         if "corrupt" in on:
             frames = corrupted(frames, self._random)
+        elif "images" in on:
+            frames = with_a_bad_image(frames, self._random)
         if "damaged" in on:
             frames = damaged(frames, self._random)
         for _ in range(2 if "repeated" in on else 1):
@@ -183,3 +192,39 @@ def corrupted(frames: list[bytes], rng: random.Random) -> list[bytes]:
         case _:
             parts[place] = b"\xff" * len(part)
     return [head, *parts, *images, bytes(digest([head, *parts]))]
+
+
+def with_a_bad_image(frames: list[bytes], rng: random.Random) -> list[bytes]:
+    """The group with one of its images cut off or overwritten, under the hash of what it is now."""
+    header = msgspec.msgpack.decode(frames[0])
+    num_images = len(header["images"])
+    if not num_images:
+        return frames
+    parts, images = frames[1 : len(frames) - 1 - num_images], frames[len(frames) - 1 - num_images : -1]
+    row = rng.randrange(num_images)
+    data = bytearray(images[row])
+    if rng.random() < 0.5:
+        data = data[: rng.randrange(len(data) + 1)]
+    else:
+        data[rng.randrange(len(data)) :] = rng.randbytes(rng.randint(1, 200))
+    images[row] = bytes(data)
+    header["images"][row] = Image.of(bytes(data)).content_hash
+    head = msgspec.msgpack.encode(header)
+    return [head, *parts, *images, bytes(digest([head, *parts]))]
+
+
+def fingerprints(frames: list[bytes]) -> list[tuple[bytes, int]]:
+    """Of each trainable episode of a group, with its ticket's number. An episode's metrics hold how long each part of
+    it took, so that no two have the same."""
+    try:
+        message = msgspec.msgpack.decode(frames[0])["message"]
+        number = int(str(message["ticket_id"]).partition("-")[0])
+        found = []
+        for place, episode in enumerate(message["trajectories"]):
+            if episode["ending"] in TRAINABLE_ENDINGS and episode.get("metrics"):
+                arrays = frames[1 + 4 * place : 5 + 4 * place]
+                whole = b"".join([msgspec.msgpack.encode(episode), *arrays])
+                found.append((xxhash.xxh3_128_digest(whole), number))
+        return found
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+        return []

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ class Recovery:
     learner_away: bool
 
 
-def audit(run: Path) -> dict[str, Any]:
-    """Checks by the ledger and the last checkpoint that each issued ticket is trained once, dropped, or open."""
+def audit(run: Path, tickets_of: Mapping[bytes, Set[int]] | None = None) -> dict[str, Any]:
+    """Checks by the ledger and the last checkpoint that each issued ticket is trained once, dropped, or open, and that
+    no episode was trained under two tickets (`tickets_of`: the numbers of each episode's, by its fingerprint)."""
     steps: dict[int, list[int]] = {}
     for entry in map(as_json, (run / "ledger.jsonl").read_text().splitlines()):
         if entry:
@@ -48,6 +49,7 @@ def audit(run: Path) -> dict[str, Any]:
         "issued": state["issued"], "trained": len(trained), "dropped": state["dropped"], "open": len(still_open),
         "reissued": state["reissued"], "steps": step, "steps_missing_in_ledger": len(missing),
         "duplicates": len(trained) - len(set(trained)) + len(still_open & set(trained)),
+        "episodes_trained_twice": sum(len(set(trained) & found) > 1 for found in (tickets_of or {}).values()),
         "lost": state["issued"] - len(set(trained)) - dropped - len(still_open),
     }  # fmt: skip
 

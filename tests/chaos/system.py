@@ -12,7 +12,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.deaths import Deaths
 from tests.chaos.disk import Disk
+from tests.chaos.links import Link
 from tests.chaos.proxy import Peer, Proxy
 from tests.support.machine import children_of, free_port
 
@@ -36,7 +38,8 @@ class System:
             self.no_disk = str(error)
             print(f"no faults of the disk, as none can be mounted: {error}", file=sys.stderr)
         self.run = folder / "disk" / "chaos"
-        port, self.engine_port = free_port(), free_port(in_a_row=2)
+        port, self.engine_port = free_port(), free_port(in_a_row=4)
+        self.links = [Link(self.engine_port + 2 + slot, self.engine_port + slot) for slot in range(2)]
         self.proxy = Proxy(f"tcp://127.0.0.1:{port}", seed)
         fields: dict[str, Any] = {
             "run.dir": folder / "disk", "run.name": "chaos", "env.module": "tests/chaos/env.py",
@@ -53,8 +56,11 @@ class System:
         self._arguments = ["--config", RECIPE, *(part for k, v in fields.items() for part in (f"--{k}", str(v)))]
         self.log = (folder / "output.log").open("wb")
         self._size, self._rows = 0, list[dict[str, Any]]()
+        self.engines = self._start([sys.executable, "-m", "tests.chaos.engines", *self._arguments])
+        self._arguments += ["--engine.urls", json.dumps([link.url for link in self.links])]
         self.actors = self._start([sys.executable, "launch/actors.py", *self._arguments])
         self.learner = self._start_learner()
+        self.deaths = Deaths(self.members)
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=self.log, stderr=self.log, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -64,17 +70,19 @@ class System:
         return self._start([sys.executable, *torchrun, "launch/learner.py", *self._arguments])
 
     def supervise(self) -> None:
-        """Starts the learner again when it has ended; SystemExit if the actors' supervisor or the proxy has."""
+        """Starts the learner again when it has ended; SystemExit if a supervisor or a proxy has."""
+        self.deaths.look()
         if self.learner.poll() is not None:
             self.learner = self._start_learner()
-        if self.actors.poll() is not None:
-            raise SystemExit(f"the actors' supervisor ended with {self.actors.returncode}; see {self.log.name}")
-        if not self.proxy.alive:
+        for name, supervisor in (("actors", self.actors), ("engines", self.engines)):
+            if supervisor.poll() is not None:
+                raise SystemExit(f"the {name}' supervisor ended with {supervisor.returncode}; see {self.log.name}")
+        if not (self.proxy.alive and all(link.alive for link in self.links)):
             raise SystemExit("the proxy's thread ended; this is a fault of the test")
 
     def members(self, kind: str) -> dict[int, int]:
         """Slot -> process id of the running actors, engines or learner ranks."""
-        parent = self.learner if kind == "learner" else self.actors
+        parent = {"learner": self.learner, "actor": self.actors, "engine": self.engines}[kind]
         found = {}
         for pid in children_of(parent.pid):
             try:
@@ -134,11 +142,12 @@ class System:
             self.disk.thaw()
             self.disk.free()
         try:
-            for process, limit_s in ((self.learner, 120), (self.actors, 60)):
+            for process, limit_s in ((self.learner, 120), (self.actors, 60), (self.engines, 60)):
                 process.terminate()
                 process.wait(limit_s)
         finally:
-            self.proxy.close()
+            for proxy in (self.proxy, *self.links):
+                proxy.close()
             self.log.close()
             if self.disk:
                 self.disk.close(self.folder / "kept")

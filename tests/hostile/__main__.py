@@ -67,20 +67,20 @@ def attacks(system: System, seed: int) -> list[Attack]:
 
 def run(system: System, watch: Watch, under: list[Attack], seconds: float) -> str:
     """Until the time is over and enough steps are trained; why it ended earlier, "" if it did not."""
-    began, step = time.monotonic(), 0
+    began, step, begun = time.monotonic(), 0, False
     while True:
         watch.look(system.processes(), step)
         if watch.dead:
             return f"ended: {', '.join(watch.dead)}"
         step = max((int(row["step"]) for row in system.rows() if "rollout/reward" in row), default=0)
         now = time.monotonic()
-        if step >= 1 and not under[0].is_alive():
-            began = now
+        if step >= 1 and not begun:
+            began, begun = now, True
             for proxy in system.proxies:
                 proxy.bending = True
             for attack in under:
                 attack.start()
-        if under[0].is_alive() and now - began > seconds and step >= STEPS:
+        if begun and now - began > seconds and step >= STEPS:
             return ""
         if now - began > seconds + LONGEST_S:
             return f"only {step} steps within {now - began:.0f} s"
@@ -113,6 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", metavar="CLASS", help="send these classes alone, to find what does harm")
     parser.add_argument("--folder", type=Path, help="of the run; a new one in the temporary folder by default")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="hostile-"))
@@ -120,6 +121,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the processes started here end too
     system = System(folder, options.seed)
     watch, under, early, badly = Watch(), attacks(system, options.seed), "stopped", list[str]()
+    under = [attack for attack in under if options.only is None or attack.name in options.only]
+    for proxy in system.proxies:
+        proxy.share *= options.only is None or "answers" in options.only
     try:
         early = run(system, watch, under, options.seconds)
     finally:
