@@ -3,7 +3,8 @@
 python -m tests.support.killed.actor LEARNER FOLDER JOURNAL
 
 Its engine tosses a coin at each turn, with the version in FOLDER/version; the first toss of an episode makes it one
-turn long, or twenty, and a line in FOLDER/flips. JOURNAL is 0 or 1.
+turn long, or twenty, and a line in FOLDER/flips. Each toss of the n-th process is a byte of FOLDER/tosses-n. JOURNAL
+is 0 or 1.
 """
 
 from __future__ import annotations
@@ -48,14 +49,17 @@ def engine_of(life: int) -> str:
 
 
 class Coin(EngineClient):
-    def __init__(self, url: str, renderer: Renderer, version: Path) -> None:
-        super().__init__(url)
-        self._renderer, self._version, self._random = renderer, version, random.SystemRandom()
+    def __init__(self, renderer: Renderer, folder: Path, life: int) -> None:
+        super().__init__(engine_of(life))
+        self._renderer, self._version, self._tosses = renderer, folder / "version", folder / f"tosses-{life}"
+        self._random = random.SystemRandom()
 
     async def generate(self, *_: Any, **__: Any) -> Completion:
         await asyncio.sleep(TURN_S)
         text = "long" if self._random.random() < LONG_SHARE else "short"
         version = int(self._version.read_text())
+        with self._tosses.open("ab") as file:
+            file.write(b".")
         ids = (*self._renderer.tokenizer.encode(text, add_special_tokens=False), self._renderer.end_id)
         return Completion(ids, (-0.5,) * len(ids), (VersionSpan(version, 0, len(ids)),), "stop")
 
@@ -83,7 +87,7 @@ class Walk:
 
 async def live(learner: str, folder: Path, journaled: bool, renderer: Renderer, life: int) -> int:
     journal = Journal(folder / "journal", 2**20) if journaled else None
-    engines = EnginePool([Coin(engine_of(life), renderer, folder / "version")])
+    engines = EnginePool([Coin(renderer, folder, life)])
     limits = EpisodeLimits(max_turns=LONG_TURNS, max_tokens=10_000, max_context=10_000)
     player = Player(lambda s: Walk(s, folder / "flips"), renderer, engines, limits, EnvThreads(2), journal=journal)
     settings = ActorSettings("mortal", learner, (engine_of(life),), rules(), heartbeat_s=0.1)
