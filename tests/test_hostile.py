@@ -22,7 +22,7 @@ from shared.types import Group
 from shared.vision import IMAGE_FORMATS
 from tests.hostile import answers, images, messages, rows
 from tests.hostile.attack import Attack
-from tests.hostile.watch import MIB, Watch, resident_bytes
+from tests.hostile.watch import LAST, MIB, Watch, resident_bytes
 from tests.support.engines import false_engine
 from tests.support.machine import free_port, until
 from tests.support.wires import RULES, TICKET
@@ -141,6 +141,9 @@ def test_a_process_that_ends_is_noticed_and_so_is_growth() -> None:
     process.stdin.flush()
     until(lambda: resident_bytes(process.pid) > before + 60 * MIB)
     watch.look(running, 11)
+    assert watch.peak_mb()["learner"] > 50
+    for _ in range(LAST):
+        watch.look(running, 11)
     assert watch.growth_mb()["learner"] > 50
     assert watch.dead == []
     process.kill()

@@ -38,6 +38,7 @@ from tests.support.wires import EXAMPLES
 STEPS = 60
 LONGEST_S = 1800.0  # beyond `--seconds`, on a machine that has much else to do
 GROWTH_MB = {"learner": 64.0, "actor": 64.0, "engine": 320.0, "supervisor": 16.0}  # an engine keeps 256 MiB of images
+PEAK_MB = {"learner": 160.0, "actor": 192.0, "engine": 640.0, "supervisor": 16.0}  # with what is being read
 SUCCESS = 0.9
 
 
@@ -139,11 +140,13 @@ def report(system: System, watch: Watch, under: list[Attack], early: str, badly:
     sent["answers"] = sum(proxy.bent.total() for proxy in system.proxies)
     defects = sum((attack.defects for attack in under), Counter[str]())
     growth, found = watch.growth_mb(), outcome(system)
+    peak = watch.peak_mb()
     grown = [name for name, value in growth.items() if value > GROWTH_MB[name.split()[0]]]
+    grown += [f"{name} for a moment" for name, value in peak.items() if value > PEAK_MB[name.split()[0]]]
     good = not (early or badly or defects or watch.dead or grown or found["duplicates"] or found["lost"])
     good &= (found["success_after"] or 0.0) >= SUCCESS
     result = {"ok": good, "seed": seed, "sent": sent, "refused": refused(system, under)}
-    result |= {"processes_died": len(watch.dead), "rss_growth_mb": growth, **found}
+    result |= {"processes_died": len(watch.dead), "rss_growth_mb": growth, "rss_peak_mb": peak, **found}
     result |= {"tracebacks": system.said().count("Traceback (most recent call last)"), "machine": machine()}
     result |= {"folder": str(system.folder)}
     result |= (

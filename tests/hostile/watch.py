@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
 FIRST_MEASURED_STEP = 10
+LAST = 20  # looks whose median counts as what a process holds at the end
 MIB = 2**20
 
 
@@ -16,8 +19,7 @@ class Watch:
     def __init__(self) -> None:
         self.dead: list[str] = []
         self._alive: Mapping[str, int] = {}
-        self._base: dict[str, int] = {}
-        self._most: dict[str, int] = {}
+        self._resident: defaultdict[str, list[int]] = defaultdict(list)  # in bytes, from the tenth step on
 
     def look(self, processes: Mapping[str, int], step: int) -> None:
         """`processes`: name -> process id; `step`: how far training is."""
@@ -26,12 +28,19 @@ class Watch:
         for name, pid in processes.items():
             resident = resident_bytes(pid)
             if resident and step >= FIRST_MEASURED_STEP:
-                self._base.setdefault(name, resident)
-                self._most[name] = max(self._most.get(name, 0), resident)
+                self._resident[name].append(resident)
 
     def growth_mb(self) -> dict[str, float]:
-        """From the tenth step to the most that was ever seen afterwards."""
-        return {name: round((self._most[name] - base) / MIB, 1) for name, base in sorted(self._base.items())}
+        """What each process holds at the end, less what it held at the tenth step."""
+        return {name: _mb(statistics.median(seen[-LAST:]) - seen[0]) for name, seen in sorted(self._resident.items())}
+
+    def peak_mb(self) -> dict[str, float]:
+        """The most that it held for a moment, less what it held at the tenth step."""
+        return {name: _mb(max(seen) - seen[0]) for name, seen in sorted(self._resident.items())}
+
+
+def _mb(num_bytes: float) -> float:
+    return round(num_bytes / MIB, 1)
 
 
 def resident_bytes(pid: int) -> int:
