@@ -1,7 +1,8 @@
 # make train         fresh machine -> environment -> trains the small Sokoban model here
 # make check         format, lint, types and the fast tests: for every edit
-# make test          all that runs on a CPU; make test-sglang: against SGLang's server; make test-chaos: under faults;
-#                    make test-hostile: under hostile input; make test-long: a million mutated messages
+# make test          all that runs on a CPU; make test-learning: small problems with known answers; make test-sglang:
+#                    against SGLang's server; make test-chaos: under faults; make test-hostile: under hostile input;
+#                    make test-long: a million mutated messages
 PYTHON ?= python3
 RECIPE ?= launch/recipes/sokoban_tiny.toml
 ARGS ?=
@@ -10,7 +11,8 @@ SGLANG_VENV ?= .venv-sglang
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env sglang-env train tiny-models format lint check test test-sglang test-chaos test-hostile test-long docs clean
+.PHONY: env sglang-env train tiny-models format lint check test test-learning test-sglang test-chaos test-hostile \
+  test-long docs clean
 
 env: $(VENV)/.done
 
@@ -73,7 +75,10 @@ check: lint
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test: lint
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not learning" $(ARGS)
+
+test-learning: env
+	$(PYTEST) --dist worksteal -m learning tests/test_stability.py $(ARGS)
 
 test-sglang: env sglang-env
 	PRONK_ENGINE__SGLANG_ENV=$(SGLANG_VENV) $(PY) -m pytest tests/sglang $(ARGS)

@@ -47,7 +47,8 @@ def prompt(recipe: Recipe) -> tuple[dict[str, Any], ...]:
 def training_samples(recipe: Recipe) -> SampleSource:
     """Seeds, or the rows of a dataset in an order that `run.seed` decides."""
     if recipe.data.source == "seeds":
-        return SeedSource(recipe.data.first_seed, recipe.data.num_samples, prompt(recipe), split="train")
+        data = recipe.data
+        return SeedSource(data.first_seed, data.num_samples, prompt(recipe), "train", tuple(data.variants))
     return ListSource(rows(recipe, recipe.data.source), recipe.run.seed)
 
 

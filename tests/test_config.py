@@ -60,6 +60,7 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--learner.actor_timeout_s", "3"], "learner.actor_timeout_s = 3.0: below two heartbeats"),
         (MINIMAL, ["--data.num_samples", "3000000000", "--eval.samples", "1"], "training seeds [0, 3000000000)"),
         (MINIMAL, ["--env.turn_tokens", "9000", "--env.max_tokens", "9000"], "no room in model.max_context"),
+        (MINIMAL, ["--data.source", "x.jsonl", "--data.variants", '[{"a": 1}]'], "data.variants is for seeds"),
         (MINIMAL, ["--eval.samples", "5", "--data.eval_first_seed", "3"], "held-out seeds overlap the training seeds"),
         (MINIMAL, ["--env.reward", "a.b", "--reward.url", "http://c"], "leave one of them out"),
         (MINIMAL, ["--env.max_failure_share", "1.5"], "env.max_failure_share = '1.5'"),

@@ -12,7 +12,7 @@ STEPS = 250
 SEED = 3
 
 
-pytestmark = pytest.mark.slow  # minutes of training in all
+pytestmark = [pytest.mark.slow, pytest.mark.learning]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -31,13 +31,12 @@ def test_no_objective_loses_the_optimum_again(objective, ranks) -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_constant_reward_moves_the_policy_nowhere(objective, ranks) -> None:
-    assert drift(UNTEACHABLE["constant"], ranks, seed=SEED, steps=60, lag=1, **OBJECTIVES[objective]) == 0.0
+    assert drift(UNTEACHABLE["constant"], ranks, seed=SEED, steps=500, lag=1, **OBJECTIVES[objective]) == 0.0
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_noise_of_the_reward_is_not_blown_up_and_drift_has_a_bound(objective, ranks) -> None:
-    settings = {"seed": SEED, "steps": 500, "lag": 1, **OBJECTIVES[objective]}
-    assert drift(UNTEACHABLE["constant"], ranks, **settings) == 0.0
+    settings = {"seed": SEED, "steps": 200, "lag": 1, **OBJECTIVES[objective]}
     assert drift(UNTEACHABLE["nearly_constant"], ranks, **settings) < 0.01
     assert drift(UNTEACHABLE["noise"], ranks, **settings, lr=2e-4) < 0.2  # a random walk; no scaling ends it
 

@@ -141,6 +141,14 @@ def test_evaluation_tickets_come_first_are_never_trained_and_return_in_order() -
         book.evaluations.result("before")
 
 
+def test_seeds_take_their_variants_in_turn_and_one_seed_always_the_same() -> None:
+    source = SeedSource(first=10, count=3, split="train", variants=({}, {"wall_chance": 0.15}))
+    found = [source.sample(i).metadata for i in range(4)]
+    assert [m["seed"] for m in found] == [10, 11, 12, 10]
+    assert [m["env_config"] for m in found] == [{}, {"wall_chance": 0.15}, {}, {}]
+    assert "env_config" not in SeedSource().sample(0).metadata
+
+
 def test_a_malformed_evaluation_group_is_played_again_and_counted_as_lost_after_three_times() -> None:
     book = make_book()
     book.evaluations.start("e", [SeedSource().sample(0)], Sampling(), 1, 0)

@@ -18,18 +18,21 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SeedSource:
-    """Samples made of seeds: `first`, `first` + 1, ..., again from `first` after `count` of them."""
+    """Samples made of seeds: `first`, `first` + 1, ..., again from `first` after `count` of them. Where there are
+    `variants`, each seed has the next one as its `env_config`."""
 
     first: int = 0
     count: int = 1_000_000_000
     prompt: tuple[dict[str, Any], ...] = ()
     split: str = ""
+    variants: tuple[dict[str, Any], ...] = ()
 
     def sample(self, position: int) -> Sample:
         seed = self.first + position % self.count
-        return Sample(
-            f"seed-{seed}", self.prompt, metadata={"seed": seed, **({"split": self.split} if self.split else {})}
-        )
+        metadata: dict[str, Any] = {"seed": seed} | ({"split": self.split} if self.split else {})
+        if self.variants:
+            metadata["env_config"] = self.variants[seed % len(self.variants)]
+        return Sample(f"seed-{seed}", self.prompt, metadata=metadata)
 
 
 class ListSource:
