@@ -36,12 +36,11 @@ class _Call:
 
 class EnvThreads:
     """A pool of daemon threads. A thread whose call overran its limit is lost until the call returns, and replaced;
-    with more than `max_lost` of them lost at once, `run` raises TooManyHang. Calls that have a limit of their own, and
-    end by themselves, are given up `grace_s` later than others."""
+    with more than `max_lost` of them lost at once, `run` raises TooManyHang."""
 
-    def __init__(self, num_threads: int = 4, max_lost: int = 64, grace_s: float = 0.0) -> None:
+    def __init__(self, num_threads: int = 4, max_lost: int = 64) -> None:
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._num_threads, self._max_lost, self._grace_s = num_threads, max_lost, grace_s
+        self._num_threads, self._max_lost = num_threads, max_lost
         self._lock = threading.Lock()  # of `num_lost` and each call's `abandoned`
         self.num_lost = 0  # now
         for _ in range(num_threads):
@@ -49,26 +48,26 @@ class EnvThreads:
 
     async def run(self, function: Callable[[], T], timeout_s: float) -> T:
         """The function's result or exception. EnvTimeout `timeout_s` after it started."""
-        call, limit_s = _Call(function), timeout_s + self._grace_s
+        call = _Call(function)
         self._inbox.put(call)
         waiting = asyncio.wrap_future(call.future)
         waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # when nobody waits any more
         queued_s = time.monotonic()
-        wait_s = limit_s
+        wait_s = timeout_s
         while wait_s > 0:
             done, _ = await asyncio.wait([waiting], timeout=wait_s)
             if done:
                 return waiting.result()
             now = time.monotonic()
-            wait_s = call.started_s + limit_s - now if call.started_s else queued_s + QUEUE_FACTOR * timeout_s - now
+            wait_s = call.started_s + timeout_s - now if call.started_s else queued_s + QUEUE_FACTOR * timeout_s - now
         if not call.started_s:
             call.future.cancel()
             raise EnvTimeout(f"no free thread within {QUEUE_FACTOR * timeout_s:g} s")
         if not self._abandon(call):
             return call.future.result()
-        log.warning("an environment call overran its %g s; its thread is replaced (%d hang)", limit_s, self.num_lost)
+        log.warning("an environment call overran its %g s; its thread is replaced (%d hang)", timeout_s, self.num_lost)
         self._spawn()
-        raise EnvTimeout(f"no return within {limit_s:g} s")
+        raise EnvTimeout(f"no return within {timeout_s:g} s")
 
     def close(self) -> None:
         for _ in range(self._num_threads):
@@ -113,3 +112,4 @@ class EnvThreads:
             if abandoned:
                 self.find()
                 return
+            del call  # with all that its function holds

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from actor.env_threads import EnvThreads
-from actor.isolation.processes import RemoteEnv, Session, UserProcesses
+from actor.isolation.processes import GRACE_S, RemoteEnv, Session, UserProcesses
 from actor.isolation.wire import pack_played, unpack_plain
 from envs.base import Played, flat_metrics
 from shared.http_client import HttpFailure, JsonClient
@@ -104,7 +104,7 @@ class ProcessReward:
         self._processes, self._threads, self._timeout_s = processes, threads, timeout_s
 
     async def __call__(self, played: Played) -> float:
-        return finite(await self._threads.run(lambda: self._reward(played), self._timeout_s))
+        return finite(await self._threads.run(lambda: self._reward(played), self._timeout_s + GRACE_S))
 
     def _reward(self, played: Played) -> Any:
         session = played.env if isinstance(played.env, RemoteEnv) else Session(self._processes, self._timeout_s)

@@ -140,10 +140,10 @@ def make_player(
         env.max_tokens,
         env.turn_tokens,
         recipe.model.max_context,
-        env.timeout_s,
+        env.timeout_s + (GRACE_S if env.isolation == "process" else 0.0),
         recipe.rollout.timeout_s,
     )
-    threads = EnvThreads(env.threads, grace_s=GRACE_S if processes else 0.0)
+    threads = EnvThreads(env.threads)
     rollout = load_function(recipe.rollout.path) if recipe.rollout.path else None
     reward, build = make_reward(recipe, threads, processes), make_builder(recipe, processes)
     return Player(build, renderer, engines, limits, threads, reward, rollout, args, journal)
@@ -171,7 +171,8 @@ def make_reward(recipe: Recipe, threads: EnvThreads, processes: UserProcesses | 
         return FunctionReward(load_function(env.reward), threads, reward.timeout_s)
     if env.isolation == "process":
         assert processes is not None
-        return EnvReward(RemoteEnv.episode_reward, threads, env.timeout_s) if processes.episode_reward else None
+        remote = EnvReward(RemoteEnv.episode_reward, threads, env.timeout_s + GRACE_S)
+        return remote if processes.episode_reward else None
     own = getattr(load_module(env.module), "episode_reward", None)
     return EnvReward(own, threads, env.timeout_s) if own else None
 

@@ -26,7 +26,7 @@ from shared.types import Sample
 
 START_LIMIT_S = 120.0  # of a nursery, which imports the user's modules
 ASK_LIMIT_S = 20.0  # of one fork or one end
-GRACE_S = 2 * ASK_LIMIT_S  # what a call may take beyond its limit: a fork before it, an end after it
+GRACE_S = 2 * ASK_LIMIT_S  # what a thread may take beyond a call's limit: a fork before it, an end after it
 ROOT = Path(__file__).resolve().parents[2]
 SILENT_S = 60.0
 NOTHING = b"\xc0"  # None in msgpack

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from actor.env_threads import EnvThreads
 from actor.isolation.nursery import Order
-from actor.isolation.processes import GRACE_S, RemoteEnv, UserProcesses
+from actor.isolation.processes import RemoteEnv, UserProcesses
 from actor.render import as_png
 from envs import sokoban
 from shared.types import Sample
@@ -147,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, Any] = {"open": options.open}
     for name, args in TASKS.items():
-        processes, threads = UserProcesses(Order("envs.sokoban", args=args)), EnvThreads(2, grace_s=GRACE_S)
+        processes, threads = UserProcesses(Order("envs.sokoban", args=args)), EnvThreads(2)
         makers: dict[str, Callable[[Sample], Any]] = {
             "thread": lambda sample, args=args: Here(sample, args),
             "process": lambda sample, processes=processes: There(processes, sample, 60.0),
