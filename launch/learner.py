@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import itertools
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from typing import TextIO
 from actor.isolation.lifeline import die_with_parent
 from launch.engines.gpus import claim, names
 from launch.processes.children import Stopped, raise_on_signals
+from launch.processes.run_folder import prepare_run_folder, take_run_folder
 from launch.task_samples import held_out_samples, ready, training_samples
 from learner.shutdown import ShutdownRequested
 from learner.tickets.server import check_address
@@ -40,15 +40,17 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent(signal.SIGKILL)  # a rank never outlives its torchrun
     try:
         recipe = ready(recipe)
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun's restarts go on with the run
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if restarted and recipe.learner.resume == "never":  # torchrun's restarts go on with the run
             recipe = recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"resume": "auto"})})
         if rank == 0:
             learner_security(recipe.transport, recipe.learner.bind)  # what is wrong with the keys is said now
             read_api_key(recipe.engine.api_key_file)
+            held = take_run_folder(recipe)  # as the GPU is, until the process ends
             check_address(recipe.learner.bind)
-            prepare_run_folder(recipe)
+            held = prepare_run_folder(recipe, held, restarted=restarted)
         raise_on_signals()
-        _lock = claim_gpu(recipe, rank)  # held until the process ends
+        _gpu = claim_gpu(recipe, rank)
         if options.from_recording:
             from learner.offline import run_recorded
 
@@ -77,18 +79,6 @@ def claim_gpu(recipe: Recipe, rank: int) -> list[TextIO]:
     if recipe.learner.device != "cuda":
         return []
     return claim(names([int(os.environ.get("LOCAL_RANK", "0"))], os.environ), f"learner rank {rank}")
-
-
-def prepare_run_folder(recipe: Recipe) -> None:
-    """Makes the run's folder with the resolved recipe; a folder that is not to be resumed is moved aside."""
-    folder = Path(recipe.run.dir) / recipe.run.name
-    if recipe.learner.resume == "never" and folder.exists():
-        asides = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-        aside = next(each for each in asides if not each.exists())
-        folder.rename(aside)
-        get_logger("learner").info("the earlier run is now in %s", aside)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=2) + "\n")
 
 
 if __name__ == "__main__":

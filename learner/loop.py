@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from learner.checkpoints.saver import Saver, restore
+from learner.checkpoints.restoring import restore
+from learner.checkpoints.saver import Saver
 from learner.coordinator import Follower
 from learner.distributed import close_ranks, gpu_bytes, init_ranks
 from learner.guards.guards import Guards

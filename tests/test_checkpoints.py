@@ -9,38 +9,21 @@ import pytest
 import torch
 
 from learner.checkpoints.best import Best
-from learner.checkpoints.saver import Restored, Saver, choose_checkpoint, list_checkpoints, load_checkpoint
+from learner.checkpoints.folder import candidates, list_checkpoints
+from learner.checkpoints.restoring import Restored, load_checkpoint
+from learner.checkpoints.saver import Saver
 from learner.export import export, export_checkpoint
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
 from learner.weights.publisher import gathered
-from shared.config import Recipe
-from shared.sections import EnvConfig, ModelConfig
-from tests.support.episodes import learner_config, random_groups
+from tests.support.checkpoints import config, recipe, save
+from tests.support.episodes import random_groups
 from tests.support.tiny import load_model, tiny_model_dir
-
-
-def config(**changes):
-    settings = {"lr": 1e-3, "value_lr": 1e-2, "lr_schedule": "linear", "warmup_steps": 2, "total_steps": 10}
-    return learner_config(**settings | changes)
 
 
 @pytest.fixture
 def new_trainer(folder, spec, ranks):
     return lambda **changes: Trainer(load_policy(str(folder), spec), config(**changes), ranks)
-
-
-def recipe(**changes):
-    return Recipe(model=ModelConfig(path="m"), env=EnvConfig(module="envs.colour"), learner=config(**changes))
-
-
-def save(trainer, ranks, path, *, version=7, keep=2, background=False):
-    settings = recipe(keep_checkpoints=keep, checkpoint_in_background=background)
-    saver = Saver(path, trainer, ranks, settings)
-    where = saver.save(version, {"cursor": version, "open": ["a"]})
-    saver.wait()
-    saver.close()
-    return where
 
 
 @pytest.mark.slow
@@ -88,9 +71,8 @@ def test_the_last_few_checkpoints_are_kept_and_a_partial_one_is_no_checkpoint(ne
     (tmp_path / ".step_00000004.partial").mkdir()
     (tmp_path / "step_00000005").mkdir()  # no meta.json
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000003"]
-    assert choose_checkpoint(tmp_path, "auto").name == "step_00000003"
-    assert choose_checkpoint(tmp_path, "never") is None
-    assert choose_checkpoint(tmp_path / "none", "auto") is None
+    assert [p.name[-1] for p in candidates(tmp_path, "auto")] == ["5", "3", "2"]  # the first is damaged
+    assert candidates(tmp_path, "never") == candidates(tmp_path / "none", "auto") == []
 
 
 def test_the_best_checkpoint_and_the_one_under_evaluation_are_not_removed(new_trainer, ranks, tmp_path):
@@ -121,7 +103,7 @@ def test_a_damaged_note_of_the_best_checkpoint_is_replaced_by_the_next_result(tm
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is no checkpoint"):
-        choose_checkpoint(tmp_path, str(tmp_path))
+        candidates(tmp_path, str(tmp_path))
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_its_name(new_trainer, ranks, tmp_path, spec):

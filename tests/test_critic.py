@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from learner.checkpoints.saver import Saver, load_checkpoint
+from learner.checkpoints.restoring import load_checkpoint
+from learner.checkpoints.saver import Saver
 from learner.export import export_checkpoint
 from learner.model.critic import DeepCritic, Listener, chosen_layers
 from learner.model.policy import load_policy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.checkpoints.saver import load_checkpoint
+from learner.checkpoints.restoring import load_checkpoint
 from learner.distributed import close_ranks, init_ranks
 from learner.weights.buckets import gathered
 from shared.vision import VisionSpec

@@ -8,7 +8,8 @@ import torch
 from msgspec.structs import replace
 
 from learner.batch import cut, make_episodes, penalty
-from learner.checkpoints.saver import Saver, load_checkpoint
+from learner.checkpoints.restoring import load_checkpoint
+from learner.checkpoints.saver import Saver
 from learner.guards.state import GuardState
 from learner.images import ImageDecoder
 from learner.model.policy import load_policy

@@ -8,13 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from learner.checkpoints.folder import checkpoint_name
 from shared.log import get_logger
-
-PREFIX = "step_"
-
-
-def checkpoint_name(step: int) -> str:
-    return f"{PREFIX}{step:08d}"
 
 
 @dataclass(slots=True)

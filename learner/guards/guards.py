@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from learner.checkpoints.saver import Saver, load_checkpoint
+from learner.checkpoints.restoring import load_checkpoint
+from learner.checkpoints.saver import Saver
 from learner.guards.divergence import braked, kl_of_a_step
 from learner.guards.entropy import EntropyGuard
 from learner.guards.variance import VarianceGuard

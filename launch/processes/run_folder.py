@@ -1,0 +1,84 @@
+"""A run's folder: made, moved aside, and locked, so that no two learners write into one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TextIO
+
+from learner.checkpoints.folder import RESUMED
+from shared.config import ConfigError, Recipe
+from shared.log import get_logger
+
+LOCK = "learner.lock"
+PATIENCE_S = 3.0  # a learner that was killed a moment ago may still be on its way out
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+
+def take_run_folder(recipe: Recipe) -> TextIO:
+    """Makes the run's folder and locks it until the answer is closed or the process ends. ConfigError, naming the
+    holder, when another learner has it."""
+    return lock(Path(recipe.run.dir) / recipe.run.name)
+
+
+def prepare_run_folder(recipe: Recipe, held: TextIO, *, restarted: bool = False) -> TextIO:
+    """Writes the resolved recipe into the folder that is `held`; what it holds of a run that is not to be resumed is
+    moved aside. Returns the lock from then on. `restarted`: torchrun has started the ranks again."""
+    folder = Path(recipe.run.dir) / recipe.run.name
+    if recipe.learner.resume == "never" and any(path.name != LOCK for path in folder.iterdir()):
+        asides = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+        aside = next(each for each in asides if not each.exists())
+        folder.rename(aside)
+        held.close()
+        get_logger("learner").info("the earlier run is now in %s", aside)
+        held = take_run_folder(recipe)
+    if not restarted:
+        (folder / "checkpoints" / RESUMED).unlink(missing_ok=True)
+    (folder / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=2) + "\n")
+    return held
+
+
+def lock(folder: Path, patience_s: float = PATIENCE_S) -> TextIO:
+    """Takes `folder` for as long as the answer is open. ConfigError, within `patience_s`, names who has it."""
+    path, deadline = folder / LOCK, time.monotonic() + patience_s
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)  # whoever had it may have moved it aside
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_there(file, path):
+                break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = file.read().strip() or "another process"
+                raise ConfigError(
+                    f"the run folder {folder} is in use by the learner of {holder}; stop that one, or choose another "
+                    "--run.name"
+                ) from None
+            time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            get_logger("learner").warning("%s cannot be locked (%s): start no second learner on it", folder, error)
+            return file
+        file.close()
+    file.truncate()
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def _is_there(file: TextIO, path: Path) -> bool:
+    """Whether the folder was not moved aside by the one who had the lock."""
+    own = os.fstat(file.fileno())
+    try:
+        now = path.stat()
+    except FileNotFoundError:
+        return False
+    return (own.st_dev, own.st_ino) == (now.st_dev, now.st_ino)

@@ -1,0 +1,89 @@
+"""Whether a checkpoint is whole: its meta.json holds the size and SHA-256 of each other file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from learner.distributed import Ranks
+
+Files = dict[str, list[Any]]  # name below the checkpoint -> [bytes, SHA-256 in hex]
+
+
+class DamagedCheckpoint(ValueError):
+    """A file is missing, cut off or changed, or meta.json cannot be read; the message names checkpoint and file."""
+
+
+def measured(folder: Path, paths: Iterable[Path]) -> Files:
+    return {str(path.relative_to(folder)): [path.stat().st_size, _digest(path)] for path in paths}
+
+
+def with_digest(meta: dict[str, Any]) -> dict[str, Any]:
+    """With the SHA-256 of all its values, so that a change in it is noticed too."""
+    return {**meta, "digest": _digest_of(meta)}
+
+
+def _digest_of(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
+
+
+def read_meta(path: Path, ranks: Ranks) -> dict[str, Any]:
+    """meta.json of a checkpoint, on all ranks. DamagedCheckpoint, on all, if one of them cannot read it."""
+    meta: dict[str, Any] = {}
+    reason = ""
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+        if not isinstance(meta, dict) or "schema" not in meta:
+            reason = "meta.json is no description of a checkpoint"
+        elif (digest := meta.pop("digest", None)) is not None and digest != _digest_of(meta):
+            reason = "meta.json holds other values than were written"
+    except FileNotFoundError:
+        reason = "meta.json is missing"
+    except (OSError, ValueError, RecursionError) as error:
+        reason = f"meta.json cannot be read: {error}"
+    _agree(path, reason, ranks)
+    return meta
+
+
+def check_files(path: Path, meta: dict[str, Any], ranks: Ranks) -> None:
+    """Each rank reads its share of the files. DamagedCheckpoint, on all ranks, if one of them is not what was written.
+
+    A checkpoint of an earlier learner names no files; then only the index of its parameters must be there.
+    """
+    if "files" not in meta:
+        _agree(path, "" if (path / "dcp" / ".metadata").exists() else "dcp/.metadata is missing", ranks)
+        return
+    share = sorted(meta["files"].items())[ranks.rank :: ranks.size]
+    _agree(path, next((fault for name, known in share if (fault := _fault(path / name, name, *known))), ""), ranks)
+
+
+def _fault(path: Path, name: str, num_bytes: int, digest: str) -> str:
+    try:
+        size = path.stat().st_size
+        if size != num_bytes:
+            return f"{name} has {size} bytes instead of {num_bytes}"
+        return "" if _digest(path) == digest else f"{name} holds other bytes than were written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error}"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _agree(path: Path, reason: str, ranks: Ranks) -> None:
+    """DamagedCheckpoint on all ranks if one has a reason."""
+    reasons: list[str] = [reason]
+    if ranks.size > 1:
+        reasons = [""] * ranks.size
+        dist.all_gather_object(reasons, reason)
+    if any(reasons):
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {' '.join(next(filter(None, reasons)).split())[:300]}")
