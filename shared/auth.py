@@ -8,8 +8,6 @@ each of its messages.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,6 +20,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from shared.guards.connections import FAILURES, UNKNOWN
 from shared.log import get_logger
 
 ZAP_DOMAIN = b"pronk"
@@ -29,13 +28,6 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"  # one for each context, as libzmq fixes 
 MAX_LOGGED = 1000
 LOOK_EVERY_S = 1.0
 PER_ANSWER = 256  # a flood of strangers must not keep the learner from its actors
-UNKNOWN = "an unknown address"
-_FAILED = {
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-}
-_FAILURES = sum(_FAILED)
 _WORDS: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "its handshake is not encrypted for this learner's key, or is an old one",
 }
@@ -105,36 +97,29 @@ class ServerKeys:
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
         socket.zap_domain = ZAP_DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler every handshake fails
-        return ZapHandler(socket, self.allowed)
+        return ZapHandler(socket.context, self.allowed)
 
 
 class ZapHandler:
-    """Tells libzmq for each client whether its key is on the list; counts refused clients and logs each once."""
+    """Tells libzmq for each client whether its key is on the list; counts refused clients and logs each once. It is
+    told the events of the socket's connections (`note`)."""
 
-    def __init__(self, guarded: zmq.Socket, allowed: AllowList) -> None:
+    def __init__(self, context: zmq.Context, allowed: AllowList) -> None:
         self.refused: Counter[str] = Counter()
         self._allowed = allowed
         self._log = get_logger("auth")
         self._logged: set[tuple[str, str]] = set()  # address, mistake
-        self._hosts: dict[int, str] = {}  # of connections by file descriptor
         self._failed: int | None = None  # the code of a handshake whose connection closes next
-        self._guarded = guarded
-        self._zap = guarded.context.socket(zmq.REP)
-        self._zap.linger = 0
-        self._zap.bind(ZAP_ADDRESS)
-        events = _FAILURES | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-        self._events = guarded.get_monitor_socket(events)
-        self.sockets = (self._zap, self._events)
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(ZAP_ADDRESS)
 
     def answer(self) -> None:
         """Answers the handshakes that are waiting. Never waits."""
         self._allowed.refresh()
         with suppress(zmq.Again):
             for _ in range(PER_ANSWER):
-                self._zap.send_multipart(self._verdict(self._zap.recv_multipart(zmq.NOBLOCK)))
-        with suppress(zmq.Again):
-            for _ in range(PER_ANSWER):
-                self._note(parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK)))
+                self.socket.send_multipart(self._verdict(self.socket.recv_multipart(zmq.NOBLOCK)))
 
     def owns(self, message: zmq.Frame) -> bool:
         """Whether the key of its sender, as libzmq knows it, is still on the list."""
@@ -145,9 +130,7 @@ class ZapHandler:
         return False
 
     def close(self) -> None:
-        self._guarded.disable_monitor()
-        self._events.close(0)
-        self._zap.close(0)
+        self.socket.close(0)
 
     def _verdict(self, request: list[bytes]) -> list[bytes]:
         version, number, domain, address, _, mechanism, *credentials = request
@@ -158,18 +141,16 @@ class ZapHandler:
             self._refuse("key", address.decode("ascii", "replace"), f"its key {key.decode()} is not allowed")
         return [version, number, b"400", b"not allowed", b"", b""]
 
-    def _note(self, event: Mapping[str, Any]) -> None:
+    def note(self, event: Mapping[str, Any], host: str) -> None:
+        """A connection of `host` was accepted or has ended, or a handshake has failed."""
         kind, value = event["event"], event["value"]
-        if kind == zmq.EVENT_ACCEPTED:
-            self._hosts[value] = _host_of(value)
-        elif kind == zmq.EVENT_DISCONNECTED:
-            host = self._hosts.pop(value, UNKNOWN)
+        if kind == zmq.EVENT_DISCONNECTED:
             if self._failed is not None:
                 words = _WORDS.get(self._failed, "its handshake broke off: it has no keys, or repeats an old one")
                 self._refuse("handshake", host, words)
                 self._failed = None
-        elif kind != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # `_verdict` has counted it
-            self._failed = value
+        elif kind in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+            self._failed = value  # `_verdict` has counted those of strangers' keys
 
     def _refuse(self, reason: str, host: str, words: str) -> None:
         """Counts a refused client, and logs it once for each address and mistake. A client whose address was not known
@@ -185,22 +166,12 @@ class ZapHandler:
             self._log.warning("refused a client at %s: %s (further tries are only counted)", host, words)
 
 
-def _host_of(file_descriptor: int) -> str:
-    """The other end's address. The connection may be gone by now, and its descriptor be that of another file."""
-    try:
-        with socket.socket(fileno=os.dup(file_descriptor)) as connection:
-            peer = connection.getpeername()
-    except OSError:
-        return UNKNOWN
-    return str(peer[0]) if isinstance(peer, tuple) and peer else UNKNOWN
-
-
 class HandshakeMonitor:
     """Watches an actor's own handshakes: `trouble` says why none succeeds, "" as long as none has failed."""
 
     def __init__(self, dealer: zmq.Socket) -> None:
         self._dealer, self._trouble = dealer, ""
-        self._events = dealer.get_monitor_socket(_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._events = dealer.get_monitor_socket(FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def trouble(self) -> str:
         with suppress(zmq.Again):

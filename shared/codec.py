@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from shared.engine_messages import parse_weight_name
-from shared.frames import DEFAULT_LIMITS, DTYPES, Frame, Incoming, Limits, Outgoing, WireError, digest
+from shared.frames import DEFAULT_LIMITS, DTYPES, Frame, Incoming, Limits, Outgoing, WireError, digest, num_items
 from shared.types import ITEMS, Group, Image, Message, Tickets, Trajectory
 
 __all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode", "frames_of"]
@@ -143,6 +143,10 @@ def _check_sizes(frames: Sequence[Frame], limits: Limits) -> None:
     total = sum(map(len, frames))
     if total > limits.message_bytes:
         raise WireError("too_large", f"message of {total} bytes, limit {limits.message_bytes}")
+    if (
+        len(frames[0]) > limits.items and num_items(frames[0], limits.items) > limits.items
+    ):  # each takes a byte at least
+        raise WireError("too_many", f"header of more than {limits.items} items")
 
 
 # ------------------------------------------------------------------ the message in a header

@@ -8,15 +8,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from shared.types import Completion, Image, PolicyVersion, Sampling, VersionSpan
 
+KEPT_URI_BYTES = 2**26
 BAN = -100.0  # a logit bias: no token with this or less is ever sampled
 
 
@@ -45,16 +47,32 @@ def generate_body(
         settings["sampling_seed"] = seed
     body: dict[str, Any] = {"input_ids": list(token_ids), "sampling_params": settings, "return_logprob": True}
     if images:
-        body["image_data"] = [_data_uri(image.data) for image in images]
+        body["image_data"] = [_uris.of(image) for image in images]
     if cache_key:
         body["extra_key"] = cache_key
     return body
 
 
-@lru_cache(maxsize=2048)
-def _data_uri(data: bytes | memoryview) -> str:
-    """Every turn of an episode sends its images again."""
-    return "data:image/png;base64," + base64.b64encode(data).decode()
+class _DataUris(threading.local):
+    """The last images as they are sent, by content hash: every turn of an episode sends its images again."""
+
+    def __init__(self) -> None:
+        self._uris: OrderedDict[str, str] = OrderedDict()
+        self._bytes = 0
+
+    def of(self, image: Image) -> str:
+        uri = self._uris.get(image.content_hash)
+        if uri is None:
+            uri = self._uris[image.content_hash] = "data:image/png;base64," + base64.b64encode(image.data).decode()
+            self._bytes += len(uri)
+            while self._bytes > KEPT_URI_BYTES:
+                self._bytes -= len(self._uris.popitem(last=False)[1])
+        else:
+            self._uris.move_to_end(image.content_hash)
+        return uri
+
+
+_uris = _DataUris()
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

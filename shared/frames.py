@@ -38,12 +38,14 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one message may hold, beside the bounds of its fields (see `shared.types`). Sizes in bytes; `depth` bounds
+    """What one message may hold, beside the bounds of its fields (see `shared.types`). Sizes in bytes; `items` are
+    numbers, texts, lists and maps of the header, each of which takes up to 100 bytes once it is read; `depth` bounds
     the nesting of free-form fields."""
 
     message_bytes: int = 256 * 2**20
     header_bytes: int = 32 * 2**20
     frames: int = 2**16
+    items: int = 2**19
     trajectory_tokens: int = 2**20
     depth: int = 16
 
@@ -58,6 +60,34 @@ def digest(frames: Sequence[Frame]) -> bytes:
     for frame in frames:
         hasher.update(frame)
     return hasher.digest()
+
+
+def num_items(header: Frame, most: int) -> int:
+    """How many items of msgpack `header` holds, however they are nested; counting ends beyond `most`. What is no
+    msgpack ends where it can be told."""
+    place = count = 0
+    size = len(header)
+    while place < size and count <= most:
+        kind = header[place]
+        place += _ITEM_BYTES[kind]
+        if kind in _LENGTH_BYTES:
+            place += int.from_bytes(header[place - _LENGTH_BYTES[kind] : place], "big")
+        count += 1
+    return count
+
+
+def _item_bytes(kind: int) -> int:
+    """Of an item of msgpack that begins with this byte, without what a list or a map holds and without a text whose
+    length the next bytes say (of an ext, its type counts to that)."""
+    if 0xA0 <= kind < 0xC0:  # a short text
+        return 1 + (kind & 0x1F)
+    numbers = dict(zip(range(0xCA, 0xD4), (4, 8, 1, 2, 4, 8, 1, 2, 4, 8), strict=True))
+    fixed = dict(zip(range(0xD4, 0xD9), (2, 3, 5, 9, 17), strict=True)) | {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+    return 1 + (numbers | fixed | _LENGTH_BYTES).get(kind, 0)
+
+
+_LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bin, ext, str
+_ITEM_BYTES = [_item_bytes(kind) for kind in range(256)]
 
 
 class Outgoing:

@@ -8,8 +8,10 @@ A DEALER's routing id is `NAME#RANDOM`: the name is for people, the random part 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +20,7 @@ import zmq
 
 from shared.auth import HandshakeMonitor, ZapHandler
 from shared.codec import Frame, Limits, Message, decode, encode
+from shared.guards.connections import ConnectionGuard
 
 SENT_COPY_BYTES = 2**16  # of a frame; a larger one is cheaper to share with ZeroMQ than to copy
 RECEIVED_COPY_BYTES = 2**14  # of a frame; a larger one is read where ZeroMQ has put it
@@ -66,14 +69,17 @@ def _send(socket: zmq.Socket, frames: Sequence[Frame]) -> None:
     socket.send(frames[-1], _AT_ONCE, copy=len(frames[-1]) < SENT_COPY_BYTES)
 
 
-def _receive(socket: zmq.Socket) -> tuple[zmq.Frame, list[Frame]] | None:
+def _receive(socket: zmq.Socket, limits: Limits) -> tuple[zmq.Frame, list[Frame]] | None:
     """ZeroMQ's first frame of one waiting message, and all frames, large ones as read-only views of ZeroMQ's memory;
-    None if no message is waiting."""
+    None if no message is waiting. Of a message that is beyond the limits, only so much is kept that it is refused."""
     frames: list[Frame] = []
+    room = limits.message_bytes
     try:
         first = frame = socket.recv(_AT_ONCE, copy=False)
         while True:
-            frames.append(frame.bytes if len(frame) < RECEIVED_COPY_BYTES else frame.buffer.toreadonly())
+            if room >= 0 and len(frames) <= limits.frames + 1:
+                frames.append(frame.bytes if len(frame) < RECEIVED_COPY_BYTES else frame.buffer.toreadonly())
+                room -= len(frame)
             if not frame.more:
                 return first, frames
             frame = socket.recv(_AT_ONCE, copy=False)
@@ -100,17 +106,21 @@ class Router:
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         self._zap: ZapHandler | None = None
+        self._guard: ConnectionGuard | None = None
         try:
             self._zap = _prepare(self._socket, settings, secure)
             self._socket.router_mandatory = True  # an unreachable peer is an error, not silence
             self._socket.router_handover = True  # a peer that reconnects replaces its old connection
+            self._guard = ConnectionGuard(
+                self._socket, settings.max_message_bytes, self._zap.note if self._zap else None
+            )
             cure = "free the port or choose another one (--learner.bind tcp://HOST:PORT)"
             _opened(self._socket.bind, address, "learner.bind", cure)
         except ValueError:
             self.close()
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        for source in (self._socket, *(self._zap.sockets if self._zap else ())):
+        for source in (self._socket, self._guard.events, *([self._zap.socket] if self._zap else [])):
             self._poller.register(source, zmq.POLLIN)
 
     def watch(self, file_descriptor: int) -> None:
@@ -119,23 +129,40 @@ class Router:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a message is there, after at most `timeout_s`."""
-        ready = self._poller.poll(max(0, int(timeout_s * 1000)))
-        if self._zap is not None:
-            self._zap.answer()
-        return any(source is self._socket for source, _ in ready)
+        guard, deadline = self._guard, time.monotonic() + timeout_s
+        assert guard is not None
+        while True:
+            now = time.monotonic()
+            ready = self._poller.poll(max(0, math.ceil(1000 * (min(deadline, guard.next_look) - now))))
+            here = any(source is self._socket for source, _ in ready)
+            if not here:
+                guard.drained()
+            guard.follow()
+            if self._zap is not None:
+                self._zap.answer()
+            guard.look()
+            if here or time.monotonic() >= deadline or any(source is not guard.events for source, _ in ready):
+                return here
 
     @property
-    def refused(self) -> int:
-        """How many handshakes were refused, and messages of actors whose keys have been revoked."""
-        return self._zap.refused.total() if self._zap else 0
+    def refused(self) -> Counter[str]:
+        """By reason: handshakes, messages of actors whose keys have been revoked, connections that were closed for
+        what they had sent."""
+        counts = Counter(self._zap.refused if self._zap else {})
+        return counts + self._guard.refusals.counts if self._guard else counts
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
         """Peer id and frames of one waiting message, undecoded; None if none is waiting. Messages of keys that are no
         longer allowed are skipped."""
-        while (received := _receive(self._socket)) is not None:
+        guard = self._guard
+        assert guard is not None
+        while (received := _receive(self._socket, self._limits)) is not None:
             first, (peer, *frames) = received
+            guard.hear(first)
+            guard.look()
             if self._zap is None or self._zap.owns(first):
                 return bytes(peer), frames
+        guard.drained()
         return None
 
     def decode(self, frames: Sequence[Frame]) -> Message:
@@ -155,6 +182,8 @@ class Router:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Gives outgoing messages `linger_s` to leave."""
+        if self._guard is not None:
+            self._guard.close()
         if self._zap is not None:
             self._zap.close()
         self._socket.close(int(linger_s * 1000))
@@ -226,7 +255,7 @@ class Dealer:
         self._socket.connect(self.address)
 
     def _waiting(self) -> list[Frame] | None:
-        received = _receive(self._socket)
+        received = _receive(self._socket, self._limits)
         return received and received[1]
 
     async def _change(self, timeout_s: float) -> None:

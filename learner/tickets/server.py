@@ -157,6 +157,7 @@ class TicketServer:
                 values["actors/idle_frac"] = sum(actor.idle_frac for actor in actors) / len(actors)
             values |= {f"tickets/dropped/{reason}": n for reason, n in book.dropped.items()}
             values |= {f"tickets/refused/{reason}": n for reason, n in book.refused.items()}
+            values |= {f"wire/refused_connections/{reason}": n for reason, n in self._router.refused.items()}
             values |= {f"wire/rejected/{reason}": n for reason, n in self._protocol.rejects.counts.items()}
             values |= self._token_staleness.drain("staleness/token") | self._group_staleness.drain("staleness/group")
             values |= self._protocol.selection.metrics()

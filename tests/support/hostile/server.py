@@ -1,0 +1,34 @@
+"""A ticket server in a process of its own, whose memory can be measured: `python -m tests.support.hostile.server DIR
+[KEYS]`. It prints its address and the learner's public key, and ends when its standard input does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from learner.tickets.server import TicketServer, TicketServerSettings
+from learner.tickets.sources import SeedSource
+from shared.keys import learner_security
+from shared.sections import TransportConfig
+from shared.transport import SocketSettings
+from tests.support.wires import RULES, book_settings
+
+MAX_MESSAGE_BYTES = 32 * 2**20
+
+
+def main() -> None:
+    run_dir, *keys = sys.argv[1:]
+    secure = learner_security(TransportConfig(keys=keys[0]), "tcp://0.0.0.0:*") if keys else None
+    settings = TicketServerSettings(
+        "tcp://127.0.0.1:*", Path(run_dir), "run-1", RULES, sockets=SocketSettings(MAX_MESSAGE_BYTES), secure=secure
+    )
+    server = TicketServer(SeedSource(), book_settings(groups_per_version=1000), settings)
+    server.open(0)
+    print(server.address, flush=True)
+    for _ in sys.stdin:
+        print(server.metrics(), flush=True)
+    server.stop("over")
+
+
+if __name__ == "__main__":
+    main()
