@@ -22,6 +22,7 @@ from actor.idle_meter import IdleMeter
 from actor.journal import Journal
 from actor.stream import Stream
 from shared.codec import Message, TokenRules, WireError, check_trajectory
+from shared.guards.refusals import Refusals
 from shared.log import get_logger
 from shared.transport import Dealer, Secure, SocketSettings
 from shared.types import (
@@ -107,6 +108,7 @@ class Conversation:
         self._process_id: str | None = None  # of the learner process that has welcomed this actor
         self._misfits = 0  # messages of another schema
         self._log = get_logger(settings.name)
+        self._refusals = Refusals("a message", self._log)
 
     async def run(self) -> End:
         heard, next_beat = time.monotonic(), 0.0
@@ -121,10 +123,17 @@ class Conversation:
                 end = self._malformed(error)
             else:
                 now = time.monotonic()
-                end = self._silent(now - heard) if message is None else await self.handle(message)
+                end = self._silent(now - heard) if message is None else await self._contained(message)
                 heard = heard if message is None else now
             if end is not None:
                 return end
+
+    async def _contained(self, message: Message) -> End | None:
+        """As `handle`; a message that cannot be handled is refused, and the others count."""
+        try:
+            return await self.handle(message)
+        except Exception as error:  # noqa: BLE001 - it is this message's
+            return self._malformed(WireError("unanswerable", f"{type(error).__name__}: {error}"))
 
     async def handle(self, message: Message) -> End | None:
         """Does what the learner says; the actor's end if that is what it says."""
@@ -156,7 +165,7 @@ class Conversation:
         self._misfits += error.reason == "schema_version"
         if self._misfits > 1 and self._process_id is None:
             return End(1, f"learner {self._settings.learner}: {error.detail}")
-        self._log.warning("the learner sent a malformed message: %s", error)
+        self._refusals.add("the learner", error.reason, error.detail)
         return None
 
     def _silent(self, for_s: float) -> End | None:

@@ -162,7 +162,11 @@ class _Episode:
         self._stream.sample(completion)
         if completion.token_ids:
             self._turns.append(Turn(start, len(self._stream.token_ids), 0.0))
-        self._answers.append(self._renderer.decode(completion.token_ids))
+        try:
+            self._answers.append(self._renderer.decode(completion.token_ids))
+        except Exception as error:  # of tokens that the tokenizer does not know
+            words = f"{self._seat.url} sampled tokens that are no text: {type(error).__name__}: {error}"
+            raise _Ended(Ending.ENGINE_ERROR, words) from error
         if completion.finish_reason == "abort":
             raise _Ended(Ending.ABORTED, f"{self._seat.url} aborted the request")
         if completion.finish_reason == "length":

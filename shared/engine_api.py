@@ -72,6 +72,8 @@ class EngineClient(JsonClient):
         body = generate_body(token_ids, images, sampling, banned_ids, stop_ids, new_tokens, seed, cache_key)
         try:
             completion = self._read(completion_of, await self._generate(body))
+            if len(completion.token_ids) > new_tokens:
+                raise EngineError(self.url, f"sampled {len(completion.token_ids)} tokens, {new_tokens} were asked for")
         except EngineError:
             self.suspect = True
             raise
@@ -165,27 +167,30 @@ class EngineClient(JsonClient):
     async def leave_group(self, name: str, timeout_s: float = CALL_S) -> None:
         await self.post("/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
-    async def begin_update(self, timeout_s: float = CALL_S) -> None:
-        """Opens an update; one that an earlier publication has left open is ended first."""
+    async def begin_update(self, timeout_s: float = CALL_S, update: str = "") -> None:
+        """Opens an update; one that an earlier publication has left open is ended. To an engine whose traits say that
+        it `names_updates`, `update` is its name: then only buckets and an end of this name are taken."""
+        body = {"update": update} if update else {}
         try:
-            await self.post("/begin_weight_update", {}, timeout_s)
+            await self.post("/begin_weight_update", body, timeout_s)
         except EngineError as error:
             if error.status == 404:  # an older server
                 return
             if error.status != 400:
                 raise
-            await self.end_update(None, timeout_s)
-            await self.post("/begin_weight_update", {}, timeout_s)
+            await self.end_update(None, timeout_s, update)
+            await self.post("/begin_weight_update", body, timeout_s)
 
     async def receive(self, bucket: Mapping[str, Any], timeout_s: float) -> None:
         """Takes part in the broadcast of a flat bucket: its names, dtypes, shapes and group; the last one of an update
-        also says the version that the weights now are."""
+        also says the version that the weights now are, and each the `update` that has a name."""
         body = {**bucket, "load_format": "flattened_bucket"}
         await self.post("/update_weights_from_distributed", body, timeout_s)
 
-    async def end_update(self, name: str | None, timeout_s: float = CALL_S) -> None:
+    async def end_update(self, name: str | None, timeout_s: float = CALL_S, update: str = "") -> None:
         """Installs what was received under this name; None = forgets it."""
-        body = {"discard": True} if name is None else {"weight_version": name}
+        body: dict[str, Any] = {"discard": True} if name is None else {"weight_version": name}
+        body |= {"update": update} if update else {}
         try:
             await self.post("/end_weight_update", body, timeout_s)
         except EngineError as error:
@@ -215,6 +220,8 @@ class EngineClient(JsonClient):
             return read(answer)
         except ValueError as error:
             raise EngineError(self.url, str(error)) from None
+        except Exception as error:  # noqa: BLE001 - whatever an answer does to its reader, it is the engine's fault
+            raise EngineError(self.url, f"the answer is wrong: {type(error).__name__}: {error}") from None
 
     async def _wait(self, check: Callable[[], Awaitable[object]], timeout_s: float, reason: str) -> None:
         try:

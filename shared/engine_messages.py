@@ -169,6 +169,7 @@ class EngineTraits:
 
     num_ranks: int = 1  # of its tensor-parallel group: each is a rank of the weight group
     beside_generation: bool = False  # receives weights while it generates, and installs them at once
+    names_updates: bool = False  # takes buckets and the end of an update only by its name
     tells_checksums: bool = False  # of raw bytes; on a GPU it computes another kind, in bfloat16 a CPU packs weights
 
 
@@ -183,6 +184,7 @@ def traits_of(info: Any) -> EngineTraits:
     return EngineTraits(
         num_ranks=ranks if isinstance(ranks, int) and ranks > 0 else 1,
         beside_generation=all(isinstance(s, dict) and s.get("updates_beside_generation") is True for s in told),
+        names_updates=info.get("names_updates") is True,
         tells_checksums=info.get("engine") == "embedded" or cpu,
     )
 

@@ -12,7 +12,8 @@ import msgspec
 
 CONNECT_S = 10.0
 KEEP_ALIVE_S = 4.0  # uvicorn, SGLang's server, closes a connection that was idle for 5 s
-MAX_ANSWER_BYTES = 64 << 20
+MAX_TYPED_BYTES = 64 << 20  # of an answer of a known type, which takes no more memory than its bytes
+MAX_ANSWER_BYTES = 8 << 20  # of any other JSON, which takes up to 25 times as much
 MAX_ERROR_BYTES = 64 << 10
 HEADERS = {"content-type": "application/json"}
 
@@ -62,7 +63,7 @@ class JsonClient:
     ) -> Any:
         """The decoded JSON of a 2xx answer (None when it is empty), checked against the type `answer` where one is
         given. `failure` for any other answer, and after `timeout_s`."""
-        status, content = await self._exchange(method, path, body, timeout_s)
+        status, content = await self._exchange(method, path, body, timeout_s, answer is not None)
         try:
             if answer is not None:
                 return msgspec.json.decode(content, type=answer)
@@ -76,7 +77,9 @@ class JsonClient:
         if self._session is not None:
             await self._session.close()
 
-    async def _exchange(self, method: str, path: str, body: Any, timeout_s: float) -> tuple[int, bytes]:
+    async def _exchange(
+        self, method: str, path: str, body: Any, timeout_s: float, typed: bool = False
+    ) -> tuple[int, bytes]:
         """(status, body) of a 2xx answer."""
         data = None if body is None else msgspec.json.encode(body)
         if self._session is None:
@@ -87,7 +90,7 @@ class JsonClient:
                 self._session.request(method, self._base + path, data=data, allow_redirects=False) as response,
             ):
                 status = response.status
-                limit = MAX_ANSWER_BYTES if response.ok else MAX_ERROR_BYTES
+                limit = (MAX_TYPED_BYTES if typed else MAX_ANSWER_BYTES) if response.ok else MAX_ERROR_BYTES
                 try:
                     content = await response.content.readexactly(limit + 1)
                 except asyncio.IncompleteReadError as ended:
@@ -96,7 +99,7 @@ class JsonClient:
             raise self.failure(self.url, f"cannot connect: {_words(error)}", sent=False) from error
         except TimeoutError:
             raise self.failure(self.url, f"{path}: no answer within {timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except Exception as error:  # of the connection, or of a parser that meets what is no HTTP
             raise self.failure(self.url, f"{path}: the connection broke: {_words(error)}") from error
         if not 200 <= status < 300:
             raise self.failure(self.url, f"{path}: HTTP {status}: {_message(content)}", status)

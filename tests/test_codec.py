@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from shared.codec import MESSAGES, SCHEMA_VERSION, Limits, WireError, check_trajectory, decode, encode, frames_of
-from shared.frames import digest
+from shared.frames import digest, num_items
 from shared.types import Group, Hello, Image, Refusal, Request, Sample, Stop, Tickets
 from tests.support.wires import EXAMPLES, GROUP, RULES, SAMPLE, STOP, TICKET, changed_header, episode, raw, with_header
 
@@ -207,3 +207,21 @@ def test_numpy_numbers_are_sent_as_plain_ones() -> None:
     group = decode(raw(encode(message)))
     assert isinstance(group, Group)
     assert type(group.trajectories[0].reward) is float
+
+
+def items_of(tree: object) -> int:
+    """A plain count of the items in a tree."""
+    parts = [part for pair in tree.items() for part in pair] if isinstance(tree, dict) else tree
+    return 1 + sum(map(items_of, parts)) if isinstance(parts, list) else 1
+
+
+ODD_ITEMS = [0, -1, 127, 128, -33, 2**16, 2**32, -(2**40), 0.5, None, True, "x" * 31, "x" * 32, "é" * 300, "x" * 2**16]
+ODD_ITEMS += [b"", b"x" * 300, b"x" * 2**16, [0] * 16, [[]] * 2**16, {str(i): i for i in range(20)}, {}]
+
+
+def test_the_items_of_a_header_are_counted_without_reading_it() -> None:
+    trees = [msgspec.msgpack.decode(encode(message)[0]) for message in EXAMPLES]
+    for tree in [*trees, *ODD_ITEMS, ODD_ITEMS]:
+        packed = msgspec.msgpack.encode(tree)
+        assert num_items(packed, 10**9) == num_items(memoryview(packed), 10**9) == items_of(tree)
+    assert num_items(b"\x80" * 1000, 10) == 11  # it stops there

@@ -12,7 +12,7 @@ from shared.engine_api import EngineError
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
 from tests.support.engines import ask, call, surprise_z
-from tests.support.machine import until_async
+from tests.support.machine import until, until_async
 from tests.support.tiny import (
     draw_image,
     load_model,
@@ -214,6 +214,40 @@ def test_what_is_beyond_the_limits_is_refused_unread(engine, head, status):
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n")
         assert connection.recv(100).split()[1] == status
+
+
+@pytest.mark.parametrize(
+    ("route", "head", "status"),
+    [
+        (b"GET /health", b"content-length: 4000000", b"200"),  # no body is waited for
+        (b"POST /health", b"content-length: 70000000", b"413"),
+        (b"POST /pause_generation", b"content-length: 5000000", b"413"),
+        (b"POST /generate", b"origin: http://page.example\r\ncontent-length: 2", b"403"),
+        (b"GET /model_info", b"origin: null", b"403"),
+    ],
+)
+def test_a_body_that_nobody_needs_and_a_web_page_are_not_listened_to(engine, route, head, status):
+    port = int(engine[0].rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(route + b" HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n")
+        assert connection.recv(100).split()[1] == status
+
+
+def test_bodies_that_are_read_at_once_are_bounded(engine, monkeypatch):
+    monkeypatch.setattr("actor.engine.http.MAX_READING_BYTES", 1000)
+    port = int(engine[0].rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as slow:
+        slow.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 990\r\n\r\n")
+        until(lambda: _answers(engine[0]) == 503)
+    until(lambda: _answers(engine[0]) == 200)
+
+
+def _answers(url):
+    try:
+        call(url, "/generate", {"input_ids": [30], "sampling_params": {"max_new_tokens": 1}})
+    except EngineError as error:
+        return error.status
+    return 200
 
 
 def test_a_client_that_hangs_up_ends_its_request_and_leaves_the_engine_alone(engine):

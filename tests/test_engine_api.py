@@ -111,10 +111,19 @@ def test_a_server_that_misbehaves_is_an_error_in_one_line(fault):
 
 
 def test_answers_are_bounded(monkeypatch):
-    monkeypatch.setattr("shared.http_client.MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr("shared.http_client.MAX_TYPED_BYTES", 1000)
+    monkeypatch.setattr("shared.http_client.MAX_ANSWER_BYTES", 500)
     large = says({"x": "y" * 2000})
-    with false_engine({"/generate": large}) as (url, _), pytest.raises(EngineError, match="more than 1000 bytes"):
-        ask(url, generate)
+    with false_engine({"/generate": large, "/model_info": large}) as (url, _):
+        with pytest.raises(EngineError, match="more than 1000 bytes"):
+            ask(url, generate)
+        with pytest.raises(EngineError, match="more than 500 bytes"):
+            ask(url, lambda client: client.model_info())
+
+
+def test_more_tokens_than_were_asked_for_are_the_engines_fault():
+    with false_engine({"/generate": says(answer())}) as (url, _), pytest.raises(EngineError, match="3 tokens, 2 were"):
+        ask(url, lambda client: client.generate([1], [], Sampling(), max_new_tokens=2))
 
 
 BAD_HOSTS = ["http://host..domain:30000", "http://.", f"http://{'a' * 64}.invalid:1", "http://no.such.host.invalid"]

@@ -3,13 +3,16 @@
 import asyncio
 
 import pytest
+import torch
 
+from actor.engine.weight_loader import broadcast
+from learner.weights.buckets import buckets
 from shared.engine_api import EngineError
 from shared.types import Sampling
 from tests.support.engine_weights_rig import GROUP, Publisher, engine
 from tests.support.engines import ask, call
 from tests.support.machine import free_port
-from tests.support.tiny import running_engine
+from tests.support.tiny import load_model, running_engine
 
 __all__ = ["engine"]  # a fixture
 
@@ -66,12 +69,77 @@ def test_a_request_that_waits_too_long_is_aborted(folder):
         assert ask(url, lambda client: client.generate([30], [], Sampling())).finish_reason == "abort"
 
 
-def test_a_model_thread_that_fails_answers_what_is_open(folder, engine):
+def fail(rows):
+    raise RuntimeError("out of memory")
+
+
+def test_a_model_that_fails_again_and_again_answers_what_is_open_and_ends(engine, monkeypatch):
+    monkeypatch.setattr("actor.engine.scheduler.MAX_FAILURES", 2)
     url, app = engine
-
-    def fail(rows):
-        raise RuntimeError("out of memory")
-
     app.scheduler.runner.forward = fail
-    assert ask(url, lambda client: client.generate([30], [], Sampling())).finish_reason == "abort"
+    for number in range(3):
+        assert ask(url, lambda client: client.generate([30], [], Sampling())).finish_reason == "abort"
+        assert (app.scheduler.failed is None) == (number < 2)
     assert str(app.scheduler.failed) == "out of memory"
+
+
+def test_a_request_that_cannot_be_computed_ends_alone(engine):
+    url, app = engine
+    forward = app.scheduler.runner.forward
+    app.scheduler.runner.forward = lambda rows: (fail if any(31 in row.token_ids for row in rows) else forward)(rows)
+
+    async def use(client):
+        sampling = Sampling(0.0, max_new_tokens=5)
+        bans = {"banned_ids": [31]}
+        alone = await client.generate([30], [], sampling, **bans)
+        together = await asyncio.gather(*(client.generate([token], [], sampling, **bans) for token in (30, 31, 30)))
+        return alone, together
+
+    alone, (first, bad, last) = ask(url, use)
+    assert bad.finish_reason == "abort"
+    assert first.token_ids == last.token_ids == alone.token_ids
+    assert app.scheduler.failed is None
+
+
+def test_weights_that_make_no_distribution_abort_requests_and_the_next_weights_serve_again(engine):
+    url, app = engine
+    weight = app.scheduler.runner.text.norm.weight
+    sound = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    for sampling in (Sampling(), Sampling(0.0), Sampling(top_p=0.5), Sampling(top_k=3)):
+        out = ask(url, lambda client, sampling=sampling: client.generate([30], [], sampling))
+        assert (out.finish_reason, out.token_ids) == ("abort", ())
+    with torch.no_grad():
+        weight.copy_(sound)
+    assert ask(url, lambda client: client.generate([30], [], Sampling(max_new_tokens=2))).token_ids
+    assert app.scheduler.failed is None
+
+
+def test_what_belongs_to_another_update_is_refused_and_leaves_the_one_under_way_alone(engine):
+    model = load_model(engine[1].settings.model_path)
+
+    async def main():
+        publisher = await Publisher.connected(engine[0])
+        client = publisher.engine
+        await client.begin_update(update="1-dead")
+        await client.begin_update(update="2-alive")  # takes its place
+        for path, body in [
+            (UPDATE, NORM | FLAT | {"update": "1-dead"}),
+            (UPDATE, {"names": 7, "update": "1-dead"}),
+            (UPDATE, NORM | FLAT),
+            (END, {"weight_version": "1-dead", "update": "1-dead"}),
+            (END, {"discard": True, "update": "1-dead"}),
+            (END, {}),
+        ]:
+            with pytest.raises(EngineError, match="the update under way is '2-alive', not") as error:
+                await client.post(path, body)
+            assert error.value.status == 400
+        for bucket in buckets(model.named_parameters(), torch.float32, 200_000):
+            named = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": GROUP}
+            theirs = client.receive({**named, "update": "2-alive"}, 20)
+            await asyncio.gather(theirs, asyncio.to_thread(broadcast, publisher.group, bucket.flat, 10))
+        await client.end_update("2-alive", update="2-alive")
+        assert await client.weight_version() == "2-alive"
+
+    asyncio.run(main())

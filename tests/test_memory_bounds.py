@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 
 from shared.keys import make_keys
+from shared.transport import Router
 from shared.types import Welcome
 from tests.support.hostile.memory import MIB, forget_peak, growth_of, resident_bytes
 from tests.support.hostile.zmtp import COMMAND, MORE, connected, head, pour
@@ -40,7 +43,7 @@ class Server:
     def metrics(self) -> dict[str, float]:
         assert self.process.stdin is not None and self.process.stdout is not None
         print(file=self.process.stdin, flush=True)
-        return eval(self.process.stdout.readline())
+        return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -114,6 +117,33 @@ def test_a_message_without_end_of_a_known_actor_is_closed(plain: Server, stack: 
     until(lambda: plain.metrics().get("wire/refused_connections/endless") == 1)
     assert plain.grown_mib() < 500
     assert is_served(plain, stack)
+
+
+def test_connections_that_say_nothing_are_few(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
+    monkeypatch.setattr("shared.guards.connections.MAX_UNHEARD", 4)
+    router = Router("tcp://127.0.0.1:*")
+    stack.callback(router.close)
+    silent = [stack.enter_context(connected_raw(router.address)) for _ in range(12)]
+    until(lambda: router.wait(0.05) or router.refused["crowd"] == 8)
+    assert sum(is_open(connection) for connection in silent) == 4
+
+
+def connected_raw(address: str) -> socket.socket:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=20.0)
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the other end has not hung up after its greeting."""
+    connection.settimeout(0.3)
+    try:
+        while connection.recv(1000):
+            pass
+    except TimeoutError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 @pytest.mark.parametrize(

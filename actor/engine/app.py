@@ -169,6 +169,7 @@ class EngineApp:
             "device": self.settings.device,
             "tp_size": 1,
             "updates_beside_generation": True,
+            "names_updates": True,
             "max_context": self.settings.max_context,
             "max_batch": self.settings.max_batch,
             "paused": s.paused,

@@ -15,6 +15,9 @@ from aiohttp.web_protocol import RequestHandler
 log = logging.getLogger("engine")
 MAX_CONNECTIONS = 4096
 MAX_BODY_BYTES = 64 << 20
+MAX_SMALL_BYTES = 4 << 20  # of routes other than these
+LARGE = ("POST /generate",)
+MAX_READING_BYTES = 512 << 20  # of all bodies that are being read
 MAX_HEADERS, MAX_LINE_BYTES = 64, 4096  # of one request, and of each of its lines
 OPEN_PATHS = ("/health",)  # answered to everybody, as SGLang does
 
@@ -47,7 +50,11 @@ class HttpServer(web.Server):
             max_line_size=MAX_LINE_BYTES,
             max_field_size=MAX_LINE_BYTES,
         )
-        self._routes = {route: (handler, _decoder(handler)) for route, handler in routes.items()}
+        self._routes = {
+            route: (handler, _decoder(handler), MAX_BODY_BYTES if route in LARGE else MAX_SMALL_BYTES)
+            for route, handler in routes.items()
+        }
+        self._reading = 0  # bytes of bodies
         self._api_key = api_key.encode()
         self._listener: asyncio.Server | None = None
 
@@ -80,6 +87,8 @@ class HttpServer(web.Server):
         return web.Response(status=status, body=msgspec.json.encode(answer), content_type="application/json")
 
     async def _answer(self, request: web.BaseRequest) -> Any:
+        if "origin" in request.headers:
+            raise HttpError(403, "a web page has no business here")
         if not self._is_allowed(request):
             raise HttpError(401, "no API key, or a wrong one: set engine.api_key_file to the engine's")
         route = self._routes.get(f"{request.method} {request.path}")
@@ -87,10 +96,22 @@ class HttpServer(web.Server):
             known = any(name.endswith(f" {request.path}") for name in self._routes)
             raise HttpError(405 if known else 404, f"no {request.method} {request.path} here")
         length = request.content_length if request.can_read_body else 0
-        if length is None or length > MAX_BODY_BYTES:
-            raise HttpError(413, f"send a Content-Length of at most {MAX_BODY_BYTES}")
-        handler, decoder = route
-        return await handler(decoder.decode(await request.content.read() if length else b"{}"))
+        handler, decoder, most = route
+        if length is None or length > most:
+            raise HttpError(413, f"send a Content-Length of at most {most}")
+        if request.path in OPEN_PATHS or not length:
+            return await handler(decoder.decode(b"{}"))
+        return await handler(decoder.decode(await self._body(request, length)))
+
+    async def _body(self, request: web.BaseRequest, length: int) -> bytes:
+        """Read if there is room for it beside those that are being read."""
+        if self._reading + length > MAX_READING_BYTES:
+            raise HttpError(503, f"bodies of {MAX_READING_BYTES} bytes are being read already")
+        self._reading += length
+        try:
+            return await request.content.read()
+        finally:
+            self._reading -= length
 
     def _is_allowed(self, request: web.BaseRequest) -> bool:
         """Takes the same time for every wrong key."""

@@ -82,6 +82,7 @@ def sample(
     if greedy:
         rows = torch.tensor(greedy, device=device)
         tokens[rows] = logits[rows].argmax(dim=-1)
+    tokens = tokens.clamp_(max=logprobs.shape[-1] - 1)  # of a row without a distribution: its logprob is NaN
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     watched = [logprobs[row, list(s.watched)].tolist() if s.watched else [] for row, s in enumerate(samplers)]
     return tokens.tolist(), chosen.tolist(), watched

@@ -7,6 +7,7 @@ new work, at most a second at a time, and while paused; whoever submits or resum
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -25,6 +26,7 @@ from actor.engine.slots import SlotTable
 
 log = logging.getLogger("engine")
 MAX_STEP_TOKENS = 8192
+MAX_FAILURES = 64  # requests in a row that fail by themselves; one more is the failure of the model
 
 
 class Scheduler:
@@ -51,6 +53,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}  # by slot
         self._stopping = False
+        self._failures = 0  # requests in a row that failed by themselves
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     # ------------------------------------------------------------------ from other threads
@@ -186,6 +189,27 @@ class Scheduler:
         batch = sorted(self._running.values(), key=lambda r: (r.num_new() > 1, r.slot))
         if not batch:
             return
+        try:
+            self._compute(batch)
+            self._failures = 0
+        except Exception as error:  # noqa: BLE001 - of one request, which is found by computing each alone
+            log.error("a step of %d requests failed: %s: %s", len(batch), type(error).__name__, _line(error))
+            for request in batch:
+                if not request.finish_reason:
+                    self._compute_alone(request)
+
+    def _compute_alone(self, request: Request) -> None:
+        """A request that fails by itself is aborted. The failure of many in a row is the model's, and is raised."""
+        try:
+            self._compute([request])
+            self._failures = 0
+        except Exception as error:
+            self._failures += 1
+            if self._failures > MAX_FAILURES:
+                raise
+            self._finish(request, f"abort: {type(error).__name__}: {_line(error)}")
+
+    def _compute(self, batch: list[Request]) -> None:
         images = [r.new_images() for r in batch]
         flat = [image for own in images for image in own]
         features = iter(self.runner.encode([p.patches for p in flat], [p.grid for p in flat]))
@@ -197,6 +221,9 @@ class Scheduler:
             num_new = request.num_new()
             self.tokens_in += num_new
             self.slots.append(request.slot, request.new_keys())
+            if not math.isfinite(logprob):  # of weights or a request that make no distribution
+                self._finish(request, "abort: the logprob of the sampled token is not finite")
+                continue
             request.advance(token, logprob, self.weight_version, seen)
             reason = finished(request)
             if reason:
@@ -209,6 +236,10 @@ class Scheduler:
         elif request in self._waiting:
             self._waiting.remove(request)
         request.end(reason)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _row(request: Request, features: list[tuple[torch.Tensor, ...]]) -> Row:

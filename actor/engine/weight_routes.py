@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +17,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from actor.engine.http import AnyObject, Handler
+from actor.engine.http import Handler
 from actor.engine.scheduler import Scheduler
 from actor.engine.weight_loader import Entry, WeightLoader, broadcast, join_group, parse_entries, raw_bytes
 from shared.engine_messages import checksums
@@ -36,6 +37,12 @@ class InitGroupBody(GroupBody, frozen=True, kw_only=True):
     backend: Literal["gloo", "nccl"] = "nccl"
 
 
+class BeginBody(Struct, frozen=True):
+    """An update with a name takes the place of one that is open; all that belongs to it must name it."""
+
+    update: str = ""
+
+
 class BucketBody(GroupBody, frozen=True, kw_only=True):
     names: list[str]
     dtypes: list[str]
@@ -43,6 +50,7 @@ class BucketBody(GroupBody, frozen=True, kw_only=True):
     load_format: Literal["flattened_bucket"]
     flush_cache: bool = True
     weight_version: str | None = None
+    update: str = ""
 
 
 class EndBody(Struct, frozen=True):
@@ -50,6 +58,7 @@ class EndBody(Struct, frozen=True):
 
     weight_version: str | None = None
     discard: bool = False
+    update: str = ""
 
 
 class NameBody(Struct, frozen=True):
@@ -62,6 +71,22 @@ class CheckBody(Struct, frozen=True):
     skip_tensor_list: list[str] | None = None
 
 
+@dataclass(slots=True)
+class OpenUpdate:
+    """What has come of an update."""
+
+    name: str
+    received: list[tuple[Tensor, list[Entry]]] = field(default_factory=list)
+    broken: bool = False
+    flush: bool = False
+    version: str | None = None
+
+    def check(self, name: str) -> None:
+        """ValueError for what belongs to another update."""
+        if self.name and name != self.name:
+            raise ValueError(f"the update under way is {self.name[:100]!r}, not {name[:100]!r}")
+
+
 class WeightUpdates:
     """`on_model` runs a function on the thread that owns the model, between two steps."""
 
@@ -71,10 +96,7 @@ class WeightUpdates:
         self.loader = WeightLoader(model)
         self._scheduler, self._on_model, self._timeout_s = scheduler, on_model, timeout_s
         self._groups: dict[str, Any] = {}
-        self._received: list[tuple[Tensor, list[Entry]]] | None = None  # of the open update
-        self._broken = False
-        self._flush = False
-        self._version: str | None = None
+        self._open: OpenUpdate | None = None
 
     def routes(self) -> dict[str, Handler]:
         return {
@@ -115,17 +137,18 @@ class WeightUpdates:
             raise ValueError(f"there is no group {body.group_name!r}")
         return {"success": True, "message": f"left {body.group_name}"}
 
-    async def begin(self, _: AnyObject) -> dict[str, Any]:
-        if self._received is not None:
+    async def begin(self, body: BeginBody) -> dict[str, Any]:
+        if self._open is not None and not body.update:
             raise ValueError("an update is open already: end it first")
-        self._received, self._broken, self._flush, self._version = [], False, False, None
+        self._open = OpenUpdate(body.update)
         return {"success": True, "message": "ready for weights"}
 
     async def update(self, raw: msgspec.Raw) -> dict[str, Any]:
-        received = self._received
-        if received is None:
+        update = self._open
+        if update is None:
             raise ValueError("weights must come between begin_weight_update and end_weight_update")
-        self._broken = True  # until this bucket is there; also if its body cannot be read
+        update.check(msgspec.json.decode(raw, type=BeginBody).update)
+        update.broken = True  # until this bucket is there; also if its body cannot be read
         body = msgspec.json.decode(raw, type=BucketBody)
         group = self._groups.get(body.group_name)
         if group is None:
@@ -138,27 +161,29 @@ class WeightUpdates:
             await asyncio.to_thread(broadcast, group, flat, self._timeout_s)
         except RuntimeError as error:
             raise ValueError(f"the broadcast failed: {' '.join(str(error).split())}") from error
-        received.append((flat, entries))
-        self._broken = False
-        self._flush |= body.flush_cache
-        self._version = body.weight_version or self._version
+        update.received.append((flat, entries))
+        update.broken = False
+        update.flush |= body.flush_cache
+        update.version = body.weight_version or update.version
         return {"success": True, "message": f"{len(entries)} parameters"}
 
     async def end(self, body: EndBody) -> dict[str, Any]:
         """Installs what was received; an update that failed, or is ended with `discard`, changes nothing."""
-        received, self._received = self._received, None
-        if received is None:
+        update = self._open
+        if update is None:
             raise ValueError("no update is open: call begin_weight_update first")
+        update.check(body.update)
+        self._open = None
         if body.discard:
             return {"success": True, "message": f"discarded; the weights are {self._scheduler.weight_version}"}
-        if self._broken:
+        if update.broken:
             raise ValueError(f"the update failed and is discarded; the weights are {self._scheduler.weight_version}")
-        version = body.weight_version or self._version
+        version = body.weight_version or update.version
 
         def install() -> None:
-            for flat, entries in received:
+            for flat, entries in update.received:
                 self.loader.load(flat, entries)
-            self._scheduler.weights_changed(version, self._flush)
+            self._scheduler.weights_changed(version, update.flush)
 
         await self._on_model(install)
         return {"success": True, "message": f"weights {self._scheduler.weight_version}"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from learner.weights.buckets import Bucket
 from learner.weights.group import EnginesFailed, Members, WeightGroupManager
@@ -56,7 +57,7 @@ class WeightUpdate:
             await self._manager.group_of(self._members)
             self._paused_at = time.monotonic()
             await self._all(self._to_pause, lambda engine: engine.pause(self._pause_mode, limit))
-            await self._all(self._members, lambda engine: engine.begin_update(limit))
+            await self._all(self._members, lambda engine: engine.begin_update(limit, self._update(engine)))
 
     async def send(self, bucket: Bucket) -> None:
         """Returns when the bucket has arrived, or an engine has failed."""
@@ -80,7 +81,7 @@ class WeightUpdate:
                 group.broadcast(bucket.flat)
                 sent = time.monotonic() - started
 
-            calls = {engine: engine.receive(body, limit) for engine in self._members}
+            calls = {engine: engine.receive(self._named(body, engine), limit) for engine in self._members}
             await self._manager.together("send weights", calls, broadcast)
             self._seconds["broadcast"] += sent
             self._seconds["load"] += time.monotonic() - started - sent
@@ -91,13 +92,22 @@ class WeightUpdate:
         limit = self._call_timeout_s
         with self._noting(), self._seconds.of("load"):
             if self.working:
-                await self._all(self._members, lambda engine: engine.end_update(self._name, limit))
+                await self._all(
+                    self._members, lambda engine: engine.end_update(self._name, limit, self._update(engine))
+                )
             else:
-                await each(self._members, lambda engine: engine.end_update(None, limit))
+                await each(self._members, lambda engine: engine.end_update(None, limit, self._update(engine)))
         with self._noting():
             await self._all(self._to_pause, lambda engine: engine.resume(limit))
         if self._to_pause:
             self._seconds["pause"] += time.monotonic() - self._paused_at
+
+    def _update(self, engine: EngineClient) -> str:
+        """What the engine is told that this update is called: so it takes nothing of another one, late though it be."""
+        return self._name if self._members[engine].names_updates else ""
+
+    def _named(self, body: dict[str, Any], engine: EngineClient) -> dict[str, Any]:
+        return body | {"update": update} if (update := self._update(engine)) else body
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

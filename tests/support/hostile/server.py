@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def main() -> None:
     server.open(0)
     print(server.address, flush=True)
     for _ in sys.stdin:
-        print(server.metrics(), flush=True)
+        print(json.dumps(server.metrics()), flush=True)
     server.stop("over")
 
 
