@@ -25,7 +25,7 @@ from shared.types import Cancel, Group, Hello, Refusal, Ticket, Turn, Welcome
 from shared.vision import VisionSpec
 from tests.support.hostile.images import DAMAGED
 from tests.support.machine import until
-from tests.support.ticket_server_rig import Peer, opened
+from tests.support.tickets.server_rig import Peer, opened
 from tests.support.tiny import draw_image, png
 from tests.support.wires import (
     GROUP,

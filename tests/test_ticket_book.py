@@ -8,7 +8,7 @@ import pytest
 from learner.tickets.book import Verdict
 from learner.tickets.sources import ListSource, SeedSource
 from shared.types import Ending, Group, Sample, Sampling, Ticket
-from tests.support.ticket_book_rig import adds_up, issue_all, make_book
+from tests.support.tickets.book_rig import adds_up, issue_all, make_book
 from tests.support.wires import episode, failed_episode, group_of
 
 

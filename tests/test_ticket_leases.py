@@ -8,7 +8,7 @@ import pytest
 
 from learner.tickets.book import TicketBook, Verdict
 from shared.types import Group, Ticket
-from tests.support.ticket_book_rig import Clock, adds_up, issue_all, make_book
+from tests.support.tickets.book_rig import Clock, adds_up, issue_all, make_book
 from tests.support.wires import episode, group_of
 
 

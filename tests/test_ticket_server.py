@@ -11,7 +11,7 @@ from learner.tickets.server import TicketServer
 from learner.tickets.sources import SeedSource
 from shared.types import Ack, Bye, Cancel, Group, Receipt, Refusal, Sampling, Stop, Tickets, Welcome
 from tests.support.machine import until
-from tests.support.ticket_server_rig import Peer, opened, peer, ticket_server
+from tests.support.tickets.server_rig import Peer, opened, peer, ticket_server
 from tests.support.wires import failed_episode, group_of, start_ticket_server
 
 __all__ = ["opened", "peer", "ticket_server"]  # fixtures

@@ -15,7 +15,7 @@ from learner.tickets.sources import SeedSource
 from shared.codec import encode
 from shared.types import Cancel, Ending, Group, Hello, Receipt, Refusal, Stop, Welcome
 from tests.support.machine import until
-from tests.support.ticket_server_rig import Peer, opened, peer, ticket_server
+from tests.support.tickets.server_rig import Peer, opened, peer, ticket_server
 from tests.support.wires import RULES, VOCAB, book_settings, episode, failed_episode, group_of
 
 __all__ = ["opened", "peer", "ticket_server"]  # fixtures
