@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from shared.engine_api import EngineClient, EngineError
 
 Result = TypeVar("Result")
+STANDSTILL_S = 20.0  # in which a loop that runs has answered
 
 
 class EngineLink:
@@ -36,7 +37,20 @@ class EngineLink:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        return self.start(coroutine).result()
+        return self.wait(self.start(coroutine))
+
+    def wait(self, future: Future[Result]) -> Result:
+        """Its result. TimeoutError if the loop itself stands still, as it does for ever where memory runs out while it
+        starts a thread."""
+        while not wait([future], STANDSTILL_S).done:
+            here = threading.Event()
+            self._loop.call_soon_threadsafe(here.set)
+            if not here.wait(STANDSTILL_S):
+                raise TimeoutError(
+                    f"the thread that speaks with the engines has stood still for {STANDSTILL_S:.0f} s; out of memory? "
+                    "start the learner again"
+                )
+        return future.result()
 
     def close(self) -> None:
         """Once; nothing runs on the loop any more."""

@@ -123,13 +123,13 @@ class Publisher:
                 continue
             if in_flight is None:  # no earlier: the engines generate while the first bucket is gathered
                 in_flight = self._link.start(update.begin())
-            in_flight.result()
+            self._link.wait(in_flight)
             if update.working:
                 in_flight = self._link.start(update.send(bucket))
                 if verifier:
                     verifier.keep(bucket)
         if update and in_flight:
-            in_flight.result()
+            self._link.wait(in_flight)
             self._link.run(update.end())
 
     def _healthy(self, engines: Collection[str]) -> tuple[dict[EngineClient, EngineTraits], dict[str, str]]:

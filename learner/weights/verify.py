@@ -90,7 +90,7 @@ class WeightVerifier:
         asked = link.start(each(members, lambda engine: self._ask(engine, key, members[engine])))
         own = self.canary.expected()
         wrong, gaps, skipped, num_unverified = dict[str, str](), [0.0], 0, 0
-        for engine, answer in asked.result().items():
+        for engine, answer in link.wait(asked).items():
             if isinstance(answer, EngineError):
                 num_unverified += 1
                 self._log.warning("engine %s did not confirm version %s: %s", engine.url, weights, answer.reason)
