@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from shared.engine_api import EngineClient, EngineError
 
 Result = TypeVar("Result")
-STANDSTILL_S = 20.0  # in which a loop that runs has answered
+STANDSTILL_S = 10.0  # in which a loop that runs has answered
 
 
 class EngineLink:

@@ -19,7 +19,7 @@ from tests.chaos.recovery import DISK, LEARNER, Condition, Part, Recoveries
 from tests.chaos.system import System
 
 TICK_S = 0.1
-MAY_END_S = 30.0  # after a time without memory
+MAY_END_S = 60.0  # after a time without memory; a learner whose thread for engines stands still notices by then
 Inject = Callable[[str], bool]  # takes the fault's name; False = not possible now
 
 
