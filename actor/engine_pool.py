@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from shared.engine_api import EngineClient, EngineError
+from shared.guards.refusals import Refusals
 from shared.types import Completion, Image, Sampling
 
 log = logging.getLogger("actor")
@@ -28,6 +29,7 @@ class EnginePool:
         if not clients:
             raise ValueError("no engine: give engine.urls or engine.count")
         self.clients, self.turn_tries, self._patience_s = tuple(clients), turn_tries, patience_s
+        self.refusals = Refusals("an answer", log)
         self._revivals: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
@@ -39,11 +41,9 @@ class EnginePool:
         finally:
             seat.client.num_open -= 1
 
-    async def place(self, failed: EngineClient | None = None, reason: str = "") -> EngineClient:
-        """The engine that is well and has the fewest episodes, with one more from now on; the one that `failed`, and
-        why, only if no other is well. EngineError if none is within `patience_s`."""
-        if failed is not None and failed.url not in self._revivals:
-            log.warning("a turn is asked for again, of another engine if one is well: %s", reason)
+    async def place(self, failed: EngineClient | None = None) -> EngineClient:
+        """The engine that is well and has the fewest episodes, with one more from now on; the one that `failed` only if
+        no other is well. EngineError if none is within `patience_s`."""
         deadline = time.monotonic() + self._patience_s
         while not (well := [client for client in self.clients if not client.suspect]):
             left_s = deadline - time.monotonic()
@@ -97,13 +97,16 @@ class Seat:
                 completion = await self.client.generate(token_ids, images, sampling, **settings)
                 if completion.finish_reason != "abort" or not left:
                     return completion
-                reason = f"{self.url} aborted the request"
+                word, reason = "aborted", f"{self.url} aborted the request"
             except EngineError as error:
                 if not left or error.status in WRONG_REQUEST:
                     raise
-                reason = str(error)
+                word, reason = f"status_{error.status}" if error.status else "no_answer", str(error)
+            self._pool.refusals.add(
+                self.url, word, f"a turn is asked for again, of another engine if one is well: {reason}"
+            )
             self.retries += 1
             failed = self.client
-            self.client = await self._pool.place(failed, reason)
+            self.client = await self._pool.place(failed)
             failed.num_open -= 1
         raise AssertionError

@@ -9,7 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
+
+from shared.guards.threads import start_thread
 
 T = TypeVar("T")
 log = logging.getLogger("actor")
@@ -41,10 +44,11 @@ class EnvThreads:
     def __init__(self, num_threads: int = 4, max_lost: int = 64) -> None:
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_threads, self._max_lost = num_threads, max_lost
-        self._lock = threading.Lock()  # of `num_lost` and each call's `abandoned`
+        self._lock = threading.Lock()  # of the counts and each call's `abandoned`
         self.num_lost = 0  # now
+        self.num_begun = 0  # threads that are alive, lost ones included
         for _ in range(num_threads):
-            self._spawn()
+            start_thread(self._work)
 
     async def run(self, function: Callable[[], T], timeout_s: float) -> T:
         """The function's result or exception. EnvTimeout `timeout_s` after it started."""
@@ -62,6 +66,8 @@ class EnvThreads:
             wait_s = call.started_s + timeout_s - now if call.started_s else queued_s + QUEUE_FACTOR * timeout_s - now
         if not call.started_s:
             call.future.cancel()
+            if self.num_begun - self.num_lost < self._num_threads:
+                self._spawn()
             raise EnvTimeout(f"no free thread within {QUEUE_FACTOR * timeout_s:g} s")
         if not self._abandon(call):
             return call.future.result()
@@ -94,9 +100,20 @@ class EnvThreads:
             self.num_lost -= 1
 
     def _spawn(self) -> None:
-        threading.Thread(target=self._work, name="env", daemon=True).start()
+        """One thread more, unless memory is short: then a call that finds none within its limit begins one."""
+        with suppress(RuntimeError, MemoryError):
+            start_thread(self._work)
 
     def _work(self) -> None:
+        with self._lock:
+            self.num_begun += 1
+        try:
+            self._serve()
+        finally:
+            with self._lock:
+                self.num_begun -= 1
+
+    def _serve(self) -> None:
         while (call := self._inbox.get()) is not None:
             if not call.future.set_running_or_notify_cancel():
                 continue

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ from actor.env_threads import EnvThreads
 from actor.isolation.processes import GRACE_S, RemoteEnv, Session, UserProcesses
 from actor.isolation.wire import pack_played, unpack_plain
 from envs.base import Played, flat_metrics
+from shared.guards.threads import start_thread
 from shared.http_client import HttpFailure, JsonClient
 
 RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -75,7 +75,7 @@ class FunctionReward:
 def own_loop() -> asyncio.AbstractEventLoop:
     """An event loop that runs in a new thread."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward", daemon=True).start()
+    start_thread(loop.run_forever)
     return loop
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image as PILImage
 
+from shared.guards.kept import Kept
 from shared.types import Image
 from shared.vision import IMAGE_FORMATS, MAX_IMAGE_PIXELS, Grid, VisionSpec, patchify
 
@@ -29,9 +29,7 @@ class ImageDecoder:
     def __init__(self, spec: VisionSpec, max_bytes: int = 1 << 28) -> None:
         self.spec = spec
         self._lock = threading.Lock()
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._images: OrderedDict[str, ImagePatches] = OrderedDict()
+        self._images: Kept[str, ImagePatches] = Kept(max_bytes, lambda _, image: image.patches.nbytes)
         self._grids: dict[str, Grid] = {}
 
     def grid(self, image: Image) -> Grid:
@@ -47,15 +45,7 @@ class ImageDecoder:
     def get(self, image: Image) -> ImagePatches:
         """The image, resized as the engine resizes it and cut into patches. ValueError if it is no image."""
         with self._lock:
-            source = self._images.get(image.content_hash)
-            if source is None:
-                source = self._decode(image)
-                self._images[image.content_hash] = source
-                self._bytes += source.patches.nbytes
-                while self._bytes > self._max_bytes and len(self._images) > 1:
-                    self._bytes -= self._images.popitem(last=False)[1].patches.nbytes
-            self._images.move_to_end(image.content_hash)
-            return source
+            return self._images.get(image.content_hash, lambda: self._decode(image))
 
     def _decode(self, image: Image) -> ImagePatches:
         spec = self.spec

@@ -8,6 +8,7 @@ each of its messages.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -102,13 +103,14 @@ class ServerKeys:
 
 class ZapHandler:
     """Tells libzmq for each client whether its key is on the list; counts refused clients and logs each once. It is
-    told the events of the socket's connections (`note`)."""
+    told the events of the socket's connections (`note`), which another thread may do."""
 
     def __init__(self, context: zmq.Context, allowed: AllowList) -> None:
         self.refused: Counter[str] = Counter()
         self._allowed = allowed
         self._log = get_logger("auth")
         self._logged: set[tuple[str, str]] = set()  # address, mistake
+        self._lock = threading.Lock()  # guards what is counted and logged
         self._failed: int | None = None  # the code of a handshake whose connection closes next
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
@@ -155,15 +157,16 @@ class ZapHandler:
     def _refuse(self, reason: str, host: str, words: str) -> None:
         """Counts a refused client, and logs it once for each address and mistake. A client whose address was not known
         in time counts as the next one with the same mistake."""
-        self.refused[reason] += 1
-        known = (host, words) in self._logged or (host == UNKNOWN and any(w == words for _, w in self._logged))
-        if not known and (UNKNOWN, words) in self._logged:
-            self._logged.discard((UNKNOWN, words))
-            known = True
-            self._logged.add((host, words))
-        if not known and len(self._logged) < MAX_LOGGED:
-            self._logged.add((host, words))
-            self._log.warning("refused a client at %s: %s (further tries are only counted)", host, words)
+        with self._lock:
+            self.refused[reason] += 1
+            known = (host, words) in self._logged or (host == UNKNOWN and any(w == words for _, w in self._logged))
+            if not known and (UNKNOWN, words) in self._logged:
+                self._logged.discard((UNKNOWN, words))
+                known = True
+                self._logged.add((host, words))
+            if not known and len(self._logged) < MAX_LOGGED:
+                self._logged.add((host, words))
+                self._log.warning("refused a client at %s: %s (further tries are only counted)", host, words)
 
 
 class HandshakeMonitor:

@@ -143,9 +143,8 @@ def _check_sizes(frames: Sequence[Frame], limits: Limits) -> None:
     total = sum(map(len, frames))
     if total > limits.message_bytes:
         raise WireError("too_large", f"message of {total} bytes, limit {limits.message_bytes}")
-    if (
-        len(frames[0]) > limits.items and num_items(frames[0], limits.items) > limits.items
-    ):  # each takes a byte at least
+    may_be_more = len(frames[0]) > limits.items  # each item takes a byte at least
+    if may_be_more and num_items(frames[0], limits.items) > limits.items:
         raise WireError("too_many", f"header of more than {limits.items} items")
 
 

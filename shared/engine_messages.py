@@ -5,17 +5,17 @@ The readers raise ValueError for an answer that no engine gives; the message say
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import re
 import threading
-from collections import OrderedDict
+from base64 import b64encode
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from shared.guards.kept import Kept
 from shared.types import Completion, Image, PolicyVersion, Sampling, VersionSpan
 
 KEPT_URI_BYTES = 2**26
@@ -57,19 +57,10 @@ class _DataUris(threading.local):
     """The last images as they are sent, by content hash: every turn of an episode sends its images again."""
 
     def __init__(self) -> None:
-        self._uris: OrderedDict[str, str] = OrderedDict()
-        self._bytes = 0
+        self._uris: Kept[str, str] = Kept(KEPT_URI_BYTES, lambda _, uri: len(uri))
 
     def of(self, image: Image) -> str:
-        uri = self._uris.get(image.content_hash)
-        if uri is None:
-            uri = self._uris[image.content_hash] = "data:image/png;base64," + base64.b64encode(image.data).decode()
-            self._bytes += len(uri)
-            while self._bytes > KEPT_URI_BYTES:
-                self._bytes -= len(self._uris.popitem(last=False)[1])
-        else:
-            self._uris.move_to_end(image.content_hash)
-        return uri
+        return self._uris.get(image.content_hash, lambda: "data:image/png;base64," + b64encode(image.data).decode())
 
 
 _uris = _DataUris()
@@ -170,6 +161,7 @@ class EngineTraits:
     num_ranks: int = 1  # of its tensor-parallel group: each is a rank of the weight group
     beside_generation: bool = False  # receives weights while it generates, and installs them at once
     names_updates: bool = False  # takes buckets and the end of an update only by its name
+    num_refused: int = 0  # requests since it began
     tells_checksums: bool = False  # of raw bytes; on a GPU it computes another kind, in bfloat16 a CPU packs weights
 
 
@@ -180,11 +172,14 @@ def traits_of(info: Any) -> EngineTraits:
         return EngineTraits()
     ranks, states = info.get("tp_size"), info.get("internal_states")
     told = states if isinstance(states, list) and states else [info]
+    refused = info.get("refused")
+    counts = refused.values() if isinstance(refused, dict) else ()
     cpu = (info.get("device"), info.get("dtype")) == ("cpu", "float32")
     return EngineTraits(
         num_ranks=ranks if isinstance(ranks, int) and ranks > 0 else 1,
         beside_generation=all(isinstance(s, dict) and s.get("updates_beside_generation") is True for s in told),
         names_updates=info.get("names_updates") is True,
+        num_refused=sum(count for count in counts if isinstance(count, int) and count > 0),
         tells_checksums=info.get("engine") == "embedded" or cpu,
     )
 

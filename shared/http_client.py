@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from shared.guards.memory import give_back_soon
+
 CONNECT_S = 10.0
 KEEP_ALIVE_S = 4.0  # uvicorn, SGLang's server, closes a connection that was idle for 5 s
 MAX_TYPED_BYTES = 64 << 20  # of an answer of a known type, which takes no more memory than its bytes
@@ -101,6 +103,7 @@ class JsonClient:
             raise self.failure(self.url, f"{path}: no answer within {timeout_s:g} s") from None
         except Exception as error:  # of the connection, or of a parser that meets what is no HTTP
             raise self.failure(self.url, f"{path}: the connection broke: {_words(error)}") from error
+        give_back_soon(len(content))
         if not 200 <= status < 300:
             raise self.failure(self.url, f"{path}: HTTP {status}: {_message(content)}", status)
         if len(content) > limit:

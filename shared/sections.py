@@ -174,7 +174,9 @@ class EvalConfig(Section):
 
 class TransportConfig(Section):
     max_message_bytes: int = Field(256 * 2**20, gt=0, description="larger messages are refused")
-    queue_messages: int = Field(64, gt=0, description="messages a socket holds before it refuses more")
+    queue_messages: int = Field(
+        64, gt=0, description="messages that wait to be sent to one peer before more are refused"
+    )
     keys: str = Field("", description="folder of keys, made by python -m shared.keys; needed off loopback")
     key_name: str = Field("actor", description="which actor's key of that folder this host has")
     allow_plain: bool = Field(False, description="off loopback without keys: only where everybody is trusted")

@@ -15,15 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import zmq
 
 from shared.auth import HandshakeMonitor, ZapHandler
 from shared.codec import Frame, Limits, Message, decode, encode
-from shared.guards.connections import ConnectionGuard
+from shared.guards.connections import ConnectionGuard, seed_routing_ids
 
 SENT_COPY_BYTES = 2**16  # of a frame; a larger one is cheaper to share with ZeroMQ than to copy
 RECEIVED_COPY_BYTES = 2**14  # of a frame; a larger one is read where ZeroMQ has put it
+SEALED_BYTES = 33  # that CURVE adds to each frame
 _AT_ONCE, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 Secure = Callable[[zmq.Socket], ZapHandler | None]
 
@@ -38,7 +40,7 @@ class Sent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SocketSettings:
-    """Bounds of one socket: a message above `max_message_bytes` is refused, and so is one for a full queue."""
+    """Bounds of one socket: a message above `max_message_bytes` is refused, and so is one for a full outgoing queue."""
 
     max_message_bytes: int = 256 * 2**20
     queue_messages: int = 64
@@ -50,10 +52,10 @@ DEFAULT_SETTINGS = SocketSettings()
 
 def _prepare(socket: zmq.Socket, settings: SocketSettings, secure: Secure | None) -> ZapHandler | None:
     socket.linger = 0
-    socket.sndhwm = socket.rcvhwm = settings.queue_messages
-    socket.maxmsgsize = settings.max_message_bytes
-    # not ZeroMQ's own heartbeats: libzmq 4.3.5 ends the process at one that is due on a connection whose peer went
-    # while its queue was full
+    socket.sndhwm, socket.maxmsgsize = settings.queue_messages, settings.max_message_bytes
+    # libzmq 4.3.5 ends the process when it sends or answers a ping over a connection that broke off while the queue of
+    # what came was full (stream_engine_base.cpp, !_io_error): no such bound, no heartbeats of ZeroMQ's own
+    socket.rcvhwm = 0
     seconds = max(1, round(settings.keepalive_s))
     socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, seconds
     socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = seconds, 2
@@ -69,20 +71,31 @@ def _send(socket: zmq.Socket, frames: Sequence[Frame]) -> None:
     socket.send(frames[-1], _AT_ONCE, copy=len(frames[-1]) < SENT_COPY_BYTES)
 
 
-def _receive(socket: zmq.Socket, limits: Limits) -> tuple[zmq.Frame, list[Frame]] | None:
-    """ZeroMQ's first frame of one waiting message, and all frames, large ones as read-only views of ZeroMQ's memory;
-    None if no message is waiting. Of a message that is beyond the limits, only so much is kept that it is refused."""
+class Received(NamedTuple):
+    """A message: ZeroMQ's first frame, all frames, and how many bytes all but the first took on the wire."""
+
+    first: zmq.Frame
+    frames: list[Frame]
+    wire_bytes: int
+
+
+def _receive(socket: zmq.Socket, limits: Limits, sealed_bytes: int = 0) -> Received | None:
+    """One waiting message, its large frames as read-only views of ZeroMQ's memory; None if none is waiting. Of a
+    message that is beyond the limits, only so much is kept that it is refused. `sealed_bytes` come with each frame."""
     frames: list[Frame] = []
-    room = limits.message_bytes
+    room, wire_bytes = limits.message_bytes, 0
     try:
         first = frame = socket.recv(_AT_ONCE, copy=False)
         while True:
+            size = len(frame)
             if room >= 0 and len(frames) <= limits.frames + 1:
-                frames.append(frame.bytes if len(frame) < RECEIVED_COPY_BYTES else frame.buffer.toreadonly())
-                room -= len(frame)
+                frames.append(frame.bytes if size < RECEIVED_COPY_BYTES else frame.buffer.toreadonly())
+                room -= size
             if not frame.more:
-                return first, frames
+                return Received(first, frames, wire_bytes)
             frame = socket.recv(_AT_ONCE, copy=False)
+            size = len(frame) + sealed_bytes
+            wire_bytes += size + (9 if size > 255 else 2)
     except zmq.Again:
         return None
 
@@ -103,6 +116,7 @@ class Router:
     def __init__(self, address: str, settings: SocketSettings = DEFAULT_SETTINGS, secure: Secure | None = None) -> None:
         self._limits = Limits(message_bytes=settings.max_message_bytes)
         self._context = zmq.Context()
+        seed_routing_ids()
         self._socket = self._context.socket(zmq.ROUTER)
         self._poller = zmq.Poller()
         self._zap: ZapHandler | None = None
@@ -111,16 +125,15 @@ class Router:
             self._zap = _prepare(self._socket, settings, secure)
             self._socket.router_mandatory = True  # an unreachable peer is an error, not silence
             self._socket.router_handover = True  # a peer that reconnects replaces its old connection
-            self._guard = ConnectionGuard(
-                self._socket, settings.max_message_bytes, self._zap.note if self._zap else None
-            )
+            note = self._zap.note if self._zap else None
+            self._guard = ConnectionGuard(self._socket, settings.max_message_bytes, note)
             cure = "free the port or choose another one (--learner.bind tcp://HOST:PORT)"
             _opened(self._socket.bind, address, "learner.bind", cure)
         except ValueError:
             self.close()
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        for source in (self._socket, self._guard.events, *([self._zap.socket] if self._zap else [])):
+        for source in (self._socket, self._guard.asks.fileno(), *([self._zap.socket] if self._zap else [])):
             self._poller.register(source, zmq.POLLIN)
 
     def watch(self, file_descriptor: int) -> None:
@@ -129,38 +142,32 @@ class Router:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether a message is there, after at most `timeout_s`."""
-        guard, deadline = self._guard, time.monotonic() + timeout_s
-        assert guard is not None
-        while True:
-            now = time.monotonic()
-            ready = self._poller.poll(max(0, math.ceil(1000 * (min(deadline, guard.next_look) - now))))
-            here = any(source is self._socket for source, _ in ready)
-            if not here:
-                guard.drained()
-            guard.follow()
-            if self._zap is not None:
-                self._zap.answer()
-            guard.look()
-            if here or time.monotonic() >= deadline or any(source is not guard.events for source, _ in ready):
-                return here
+        assert self._guard is not None
+        ready = self._poller.poll(math.ceil(1000 * timeout_s))
+        here = any(source is self._socket for source, _ in ready)
+        if not here:
+            self._guard.drained()
+        if self._zap is not None:
+            self._zap.answer()
+        return here
 
     @property
     def refused(self) -> Counter[str]:
         """By reason: handshakes, messages of actors whose keys have been revoked, connections that were closed for
         what they had sent."""
         counts = Counter(self._zap.refused if self._zap else {})
-        return counts + self._guard.refusals.counts if self._guard else counts
+        counts.update(dict(self._guard.refusals.counts) if self._guard else {})
+        return counts
 
     def receive(self) -> tuple[bytes, list[Frame]] | None:
         """Peer id and frames of one waiting message, undecoded; None if none is waiting. Messages of keys that are no
         longer allowed are skipped."""
-        guard = self._guard
+        guard, sealed_bytes = self._guard, SEALED_BYTES if self._zap else 0
         assert guard is not None
-        while (received := _receive(self._socket, self._limits)) is not None:
-            first, (peer, *frames) = received
-            guard.hear(first)
-            guard.look()
-            if self._zap is None or self._zap.owns(first):
+        while (received := _receive(self._socket, self._limits, sealed_bytes)) is not None:
+            guard.hear(received.first, received.wire_bytes)
+            if self._zap is None or self._zap.owns(received.first):
+                peer, *frames = received.frames
                 return bytes(peer), frames
         guard.drained()
         return None
@@ -256,7 +263,7 @@ class Dealer:
 
     def _waiting(self) -> list[Frame] | None:
         received = _receive(self._socket, self._limits)
-        return received and received[1]
+        return received and received.frames
 
     async def _change(self, timeout_s: float) -> None:
         """Waits until a message is there, for `timeout_s` at most."""

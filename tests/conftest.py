@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from learner.distributed import close_ranks, init_ranks
 from shared.vision import VisionSpec
 from tests.support.tiny import tiny_model_dir
+
+# Two tests run at a time, and products as small as theirs take longest where threads wait for one another.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that a test starts
+os.environ["TORCH_WARM_POOL"] = "0"  # nothing is compiled for a GPU, for which torch.compile would start processes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of which all tests are fast come last, so that no worker is busy long after the other has ended."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="module")

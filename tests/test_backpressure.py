@@ -1,18 +1,22 @@
-"""A learner whose step is stuck while actors go on producing: they wait, nothing grows, nothing is lost."""
+"""Actors that are faster than their learner: they wait or are cut off, nothing grows, nothing is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from actor.loop import run_actor
+from learner.tickets.server import TicketServer, TicketServerSettings
+from learner.tickets.sources import SeedSource
+from shared.transport import SocketSettings
 from shared.types import Ticket, Trajectory
 from tests.support.hostile.memory import resident_bytes
 from tests.support.machine import until_async
-from tests.support.wires import actor_settings, episode, start_ticket_server
+from tests.support.wires import RULES, actor_settings, book_settings, episode, start_ticket_server
 
 ACTORS, PLACES, PER_VERSION, STALENESS = 3, 50, 4, 2
 MAY_BE_OPEN = PER_VERSION * (1 + STALENESS)
@@ -64,3 +68,34 @@ def test_while_the_learner_is_stuck_actors_wait_and_then_everything_is_trained(t
         assert metrics["tickets/dropped"] == metrics["tickets/open"] == metrics["wire/rejected"] == 0
 
     asyncio.run(asyncio.wait_for(run(), 200))
+
+
+def test_an_actor_whose_groups_come_faster_than_they_are_read_is_cut_off_and_loses_none(tmp_path: Path) -> None:
+    total, image_bytes = 64, 9 * 2**17
+    go_on = threading.Event()
+    settings = TicketServerSettings(
+        "tcp://127.0.0.1:*",
+        tmp_path,
+        "run-1",
+        RULES,
+        sockets=SocketSettings(max_message_bytes=2**21),
+        check=lambda group: None if go_on.wait(60.0) else pytest.fail("never let go on"),
+    )
+    server = TicketServer(SeedSource(), book_settings(groups_per_version=total), settings)
+    server.open()
+
+    async def play(ticket: Ticket, index: int) -> Trajectory:
+        return episode(ticket.version, image=os.urandom(image_bytes))
+
+    async def run() -> None:
+        actor = asyncio.create_task(run_actor(actor_settings(server.address, groups=total), play))
+        await until_async(lambda: server.metrics().get("wire/refused_connections/flood"), 30.0, server.metrics)
+        go_on.set()
+        batch = await asyncio.to_thread(server.next_batch, total, 60.0)
+        assert len({ticket.id for ticket, _ in batch}) == total
+        metrics = server.metrics()
+        assert metrics["tickets/dropped"] == metrics["wire/rejected"] == 0
+        await asyncio.to_thread(server.stop, "enough")
+        await actor
+
+    asyncio.run(asyncio.wait_for(run(), 120))

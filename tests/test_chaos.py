@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from learner.tickets.records import Verdict
 from shared.codec import WireError, decode, encode
-from shared.types import Group
+from shared.types import Bye, Group, Refusal
 from tests.chaos.deaths import LOOK_S, Deaths
 from tests.chaos.links import Link
-from tests.chaos.proxy import corrupted, damaged, fingerprints, is_group, with_a_bad_image
+from tests.chaos.proxy import corrupted, damaged, fingerprints, is_group, is_refusal, with_a_bad_image
 from tests.chaos.recovery import is_served
 from tests.chaos.report import Recovery, audit, slow, table
 from tests.support.machine import free_port
@@ -90,6 +91,15 @@ def test_groups_are_told_by_their_first_bytes_and_most_corrupt_ones_are_refused_
             reasons[error.reason] += 1
     assert reasons.total() > 100
     assert "digest" not in reasons
+
+
+def test_a_refusal_is_told_by_its_reason() -> None:
+    for message, told in (
+        (Refusal("1-a", "outdated"), True),
+        (Refusal("1-a", "unknown"), False),
+        (Bye("outdated"), False),
+    ):
+        assert is_refusal([bytes(frame) for frame in encode(message)], Verdict.OUTDATED) is told
 
 
 def test_the_table_and_the_limits_count_apart_what_had_to_wait_for_the_learner() -> None:
@@ -165,7 +175,7 @@ class Echo:
 
 
 @pytest.mark.slow
-def test_a_link_passes_on_and_is_late_cut_half_open_or_dripping_when_it_is_told() -> None:
+def test_a_link_passes_on_and_is_late_cut_half_open_dripping_or_without_weights_when_it_is_told() -> None:
     echo, port = Echo(), free_port()
     link = Link(port, echo.port)
 
@@ -196,5 +206,8 @@ def test_a_link_passes_on_and_is_late_cut_half_open_or_dripping_when_it_is_told(
     assert say(b"cut") == b""
     link.disturb("cut", 0.0)
     assert say(b"again") == b"again"
+    link.disturb("deaf", 60.0)
+    assert say(b"POST /begin_weight_update HTTP/1.1") == b""
+    assert say(b"POST /generate HTTP/1.1") == b"POST /generate HTTP/1.1"
     link.close()
     echo.close()

@@ -209,3 +209,21 @@ def test_a_full_disk_costs_one_checkpoint_and_the_last_good_one_stays(new_traine
     saver.wait()
     saver.close()
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_00000001"]
+
+
+def test_weights_or_moments_that_are_not_finite_make_no_checkpoint_and_the_last_good_one_stays(
+    new_trainer, spec, ranks, tmp_path
+):
+    trainer = new_trainer()
+    trainer.step(random_groups(spec, 2, seed=0), version=0)
+    good = save(trainer, ranks, tmp_path)
+    trainer.num_steps += 1
+    bias = trainer.policy.value_head.weight
+    for kind, spoilt in (("", bias.data), ("exp_avg_sq of ", trainer.optimizer.state[bias]["exp_avg_sq"])):
+        before = spoilt.clone()
+        spoilt.view(-1)[0] = float("inf")
+        with pytest.raises(ValueError, match=rf"no finite number of float32 \({kind}value_head.weight\)"):
+            save(trainer, ranks, tmp_path)
+        assert list_checkpoints(tmp_path) == [good]
+        spoilt.copy_(before)
+    assert save(trainer, ranks, tmp_path) != good

@@ -1,6 +1,7 @@
 """What an engine refuses, gives up and survives: updates out of order, an absent publisher, a model that fails."""
 
 import asyncio
+import socket
 
 import pytest
 import torch
@@ -143,3 +144,20 @@ def test_what_belongs_to_another_update_is_refused_and_leaves_the_one_under_way_
         assert await client.weight_version() == "2-alive"
 
     asyncio.run(main())
+
+
+def test_what_is_no_request_or_a_wrong_one_is_counted_and_said_once_for_each_reason(folder, caplog):
+    with running_engine(folder) as (url, _):
+        port = int(url.rpartition(":")[2])
+        for number in range(3):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nx: %s%d\r\n\r\n" % (b"y" * 5000, number))
+                assert connection.recv(100).split()[1] == b"400"
+            with pytest.raises(EngineError):
+                call(url, "/generate", {"input_ids": []})
+        refused = call(url, "/server_info")["refused"]
+    assert refused["status_400"] == 3
+    assert sorted(refused.values()) == [3, 3]  # the other is aiohttp's word for a long line
+    lines = [record for record in caplog.records if "rejected a request" in record.getMessage()]
+    assert len(lines) == 2
+    assert not any(record.exc_info for record in caplog.records)

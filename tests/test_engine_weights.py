@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper
 
 from actor.engine.weight_loader import parse_entries, unflatten
-from shared.engine_api import EngineClient
+from shared.engine_api import EngineClient, EngineError
 from shared.types import Image, Sampling
 from tests.support.engine_weights_rig import Publisher, engine, other_weights, spec, until_sampled
 from tests.support.tiny import continued, draw_image, load_model, logprobs_under, png
@@ -168,3 +168,25 @@ def test_a_bucket_is_cut_into_its_parameters_even_unaligned():
         parse_entries(["a"], ["float12"], [[1]])
     with pytest.raises(ValueError, match="1, 2 and 1 entries"):
         parse_entries(["a"], ["int8", "int8"], [[1]])
+
+
+def test_an_update_that_is_not_finite_is_refused_and_leaves_no_trace(folder, engine):
+    url, app = engine
+    spoilt = other_weights(folder)
+    with torch.no_grad():
+        spoilt.model.language_model.norm.weight[-1] = float("nan")
+
+    async def main():
+        publisher = await Publisher.connected(url)
+        await publisher.publish(other_weights(folder), "3")
+        with pytest.raises(
+            EngineError, match=r"norm.weight holds what is no finite number: the update is not installed"
+        ):
+            await publisher.publish(spoilt, "4")
+        with pytest.raises(EngineError, match="the update failed and is discarded; the weights are 3"):
+            await publisher.engine.end_update("4")
+        await publisher.publish(other_weights(folder), "5")
+
+    asyncio.run(main())
+    assert app.scheduler.weight_version == "5"
+    assert all(torch.isfinite(p).all() for p in app.updates.loader._parameters.values())

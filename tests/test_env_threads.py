@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from actor import env_threads
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, EnvTimeout, TooManyHang
 from actor.limits import EpisodeLimits
@@ -75,3 +76,34 @@ def test_an_actor_whose_environments_hang_ends_with_its_reason_and_not_as_the_us
     assert process.returncode == 1
     assert told.strip().splitlines()[-1] == "error: 65 calls of environments and rewards hang"
     assert "Traceback" not in told
+
+
+def test_a_thread_that_memory_ran_out_for_is_waited_for_by_nobody_and_replaced_later(monkeypatch) -> None:
+    async def main() -> None:
+        pool = EnvThreads(1)
+        with pytest.raises(EnvTimeout, match="no free thread"):
+            await pool.run(lambda: 1, 0.02)
+        monkeypatch.undo()
+        with pytest.raises(EnvTimeout, match="no free thread"):
+            await pool.run(lambda: 1, 0.02)
+        assert await pool.run(lambda: 2, 5.0) == 2
+        pool.close()
+
+    monkeypatch.setattr(env_threads, "start_thread", lambda function: None)
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_calls_that_find_no_thread_do_not_make_the_pool_grow() -> None:
+    async def main() -> None:
+        pool, free, begun = EnvThreads(1), threading.Event(), threading.Event()
+        held = asyncio.create_task(pool.run(lambda: (begun.set(), free.wait()), 30.0))
+        await asyncio.to_thread(begun.wait)
+        for _ in range(3):
+            with pytest.raises(EnvTimeout, match="no free thread"):
+                await pool.run(lambda: 1, 0.01)
+        assert pool.num_begun == 1
+        free.set()
+        await held
+        pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from learner.tickets.book import TicketBook
-from learner.tickets.protocol import RECEIPTS_PER_MESSAGE, TicketProtocol, TicketServerSettings
+from learner.tickets.protocol import TicketProtocol, TicketServerSettings
 from learner.tickets.sources import SeedSource
-from shared.types import Group, Hello, Receipt, Request
-from tests.support.schedules import Actor, Stamp, Wire
-from tests.support.wires import RULES, VOCAB, book_settings, episode, failed_episode
+from shared.types import Group, Hello, Request, Sampling
+from tests.support.schedules import Actor, Stamp, Wire, is_part_of_history
+from tests.support.wires import RULES, SAMPLE, VOCAB, book_settings, episode, failed_episode
 
-SLOTS, LEASE_S, LOST_S = 3, 20.0, 3.0
+SLOTS, LEASE_S, LOST_S, MOST_EVALUATED = 3, 20.0, 3.0, 6
+BITS = st.integers(0, 7)  # one for each actor's engine
 SETTINGS = TicketServerSettings("", Path("/nonexistent"), "run", RULES, actor_timeout_s=10.0)
 
 
@@ -42,6 +43,7 @@ class Schedule(RuleBasedStateMachine):
         self.stamps: dict[int, list[Stamp]] = {}  # of a group's tokens, by id(group)
         self.groups: list[Group] = []  # so that no id is used twice
         self.committed = True
+        self.saves: list[tuple[Any, int, int, int]] = []  # of each checkpoint: state, tickets trained, process, bound
         self.start()
         self.save()
 
@@ -52,6 +54,7 @@ class Schedule(RuleBasedStateMachine):
         self.book = TicketBook(SeedSource(), book_settings(**shape, **leases), nonce=f"p{self.process}", clock=clock)
         self.protocol = TicketProtocol(self.wire, self.book, SETTINGS, clock)  # type: ignore[arg-type]
         self.protocol.issuing = True
+        self.evaluations, self.num_evaluations = dict[str, int](), 0  # samples of those that run; how many have begun
 
     # ------------------------------------------------------------------ actors
 
@@ -146,6 +149,7 @@ class Schedule(RuleBasedStateMachine):
     def a_step_begins(self) -> None:
         for ticket, group in self.book.take_groups(self.per_step) or ():
             self.committed = False
+            assert not ticket.evaluation
             self.trained.append(ticket.sample.metadata["seed"])
             assert all(self.exists(stamp) for stamp in self.stamps[id(group)])
             assert all(self.book.version - version <= self.staleness for _, version in self.stamps[id(group)])
@@ -164,13 +168,16 @@ class Schedule(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         state = json.loads(json.dumps(self.book.state_dict()))
-        self.saved = (state, len(self.trained), self.process, self.staleness)
+        self.saves.append((state, len(self.trained), self.process, self.staleness))
 
-    @rule(staleness=st.none() | st.integers(0, 2), reached=st.integers(0, 7))
-    def the_learner_is_killed_and_resumes(self, staleness: int | None = None, reached: int = 7) -> None:
-        """With the bound that it had, or another one. Engines that it does not reach go on with undone weights;
-        `reached` are the bits of those that it does."""
-        state, trained, of_process, before = self.saved
+    @rule(staleness=st.none() | st.integers(0, 2), reached=BITS, damaged=st.sampled_from([0, 0, 0, 1, 2]))
+    def the_learner_is_killed_and_resumes(
+        self, staleness: int | None = None, reached: int = 7, damaged: int = 0
+    ) -> None:
+        """With the bound that it had, or another one, from the newest checkpoint but those that are `damaged`. Engines
+        that it does not reach go on with undone weights; `reached` are the bits of those that it does."""
+        del self.saves[max(1, len(self.saves) - damaged) :]
+        state, trained, of_process, before = self.saves[-1]
         self.process += 1
         self.staleness = before if staleness is None else staleness
         self.start()
@@ -189,15 +196,24 @@ class Schedule(RuleBasedStateMachine):
         for actor in self.actors:
             actor.weights = self.weights
 
+    @precondition(lambda self: len(self.evaluations) < 2)
+    @rule(samples=st.integers(1, MOST_EVALUATED // 2))
+    def an_evaluation_begins(self, samples: int) -> None:
+        """Its name comes again in each process, as that of a step does."""
+        name, self.num_evaluations = f"step_{self.num_evaluations}", self.num_evaluations + 1
+        self.book.evaluations.start(name, [SAMPLE] * samples, Sampling(), 1, self.book.version)
+        self.evaluations[name] = samples
+
+    @invariant()
+    def an_evaluation_that_is_whole_has_each_of_its_samples_once(self) -> None:
+        for name in list(self.evaluations):
+            if result := self.book.evaluations.result(name):
+                played = [ticket.seed for ticket, _ in result.groups]
+                assert len(set(played)) == len(played) == self.evaluations.pop(name) - sum(result.lost.values())
+                assert all(self.exists(stamp) for _, group in result.groups for stamp in self.stamps[id(group)])
+
     def exists(self, stamp: Stamp) -> bool:
-        """Whether these weights are part of the history that the learner goes on from."""
-        process, last = self.process, self.book.version
-        while stamp[0] != process:
-            if process == 0:
-                return False
-            process, fork = self.forks[process]
-            last = min(last, fork)
-        return stamp[1] <= last
+        return is_part_of_history(stamp, self.process, self.book.version, self.forks)
 
     # ------------------------------------------------------------------ all at once
 
@@ -230,14 +246,17 @@ class Schedule(RuleBasedStateMachine):
     @rule(
         before=st.lists(st.integers(0, 2**8 - 1), min_size=1, max_size=3),
         after=st.integers(0, 2**8 - 1),
-        reached=st.integers(0, 7),
+        reached=BITS,
+        damaged=st.booleans(),
     )
-    def a_checkpoint_and_a_kill_later(self, before: list[int], after: int, reached: int) -> None:
+    def a_checkpoint_and_a_kill_later(self, before: list[int], after: int, reached: int, damaged: bool) -> None:
         self.a_quiet_time(before[:1], True)
         self.save()
         self.a_quiet_time(before, True)
+        if damaged:
+            self.save()
         self.a_quiet_round(0.5, after, False)
-        self.the_learner_is_killed_and_resumes(reached=reached)
+        self.the_learner_is_killed_and_resumes(reached=reached, damaged=int(damaged))
 
     # ------------------------------------------------------------------ what always holds
 
@@ -248,12 +267,12 @@ class Schedule(RuleBasedStateMachine):
         assert len(set(self.trained)) == len(self.trained) == book.trained
         assert not book.dropped["stale"]
         assert book.open - len(book.withheld) <= reach
-        assert all(book.holding(actor.key) <= reach for actor in self.actors)
+        assert all(book.holding(actor.key) <= reach + book.evaluations.open for actor in self.actors)
         assert len(self.protocol.actors) <= self.born
 
     def teardown(self) -> None:
         """Once the faults end, all that is open now is trained, or dropped because its group failed."""
-        if not hasattr(self, "saved"):
+        if not hasattr(self, "saves"):
             return
         self.all_engines_are_served()
         due = {number for number, _ in self.book.state_dict()["open"]}
@@ -265,11 +284,13 @@ class Schedule(RuleBasedStateMachine):
             if not self.committed:
                 self.a_step_ends()
             self.the_ledger_adds_up()
+            self.an_evaluation_that_is_whole_has_each_of_its_samples_once()
             left = due - set(self.trained)
-            if len(left) <= self.book.dropped.total() - dropped:
+            if len(left) <= self.book.dropped.total() - dropped and not self.evaluations:
                 break
         assert len(left) <= self.book.dropped.total() - dropped, f"never trained: {sorted(left)}"
-        most = 2 * (self.staleness + 1) * self.per_version
+        assert not self.evaluations
+        most = 2 * (self.staleness + 1) * self.per_version + MOST_EVALUATED
         assert all(len(actor.held()) <= most for actor in self.actors)
 
 
@@ -277,20 +298,3 @@ Schedule.TestCase.settings = settings(
     max_examples=100, stateful_step_count=60, deadline=None, report_multiple_bugs=False
 )
 TestAnySchedule = Schedule.TestCase
-
-
-def test_groups_that_come_together_get_receipts_together_and_the_last_ones_none_later_than_the_next_tick() -> None:
-    wire = Wire()
-    wire.present |= {"a", "b"}
-    book = TicketBook(SeedSource(), book_settings(), nonce="p")
-    protocol = TicketProtocol(wire, book, SETTINGS)  # type: ignore[arg-type]
-    for number in range(RECEIPTS_PER_MESSAGE + 1):
-        protocol.confirm(b"a", f"{number}")
-    protocol.confirm(b"b", "other")
-    together = tuple(map(str, range(RECEIPTS_PER_MESSAGE)))
-    assert wire.to_actors == [("a", Receipt(together))]
-    protocol.tick(drained=True)
-    rest = [("a", Receipt((str(RECEIPTS_PER_MESSAGE),))), ("b", Receipt(("other",)))]
-    assert sorted(wire.to_actors[1:], key=str) == rest
-    protocol.tick(drained=True)
-    assert len(wire.to_actors) == 3

@@ -23,7 +23,7 @@ def test_the_kernels_agree_with_float64_in_the_interpreter():
     chosen = "interpreted or (agree_with_float64 and dtype0 and not 130-24) or extreme or entropy_of_the_allowed"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=280, cwd=os.path.dirname(here),
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr

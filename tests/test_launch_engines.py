@@ -23,6 +23,15 @@ from tests.support.machine import free_port, until
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 
 
+@pytest.fixture(autouse=True)
+def signals():
+    """Those of this process as they were: it ignores them from a `stop_all` on, and so would all that it starts."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def sglang_env(tmp_path):
     """A folder that looks like SGLang's environment for the CPU."""

@@ -16,7 +16,8 @@ from learner.shutdown import Shutdown
 from shared.types import Stop
 from tests.support.runs import RECIPE, metrics, places
 
-FIELDS = {"learner.total_steps": 24, "learner.checkpoint.every": 4, "learner.resume": "auto", "eval.samples": 0}
+STEPS = 16
+FIELDS = {"learner.total_steps": STEPS, "learner.checkpoint.every": 4, "learner.resume": "auto", "eval.samples": 0}
 
 
 @pytest.fixture
@@ -65,10 +66,10 @@ def test_a_learner_that_went_resumes_with_the_actors_that_waited(
     assert again.wait(150) == 0
     assert actors.wait(60) == 0
     first = int(kept.name.removeprefix("step_"))
-    assert steps(tmp_path)[-(24 - first) :] == list(range(first + 1, 25))
+    assert steps(tmp_path)[-(STEPS - first) :] == list(range(first + 1, STEPS + 1))
     last = metrics(tmp_path)[-1]
-    assert json.loads((tmp_path / "colour_tiny" / "result.json").read_text())["optimizer_steps"] == 24
-    assert last["tickets/trained"] == 24 * 16
+    assert json.loads((tmp_path / "colour_tiny" / "result.json").read_text())["optimizer_steps"] == STEPS
+    assert last["tickets/trained"] == STEPS * 16
     assert last["tickets/issued"] == last["tickets/trained"] + last["tickets/dropped"] + last["tickets/open"]
 
 

@@ -1,12 +1,12 @@
-"""Any number of ranks (real torchrun, FSDP2 over gloo), however their memory is used, compute the same."""
+"""Any number of ranks (processes, FSDP2 over gloo), however their memory is used, compute the same."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
 import torch
@@ -45,24 +45,10 @@ def engine(folder):
 @pytest.fixture(scope="module")
 def results(folder, engine):
     """What each number of ranks found; two of them publish to the engine."""
-    script = str(ROOT / "tests" / "support" / "learner_ranks.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    runs = {}
-    try:
-        for size in (1, 2, 3, 4):
-            command = [sys.executable] if size == 1 else [*launch, str(size)]
-            command += [script, str(folder), str(folder.parent / f"{size}.pt"), *([engine[0]] if size == 2 else [])]
-            runs[size] = subprocess.Popen(
-                command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            for pending in (runs[size - 1], runs[size]) if size % 2 == 0 else ():  # two at a time
-                output, _ = pending.communicate(timeout=200)
-                assert pending.returncode == 0, output[-3000:]
-    finally:
-        for run in runs.values():
-            run.kill()
-    return {size: torch.load(folder.parent / f"{size}.pt", weights_only=False) for size in runs}
+    command = [sys.executable, "-m", "tests.support.learner_ranks", str(folder), str(folder.parent), engine[0]]
+    ended = subprocess.run(command, cwd=ROOT, text=True, stdout=PIPE, stderr=STDOUT, timeout=280)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    return {size: torch.load(folder.parent / f"{size}.pt", weights_only=False) for size in (1, 2, 3, 4)}
 
 
 def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -139,3 +125,10 @@ def test_a_run_on_two_ranks_resumes_on_one(results, folder):
         assert distance(dict(gathered(trainer.policy)), results[2]["uninterrupted"]) < 1e-5
     finally:
         close_ranks()
+
+
+def test_what_one_rank_finds_not_finite_stops_all_of_them(results):
+    """The result is rank 0's; the number is the last one's."""
+    for size, named in ((1, "(other)"), (2, "(another rank names where)"), (4, "(another rank names where)")):
+        fine, spoilt = results[size]["finite"]
+        assert fine == "" and f"no finite number of float32 {named}" in spoilt

@@ -18,7 +18,7 @@ from shared.keys import make_keys
 from shared.transport import Router
 from shared.types import Welcome
 from tests.support.hostile.memory import MIB, forget_peak, growth_of, resident_bytes
-from tests.support.hostile.zmtp import COMMAND, MORE, connected, head, pour
+from tests.support.hostile.zmtp import COMMAND, MORE, connected, head, message, pour
 from tests.support.machine import until
 from tests.support.tickets.server_rig import Peer
 from tests.support.wires import STOP, sealed
@@ -48,7 +48,7 @@ class Server:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10.0)
+        self.process.wait(60.0)
 
 
 @pytest.fixture
@@ -88,6 +88,13 @@ def attack(server: Server, mechanism: bytes, opening: bytes, data: bytes, connec
     return sent
 
 
+def closed(server: Server, reason: str) -> float:
+    """Connections that were closed for this reason, or before the reader could tell it from a flood of whole messages:
+    a fast line brings 80 MB between two looks."""
+    metrics = server.metrics()
+    return sum(metrics.get(f"wire/refused_connections/{name}", 0) for name in (reason, "flood"))
+
+
 def test_unfinished_handshakes_take_little_and_are_closed(tmp_path: Path, stack: ExitStack) -> None:
     make_keys(tmp_path / "keys", ["actor"])
     server = Server(str(tmp_path), str(tmp_path / "keys"))
@@ -103,7 +110,7 @@ def test_a_message_without_end_is_closed(plain: Server, stack: ExitStack, part: 
     frames = (head(MORE, part) + b"x" * part) * (MIB // part)
     sent = attack(plain, b"NULL", b"", frames, 1, POURED)
     assert max(sent) < POURED
-    until(lambda: plain.metrics().get("wire/refused_connections/greeting") == 1)
+    until(lambda: closed(plain, "greeting") == 1)
     assert plain.grown_mib() < 400
     assert is_served(plain, stack)
 
@@ -113,9 +120,35 @@ def test_a_message_without_end_of_a_known_actor_is_closed(plain: Server, stack: 
     opening = b"".join([head(MORE, len(hello)), hello, head(0, 16), sealed([hello])[-1]])
     sent = attack(plain, b"NULL", opening, head(MORE, MIB) + b"x" * MIB, 1, POURED)
     assert 32 * MIB < max(sent) < POURED
-    until(lambda: plain.metrics().get("wire/refused_connections/endless") == 1)
+    until(lambda: closed(plain, "endless") == 1)
     assert plain.grown_mib() < 500
     assert is_served(plain, stack)
+
+
+def test_a_flood_of_small_messages_is_closed(plain: Server, stack: ExitStack) -> None:
+    sent = attack(plain, b"NULL", b"", message(b"x") * 100_000, 1, POURED)
+    assert max(sent) < POURED
+    until(lambda: plain.metrics().get("wire/refused_connections/flood") == 1)
+    assert plain.grown_mib() < 300
+    assert is_served(plain, stack)
+
+
+def test_messages_that_are_not_read_take_as_much_as_one_that_has_no_end() -> None:
+    program = """
+from shared.transport import Router, SocketSettings
+from tests.support.hostile.zmtp import connected, head, pour
+router = Router("tcp://127.0.0.1:*", SocketSettings(2**25))
+message = head(0, 2**20) + bytes(2**20)
+---
+with connected(router.address, b"NULL") as connection:
+    assert pour(connection, message, 2**30) < 2**30
+assert router.refused["flood"] == 1, router.refused
+read = 0
+while router.wait(0.2):
+    read += router.receive() is not None
+assert 32 < read < 200, read
+"""
+    assert growth_of(program) < 200  # 32 + 16 of the messages, and what comes between two looks
 
 
 def test_connections_that_say_nothing_are_few(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:

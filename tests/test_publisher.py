@@ -37,6 +37,15 @@ def test_an_engine_holds_the_learners_weights_and_version_after_each_publication
             assert holds(url, policy, version)
 
 
+def test_requests_that_engines_have_refused_are_a_metric(folder, policy, publisher):
+    with running_engine(folder) as (first, _), running_engine(folder) as (second, _):
+        for url in (first, second, second):
+            with pytest.raises(EngineError):
+                call(url, "/generate", {"input_ids": "no list"})
+        metrics = publisher.publish(1, [first, second])
+        assert (metrics["publish/engines"], metrics["publish/refused_requests"]) == (2.0, 3.0)
+
+
 def test_a_new_engine_joins_and_one_that_left_is_forgotten(folder, policy, publisher):
     with running_engine(folder) as (first, first_app):
         publisher.publish(1, [first])
@@ -110,3 +119,19 @@ def test_a_number_of_a_dead_learner_is_not_taken_for_its_successors(folder, poli
             move(policy, 0.01)
             after.publish(6, [url])
         assert holds(url, policy, "6-mine")
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, float("nan")), (torch.float16, 7e4)])
+def test_weights_that_are_not_finite_for_the_engines_are_given_to_none(folder, policy, publisher, dtype, value):
+    with running_engine(folder) as (url, app):
+        policy.dtype = dtype
+        publisher.publish(1, [url])
+        tokens = app.scheduler.generation
+        with torch.no_grad():
+            policy.vlm.model.language_model.norm.weight[3] = value
+        with pytest.raises(
+            ValueError, match=r"no finite number of float\d\d \(model.language_model.norm.weight\)"
+        ) as told:
+            publisher.publish(2, [url])
+        assert "\n" not in str(told.value)
+        assert call(url, "/model_info")["weight_version"] == "1" and app.scheduler.generation == tokens

@@ -9,10 +9,13 @@ import sys
 import numpy as np
 import pytest
 
+from learner.offline import run_recorded
+from shared.config import load_recipe
 from shared.recording import Recorder, files, read
 from shared.vision import VisionSpec
 from tests.support.episodes import random_groups
 from tests.support.machine import free_port
+from tests.support.runs import RECIPE
 from tests.support.tiny import tiny_model_dir
 
 
@@ -44,7 +47,7 @@ def test_a_file_that_is_no_group_is_named(groups, tmp_path):
 
 @pytest.mark.slow
 def test_actors_record_without_a_learner_and_a_learner_trains_on_it_without_actors(tmp_path):
-    recipe, folder = "launch/recipes/colour_tiny.toml", tmp_path / "recorded"
+    folder = tmp_path / "recorded"
     small = [
         "--learner.optimizer.lr",
         "1e-9",
@@ -56,15 +59,18 @@ def test_actors_record_without_a_learner_and_a_learner_trains_on_it_without_acto
         "4",
     ]
     small += ["--run.dir", str(tmp_path / "runs"), "--engine.port", str(free_port())]
-    play = [sys.executable, "launch/actors.py", "--config", recipe, "--record", str(folder), *small]
+    play = [sys.executable, "launch/actors.py", "--config", RECIPE, "--record", str(folder), *small]
     done = subprocess.run(play, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(files(folder)) == 12 and all(len(read(path).trajectories) == 4 for path in files(folder))
-    train = [sys.executable, "launch/learner.py", "--config", recipe, "--from-recording", str(folder), *small]
+    train = [sys.executable, "launch/learner.py", "--config", RECIPE, "--from-recording", str(folder), *small]
     done = subprocess.run(train, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "runs/colour_tiny/checkpoints/step_00000003/meta.json").exists()
     values = json.loads(done.stdout.splitlines()[-1])
     assert values["batch/episodes"] == 16 and values["behaviour/logprob_gap"] < 0.1
-    done = subprocess.run([*train[:5], str(tmp_path), *small], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "holds no recorded groups" in done.stderr
+
+
+def test_a_folder_without_groups_is_named_with_its_cure(tmp_path):
+    with pytest.raises(ValueError, match="holds no recorded groups; make some with"):
+        run_recorded(load_recipe(RECIPE), tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from actor import rewards
 from actor.engine_pool import EnginePool
 from actor.limits import EpisodeLimits
 from actor.rewards import FunctionReward, HttpReward
@@ -113,8 +114,17 @@ def test_a_function_that_fails_is_the_episodes_ending(renderer, threads, kind, r
     assert not trajectory.trainable
 
 
-def test_an_async_function_that_blocks_its_loop_beyond_its_limit_costs_that_loop_and_no_other_reward(renderer, threads):
+def test_an_async_function_that_blocks_its_loop_beyond_its_limit_costs_that_loop_and_no_other_reward(
+    renderer, threads, monkeypatch
+):
     release = threading.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    original = rewards.own_loop
+
+    def own_loop():
+        loops.append(original())
+        return loops[-1]
 
     async def reward(played):
         if played.sample.label == "blocks":
@@ -133,12 +143,9 @@ def test_an_async_function_that_blocks_its_loop_beyond_its_limit_costs_that_loop
         assert threads.num_lost == 1
         assert (await play("fine")).reward == 1.5
         release.set()
-        await until_async(lambda: threads.num_lost == 0 and names().count("reward") == 1 + before)
+        await until_async(lambda: threads.num_lost == 0 and [loop.is_running() for loop in loops] == [False, True])
 
-    def names():
-        return [thread.name for thread in threading.enumerate()]
-
-    before = names().count("reward")
+    monkeypatch.setattr(rewards, "own_loop", own_loop)
     asyncio.run(main())
 
 

@@ -3,10 +3,7 @@ tells apart. The bench tests/bench/stability.py does the same for ten seeds, for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.support.small.problems import PROBLEMS, UNTEACHABLE
 from tests.support.small.runs import OBJECTIVES, drift, learn
@@ -16,15 +13,6 @@ SEED = 3
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.learning]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """More of them wait for one another at every product of a policy as small as this."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

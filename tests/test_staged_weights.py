@@ -97,3 +97,8 @@ def test_the_plugin_is_found_by_its_entry_point(plugin):
 )  # fmt: skip
 def test_an_engine_is_paused_unless_all_of_it_receives_beside_generation(info, beside):
     assert traits_of(info).beside_generation is beside
+
+
+@pytest.mark.parametrize(("refused", "total"), [({"status_400": 2, "": 1}, 3), ({"a": "b", "c": -4}, 0), ("many", 0)])
+def test_what_an_engine_says_that_it_has_refused_is_added_up_if_it_is_a_count(refused, total):
+    assert traits_of({"refused": refused}).num_refused == total

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from learner.tickets.book import TicketBook
+from learner.tickets.protocol import RECEIPTS_PER_MESSAGE, TicketProtocol, TicketServerSettings
 from learner.tickets.server import TicketServer
 from learner.tickets.sources import SeedSource
 from shared.types import Ack, Bye, Cancel, Group, Receipt, Refusal, Sampling, Stop, Tickets, Welcome
 from tests.support.machine import until
+from tests.support.schedules import Wire
 from tests.support.tickets.server_rig import Peer, opened, peer, ticket_server
-from tests.support.wires import failed_episode, group_of, start_ticket_server
+from tests.support.wires import RULES, book_settings, failed_episode, group_of, start_ticket_server
 
 __all__ = ["opened", "peer", "ticket_server"]  # fixtures
 
@@ -184,3 +187,20 @@ def test_stop_reaches_every_actor_and_may_be_said_twice(ticket_server: TicketSer
 def test_two_learners_do_not_share_a_port(ticket_server: TicketServer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in use"):
         start_ticket_server(tmp_path, address=ticket_server.address)
+
+
+def test_groups_that_come_together_get_receipts_together_and_the_last_ones_none_later_than_the_next_tick() -> None:
+    wire, settings = Wire(), TicketServerSettings("", Path("/nonexistent"), "run", RULES)
+    wire.present |= {"a", "b"}
+    book = TicketBook(SeedSource(), book_settings(), nonce="p")
+    protocol = TicketProtocol(wire, book, settings)  # type: ignore[arg-type]
+    for number in range(RECEIPTS_PER_MESSAGE + 1):
+        protocol.confirm(b"a", f"{number}")
+    protocol.confirm(b"b", "other")
+    together = tuple(map(str, range(RECEIPTS_PER_MESSAGE)))
+    assert wire.to_actors == [("a", Receipt(together))]
+    protocol.tick(drained=True)
+    rest = [("a", Receipt((str(RECEIPTS_PER_MESSAGE),))), ("b", Receipt(("other",)))]
+    assert sorted(wire.to_actors[1:], key=str) == rest
+    protocol.tick(drained=True)
+    assert len(wire.to_actors) == 3

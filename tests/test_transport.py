@@ -8,16 +8,21 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
 from shared.codec import WireError
+from shared.keys import actor_security, learner_security, make_keys
+from shared.sections import TransportConfig
 from shared.transport import DEFAULT_SETTINGS, RECEIVED_COPY_BYTES, Dealer, Router, Sent, SocketSettings
 from shared.types import Bye, Group, Hello, Sample, Sampling, Stop, Ticket, Tickets, Welcome
+from tests.support.hostile.zmtp import greeting, ready
 from tests.support.wires import episode
 
 ANY = "tcp://127.0.0.1:*"
@@ -124,16 +129,40 @@ def test_nothing_is_queued_for_a_peer_that_is_not_there() -> None:
     between(talk)
 
 
+class Deaf:
+    """A learner's socket by hand that ends the handshake, and then reads nothing more."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._connection = self._listener.accept()[0]
+        self._connection.sendall(greeting(b"NULL") + ready(b"ROUTER"))
+
+    def close(self) -> None:
+        self._thread.join(5.0)
+        for each in (self._connection, self._listener):
+            each.close()
+
+
 def test_a_full_queue_refuses_the_next_message() -> None:
-    async def talk(router: Router, dealer: Dealer) -> None:
+    deaf = Deaf()
+
+    async def talk() -> None:
+        dealer = Dealer(deaf.address, "a", SocketSettings(queue_messages=2))
         await send(dealer, Hello("a", (), 5))
         group = Group("t", "a", (episode(image=os.urandom(2**20)),))
         sent = 0
         while sent < 200 and await dealer.send(group):
             sent += 1
-        assert 0 < sent < 200  # the queues of both ends, and what the kernel holds
+        assert 0 < sent < 200  # the queue, and what the kernel holds
+        dealer.close()
 
-    between(talk, SocketSettings(queue_messages=2))
+    asyncio.run(talk())
+    deaf.close()
 
 
 FULL = """
@@ -195,6 +224,37 @@ def test_a_connection_that_leads_nowhere_is_made_anew() -> None:
     asyncio.run(wait())
     assert len(nowhere.accepted) > 2
     nowhere.close()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_what_was_read_of_a_connection_does_not_count(
+    encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte: it is a hundred times the bound, in frames around each size at which their heads change."""
+    for name in ("LITTLE_BYTES", "SLACK_BYTES"):
+        monkeypatch.setattr(f"shared.guards.connections.{name}", 2**13)
+    transport = TransportConfig(keys=str(tmp_path / "keys") if encrypted else "")
+    if encrypted:
+        make_keys(tmp_path / "keys", ["actor"])
+    router = Router(ANY, SocketSettings(max_message_bytes=2**13), learner_security(transport, ANY))
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        (actor_security(transport, ANY) or no_keys)(client)
+        client.connect(router.address)
+        for count in range(6_000):
+            client.send_multipart([bytes(size + count % 2) for size in (0, 30, 221, 254, 0)])
+            while not router.receive():
+                router.wait(0.01)
+            if count % 1000 == 0:
+                time.sleep(0.02)  # a look falls in between
+    context.term()
+    assert not router.refused
+    router.close()
+
+
+def no_keys(socket: zmq.Socket) -> None:
+    """Of an actor on loopback."""
 
 
 def test_the_sender_refuses_a_message_above_the_limit() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from learner.weights.verify import VerifierSettings, WeightVerifier, WrongWeights
 from shared.engine_messages import all_but, engine_name, part_of
-from tests.support.engines import JoiningEngine, engine_process, says
+from tests.support.engines import JoiningEngine, says
 from tests.support.publishing import FAST, check_no_stale_image, move, policy, publishing
 from tests.support.tiny import running_engine
 
@@ -79,8 +79,8 @@ def test_an_engine_that_says_another_version_stops_the_run(folder, publisher):
 
 @pytest.mark.slow
 def test_the_canary_follows_a_changed_vision_tower(folder, policy, ranks):
-    with engine_process(folder) as engine:
-        check_no_stale_image(engine.url, policy, str(folder), ranks)
+    with running_engine(folder) as (url, _):
+        check_no_stale_image(url, policy, str(folder), ranks)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from actor.engine.runner import Runner
 from actor.engine.scheduler import Scheduler
 from actor.engine.settings import EngineSettings
 from actor.engine.weight_routes import WeightUpdates
+from shared.guards.refusals import Refusals
 from shared.vision import VisionSpec
 
 log = logging.getLogger("engine")
@@ -79,6 +80,7 @@ class EngineApp:
         )
         self.updates = WeightUpdates(model, self.scheduler, self._on_model, timeout_s=settings.update_timeout_s)
         self.images = ImageCache(spec, settings.max_context)
+        self.refusals = Refusals("a request", log)
         self.vocab_size = runner.vocab_size
         self.scheduler.start()
 
@@ -117,6 +119,7 @@ class EngineApp:
             raise HttpError(503, f"{MAX_OPEN_REQUESTS} requests are open already")
         body.check(self.vocab_size)
         request = Request(body, self.images, self.spec, max_context=self.settings.max_context, eos_ids=self.eos_ids)
+        del body  # the images' texts, and the request may be open for long
         done = asyncio.Event()
         request.on_done = lambda: self._loop.call_soon_threadsafe(done.set)
         self.scheduler.submit(request)
@@ -178,6 +181,7 @@ class EngineApp:
             "tokens_out": s.tokens_out,
             "tokens_in": s.tokens_in,
             "tokens_reused": s.tokens_reused,
+            "refused": dict(self.refusals.counts),
         }
 
     async def _on_model(self, function: Any) -> Any:

@@ -12,12 +12,17 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from shared.guards.memory import give_back_soon
+from shared.guards.refusals import Refusals
+
 log = logging.getLogger("engine")
 MAX_CONNECTIONS = 4096
 MAX_BODY_BYTES = 64 << 20
 MAX_SMALL_BYTES = 4 << 20  # of routes other than these
 LARGE = ("POST /generate",)
 MAX_READING_BYTES = 512 << 20  # of all bodies that are being read
+READ_S = 120.0  # the longest time for that
+MAX_VALUES = 2**18  # numbers, texts, lists and objects of a body, counted before it is unpacked: 200 bytes each at most
 MAX_HEADERS, MAX_LINE_BYTES = 64, 4096  # of one request, and of each of its lines
 OPEN_PATHS = ("/health",)  # answered to everybody, as SGLang does
 
@@ -38,12 +43,22 @@ class HttpServer(web.Server):
     dict without annotation), and returns what to send.
 
     With an `api_key` a request must carry it ("authorization: Bearer KEY"), else it is answered 401, its body unread.
+    A body may hold `MAX_VALUES` values and `max_tokens` more. What is not answered 200 is counted in `refusals`.
     """
 
-    def __init__(self, routes: Mapping[str, Handler], *, api_key: str = "") -> None:
+    def __init__(
+        self,
+        routes: Mapping[str, Handler],
+        *,
+        api_key: str = "",
+        max_tokens: int = 2**20,
+        refusals: Refusals | None = None,
+    ) -> None:
+        self.refusals = refusals or Refusals("a request", log)
         super().__init__(
             self._respond,
             handler_cancellation=True,
+            logger=_HttpLog(self.refusals),
             access_log=None,
             auto_decompress=False,
             max_headers=MAX_HEADERS,
@@ -54,6 +69,7 @@ class HttpServer(web.Server):
             route: (handler, _decoder(handler), MAX_BODY_BYTES if route in LARGE else MAX_SMALL_BYTES)
             for route, handler in routes.items()
         }
+        self._max_values = MAX_VALUES + max_tokens
         self._reading = 0  # bytes of bodies
         self._api_key = api_key.encode()
         self._listener: asyncio.Server | None = None
@@ -75,15 +91,19 @@ class HttpServer(web.Server):
             connection.force_close()
 
     async def _respond(self, request: web.BaseRequest) -> web.Response:
+        failure: Exception | None = None
         try:
             answer, status = await self._answer(request), 200
         except HttpError as error:
             answer, status = _error(error), error.status
         except (ValueError, RecursionError) as error:  # the client's mistake; msgspec's errors are such
             answer, status = _error(error), 400
-        except Exception as error:
-            log.exception("%s %s failed", request.method, request.path)
+        except Exception as error:  # noqa: BLE001 - its traceback is in the log
+            failure = error
             answer, status = _error(f"{type(error).__name__}: {error}"), 500
+        if status != 200:
+            words = f"{request.method} {request.path[:100]}: {answer['error']['message'][:300]}"
+            self.refusals.add(request.remote or "", f"status_{status}", words, failure=failure)
         return web.Response(status=status, body=msgspec.json.encode(answer), content_type="application/json")
 
     async def _answer(self, request: web.BaseRequest) -> Any:
@@ -104,20 +124,42 @@ class HttpServer(web.Server):
         return await handler(decoder.decode(await self._body(request, length)))
 
     async def _body(self, request: web.BaseRequest, length: int) -> bytes:
-        """Read if there is room for it beside those that are being read."""
+        """Read if there is room for it beside those that are being read. The caller unpacks it before it waits again:
+        one at a time."""
         if self._reading + length > MAX_READING_BYTES:
             raise HttpError(503, f"bodies of {MAX_READING_BYTES} bytes are being read already")
         self._reading += length
         try:
-            return await request.content.read()
+            async with asyncio.timeout(READ_S):
+                body = await request.content.read()
+        except TimeoutError:
+            raise HttpError(408, f"the body did not come within {READ_S:g} s") from None
         finally:
             self._reading -= length
+        give_back_soon(length)  # what it is unpacked to, too
+        if length > self._max_values and body.count(b",") >= self._max_values:
+            raise HttpError(413, f"a body of more than {self._max_values} values")
+        return body
 
     def _is_allowed(self, request: web.BaseRequest) -> bool:
         """Takes the same time for every wrong key."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(key.encode(errors="surrogateescape"), self._api_key) and scheme.lower() == "bearer"
         return right or not self._api_key or request.path in OPEN_PATHS
+
+
+class _HttpLog(logging.Logger):
+    """What aiohttp says of a request that is no HTTP, with its exception, is a refusal."""
+
+    def __init__(self, refusals: Refusals) -> None:
+        super().__init__("engine.http")
+        self._refusals = refusals
+
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            peer = str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
+            self._refusals.add(peer, type(error).__name__, " ".join(str(error)[:1000].split()))
 
 
 def _decoder(handler: Handler) -> msgspec.json.Decoder[Any]:

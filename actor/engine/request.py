@@ -21,6 +21,8 @@ from shared.engine_messages import BAN
 from shared.vision import VisionSpec, expand, mrope_positions, next_position
 
 MIN_TEMPERATURE = 1e-6  # of those above 0: in float32 logits over less are infinite
+MAX_BIASES, MAX_STOPS = 16384, 1024  # tokens that one request may name for these
+MAX_WATCHED = 16384  # logprobs of tokens asked for: their number times that of the new tokens
 Token = Annotated[int, Meta(ge=0)]
 
 
@@ -32,9 +34,9 @@ class SamplingBody(Struct, frozen=True):
     top_p: Annotated[float, Meta(ge=1e-6, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
     sampling_seed: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[Token, Annotated[float, Meta(le=1e6)]] | None = None
+    logit_bias: Annotated[dict[Token, Annotated[float, Meta(le=1e6)]], Meta(max_length=MAX_BIASES)] | None = None
 
     def sampler(self, watched: Sequence[int]) -> Sampler:
         """ValueError for a temperature that is almost 0."""
@@ -57,7 +59,7 @@ class GenerateBody(Struct, frozen=True):
     input_ids: Annotated[list[Token], Meta(min_length=1)]
     sampling_params: SamplingBody | None = None
     image_data: list[str] | str | None = None
-    rid: str | None = None
+    rid: Annotated[str, Meta(max_length=256)] | None = None
     extra_key: str | None = None
     token_ids_logprob: list[Token] | None = None
 
@@ -106,8 +108,13 @@ class Request:
         if body.extra_key and self.keys[0] >= 0:  # cached tokens are shared with requests of the same key alone
             self.keys[0] += (1 + zlib.crc32(body.extra_key.encode())) << 30
         sampling = body.sampling_params or SamplingBody()
-        self.sampler = sampling.sampler(body.token_ids_logprob or ())
         self.max_new_tokens = min(room, sampling.max_new_tokens or 128)
+        watched = body.token_ids_logprob or ()
+        if len(watched) * self.max_new_tokens > MAX_WATCHED:
+            raise ValueError(
+                f"the logprobs of {len(watched)} tokens at {self.max_new_tokens} places: ask for {MAX_WATCHED} at most"
+            )
+        self.sampler = sampling.sampler(watched)
         self.stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
         self.rid = body.rid or uuid.uuid4().hex
         self.tokens: list[int] = []

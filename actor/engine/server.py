@@ -43,7 +43,7 @@ async def serve(settings: EngineSettings) -> int:
     await probe.start(settings.host, settings.port)  # fails before the model is loaded
     probe.close()
     app = EngineApp.load(settings, stop)
-    server = HttpServer(app.routes(), api_key=api_key)
+    server = HttpServer(app.routes(), api_key=api_key, max_tokens=settings.max_context, refusals=app.refusals)
     port = await server.start(settings.host, settings.port)
     log.info("serving %s on http://%s:%d", settings.model_path, settings.host, port)
     watch = asyncio.create_task(_watch_parent(settings.parent_pid, stop))

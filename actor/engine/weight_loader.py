@@ -84,6 +84,13 @@ def unflatten(flat: Tensor, entries: Sequence[Entry]) -> Iterator[tuple[str, Ten
         start += entry.nbytes
 
 
+def check_finite(flat: Tensor, entries: Sequence[Entry]) -> None:
+    """ValueError for a parameter in uint8 `flat` that holds what is no finite number."""
+    for name, tensor in unflatten(flat, entries):
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"{name} holds what is no finite number: the update is not installed")
+
+
 class WeightLoader:
     """Writes parameters by their Hugging Face names into a model; tied ones are reached by either name."""
 

@@ -1,12 +1,12 @@
 """The embedded engine's routes for weights: groups, updates, and what the model holds.
 
 An update is received beside generation, into memory of its own; `end_weight_update` installs all of it between two
-steps. So no token is ever computed by a mixture, and an update that is discarded leaves no trace.
+steps. So no token is ever computed by a mixture, and an update that is discarded leaves no trace, such as one with
+weights that are not finite.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -19,8 +19,17 @@ from torch import Tensor
 
 from actor.engine.http import Handler
 from actor.engine.scheduler import Scheduler
-from actor.engine.weight_loader import Entry, WeightLoader, broadcast, join_group, parse_entries, raw_bytes
+from actor.engine.weight_loader import (
+    Entry,
+    WeightLoader,
+    broadcast,
+    check_finite,
+    join_group,
+    parse_entries,
+    raw_bytes,
+)
 from shared.engine_messages import checksums
+from shared.guards.threads import in_thread
 
 log = logging.getLogger("engine")
 
@@ -117,15 +126,16 @@ class WeightUpdates:
         if name in self._groups:
             raise ValueError(f"the group {name!r} exists: destroy it first")
         try:
-            self._groups[name] = await asyncio.to_thread(
-                join_group,
-                address=body.master_address,
-                port=body.master_port,
-                rank=body.rank_offset,
-                world_size=body.world_size,
-                name=name,
-                backend=body.backend,
-                timeout_s=self._timeout_s,
+            self._groups[name] = await in_thread(
+                lambda: join_group(
+                    address=body.master_address,
+                    port=body.master_port,
+                    rank=body.rank_offset,
+                    world_size=body.world_size,
+                    name=name,
+                    backend=body.backend,
+                    timeout_s=self._timeout_s,
+                )
             )
         except RuntimeError as error:
             raise ValueError(f"cannot join the group {name!r}: {' '.join(str(error).split())}") from error
@@ -158,9 +168,10 @@ class WeightUpdates:
         size = sum(entry.nbytes for entry in entries)
         flat = torch.empty(size, dtype=torch.uint8, device=self.loader.device)
         try:
-            await asyncio.to_thread(broadcast, group, flat, self._timeout_s)
+            await in_thread(lambda: broadcast(group, flat, self._timeout_s))
         except RuntimeError as error:
             raise ValueError(f"the broadcast failed: {' '.join(str(error).split())}") from error
+        await in_thread(lambda: check_finite(flat, entries))
         update.received.append((flat, entries))
         update.broken = False
         update.flush |= body.flush_cache
@@ -194,5 +205,5 @@ class WeightUpdates:
     async def check(self, body: CheckBody) -> dict[str, Any]:
         """SGLang's checksums: of every parameter whose name holds no fragment in `skip_tensor_list`."""
         taken = await self._on_model(lambda: self.loader.snapshot(body.skip_tensor_list or ()))
-        found = await asyncio.to_thread(checksums, ((name, raw_bytes(values)) for name, values in taken))
+        found = await in_thread(lambda: checksums((name, raw_bytes(values)) for name, values in taken))
         return {"success": True, "message": "Success.", "ranks": [{"checksums": found}]}

@@ -127,7 +127,3 @@ def end(pid: int) -> int:
         if time.monotonic() > deadline:
             return NOT_ENDED
         time.sleep(0.001)
-
-
-if __name__ == "__main__":
-    main()

@@ -36,6 +36,7 @@ from learner.checkpoints.folder import (
 from learner.checkpoints.state import SCHEMA, fingerprint, rng_state, training_state
 from learner.checkpoints.wholeness import Files, measured, with_digest
 from learner.distributed import Ranks, barrier
+from learner.guards.finite import all_of_training, check_finite
 from learner.trainer import Trainer
 from shared.config import Recipe
 from shared.log import get_logger
@@ -63,9 +64,12 @@ class Saver:
         self.is_good = True  # whether what is saved now is worth going back to
 
     def save(self, version: PolicyVersion, coordinator: dict[str, Any]) -> Path:
-        """Of the trainer's step, kept beside the last few. `coordinator`: the state of rank 0's, plain JSON values."""
+        """Of the trainer's step, kept beside the last few. `coordinator`: the state of rank 0's, plain JSON values.
+
+        ValueError, on every rank, if the weights or the optimizer's state are not finite: the last good one stays."""
         self.wait()
         trainer, ranks = self._trainer, self._ranks
+        check_finite(all_of_training(trainer.policy, trainer.optimizer), ranks)
         if self.is_good:
             self.best.good = (*self.best.good[-1:], trainer.num_steps)
         final = self._folder / checkpoint_name(trainer.num_steps)

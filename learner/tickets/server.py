@@ -245,7 +245,9 @@ class TicketServer:
                 say_at = now + TICK_S
             self._router.wait(TICK_S)
             self._forget_wakes()
-            while (received := self._router.receive()) is not None:
+            for _ in range(MESSAGES_PER_TICK):
+                if (received := self._router.receive()) is None:
+                    break
                 peer, frames = received
                 if isinstance(self._protocol.read(frames), Bye):
                     self._protocol.forget(peer, "left")

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.weights.link import in_thread
 from shared.engine_api import EngineClient, EngineError, each, reasons
 from shared.engine_messages import EngineTraits
+from shared.guards.threads import in_thread
 from shared.log import get_logger
 
 LAST_WORD_S = 2.0  # for the answers of those that waited for another

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -61,18 +61,3 @@ class EngineLink:
 
         self.run(close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-
-async def in_thread(function: Callable[[], Result]) -> Result:
-    """Its result, from a thread that does not keep the process alive."""
-    future: Future[Result] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  whoever awaits it gets it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="publisher", daemon=True).start()
-    return await asyncio.wrap_future(future)

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from learner.distributed import Ranks, broadcast_flag
+from learner.guards.finite import check_finite
 from learner.model.policy import Policy
 from learner.weights.buckets import buckets, gathered
 from learner.weights.engine_watch import EngineWatch
@@ -69,8 +70,10 @@ class Publisher:
 
         Returns metrics. An engine's fault is no error and costs no more time than the settings say; TimeoutError, on
         all ranks, when there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when
-        one holds other weights than it was given.
+        one holds other weights than it was given; ValueError, likewise, before any engine is asked, for weights that
+        are not finite.
         """
+        check_finite(self.policy.named_weights(), self.ranks, self.policy.dtype)
         started, name = time.monotonic(), weight_name(version, self._process_id)
         members, dropped = self._healthy(engines) if self.ranks.is_main else ({}, {})
         num_bytes, seconds = 0, Seconds()
@@ -97,6 +100,7 @@ class Publisher:
             "publish/bytes": float(num_bytes),
             "publish/engines": float(len(members)),
             "publish/dropped": float(len(dropped)),
+            "publish/refused_requests": float(sum(traits.num_refused for traits in members.values())),
         }
 
     def watch(

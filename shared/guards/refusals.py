@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from shared.guards.memory import give_back_soon
+
 LOG_EVERY_S = 60.0
 KEPT_FILES = 20
 KEPT_BYTES = 16 * 2**20
@@ -30,12 +32,21 @@ class Refusals:
         files = sorted(folder.glob("*.msgpack")) if folder is not None else []
         self._number = max((_number_of(path) for path in files), default=-1) + 1
 
-    def add(self, source: str, reason: str, detail: str, frames: Sequence[bytes | memoryview] = ()) -> None:
-        """`reason` is a short fixed word, `source` who sent it, `frames` the thing itself.
+    def add(
+        self,
+        source: str,
+        reason: str,
+        detail: str,
+        frames: Sequence[bytes | memoryview] = (),
+        failure: BaseException | None = None,
+    ) -> None:
+        """`reason` is a short fixed word, `source` who sent it, `frames` the thing itself; the line has the traceback
+        of a `failure`.
 
         A kept file is msgpack: {"peer", "reason", "detail", "frames"}, frames cut off after 16 MiB.
         """
         self.counts[reason] += 1
+        give_back_soon(sum(map(len, frames)))
         path = self._keep(source, reason, detail, frames)
         now = self._clock()
         if now - self._logged.get(reason, float("-inf")) < LOG_EVERY_S:
@@ -43,7 +54,9 @@ class Refusals:
         self._logged[reason] = now
         place = f"; kept as {path}" if path else ""
         line = "rejected %s of %s: %s: %s (%d for this reason so far, no further line for a minute%s)"
-        self._log.warning(line, self._what, source[:100], reason, detail[:500], self.counts[reason], place)
+        self._log.warning(
+            line, self._what, source[:100], reason, detail[:500], self.counts[reason], place, exc_info=failure
+        )
 
     def _keep(self, source: str, reason: str, detail: str, frames: Sequence[bytes | memoryview]) -> Path | None:
         now = self._clock()

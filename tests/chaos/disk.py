@@ -1,14 +1,19 @@
-"""A disk for one run that can be filled to the last byte and made slow: an ext4 image on a loop device (needs root)."""
+"""What a disk does to a run: it is full or slow (an ext4 image on a loop device, which needs root), or gives back other
+bytes than it was given."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import subprocess
 from pathlib import Path
 
+from learner.checkpoints.folder import list_checkpoints
+
 SIZE_BYTES = 192 * 2**20
+FLIPPED_BITS = 3
 
 
 class Disk:
@@ -64,3 +69,31 @@ def run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise OSError(f"{command[0]}: {done.stderr.strip()}")
+
+
+def newest(run: Path) -> list[Path]:
+    """The two newest whole checkpoints, the newer one first; empty if there are less."""
+    found = list_checkpoints(run / "checkpoints")[::-1][:2]
+    return found if len(found) == 2 else []
+
+
+def damage(checkpoint: Path, rng: random.Random) -> str:
+    """Flips bits of one of its files, cuts it off or removes it; says what was done."""
+    file = rng.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size > 1))
+    size = file.stat().st_size
+    name, how = file.relative_to(checkpoint), rng.choice(("flipped", "cut off", "empty", "removed"))
+    match how:
+        case "flipped":
+            with file.open("r+b") as content:
+                for _ in range(FLIPPED_BITS):
+                    place = rng.randrange(size)
+                    content.seek(place)
+                    byte = content.read(1)[0]
+                    content.seek(place)
+                    content.write(bytes([byte ^ 1 << rng.randrange(8)]))
+        case "removed":
+            file.unlink()
+        case _:
+            with file.open("r+b") as content:
+                content.truncate(0 if how == "empty" else rng.randrange(1, size))
+    return f"{name} of {checkpoint.name} {how}"

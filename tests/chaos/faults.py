@@ -9,22 +9,24 @@ import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
 from tests.chaos import links
+from tests.chaos.engine_faults import EngineFaults
+from tests.chaos.learner_faults import Inject, LearnerFaults
 from tests.chaos.proxy import FAULTS
-from tests.chaos.recovery import DISK, LEARNER, Condition, Part, Recoveries
+from tests.chaos.recovery import DISK, LEARNER, Condition, Recoveries
 from tests.chaos.system import System
 
 TICK_S = 0.1
 MAY_END_S = 60.0  # after a time without memory; a learner whose thread for engines stands still notices by then
-Inject = Callable[[str], bool]  # takes the fault's name; False = not possible now
 
 
 class Faults:
-    def __init__(self, system: System, seed: int) -> None:
+    def __init__(self, system: System, seed: int, only: Collection[str] = ()) -> None:
+        """`only`: names of the faults to inject; all by default. ValueError for one that there is not."""
         self.system = system
         self.recoveries = Recoveries(system)
         self.random = random.Random(seed)
@@ -35,9 +37,8 @@ class Faults:
             "engine killed": (6, partial(self.kill, "engine")),
             "engine stopped": (5, partial(self.stop, "engine", 12.0)),
             "learner rank stopped": (4, self.stop_rank),
-            "learner rank killed": (2, partial(self.end_learner, self.kill_rank)),
-            "learner killed": (1, partial(self.end_learner, lambda: system.learner.kill())),
-            "learner preempted": (1, partial(self.end_learner, lambda: system.learner.terminate())),
+            **LearnerFaults(system, self.recoveries, self.random).all,
+            **EngineFaults(system, self.recoveries, self.random).all,
             "environment raises": (4, partial(self.disturb_environment, "raise")),
             "environment hangs": (4, partial(self.disturb_environment, "hang")),
         }
@@ -49,6 +50,9 @@ class Faults:
         if system.disk:
             self.faults |= {"disk full": (3, self.fill_disk), "disk slow": (3, self.slow_disk)}
             self.faults |= {"disk stands still": (2, self.stall_disk)}
+        if unknown := set(only) - set(self.faults):
+            raise ValueError(f"there is no fault {sorted(unknown)[0]!r}; there are: {', '.join(self.faults)}")
+        self.faults = {name: fault for name, fault in self.faults.items() if not only or name in only}
 
     def run(self, seconds: float, every_s: float) -> None:
         """Injects faults for so long, on average `every_s` apart, then waits until the system has recovered."""
@@ -63,10 +67,13 @@ class Faults:
             now = time.monotonic()
 
     def inject(self) -> None:
-        name = ""
-        while not name or not self.faults[name][1](name):
-            name = self.random.choices(list(self.faults), [weight for weight, _ in self.faults.values()])[0]
-        self.injected[name] += 1
+        """One fault that is possible now, if any is."""
+        left = dict(self.faults)
+        while left:
+            name = self.random.choices(list(left), [weight for weight, _ in left.values()])[0]
+            if left.pop(name)[1](name):
+                self.injected[name] += 1
+                return
 
     def intact(self, kind: str) -> tuple[int, int] | None:
         """Slot and process id of an actor or engine that no fault has broken."""
@@ -142,7 +149,7 @@ class Faults:
             return False
         seconds = self.random.uniform(1.0, 6.0)
         self.pause(self.random.choice(ranks), seconds)
-        return self.expect_step_after(seconds, name, LEARNER)
+        return self.recoveries.expect_step_after(seconds, name, LEARNER)
 
     def pause(self, pid: int, seconds: float) -> float:
         """Stops a process; returns when it goes on."""
@@ -155,23 +162,7 @@ class Faults:
         self.recoveries.after(seconds, resume)
         return time.monotonic() + seconds
 
-    def kill_rank(self) -> None:
-        os.kill(self.random.choice(self.system.ranks()), signal.SIGKILL)
-
-    def end_learner(self, end: Callable[[], None], name: str) -> bool:
-        if self.recoveries.is_broken(LEARNER) or len(self.system.ranks()) < 2:
-            return False
-        self.recoveries.expect(name, LEARNER, self.recoveries.a_step_of_new_ranks())
-        self.system.deaths.expect(self.system.ranks())
-        end()
-        return True
-
     # ------------------------------------------------------------------ environment, messages, disk
-
-    def expect_step_after(self, seconds: float, name: str, part: Part | None = None) -> bool:
-        over = time.monotonic() + seconds
-        self.recoveries.expect(name, part, self.recoveries.a_step_after(lambda: time.monotonic() > over))
-        return True
 
     def disturb_environment(self, fault: str, name: str) -> bool:
         flag = self.system.flags / fault
@@ -180,12 +171,12 @@ class Faults:
         flag.touch()
         seconds = self.random.uniform(2.0, 6.0)
         self.recoveries.after(seconds, flag.unlink)
-        return self.expect_step_after(seconds, name)
+        return self.recoveries.expect_step_after(seconds, name)
 
     def disturb_messages(self, fault: str, name: str) -> bool:
         seconds = self.random.uniform(2.0, 6.0)
         self.system.proxy.disturb(fault, seconds)
-        return self.expect_step_after(seconds, name)
+        return self.recoveries.expect_step_after(seconds, name)
 
     def disturb_link(self, fault: str, name: str) -> bool:
         """All that actors and learner say to one engine over HTTP, and its answers; the weights' broadcast is apart."""
@@ -205,7 +196,7 @@ class Faults:
         seconds = self.random.uniform(2.0, 8.0)
         over = time.time() + seconds  # by the clock of the files' times
         self.recoveries.after(seconds, disk.free)
-        self.expect_step_after(seconds, f"{name}: trained a step")
+        self.recoveries.expect_step_after(seconds, f"{name}: trained a step")
         self.recoveries.expect(f"{name}: wrote a checkpoint", DISK, lambda: self.system.checkpoint_at() > over)
         return True
 
@@ -218,7 +209,7 @@ class Faults:
         for second in range(seconds):
             self.recoveries.after(second, disk.freeze)
             self.recoveries.after(second + 0.8, disk.thaw)
-        return self.expect_step_after(seconds, name, DISK)
+        return self.recoveries.expect_step_after(seconds, name, DISK)
 
     def stall_disk(self, name: str) -> bool:
         """No write returns for a while."""
@@ -228,4 +219,4 @@ class Faults:
         seconds = self.random.uniform(3.0, 12.0)
         disk.freeze()
         self.recoveries.after(seconds, disk.thaw)
-        return self.expect_step_after(seconds, name, DISK)
+        return self.recoveries.expect_step_after(seconds, name, DISK)

@@ -1,4 +1,5 @@
-"""TCP proxies between one engine and all that call it: slow, cut, leading nowhere, or dripping, each for a while."""
+"""TCP proxies between one engine and all that call it: slow, cut, leading nowhere, dripping, or passing on all requests
+but those that bring weights, each for a while."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ FAULTS = {
     "cut": "engine's line cut",
     "nowhere": "engine's line half-open",
     "drip": "engine drips its answers",
+    "deaf": "engine takes no weights",
 }
+OF_WEIGHTS = tuple(
+    f"POST /{route}".encode()
+    for route in (
+        "init_weights_update_group",
+        "begin_weight_update",
+        "update_weights_from_distributed",
+        "end_weight_update",
+    )
+)
 LATE_S = 0.7  # of each piece
 DRIP_S = 0.05  # of each byte
 PIECE_BYTES = 2**16
@@ -93,6 +104,9 @@ class Link:
                     self.counts[FAULTS["nowhere"]] += 1
                     lost = True
                     continue
+                if self._is("deaf") and way == "up" and piece.startswith(OF_WEIGHTS):
+                    self.counts[FAULTS["deaf"]] += 1
+                    return
                 if self._is("late"):
                     self.counts[FAULTS["late"]] += 1
                     await asyncio.sleep(LATE_S)

@@ -17,6 +17,7 @@ import msgspec
 import xxhash
 import zmq
 
+from learner.tickets.records import Verdict
 from shared.codec import digest
 from shared.types import TRAINABLE_ENDINGS, Image
 
@@ -89,6 +90,7 @@ class Proxy:
                 self._from_actor(frames[0], frames[1:], now)
             for peer, line in list(self._lines.items()):
                 if line in ready and (frames := _receive(line)):
+                    self.counts["groups refused as outdated"] += is_refusal(frames, Verdict.OUTDATED)
                     self._pass(frames, partial(self._send, self._front, peer), "down")
                 elif line not in ready and now - self.peers[peer].seen > IDLE_S:
                     self._poller.unregister(line)
@@ -160,6 +162,10 @@ def _receive(socket: zmq.Socket) -> list[bytes]:
 def is_group(frames: list[bytes]) -> bool:
     """By the name at the beginning of the header."""
     return b"Group" in frames[0][:24]
+
+
+def is_refusal(frames: list[bytes], verdict: Verdict) -> bool:
+    return b"Refusal" in frames[0][:32] and verdict.value.encode() in frames[0]
 
 
 def damaged(frames: list[bytes], rng: random.Random) -> list[bytes]:

@@ -60,6 +60,16 @@ class Recoveries:
     def expect(self, name: str, part: Part | None, recovered: Condition) -> None:
         self.pending.append(Pending(name, part, time.monotonic(), recovered))
 
+    def expect_step_after(self, seconds: float, name: str, part: Part | None = None) -> bool:
+        over = time.monotonic() + seconds
+        self.expect(name, part, self.a_step_after(lambda: time.monotonic() > over))
+        return True
+
+    def blame(self, what: str) -> None:
+        """Something has recovered otherwise than it may."""
+        if what not in self.given_up:
+            self.given_up.append(what)
+
     def after(self, seconds: float, action: Callable[[], object]) -> None:
         heapq.heappush(self.scheduled, (time.monotonic() + seconds, next(self._numbers), action))
 

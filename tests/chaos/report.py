@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learner.checkpoints.folder import step_of
 from tests.chaos.system import as_json
 
 LIMITS_S = {
@@ -52,6 +53,19 @@ def audit(run: Path, tickets_of: Mapping[bytes, Set[int]] | None = None) -> dict
         "episodes_trained_twice": sum(len(set(trained) & found) > 1 for found in (tickets_of or {}).values()),
         "lost": state["issued"] - len(set(trained)) - dropped - len(still_open),
     }  # fmt: skip
+
+
+def went_on_from(checkpoint: Path, ledger: Path, since: int) -> bool | None:
+    """Whether the first step that the ledger has beyond `since` bytes, and that the checkpoint has not, is the one that
+    follows it; None while there is none."""
+    if not ledger.exists():
+        return None
+    with ledger.open("rb") as file:
+        file.seek(since)
+        lines = file.read().decode(errors="replace").splitlines()
+    steps = [int(entry["step"]) for entry in map(as_json, lines) if "step" in entry]
+    later = [step for step in steps if step > step_of(checkpoint)]
+    return later[0] == step_of(checkpoint) + 1 if later else None
 
 
 def learning(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

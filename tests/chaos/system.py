@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from tests.chaos.deaths import Deaths
 from tests.chaos.disk import Disk
 from tests.chaos.links import Link
 from tests.chaos.proxy import Peer, Proxy
+from tests.chaos.sockets import trouble
 from tests.support.machine import children_of, free_port
 
-RECIPE = "launch/recipes/colour_tiny.toml"
-PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "launch/learner.py"}
+RECIPE, MODEL = "launch/recipes/colour_tiny.toml", "launch/models/colour_tiny"
+PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "tests.chaos.learner"}
 ASK_S = 0.5
 STEP_S = 0.7  # of an environment, as real ones take time: with it the machine is not busy throughout
 
@@ -53,21 +55,23 @@ class System:
             "learner.checkpoint.every": 5, "learner.lease_s": 20, "learner.actor_timeout_s": 6,
             "learner.publish.timeout_s": 8, "eval.samples": 0,
         }  # fmt: skip
-        self._arguments = ["--config", RECIPE, *(part for k, v in fields.items() for part in (f"--{k}", str(v)))]
+        self.arguments = ["--config", RECIPE, *(part for k, v in fields.items() for part in (f"--{k}", str(v)))]
         self.log = (folder / "output.log").open("wb")
         self._size, self._rows = 0, list[dict[str, Any]]()
-        self.engines = self._start([sys.executable, "-m", "tests.chaos.engines", *self._arguments])
-        self._arguments += ["--engine.urls", json.dumps([link.url for link in self.links])]
-        self.actors = self._start([sys.executable, "launch/actors.py", *self._arguments])
+        self.engines = self._start([sys.executable, "-m", "tests.chaos.engines", *self.arguments])
+        self.arguments += ["--engine.urls", json.dumps([link.url for link in self.links])]
+        self.actors = self._start([sys.executable, "launch/actors.py", *self.arguments])
         self.learner = self._start_learner()
         self.deaths = Deaths(self.members)
+        self.no_sockets = trouble(self.actors.pid)
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, stdout=self.log, stderr=self.log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CHAOS_FLAGS": str(self.flags)}
+        return subprocess.Popen(command, stdout=self.log, stderr=self.log, env=env)
 
     def _start_learner(self) -> subprocess.Popen[bytes]:
         torchrun = ["launch/processes/torchrun.py", "--standalone", "--nproc-per-node", "2", "--max-restarts", "10000"]
-        return self._start([sys.executable, *torchrun, "launch/learner.py", *self._arguments])
+        return self._start([sys.executable, *torchrun, "-m", "tests.chaos.learner", *self.arguments])
 
     def supervise(self) -> None:
         """Starts the learner again when it has ended; SystemExit if a supervisor or a proxy has."""
@@ -123,6 +127,13 @@ class System:
         path = self.run / "ledger.jsonl"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return next((name for line in reversed(lines) if (name := as_json(line).get("weights"))), "")
+
+    def first_process(self) -> str:
+        """What tells the weights of the learner's first process from those of others; empty before its first step."""
+        path = self.run / "ledger.jsonl"
+        with suppress(OSError), path.open() as ledger:
+            return str(as_json(ledger.readline()).get("weights", "")).partition("-")[2]
+        return ""
 
     def weights_of(self, slot: int) -> str | None:
         """The full name of the weights that an engine serves; None = it does not answer."""

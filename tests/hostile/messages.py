@@ -21,6 +21,7 @@ from shared.types import Ending, Group, Hello, Image, Request, Ticket, Tickets, 
 from tests.fuzz.mutations import mutate
 from tests.hostile.attack import Kind
 from tests.hostile.images import drawn, hostile
+from tests.support.hostile.zmtp import Line
 from tests.support.wires import EXAMPLES, changed_header, failed_episode, raw, sealed
 
 URLS = (
@@ -100,8 +101,9 @@ def message_kinds(address: str, secure: Secure, vocab_size: int) -> list[Kind]:
     bye = raw(encode(EXAMPLES[2]))
 
     def send(make: Make, rng: random.Random) -> str | None:
-        name = rng.choice((rng.randbytes(8), b"\xff" * 255, b"a#1", "ü\n".encode())) or b"a"
-        with connect(context, address, secure, b"~" + name[:250]) as client:
+        number = (0x6B8B4567 + rng.randrange(8)).to_bytes(4, "big")  # as libzmq would call a peer, were it not seeded
+        name = rng.choice((b"~" + rng.randbytes(8), b"~" + b"\xff" * 249, b"~a#1", "~ü\n".encode(), b"\0" + number))
+        with connect(context, address, secure, name) as client:
             for frames in (make(rng), bye):
                 with suppress(zmq.Again):
                     client.sndtimeo = 5000
@@ -135,7 +137,22 @@ def message_kinds(address: str, secure: Secure, vocab_size: int) -> list[Kind]:
         hello,
         *[mutated] * 6,
     )
-    return [take_over, *(partial(send, make) for make in makers)]
+    return [take_over, partial(hang_up, context, address, secure, bye[0]), *(partial(send, make) for make in makers)]
+
+
+def hang_up(context: zmq.Context, address: str, secure: Secure, bye: bytes, rng: random.Random) -> str | None:
+    """Many messages and pings of ZeroMQ's, over a line that breaks off while they wait to be read."""
+    line = Line(address)
+    with context.socket(zmq.DEALER) as client:
+        client.linger, client.sndtimeo = 0, 1000
+        client.heartbeat_ivl, client.heartbeat_timeout = 1, 60_000
+        secure(client)
+        client.connect(line.address)
+        with suppress(zmq.Again):
+            for _ in range(rng.choice((100, 1000, 5000))):
+                client.send(bye)  # of one part: closing amid a message can end a process that uses libzmq
+        line.break_off()
+    return None
 
 
 def _kind(frames: Sequence[bytes]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from learner.distributed import close_ranks, init_ranks
 from learner.model.policy import load_policy
@@ -13,7 +12,6 @@ from tests.support.publishing import publishing
 from tests.support.sglang_rig import Servers, recipe_of, vision_of
 
 START_S = 600  # two servers at once, on a machine that has more to do
-torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):

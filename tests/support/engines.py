@@ -29,6 +29,7 @@ from tests.support.machine import LocalServer, QuietHandler, free_port
 
 ROOT = Path(__file__).parents[2]
 Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
+SILENT_S = 600.0  # longer than any test may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +140,15 @@ def hangs_up(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
 
 
 def is_silent(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-    time.sleep(30)
+    time.sleep(SILENT_S)
 
 
 def dribbles(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     """Sends a byte now and then, so that no single read ever waits long."""
     request.send_response(200)
-    request.send_header("content-length", "1000")
+    request.send_header("content-length", "10000")
     request.end_headers()
-    for _ in range(60):
+    for _ in range(int(2 * SILENT_S)):
         try:
             request.wfile.write(b" ")
             request.wfile.flush()

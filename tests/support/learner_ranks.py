@@ -1,32 +1,38 @@
-"""What each rank of test_learner_ranks.py runs: `torchrun learner_ranks.py MODEL OUT [ENGINE]`, or python."""
+"""What test_learner_ranks.py compares, computed by one rank, by two, three and four: OUT/1.pt to OUT/4.pt.
+
+python -m tests.support.learner_ranks MODEL OUT ENGINE
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-sys.path[0:0] = [str(Path(__file__).resolve().parents[2])]  # before tests/, which is the script's own first entry
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 
-import torch  # noqa: E402
-from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
-
-from learner.checkpoints.saver import Saver  # noqa: E402
-from learner.distributed import Ranks, barrier, broadcast_groups, close_ranks, init_ranks, make_mesh  # noqa: E402
-from learner.model.policy import Policy, load_policy  # noqa: E402
-from learner.model.sharding import parallelize  # noqa: E402
-from learner.optim import MuonAdamW  # noqa: E402
-from learner.trainer import Trainer  # noqa: E402
-from learner.weights.buckets import gathered  # noqa: E402
-from learner.weights.publisher import Publisher, PublishSettings  # noqa: E402
-from learner.weights.verify import WeightVerifier  # noqa: E402
-from shared.config import Recipe  # noqa: E402
-from shared.learner_config import LearnerConfig  # noqa: E402
-from shared.sections import EnvConfig, ModelConfig  # noqa: E402
-from shared.types import Group  # noqa: E402
-from shared.vision import VisionSpec  # noqa: E402
-from tests.support.episodes import learner_config, random_groups  # noqa: E402
+from learner.checkpoints.saver import Saver
+from learner.distributed import Ranks, barrier, broadcast_groups, close_ranks, init_ranks, make_mesh
+from learner.guards.finite import check_finite
+from learner.model.policy import Policy, load_policy
+from learner.model.sharding import parallelize
+from learner.optim import MuonAdamW
+from learner.trainer import Trainer
+from learner.weights.buckets import gathered
+from learner.weights.publisher import Publisher, PublishSettings
+from learner.weights.verify import WeightVerifier
+from shared.config import Recipe
+from shared.learner_config import LearnerConfig
+from shared.sections import EnvConfig, ModelConfig
+from shared.types import Group
+from shared.vision import VisionSpec
+from tests.support.episodes import learner_config, random_groups
+from tests.support.machine import free_port
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "vtrace": ({}, 3),
@@ -122,12 +128,13 @@ def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> 
     return trainer, {"gradients": gradients, "metrics": metrics, "weights": weights}
 
 
-def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, folder: Path, engines: list[str]) -> dict[str, Any]:
+def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, model: str, folder: Path, engine: str) -> dict[str, Any]:
+    """Two ranks publish, to `engine`."""
     saver = Saver(folder, trainer, ranks, recipe_of(trainer.config))
     path = saver.save(3, {"cursor": 5})
     settings = PublishSettings(bucket_bytes=100_000, timeout_s=30)
-    publisher = Publisher(trainer.policy, ranks, settings, WeightVerifier(trainer.policy, sys.argv[1], ranks))
-    published = publisher.publish(3, engines if ranks.is_main else ())
+    publisher = Publisher(trainer.policy, ranks, settings, WeightVerifier(trainer.policy, model, ranks))
+    published = publisher.publish(3, [engine] if ranks.is_main and ranks.size == 2 else ())
     publisher.close()
     train(trainer, ranks, range(3, 5), CASES["vtrace"][1])
     saver.wait()
@@ -158,9 +165,20 @@ def expert_shards(trainer: Trainer) -> list[tuple[int, int]]:
     return [(len(p.to_local() if hasattr(p, "to_local") else p), len(p)) for p in experts]
 
 
-def main() -> None:
-    folder, out, engines = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    torch.set_num_threads(1)
+def said_of_a_number_on_the_last_rank(ranks: Ranks, number: float) -> str:
+    """What this rank's check of finite weights raises."""
+    weights = [("empty", torch.ones(0)), ("good", torch.ones(3)), ("other", torch.ones(2))]
+    if ranks.rank == ranks.size - 1:
+        weights[2][1][0] = number
+    try:
+        check_finite(weights, ranks)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def compute(folder: str, out: Path, engine: str) -> None:
+    """All that is asked of as many ranks as the environment says."""
     ranks = init_ranks("cpu", timeout_s=120)
     result: dict[str, Any] = {}
     for name, (changes, num_groups) in CASES.items() if ranks.size < 4 else ():
@@ -169,16 +187,46 @@ def main() -> None:
         if name == "experts":
             result["expert_shards"] = expert_shards(trainer)
         if name == "vtrace" and ranks.size < 3:
-            result |= save_publish_and_go_on(trainer, ranks, out.parent / f"checkpoints_{ranks.size}", engines)
+            result |= save_publish_and_go_on(trainer, ranks, folder, out / f"checkpoints_{ranks.size}", engine)
+    result["finite"] = [said_of_a_number_on_the_last_rank(ranks, value) for value in (3e38, float("nan"))]
     result["muon_alone"] = muon_alone(ranks) if ranks.size < 4 else []
     for name, (size, settings) in MODES.items():
         if size == ranks.size:
             _, result[name] = run(folder, ranks, settings, CASES["vtrace"][1])
     if ranks.is_main:
-        torch.save(result, out)
+        torch.save(result, out / f"{ranks.size}.pt")
     barrier(ranks, timeout_s=30)
     close_ranks()
 
 
+def as_rank(told: dict[str, str], *arguments: Any) -> None:
+    os.environ.update(told)
+    compute(*arguments)
+
+
+def places(size: int) -> list[dict[str, str]]:
+    """What torchrun would tell each of so many ranks."""
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    return [{**group, "RANK": str(rank)} for rank in range(size)] if size > 1 else [{}]
+
+
+def main(folder: str, out: str, engine: str) -> int:
+    """Exit code 1 as soon as a rank has failed; those that wait for it end with this process."""
+    torch.set_num_threads(1)
+    fork = multiprocessing.get_context("fork")  # ten imports of torch would take most of the time
+    for sizes in ((1, 2), (3, 4)):
+        told = [place for size in sizes for place in places(size)]
+        ranks = [fork.Process(target=as_rank, args=(place, folder, Path(out), engine), daemon=True) for place in told]
+        for rank in ranks:
+            rank.start()
+        while ranks:
+            wait([rank.sentinel for rank in ranks])
+            ended = [rank for rank in ranks if rank.exitcode is not None]
+            if any(rank.exitcode for rank in ended):
+                return 1
+            ranks = [rank for rank in ranks if rank not in ended]
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main(*sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,17 @@ from shared.transport import Sent
 from shared.types import Ack, Cancel, Group, Receipt, Refusal, Ticket, Tickets, Welcome
 
 Stamp = tuple[int, int]  # learner process, version: what an engine's weights are
+
+
+def is_part_of_history(stamp: Stamp, process: int, last: int, forks: Mapping[int, Stamp]) -> bool:
+    """Whether these weights are among those that a learner, now `process` at version `last`, goes on from. `forks`: of
+    each process the one that it went on from, and the last version of that which it has."""
+    while stamp[0] != process:
+        if process == 0:
+            return False
+        process, fork = forks[process]
+        last = min(last, fork)
+    return stamp[1] <= last
 
 
 @dataclass

@@ -147,7 +147,7 @@ def running_engine(folder: str | Path, **settings: Any) -> Iterator[tuple[str, E
     async def serve() -> None:
         stop = asyncio.Event()
         app = EngineApp.load(EngineSettings(**{"model_path": str(folder), "port": 0, "max_batch": 16} | settings), stop)
-        server = HttpServer(app.routes())
+        server = HttpServer(app.routes(), refusals=app.refusals)
         port = await server.start("127.0.0.1", 0)
         ready.set_result((f"http://127.0.0.1:{port}", app, asyncio.get_running_loop(), stop))
         await stop.wait()

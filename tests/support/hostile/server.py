@@ -9,6 +9,7 @@ from pathlib import Path
 
 from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
+from shared.guards.memory import use_one_heap
 from shared.keys import learner_security
 from shared.sections import TransportConfig
 from shared.transport import SocketSettings
@@ -18,6 +19,7 @@ MAX_MESSAGE_BYTES = 32 * 2**20
 
 
 def main() -> None:
+    use_one_heap()  # as the learner does
     run_dir, *keys = sys.argv[1:]
     secure = learner_security(TransportConfig(keys=keys[0]), "tcp://0.0.0.0:*") if keys else None
     settings = TicketServerSettings(

@@ -1,9 +1,10 @@
-"""ZMTP 3.1 by hand, over a plain TCP connection: what no ZeroMQ socket would send."""
+"""ZMTP 3.1 by hand, over a plain TCP connection: what no ZeroMQ socket would send; and connections that break off."""
 
 from __future__ import annotations
 
 import socket
 import struct
+import threading
 from contextlib import suppress
 
 MORE, LONG, COMMAND = 1, 2, 4
@@ -19,20 +20,33 @@ def head(flags: int, size: int) -> bytes:
     return bytes([flags | LONG]) + struct.pack(">Q", size)
 
 
-def ready() -> bytes:
-    """The command that ends the handshake of a DEALER without security."""
-    body = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    return bytes([COMMAND, len(body)]) + body
+def command(name: bytes, body: bytes = b"") -> bytes:
+    """A whole command frame."""
+    content = bytes([len(name)]) + name + body
+    return head(COMMAND, len(content)) + content
 
 
-def connected(address: str, mechanism: bytes) -> socket.socket:
+def message(content: bytes) -> bytes:
+    """A message of one frame of at most 255 bytes."""
+    return bytes([0, len(content)]) + content
+
+
+def ready(socket_type: bytes = b"DEALER", routing_id: bytes = b"") -> bytes:
+    """The command that ends a handshake without security."""
+    properties = {b"Socket-Type": socket_type, b"Identity": routing_id}
+    return command(
+        b"READY", b"".join(bytes([len(k)]) + k + struct.pack(">I", len(v)) + v for k, v in properties.items())
+    )
+
+
+def connected(address: str, mechanism: bytes, routing_id: bytes = b"") -> socket.socket:
     """A connection to `tcp://HOST:PORT` that has said its greeting; without security it is ready for messages."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=20.0)
     connection.sendall(greeting(mechanism))
     heard = connection.recv(64, socket.MSG_WAITALL)
     if mechanism == b"NULL":
-        connection.sendall(ready())
+        connection.sendall(ready(routing_id=routing_id))
         while b"READY" not in heard:
             heard += connection.recv(1024)
     return connection
@@ -46,3 +60,51 @@ def pour(connection: socket.socket, data: bytes, most: int) -> int:
             connection.sendall(data)
             sent += len(data)
     return sent
+
+
+def break_off(connection: socket.socket) -> None:
+    """Without a farewell, so that the other end learns of it though it does not read."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+class Line:
+    """A TCP relay for one client to `tcp://HOST:PORT`, that can break off towards it."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._far = socket.create_connection((host, int(port)))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._broken = threading.Event()
+        self._threads = [threading.Thread(target=self._run, daemon=True)]
+        self._threads[0].start()
+
+    def break_off(self) -> None:
+        self._broken.set()
+        for thread in self._threads:  # none of them may hold the connection open
+            thread.join(5.0)
+        self._listener.close()
+        break_off(self._far)
+
+    def _run(self) -> None:
+        self._listener.settimeout(5.0)
+        with suppress(OSError), self._listener.accept()[0] as near:
+            back = threading.Thread(target=self._relay, args=(self._far, near), daemon=True)
+            self._threads.append(back)
+            back.start()
+            self._relay(near, self._far)
+            back.join(5.0)
+
+    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
+        source.settimeout(0.05)
+        while not self._broken.is_set():
+            try:
+                data = source.recv(65536)
+                sink.sendall(data)
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            if not data:
+                return

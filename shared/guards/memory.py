@@ -1,0 +1,49 @@
+"""What a process has freed goes back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from contextlib import suppress
+
+from shared.guards.threads import start_thread
+
+_ARENA_MAX = -8  # of mallopt
+LARGE_BYTES = 2**20
+WAIT_S = 1.0
+_lock = threading.Lock()
+_due_s = 0.0  # when it next may; guarded by the lock
+
+
+def use_one_heap() -> None:
+    """For a process that has only begun. All threads share the main heap: glibc keeps the free end of each further one,
+    tens of megabytes of large messages that were read by other threads, whatever is given back."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+
+
+def give_back_memory() -> None:
+    """Of all heaps of this process; where the allocator cannot, nothing happens. Takes some milliseconds."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def give_back_soon(num_bytes: int) -> None:
+    """Something of this size was held for a moment: if it was large, what is free a second later goes back to the
+    system. For any thread; however often it is called, that happens once a second at most."""
+    if num_bytes < LARGE_BYTES:
+        return
+    global _due_s
+    now = time.monotonic()
+    with _lock:
+        if now < _due_s:
+            return
+        _due_s = now + WAIT_S
+    with suppress(RuntimeError, MemoryError):  # none can be begun now; another time
+        start_thread(_give_back)
+
+
+def _give_back() -> None:
+    time.sleep(WAIT_S)
+    give_back_memory()

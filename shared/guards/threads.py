@@ -1,0 +1,43 @@
+"""Threads that are begun in mid-run, when memory may be short."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+Result = TypeVar("Result")
+BEGIN_S = 10.0
+
+
+def start_thread(function: Callable[[], object]) -> None:
+    """Like a daemon `threading.Thread`, but nobody waits until it has begun: `threading` waits for ever for one that
+    memory runs out for before it can say so. RuntimeError or MemoryError if none can be begun; one that ends while it
+    begins calls nothing, so whoever needs its result needs a time limit."""
+    _thread.start_new_thread(function, ())
+
+
+async def in_thread(function: Callable[[], Result]) -> Result:
+    """Its result or exception, from a thread that does not keep the process alive. RuntimeError or MemoryError if none
+    can be begun."""
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()  # so that nobody can cancel it
+    begun: Future[None] = Future()
+
+    def run() -> None:
+        if not begun.set_running_or_notify_cancel():
+            return
+        begun.set_result(None)
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001  whoever awaits it gets it
+            future.set_exception(error)
+
+    start_thread(run)
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(begun), BEGIN_S)
+    except TimeoutError:
+        raise MemoryError(f"a thread has not begun within {BEGIN_S:g} s") from None
+    return await asyncio.wrap_future(future)
