@@ -197,6 +197,16 @@ class EngineClient(JsonClient):
             if error.status != 404:  # an older server
                 raise
 
+    async def rename_weights(self, name: str, timeout_s: float = CALL_S) -> bool:
+        """Changes what the engine calls the weights that it holds; False from one that cannot: an older server."""
+        try:
+            await self.post("/update_weight_version", {"new_version": name, "abort_all_requests": False}, timeout_s)
+        except EngineError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
     async def checksums(self, skip: Sequence[str], timeout_s: float = CALL_S) -> dict[str, str] | None:
         """Of each parameter whose name holds no fragment in `skip`; None where no rank holds whole parameters."""
         answer = await self.post("/weights_checker", {"action": "checksum", "skip_tensor_list": skip}, timeout_s)

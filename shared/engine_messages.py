@@ -18,6 +18,8 @@ from shared.guards.kept import Kept
 from shared.types import Completion, Image, PolicyVersion, Sampling, VersionSpan
 
 KEPT_URI_BYTES = 2**26
+NO_WEIGHTS = "none"
+"""What an engine calls weights that are no version of any run, so that nothing sampled from them counts."""
 BAN = -100.0  # a logit bias: no token with this or less is ever sampled
 
 

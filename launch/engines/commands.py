@@ -14,12 +14,11 @@ from launch.engines.gpus import check_apart, engine_gpus, names, num_visible
 from launch.engines.network import check_key, check_ports, check_reach, url_of
 from launch.processes.children import ROOT, cpu_env
 from shared.config import ConfigError, Recipe
+from shared.engine_messages import NO_WEIGHTS
 from shared.keys import read_api_key
 
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
-NO_WEIGHTS = "none"
-"""What an engine calls the weights it starts with: no version of any run, so that nothing sampled from them counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,8 @@ class JoiningEngine:
             "/update_weights_from_distributed": self._receive,
             "/server_info": says({"tp_size": num_ranks}),
         }
-        self._server = false_engine(own | answers)
+        self.routes = own | answers
+        self._server = false_engine(self.routes)
 
     def __enter__(self):
         self.url, self.seen = self._server.__enter__()
@@ -193,6 +194,10 @@ class JoiningEngine:
         says({"success": True})(request, body)
 
     def _receive(self, request, body):
+        self._take(body)
+        says({"success": True})(request, body)
+
+    def _take(self, body):
         entries = parse_entries(body["names"], body["dtypes"], body["shapes"])
 
         def receive(place):
@@ -201,7 +206,6 @@ class JoiningEngine:
             self.received.append((place, flat))
 
         self._on_all_ranks(receive)
-        says({"success": True})(request, body)
 
     def _on_all_ranks(self, function):
         threads = [threading.Thread(target=function, args=(place,), daemon=True) for place in range(self.num_ranks)]
