@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shared.weights.checksums import engine_name
 from shared.weights.families import FAMILIES
+from shared.weights.group import DEVICES, watchdog_s
 
 MAX_BUCKET_BYTES = 8 * 2**30
 
@@ -38,13 +39,12 @@ def join_group(
     torch's own group constructor, so that the other end may be built by that. RuntimeError when nobody answers."""
     timeout = timedelta(seconds=timeout_s)
     tcp = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
-    device = {"gloo": "cpu", "nccl": "cuda"}[backend]
-    store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, tcp)))
+    store = dist.PrefixStore(f"{DEVICES[backend]}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, tcp)))
     store.set_timeout(timeout)
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=watchdog_s(timeout_s))
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 

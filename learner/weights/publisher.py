@@ -64,7 +64,7 @@ class Publisher:
         self.policy, self.ranks, self.settings, self.verifier = policy, ranks, settings, verifier
         self._link, self._process_id = EngineLink(api_key), process_id
         self._log = get_logger("publisher")
-        self._manager = WeightGroupManager(settings.backend, settings.timeout_s)
+        self._manager = WeightGroupManager(settings.backend, settings.timeout_s, ranks.device.index or 0)
         self._served_at: float | None = None  # when an engine last took weights
 
     def publish(self, version: PolicyVersion, engines: Collection[str]) -> dict[str, float]:
