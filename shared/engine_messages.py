@@ -166,6 +166,21 @@ class EngineTraits:
     tells_checksums: bool = False  # of raw bytes; on a GPU it computes another kind, in bfloat16 a CPU packs weights
 
 
+def unfit(info: Any) -> str:
+    """Why an engine with this answer of /server_info cannot be sent weights; empty if it can."""
+    if not isinstance(info, dict):
+        return ""
+    for name, cure in (("pp_size", "tensor parallelism"), ("dp_size", "several engines")):
+        if isinstance(info.get(name), int) and info[name] > 1:
+            return f"has {name} = {info[name]}: weights cannot be sent to such an engine; start it with {cure} instead"
+    if info.get("quantization"):
+        return (
+            f"is quantized ({str(info['quantization'])[:40]}): it would load new weights under the old scales; start "
+            "it without"
+        )
+    return ""
+
+
 def traits_of(info: Any) -> EngineTraits:
     """From the answer of /server_info. The embedded engine says itself that it receives beside generation; of SGLang's
     server every model process does, where our plugin runs in it."""

@@ -19,6 +19,8 @@ from shared.keys import read_api_key
 
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
+ONE_ALONE = ("pp-size", "pipeline-parallel-size", "dp-size", "data-parallel-size")
+QUANTIZING = ("quantization", "torchao-config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,19 @@ def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
         flags["attention-backend"] = engine.attention_backend
     if engine.mm_attention_backend:
         flags["mm-attention-backend"] = engine.mm_attention_backend
-    return flags | {name.lstrip("-").replace("_", "-"): value for name, value in engine.flags.items()}
+    own = {name.lstrip("-").replace("_", "-"): value for name, value in engine.flags.items()}
+    for name, value in own.items():
+        if name in ONE_ALONE and value != 1:
+            raise ConfigError(
+                f"engine.flags: {name} = {value!r}, but weights cannot be sent to such an engine; set it to 1, raise "
+                "engine.tensor_parallel for larger models and engine.count for more engines"
+            )
+        if name in QUANTIZING and value:
+            raise ConfigError(
+                f"engine.flags: {name} = {value!r}, but SGLang would load new weights of a Qwen-VL model under the old "
+                "scales; leave it out"
+            )
+    return flags | own
 
 
 def _flags(flags: Mapping[str, Any]) -> list[str]:
