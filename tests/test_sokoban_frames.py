@@ -94,19 +94,15 @@ def test_every_position_can_be_had_back_from_its_words(board: Board) -> None:
         )
 
 
-@pytest.mark.parametrize("number", range(8))
-def test_positions_read_alike_however_the_board_is_turned_or_mirrored(number: int) -> None:
-    """All words but cells and the frame's name; where target and player lie on one axis of symmetry of the box, either
-    of two frames fits, and the words are those of one of them."""
-    checked = 0
-    for position in (p for board in boards() for p in positions(board)):
-        plain = [state(mirrored(position, i)).split()[3:] for i in range(8)]
-        if symmetric(position):
-            assert len({tuple(told) for told in plain}) <= 2
-            continue
-        checked += 1
-        assert plain[number] == plain[0]
-    assert checked > 500
+def test_positions_read_alike_however_the_board_is_turned_or_mirrored() -> None:
+    """All words but cells and the frame's name. Where target and player both lie on an axis of symmetry of the box, two
+    frames fit, and the words are those of either."""
+    told = {False: 0, True: 0}
+    for position in (p for board in boards()[::3] for p in positions(board)):
+        found = {tuple(state(mirrored(position, i)).split()[3:]) for i in range(8)}
+        told[symmetric(position)] += 1
+        assert len(found) == 1 or (len(found) == 2 and symmetric(position))
+    assert told[False] > 150 and told[True] > 30
 
 
 def symmetric(board: Board) -> bool:
