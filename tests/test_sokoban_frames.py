@@ -200,12 +200,13 @@ def test_scattering_shows_positions_that_are_not_where_play_has_led() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--choice-weight", "0"], "--choice-weight 0.0: use a number above 0"),
-        (["--scatter", "1.5"], "--scatter 1.5: it is a share"),
+        (["sokoban_frames", "--choice-weight", "0"], "--choice-weight 0.0: use a number above 0"),
+        (["sokoban_frames", "--scatter", "1.5"], "--scatter 1.5: it is a share"),
+        (["colour", "--tower-steps", "5"], "--tower-steps 5: only Sokoban's tower is taught alone"),
     ],
 )
 def test_options_out_of_range_are_refused_before_anything_is_built(arguments, said, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
-        main(["sokoban_frames", "--out", str(tmp_path / "model"), *arguments])
+        main([*arguments, "--out", str(tmp_path / "model")])
     assert said in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
