@@ -16,6 +16,8 @@ _RULES = (
     (re.compile(r"\.attn\.qkv\."), ".attn.qkv_proj."),
     (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
     (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
+    (re.compile(r"\.mlp\.experts\.gate_up_proj$"), ".mlp.experts.w13_weight"),
+    (re.compile(r"\.mlp\.experts\.down_proj$"), ".mlp.experts.w2_weight"),
 )
 _PART = re.compile(r"\b(layers|blocks)\.\d+\.")
 
