@@ -56,6 +56,15 @@ class ModelSizes:
         return self.attention_parameters + router + experts * 3 * self.hidden_size * self.expert_size
 
     @property
+    def layer_experts(self) -> int:
+        """Of the experts of one layer that has some."""
+        return self.num_experts * 3 * self.hidden_size * self.expert_size
+
+    @property
+    def expert_parameters(self) -> int:
+        return (self.num_layers - self.num_dense_layers) * self.layer_experts
+
+    @property
     def matrix_parameters(self) -> int:
         """Of all decoder layers' matrices, without the stacks of experts': those that Muon moves."""
         norms = 2 * self.head_dim + 2 * self.hidden_size
