@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from learner import plan
 from learner.batch import make_episode, pack
@@ -23,7 +23,9 @@ from learner.plan import check, report
 from shared.config import Recipe
 from shared.learner_config import ObjectiveConfig, OptimizerConfig
 from shared.sections import EnvConfig, ModelConfig
+from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_trajectory
+from tests.support.loading.models import qwen25
 from tests.support.tiny import moe_policy, tiny_model_dir
 
 
@@ -53,6 +55,11 @@ def published_config(name):
         "hidden_size": sizes.vision_hidden,
         "intermediate_size": sizes.vision_intermediate,
         "out_hidden_size": sizes.hidden_size,
+    }
+    if sizes.qwen25:
+        vision["fullatt_block_indexes"] = [7, 15, 23, 31]
+        return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied)
+    vision |= {
         "num_position_embeddings": sizes.vision_positions,
         "deepstack_visual_indexes": [5, 11, 17],
     }
@@ -74,12 +81,12 @@ def test_the_parameters_of_a_published_model_are_those_that_transformers_builds(
 
 def test_the_published_totals_are_the_known_ones():
     totals = {name: round(sizes.parameters / 1e9, 2) for name, sizes in PUBLISHED.items()}
-    assert list(totals.values()) == [2.13, 4.44, 8.77, 31.07, 235.67]
+    assert list(totals.values()) == [2.13, 4.44, 8.77, 31.07, 235.67, 3.75, 8.29, 33.45, 73.41]
 
 
-def packed(spec):
+def packed(spec, sides=(64, 96)):
     decoder = ImageDecoder(spec)
-    trajectories = [random_trajectory(spec, seed, turn_tokens=(20, 40)) for seed in range(6)]
+    trajectories = [random_trajectory(spec, seed, turn_tokens=(20, 40), sides=sides) for seed in range(6)]
     return pack([make_episode(t, 0.0, decoder, ObjectiveConfig()) for t in trajectories], decoder, torch.device("cpu"))
 
 
@@ -102,6 +109,17 @@ def kept_bytes(policy, batch) -> int:
         output = policy.train()(batch, 1.0)
     del output
     return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
+
+
+@pytest.mark.slow
+def test_what_is_planned_for_qwen25_is_what_it_has_and_what_its_forward_keeps(tmp_path):
+    folder = qwen25(tmp_path / "model")
+    spec, sizes = VisionSpec.load(folder, min_pixels=784), find(str(folder))
+    policy = load_policy(str(folder), spec)
+    assert sum(p.numel() for p in policy.vlm.parameters()) == sizes.parameters
+    assert (sizes.vision_full_blocks, sizes.window_patches) == (1, 16)
+    batch = packed(spec, sides=(56, 84, 140))
+    assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
 
 
 @pytest.mark.slow

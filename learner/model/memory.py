@@ -159,7 +159,8 @@ def activations(sizes: ModelSizes, setting: Setting) -> float:
     kept: float
     text, patches = setting.microbatch_tokens, setting.microbatch_tokens * setting.visual_share * sizes.merge
     per_token = _layer_bytes(sizes, setting.dtype_bytes)
-    per_patch = setting.dtype_bytes * (11 * sizes.vision_hidden + 2 * sizes.vision_intermediate)  # of one vision block
+    wide, narrow = (13, 4) if sizes.qwen25 else (11, 2)  # RMSNorms and a gated MLP keep more
+    per_patch = setting.dtype_bytes * (wide * sizes.vision_hidden + narrow * sizes.vision_intermediate)  # of one block
     if setting.activation_checkpointing:  # the inputs of all, and one at a time in full
         kept = sizes.num_layers * sizes.hidden_size * setting.dtype_bytes * text
         kept += sizes.vision_depth * sizes.vision_hidden * setting.dtype_bytes * patches
@@ -183,7 +184,7 @@ def _layer_bytes(sizes: ModelSizes, dtype_bytes: int, asked: float = 1.0) -> flo
     """Of one decoder layer a token (the mean over its layers, where some have experts); `asked`: share of the tokens
     whose output it computes. Queries are counted for all, as GPUs compute them."""
     q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    attention = _norm_bytes(sizes.hidden_size, dtype_bytes) + _norm_bytes(q + kv, dtype_bytes)
+    attention = _norm_bytes(sizes.hidden_size, dtype_bytes) + (0 if sizes.qwen25 else _norm_bytes(q + kv, dtype_bytes))
     attention += dtype_bytes * (kv + 2 * q) + FP32 * sizes.num_heads
     dense = dtype_bytes * 4 * sizes.intermediate_size
     routed = sizes.experts_per_token * dtype_bytes * (2 * sizes.hidden_size + 4 * sizes.expert_size)
