@@ -26,7 +26,7 @@ from learner.tickets.server import Interrupted, TicketServer
 from shared.config import Recipe
 from shared.engine_messages import weight_name
 from shared.log import get_logger
-from shared.recording import Recorder
+from shared.recordings.groups import Recorder
 from shared.types import Group, PolicyVersion, Sample, Sampling, Stop
 
 KEPT_BAD_BATCHES = 10
