@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -84,15 +85,23 @@ def test_what_is_written_is_read_with_arrays_in_place(tmp_path: Path) -> None:
     assert (summary.max_gap, summary.mean_gap) == (0.5, 0.25)
 
 
+def flip(path: Path, place: int) -> None:
+    """Changes one byte in place; a second time changes it back."""
+    with path.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 0x55]))
+
+
 def test_a_recording_that_is_cut_off_at_any_byte_is_read_up_to_there(tmp_path: Path) -> None:
-    whole, index = (write(tmp_path).with_suffix(suffix).read_bytes() for suffix in (".rec", ".idx"))
-    ends = [summary.offset + summary.length for summary in read_step(tmp_path / "step_00000012.rec").summaries]
-    path = tmp_path / "cut" / "step_00000012.rec"
-    path.parent.mkdir()
-    first = ends[0] - read_step(tmp_path / "step_00000012.rec").summaries[0].length - FRAME.size
-    for size in range(len(whole)):
-        path.write_bytes(whole[:size])
-        path.with_suffix(".idx").write_bytes(index[: size * len(index) // len(whole)])
+    path = write(tmp_path)
+    summaries, index = read_step(path).summaries, path.with_suffix(".idx")
+    ends = [summary.offset + summary.length for summary in summaries]
+    first, sizes = summaries[0].offset - FRAME.size, (path.stat().st_size, index.stat().st_size)
+    for size in reversed(range(sizes[0])):
+        os.truncate(path, size)
+        os.truncate(index, size * sizes[1] // sizes[0])
         if size < first:
             with pytest.raises(RecordingError, match=r"step_00000012\.rec"):
                 read_step(path)
@@ -106,27 +115,28 @@ def test_a_recording_that_is_cut_off_at_any_byte_is_read_up_to_there(tmp_path: P
 def test_an_index_that_is_cut_off_or_damaged_at_any_byte_costs_no_episode(tmp_path: Path) -> None:
     path = write(tmp_path)
     index, expected = path.with_suffix(".idx"), read_step(path).summaries
-    whole = index.read_bytes()
-    for place in range(len(whole)):
-        index.write_bytes(whole[:place])
+    for place in range(index.stat().st_size):
+        flip(index, place)
         assert read_step(path).summaries == expected
-        index.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        flip(index, place)
+    for size in reversed(range(index.stat().st_size)):
+        os.truncate(index, size)
         assert read_step(path).summaries == expected
     index.unlink()
     assert read_step(path).summaries == expected
 
 
 def test_a_damaged_byte_costs_one_episode_that_is_named_or_the_rest_of_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    whole, expected = path.read_bytes(), [episode(i) for i in range(3)]
+    path, expected = write(tmp_path), [episode(i) for i in range(3)]
     summaries = read_step(path).summaries
-    for place in range(len(whole)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+    for place in range(path.stat().st_size):
+        flip(path, place)
         damages: list[str] = []
         try:
             found = list(episodes(path, damages))
         except RecordingError:
             assert place < START.size
+            flip(path, place)
             continue
         assert damages
         assert all(any(same(each, one) for one in expected) for each in found)
@@ -135,6 +145,7 @@ def test_a_damaged_byte_costs_one_episode_that_is_named_or_the_rest_of_the_file(
             assert len(found) == 2
             with pytest.raises(RecordingError, match="checksum"):
                 read_episode(path, hit)
+        flip(path, place)
 
 
 def test_another_format_and_no_recording_at_all_are_refused_in_one_line_that_names_the_file(tmp_path: Path) -> None:
