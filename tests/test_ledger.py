@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from learner.coordinator import Coordinator
+from learner.recording.recorder import Recorder
 from learner.tickets.ledger import Ledger
 from shared.config import Recipe
 from shared.sections import EnvConfig, ModelConfig, RunConfig
 from shared.types import Group
+from shared.vision import VisionSpec
 from tests.support.wires import episode
 
 
