@@ -176,7 +176,7 @@ class RecordConfig(Section):
     """What of a run is written down to be looked at later; see shared/recordings."""
 
     every: int = Field(10, ge=0, description="the first step is recorded, and each that this divides; 0 = none")
-    groups: int = Field(4, ge=0, description="groups of a recorded step that are written down")
+    groups: int = Field(8, ge=0, description="groups of a recorded step that are written down")
     failures: int = Field(
         8, ge=0, description="episodes of any step that ended badly and are written down, at most; 0 = none"
     )
