@@ -25,9 +25,10 @@ from actor.notes import Notes
 from actor.render import Fragment, Renderer
 from actor.rewards import BadReward, Reward, finite
 from actor.stream import Stream
+from actor.ticket_keys import cache_key, episode_seed
 from envs.base import Info, Played
 from shared.engine_api import EngineError
-from shared.types import Completion, Ending, PolicyVersion, Sample, Ticket, Trajectory, Turn
+from shared.types import Completion, Ending, Sample, Ticket, Trajectory, Turn
 
 log = logging.getLogger("actor")
 BuildEnv = Callable[[Sample], Any]
@@ -290,16 +291,3 @@ class _Episode:
             log.warning("an environment's close failed: %s", failure.error)
             return False
         return True
-
-
-def cache_key(ticket: Ticket, held: tuple[PolicyVersion, str] = (-1, "")) -> str:
-    """The same for tickets of one version and learner process: after a restart a number stands for other weights. An
-    engine that has sampled with later ones, `held`, has what those made."""
-    process = ticket.id.rpartition("-")[2]
-    version = max(ticket.version, held[0]) if held[1] in ("", process) else ticket.version
-    return f"version {version} of {process}"
-
-
-def episode_seed(ticket: Ticket, index: int, turn: int) -> int | None:
-    """Own to each turn of each episode; None leaves it to the engine when the ticket has none."""
-    return (ticket.seed * 1_000_003 + index * 1009 + turn) % 2**31 if ticket.seed else None

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -23,7 +24,8 @@ from learner.metrics.writer import MetricLogger
 from learner.recording.columns import Watched
 from learner.recording.recorder import Recorder as StepRecorder
 from learner.tickets.ledger import Ledger
-from learner.tickets.records import EvaluationResult, number_of
+from learner.tickets.patience import result_in_time
+from learner.tickets.records import number_of
 from learner.tickets.server import Interrupted, TicketServer
 from shared.config import Recipe
 from shared.engine_messages import weight_name
@@ -32,7 +34,6 @@ from shared.recordings.groups import Recorder
 from shared.types import Group, PolicyVersion, Sample, Sampling, Stop, Ticket
 
 KEPT_BAD_BATCHES = 10
-BEAT_S = 60.0  # between two signs of life to ranks that wait with rank 0
 SHOWN_CHARACTERS = 2**16  # of a transcript
 
 
@@ -239,27 +240,11 @@ class Coordinator(Follower):
             self._finish_evaluations(step)
         broadcast_flag(False, self.ranks)
 
-    def _result_of(self, name: str) -> EvaluationResult:
-        limit_s = self.recipe.learner.wait_timeout_s
-        left, since = -1, time.monotonic()
-        while True:
-            try:
-                return self.ticket_server.evaluation_result(name, min(limit_s, BEAT_S), self._shutdown)
-            except TimeoutError as error:
-                before, left = left, self.ticket_server.evaluation_left(name)
-                if left != before:
-                    since = time.monotonic()
-                elif time.monotonic() - since >= limit_s:
-                    state = str(error).partition(": ")[2]
-                    raise TimeoutError(
-                        f"evaluation {name!r} has brought nothing for {limit_s:g} s (learner.wait_timeout_s): {state}"
-                    ) from None
-            broadcast_flag(True, self.ranks)
-
     def _finish_evaluations(self, step: int) -> None:
         while self._running:
             name = self._running.pop(0)
-            result = self._result_of(name)
+            limit_s, on = self.recipe.learner.wait_timeout_s, partial(broadcast_flag, True, self.ranks)
+            result = result_in_time(self.ticket_server, name, limit_s, self._shutdown, on)
             values = evaluation_metrics(result)
             self.results[name] = values
             kind = "eval_greedy" if name.startswith("greedy") else "eval"

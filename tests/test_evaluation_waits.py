@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from threading import Event
 from types import SimpleNamespace
 
 import pytest
 
 from learner.coordinator import Coordinator, Follower
+from learner.tickets.patience import result_in_time
 from learner.tickets.records import EvaluationResult
 from shared.config import Recipe
 from shared.learner_config import LearnerConfig
@@ -38,7 +40,7 @@ def coordinator_of(tmp_path, *, episodes: int, each_s: float) -> Coordinator:
         run=RunConfig(dir=str(tmp_path), name="r"),
         learner=LearnerConfig(wait_timeout_s=LIMIT_S),
     )
-    return Coordinator(recipe, None, server, "run", [], (), Event())  # type: ignore[arg-type]
+    return Coordinator(recipe, None, server, "run", [], (), Event(), None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -50,13 +52,18 @@ def told(monkeypatch):
 
 
 def test_an_evaluation_that_goes_on_may_take_longer_than_the_limit(tmp_path, told):
-    assert coordinator_of(tmp_path, episodes=400, each_s=0.001)._result_of("before") is RESULT
+    coordinator = coordinator_of(tmp_path, episodes=400, each_s=0.001)
+    goes_on = partial(told.append, True)
+    assert result_in_time(coordinator.ticket_server, "before", LIMIT_S, Event(), goes_on) is RESULT
     assert len(told) > 2 and all(told)
 
 
 def test_one_that_brings_nothing_for_so_long_is_an_error_that_says_what_it_waited_for(tmp_path, told):
+    coordinator = coordinator_of(tmp_path, episodes=1, each_s=1e6)
+    coordinator._running.append("before")
     with pytest.raises(TimeoutError, match=r"'before' has brought nothing for 0.05 s .*: two actors play"):
-        coordinator_of(tmp_path, episodes=1, each_s=1e6)._result_of("before")
+        coordinator.finish_evaluations(3)
+    assert told and all(told)
 
 
 def test_other_ranks_wait_until_rank_0_has_the_results(tmp_path, monkeypatch, told):

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, EnvTimeout
 from actor.limits import EpisodeLimits
-from actor.rollout import Player, cache_key
+from actor.rollout import Player
+from actor.ticket_keys import cache_key
 from shared.engine_api import EngineClient, EngineError
 from shared.types import Completion, Ending, Image, Turn, VersionSpan
 from tests.support.rollout_rig import SYSTEM, Counting, Scripted, check, completion, play, renderer, threads, ticket
