@@ -17,7 +17,7 @@ import xxhash
 from PIL import Image as PILImage
 
 from shared.types import Image
-from shared.vision import IMAGE_FORMATS, VisionSpec
+from shared.vision import IMAGE_FORMATS, MAX_IMAGE_PIXELS, VisionSpec
 
 IMAGE_PAD = "<|image_pad|>"
 END_OF_TURN = "<|im_end|>"
@@ -154,11 +154,25 @@ def as_png(picture: PILImage.Image) -> bytes:
 
 
 def _encoded(source: Any) -> tuple[Image, tuple[int, int]]:
-    """The bytes that the engine is given, and the size (width, height)."""
+    """The file that the engine is given, and the size (width, height). It is a PNG: servers decode other formats on a
+    GPU, to other pixels than the learner sees. ValueError for one that cannot be decoded."""
     if isinstance(source, PILImage.Image):
         return Image.of(as_png(source)), source.size
     data = source.data if isinstance(source, Image) else bytes(source)
-    with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as opened:
-        size = opened.size
+    try:
+        with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as opened:
+            size, rgb = opened.size, None if opened.format == "PNG" else _rgb(opened)
+    except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
+        raise ValueError(f"an image cannot be decoded: {type(error).__name__}: {error}") from error
+    if rgb is not None:
+        return Image.of(as_png(rgb)), size
     image = source if isinstance(source, Image) and source.content_hash else Image.of(data)
     return image, size
+
+
+def _rgb(opened: PILImage.Image) -> PILImage.Image:
+    """The pixels that the learner would make of it."""
+    width, height = opened.size
+    if width * height > MAX_IMAGE_PIXELS:
+        raise ValueError(f"{width}x{height} pixels are more than the {MAX_IMAGE_PIXELS} that are decoded")
+    return opened.convert("RGB")

@@ -27,7 +27,7 @@ from actor.rewards import BadReward, Reward, finite
 from actor.stream import Stream
 from envs.base import Info, Played
 from shared.engine_api import EngineError
-from shared.types import Completion, Ending, Sample, Ticket, Trajectory, Turn
+from shared.types import Completion, Ending, PolicyVersion, Sample, Ticket, Trajectory, Turn
 
 log = logging.getLogger("actor")
 BuildEnv = Callable[[Sample], Any]
@@ -84,6 +84,7 @@ class _Episode:
         self._player, self._seat, self._ticket, self._index = player, seat, ticket, index
         self._renderer, self._limits = player.renderer, player.limits
         self._stream = Stream()
+        self._cache_key = ""  # from the first request on
         self._env: Any = None
         self._turns: list[Turn] = []
         self._answers: list[str] = []
@@ -137,6 +138,7 @@ class _Episode:
         if budget < 1:
             raise _Ended(Ending.OUT_OF_TOKENS)
         began = time.monotonic()
+        self._cache_key = self._cache_key or cache_key(self._ticket, self._seat.client.weights)
         try:
             completion = await self._seat.generate(
                 self._stream.token_ids,
@@ -146,7 +148,7 @@ class _Episode:
                 stop_ids=(self._renderer.end_id,),
                 max_new_tokens=min(room, budget, limits.turn_tokens, sampling.max_new_tokens),
                 seed=episode_seed(self._ticket, self._index, len(self._turns)),
-                cache_key=cache_key(self._ticket),  # what older weights made of the same start is not used
+                cache_key=self._cache_key,  # what older weights made of the same start is not used
             )
         except EngineError as error:
             raise _Ended(Ending.ENGINE_ERROR, str(error)) from error
@@ -290,9 +292,12 @@ class _Episode:
         return True
 
 
-def cache_key(ticket: Ticket) -> str:
-    """The same for tickets of one version and learner process: after a restart a number stands for other weights."""
-    return f"version {ticket.version} of {ticket.id.rpartition('-')[2]}"
+def cache_key(ticket: Ticket, held: tuple[PolicyVersion, str] = (-1, "")) -> str:
+    """The same for tickets of one version and learner process: after a restart a number stands for other weights. An
+    engine that has sampled with later ones, `held`, has what those made."""
+    process = ticket.id.rpartition("-")[2]
+    version = max(ticket.version, held[0]) if held[1] in ("", process) else ticket.version
+    return f"version {version} of {process}"
 
 
 def episode_seed(ticket: Ticket, index: int, turn: int) -> int | None:

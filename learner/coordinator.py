@@ -23,7 +23,7 @@ from learner.metrics.writer import MetricLogger
 from learner.recording.columns import Watched
 from learner.recording.recorder import Recorder as StepRecorder
 from learner.tickets.ledger import Ledger
-from learner.tickets.records import number_of
+from learner.tickets.records import EvaluationResult, number_of
 from learner.tickets.server import Interrupted, TicketServer
 from shared.config import Recipe
 from shared.engine_messages import weight_name
@@ -32,6 +32,7 @@ from shared.recordings.groups import Recorder
 from shared.types import Group, PolicyVersion, Sample, Sampling, Stop, Ticket
 
 KEPT_BAD_BATCHES = 10
+BEAT_S = 60.0  # between two signs of life to ranks that wait with rank 0
 SHOWN_CHARACTERS = 2**16  # of a transcript
 
 
@@ -70,7 +71,9 @@ class Follower:
 
     def evaluate(self, name: str, *, greedy: bool = False) -> None: ...
 
-    def finish_evaluations(self, step: int) -> None: ...
+    def finish_evaluations(self, step: int) -> None:
+        while broadcast_flag(False, self.ranks):
+            pass
 
     def value_of(self, name: str) -> float:
         return float("nan")
@@ -170,7 +173,7 @@ class Coordinator(Follower):
         self._recorder.step(step, version, groups, self._tickets, watched, self.ticket_server.take_failed())
 
     def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None:
-        """Closes a step: acknowledgments, the ledger, metrics; `values` are those of the trainer and the publisher."""
+        """Closes a step: acknowledgments, the ledger, metrics; `values` are the trainer's and the publisher's."""
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
         numbers, weights = [number_of(group.ticket_id)[0] for group in groups], weight_name(version, self.process_id)
@@ -230,13 +233,33 @@ class Coordinator(Follower):
             self._running.append(each)
 
     def finish_evaluations(self, step: int) -> None:
-        """Waits for all open evaluations; not when asked to shut down."""
+        """Waits for all open evaluations; not when asked to shut down. TimeoutError for one without progress. A
+        collective: the other ranks hear now and then that it goes on, so that their limits do not pass."""
+        with suppress(Interrupted):
+            self._finish_evaluations(step)
+        broadcast_flag(False, self.ranks)
+
+    def _result_of(self, name: str) -> EvaluationResult:
+        limit_s = self.recipe.learner.wait_timeout_s
+        left, since = -1, time.monotonic()
+        while True:
+            try:
+                return self.ticket_server.evaluation_result(name, min(limit_s, BEAT_S), self._shutdown)
+            except TimeoutError as error:
+                before, left = left, self.ticket_server.evaluation_left(name)
+                if left != before:
+                    since = time.monotonic()
+                elif time.monotonic() - since >= limit_s:
+                    state = str(error).partition(": ")[2]
+                    raise TimeoutError(
+                        f"evaluation {name!r} has brought nothing for {limit_s:g} s (learner.wait_timeout_s): {state}"
+                    ) from None
+            broadcast_flag(True, self.ranks)
+
+    def _finish_evaluations(self, step: int) -> None:
         while self._running:
             name = self._running.pop(0)
-            try:
-                result = self.ticket_server.evaluation_result(name, self.recipe.learner.wait_timeout_s, self._shutdown)
-            except Interrupted:
-                return
+            result = self._result_of(name)
             values = evaluation_metrics(result)
             self.results[name] = values
             kind = "eval_greedy" if name.startswith("greedy") else "eval"

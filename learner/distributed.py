@@ -18,6 +18,9 @@ from torch.distributed.rendezvous import rendezvous
 from shared.codec import decode, frames_of
 from shared.types import Group
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""Of the default group, by the ranks' device. On GPUs it is mixed, and no gloo group: `Ranks.on_cpu` is one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -27,6 +30,7 @@ class Ranks:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    on_cpu: dist.ProcessGroup | None = None  # gloo alone, for barriers: the default group has a backend for each device
 
     @property
     def replicas(self) -> int:
@@ -57,13 +61,14 @@ def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: in
     place = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    backend = BACKENDS[place.type]
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
         dist.init_process_group(backend, store=store_of_attempt(timeout), rank=rank, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return Ranks(rank, size, place, make_mesh(place.type, size, shard_size))
+    on_cpu = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
+    return Ranks(rank, size, place, make_mesh(place.type, size, shard_size), on_cpu)
 
 
 def store_of_attempt(timeout: timedelta) -> dist.Store:
@@ -154,4 +159,4 @@ def broadcast_flag(value: bool, ranks: Ranks) -> bool:
 def barrier(ranks: Ranks, *, timeout_s: float) -> None:
     """Waits for all ranks on the CPU. RuntimeError naming the missing rank after `timeout_s`."""
     if ranks.size > 1:
-        dist.monitored_barrier(timeout=timedelta(seconds=timeout_s))
+        dist.monitored_barrier(ranks.on_cpu, timeout=timedelta(seconds=timeout_s))

@@ -1,7 +1,7 @@
 """From a checkpoint to a Hugging Face folder: python -m learner.export RUN/checkpoints/step_00000050 --out FOLDER
 
-Weights in files of bounded size, config, tokenizer, chat template and image processor: what transformers and engines
-load.
+Weights in files of bounded size, named and laid out as the published checkpoints of the model's family are, config,
+tokenizer, chat template and image processor: what transformers and engines load.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from learner.model.policy import load_policy
+from learner.weights.buckets import gathered
 from shared.vision import VisionSpec
 
 FILE_BYTES = 4 * 2**30
@@ -35,9 +36,9 @@ def export(
     is_main: bool = True,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Writes `weights`, whole parameters under their Hugging Face names, and `model_path`'s other files to `folder`.
+    """Writes `weights`, which `learner.weights.buckets.gathered` gives, and `model_path`'s other files to `folder`.
 
-    A collective where gathering the weights is one (`learner.weights.buckets.gathered`); rank 0 alone writes. At most
+    A collective where gathering the weights is one; rank 0 alone writes. At most
     `file_bytes`, or one parameter that is larger, is held at once.
     """
     if is_main:
@@ -88,7 +89,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, model_path: str, dtype: to
     policy = load_policy(path, VisionSpec.load(path))
     state = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("value_head.")}
     dcp.load({"model": state}, checkpoint_id=str(checkpoint / "dcp"), no_dist=True)  # in place, whatever the critic
-    export(out, policy.named_weights(), model_path=path, dtype=dtype)
+    export(out, gathered(policy), model_path=path, dtype=dtype)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -59,6 +59,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
         stack.callback(publisher.close)
         saver = Saver(folder, trainer, ranks, recipe)
         stack.callback(saver.close)
+        shutdown.progress = saver.written
         with shutdown:
             result = loop(recipe, coordinator, trainer, publisher, saver, restored.version)
             saver.wait()

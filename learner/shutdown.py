@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from shared.types import Stop
 
 EXIT_LATE = 1
 EARLY_S = 3.0
+PROGRESS_S = 5.0  # in which a checkpoint that is being written grows
 
 
 class ShutdownRequested(Exception):
@@ -28,7 +30,8 @@ class ShutdownRequested(Exception):
 
 
 class Shutdown:
-    """While entered, the first SIGTERM or SIGINT sets `requested`; a process still there `within_s` later is ended.
+    """While entered, the first SIGTERM or SIGINT sets `requested`; a process still there `within_s` later is ended, or
+    as soon as the checkpoint that it writes by then no longer grows.
 
     `requested` is set by a signal handler, so the main thread may ask it but never wait for it.
     """
@@ -40,6 +43,7 @@ class Shutdown:
         self._limit_s = min(EARLY_S, within_s)
         self._before: dict[signal.Signals, Any] = {}
         self._guarded = False
+        self.progress: Callable[[], object] = lambda: None  # what changes while something is still being saved
 
     def guard(self) -> None:
         """From here on a signal ends the process in time; within `EARLY_S` before this is entered: nothing is to
@@ -74,6 +78,11 @@ class Shutdown:
             pass
         limit_s = self._limit_s
         time.sleep(limit_s)
+        seen, now = None, self.progress()
+        while now != seen:
+            get_logger("learner").warning("a checkpoint is still being written after %g s: waiting for it", limit_s)
+            time.sleep(PROGRESS_S)
+            seen, now = now, self.progress()
         get_logger("learner").error("not gone within learner.leave_timeout_s = %g; ending at once", limit_s)
         os._exit(EXIT_LATE)
 

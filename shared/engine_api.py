@@ -18,6 +18,7 @@ from shared.engine_messages import (
     generate_body,
     parse_weight_name,
     traits_of,
+    unfit,
     watched_logprobs,
 )
 from shared.http_client import HttpFailure, JsonClient
@@ -44,6 +45,7 @@ class EngineClient(JsonClient):
         self.timeout_s = timeout_s
         self.num_open = 0  # episodes that play on this engine
         self.suspect = False  # the last request failed; cleared by the next that does not
+        self.weights: tuple[PolicyVersion, str] = (-1, "")  # version and learner process of the last token it sampled
 
     async def post(self, path: str, body: Any, timeout_s: float = CALL_S) -> Any:
         """Posts once; the decoded answer. Some routes answer 200 and say in the body that they failed."""
@@ -78,6 +80,10 @@ class EngineClient(JsonClient):
             self.suspect = True
             raise
         self.suspect = False
+        if completion.spans:
+            last = completion.spans[-1]
+            held = self.weights[0] if self.weights[1] == last.process else -1
+            self.weights = max(held, last.version), last.process
         return completion
 
     async def warm_up(
@@ -140,14 +146,17 @@ class EngineClient(JsonClient):
         return self._read(parse_weight_name, await self.weight_version(10.0))[0]
 
     async def traits(self, timeout_s: float = CALL_S) -> EngineTraits:
-        """EngineError if the engine is not healthy, or refuses the API key."""
+        """EngineError if the engine is not healthy, refuses the API key, or is of a kind that takes no new weights."""
         await self.health(timeout_s)
         try:
-            return traits_of(await self.request("GET", "/server_info", timeout_s=timeout_s))
+            info = await self.request("GET", "/server_info", timeout_s=timeout_s)
         except EngineError as error:
             if error.status == 401:
                 raise
             return EngineTraits()  # an older server
+        if reason := unfit(info):
+            raise EngineError(self.url, reason)
+        return traits_of(info)
 
     async def tokenize(self, text: str, timeout_s: float = CALL_S) -> tuple[int, ...] | None:
         """The engine's tokens of a text; None from a server that has no such route."""
@@ -196,6 +205,16 @@ class EngineClient(JsonClient):
         except EngineError as error:
             if error.status != 404:  # an older server
                 raise
+
+    async def rename_weights(self, name: str, timeout_s: float = CALL_S) -> bool:
+        """Changes what the engine calls the weights that it holds; False from one that cannot: an older server."""
+        try:
+            await self.post("/update_weight_version", {"new_version": name, "abort_all_requests": False}, timeout_s)
+        except EngineError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
 
     async def checksums(self, skip: Sequence[str], timeout_s: float = CALL_S) -> dict[str, str] | None:
         """Of each parameter whose name holds no fragment in `skip`; None where no rank holds whole parameters."""

@@ -5,11 +5,10 @@ The readers raise ValueError for an answer that no engine gives; the message say
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
 from base64 import b64encode
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,6 +18,8 @@ from shared.guards.kept import Kept
 from shared.types import Completion, Image, PolicyVersion, Sampling, VersionSpan
 
 KEPT_URI_BYTES = 2**26
+NO_WEIGHTS = "none"
+"""What an engine calls weights that are no version of any run, so that nothing sampled from them counts."""
 BAN = -100.0  # a logit bias: no token with this or less is ever sampled
 
 
@@ -165,6 +166,21 @@ class EngineTraits:
     tells_checksums: bool = False  # of raw bytes; on a GPU it computes another kind, in bfloat16 a CPU packs weights
 
 
+def unfit(info: Any) -> str:
+    """Why an engine with this answer of /server_info cannot be sent weights; empty if it can."""
+    if not isinstance(info, dict):
+        return ""
+    for name, cure in (("pp_size", "tensor parallelism"), ("dp_size", "several engines")):
+        if isinstance(info.get(name), int) and info[name] > 1:
+            return f"has {name} = {info[name]}: weights cannot be sent to such an engine; start it with {cure} instead"
+    if info.get("quantization"):
+        return (
+            f"is quantized ({str(info['quantization'])[:40]}): it would load new weights under the old scales; start "
+            "it without"
+        )
+    return ""
+
+
 def traits_of(info: Any) -> EngineTraits:
     """From the answer of /server_info. The embedded engine says itself that it receives beside generation; of SGLang's
     server every model process does, where our plugin runs in it."""
@@ -182,46 +198,3 @@ def traits_of(info: Any) -> EngineTraits:
         num_refused=sum(count for count in counts if isinstance(count, int) and count > 0),
         tells_checksums=info.get("engine") == "embedded" or cpu,
     )
-
-
-# ---------------------------------------------------------------------- parameters' names and checksums
-# A server joins projections that read the same input: q, k and v into one `qkv_proj`, gate and up into one
-# `gate_up_proj`, each in this order, which is also that of the model's own list of parameters.
-
-_RULES = (
-    (re.compile(r"^model\.language_model\."), "model."),
-    (re.compile(r"^model\.visual\."), "visual."),
-    (re.compile(r"\.attn\.qkv\."), ".attn.qkv_proj."),
-    (re.compile(r"\.self_attn\.[qkv]_proj\."), ".self_attn.qkv_proj."),
-    (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
-)
-_PART = re.compile(r"\b(layers|blocks)\.\d+\.")
-
-
-def engine_name(name: str) -> str:
-    """The server's name of the parameter with this Hugging Face name."""
-    for pattern, replacement in _RULES:
-        name = pattern.sub(replacement, name)
-    return name
-
-
-def part_of(name: str) -> str:
-    """Which part of the model a parameter belongs to: a decoder layer, a vision block, or (empty) the rest."""
-    found = _PART.search(name)
-    return found.group() if found else ""
-
-
-def checksums(weights: Iterable[tuple[str, memoryview]]) -> dict[str, str]:
-    """Of each of the server's parameters, as its `/weights_checker` computes them, from Hugging Face names and raw
-    bytes in the model's order."""
-    hashers: dict[str, hashlib._Hash] = {}
-    for name, data in weights:
-        hashers.setdefault(engine_name(name), hashlib.sha256()).update(data)
-    return {name: hasher.digest()[:8].hex() for name, hasher in hashers.items()}
-
-
-def all_but(part: str, names: Collection[str]) -> list[str]:
-    """Fragments of server names that leave only `part`'s parameters: `/weights_checker`'s `skip_tensor_list`."""
-    others = {part_of(name) for name in names} - {part, ""}
-    rest = {engine_name(name) for name in names if not part_of(name)} if part else set()
-    return sorted(others | rest)

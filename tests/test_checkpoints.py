@@ -201,6 +201,17 @@ def test_a_checkpoint_of_another_recipe_names_the_fields_that_differ(new_trainer
     assert "learner.optimizer.lr" not in str(error.value) and "\n" not in str(error.value)
 
 
+def test_what_is_being_written_can_be_seen_to_grow(new_trainer, ranks, tmp_path):
+    saver = Saver(tmp_path, new_trainer(), ranks, recipe())
+    part = tmp_path / ".step_00000007.partial" / "dcp"
+    assert saver.written() is None
+    part.mkdir(parents=True)
+    assert saver.written() == 0
+    (part / "__0_0.distcp").write_bytes(b"12345")
+    assert saver.written() == 5
+    saver.close()
+
+
 def moved(trainer):
     with torch.no_grad():
         for p in trainer.policy.parameters():

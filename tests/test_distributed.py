@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
-from learner.distributed import store_of_attempt
+from learner.distributed import all_sum, barrier, close_ranks, init_ranks, store_of_attempt
+from tests.support.learner_ranks import places, take_place
 
 
 def store_of(monkeypatch: pytest.MonkeyPatch, port: int, rank: int, attempt: int, hosts: int = 1) -> Store:
@@ -32,3 +37,29 @@ def test_hosts_that_count_their_restarts_differently_still_meet(monkeypatch: pyt
     agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store_of(monkeypatch, agents.port, 1, attempt=1, hosts=2).set("address of rank 1", "here")
     assert store_of(monkeypatch, agents.port, 0, attempt=0, hosts=2).get("address of rank 1") == b"here"
+
+
+def meet(told: dict[str, str], seen: Any) -> None:
+    """What one of two ranks does: a sum, and two barriers, to the second of which rank 1 never comes."""
+    take_place(told)
+    ranks = init_ranks("cpu", timeout_s=30)
+    assert dist.get_backend() != "gloo"  # one for each device, as on GPUs
+    assert all_sum(torch.ones(1), ranks) == 2
+    barrier(ranks, timeout_s=20)
+    if ranks.is_main:
+        with pytest.raises(RuntimeError, match="Rank 1"):
+            barrier(ranks, timeout_s=0.2)
+        seen.set()
+    assert seen.wait(20)
+    close_ranks()
+
+
+def test_a_barrier_of_a_group_with_a_backend_for_each_device_names_the_rank_that_is_missing() -> None:
+    fork = multiprocessing.get_context("fork")
+    seen = fork.Event()
+    ranks = [fork.Process(target=meet, args=(place, seen), daemon=True) for place in places(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0]

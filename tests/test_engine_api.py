@@ -214,6 +214,24 @@ def test_what_is_asked_of_the_engine_is_sglangs_form():
     assert (settings["temperature"], settings["top_p"], settings["top_k"]) == (0.7, 0.9, 5)
 
 
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"tp_size": 2, "pp_size": 2}, "has pp_size = 2: weights cannot be sent"),
+        ({"dp_size": 2}, "has dp_size = 2: weights cannot be sent"),
+        ({"quantization": "fp8"}, "is quantized .fp8."),
+    ],
+)
+def test_a_server_that_would_take_no_new_weights_says_so_in_its_traits(info, words):
+    with false_engine({"/server_info": says(info)}) as (url, _), pytest.raises(EngineError, match=words):
+        ask(url, lambda client: client.traits())
+    with false_engine({"/server_info": says({"tp_size": 2, "pp_size": 1, "dp_size": 1, "quantization": None})}) as (
+        url,
+        _,
+    ):
+        assert ask(url, lambda client: client.traits()).num_ranks == 2
+
+
 def test_connections_are_kept_and_used_again():
     opened = set()
 

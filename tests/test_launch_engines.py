@@ -105,6 +105,21 @@ def test_any_flag_is_passed_on_and_wins(sglang_env):
     assert found["--mm-attention-backend"] == "sdpa" and found["--mem-fraction-static"] == "0.5"
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"pp-size": 2}, r"pp-size = 2, but weights cannot be sent .* raise engine.tensor_parallel"),
+        ({"--data_parallel_size": 4}, "data-parallel-size = 4, but weights cannot be sent"),
+        ({"quantization": "fp8"}, "quantization = 'fp8', but SGLang would load new weights .* leave it out"),
+    ],
+)
+def test_an_engine_that_would_take_no_new_weights_is_refused_before_it_starts(sglang_env, flags, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        sglang_specs(sglang_env, "--engine.flags", json.dumps(flags))
+    assert "\n" not in str(error.value)
+    assert sglang_specs(sglang_env, "--engine.flags", json.dumps(dict.fromkeys(flags, 1 if "size" in words else "")))
+
+
 def test_a_missing_environment_is_named_with_its_cure(tmp_path):
     with pytest.raises(ConfigError, match="make sglang-env"):
         sglang_specs(tmp_path)

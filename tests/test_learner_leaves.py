@@ -98,6 +98,23 @@ with Shutdown(0.2):
     assert "leave_timeout_s = 0.2" in run.stderr + run.stdout
 
 
+@pytest.mark.parametrize(("progress", "code"), [("itertools.count().__next__", 7), ("lambda: 5", 1)])
+def test_a_checkpoint_that_grows_is_waited_for_and_one_that_does_not_is_none(progress: str, code: int) -> None:
+    program = f"""
+import itertools, os, signal, time
+import learner.shutdown
+learner.shutdown.PROGRESS_S = 0.2
+with learner.shutdown.Shutdown(0.1) as leave:
+    leave.progress = {progress}
+    signal.raise_signal(signal.SIGTERM)
+    time.sleep(2 if {code} == 7 else 30)
+    os._exit(7)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert run.returncode == code, run.stderr
+    assert "a checkpoint is still being written" in run.stderr + run.stdout
+
+
 STUCK = """
 import ctypes, os, signal, threading
 from launch.processes.children import raise_on_signals

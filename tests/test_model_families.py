@@ -3,19 +3,10 @@ transformers' own forward, and one step of training."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
+from transformers import Qwen2VLImageProcessorPil
 
 from actor.engine.app import load_model
 from actor.engine.settings import EngineSettings
@@ -31,70 +22,11 @@ from shared.types import Ending, Group, Image, Sampling, Turn
 from shared.vision import VisionSpec, pixel_values
 from tests.support.engines import ask
 from tests.support.episodes import learner_config, on_policy, packed, plain_logprobs, random_trajectory
-from tests.support.tiny import draw_image, png, running_engine, tiny_model_dir, tiny_tokenizer
+from tests.support.small.families import FAMILIES, qwen3_moe, qwen25
+from tests.support.tiny import draw_image, png, running_engine, tiny_model_dir
 
 
-def qwen25(folder: Path) -> Path:
-    """A tiny Qwen2.5-VL: patches of 14, windows of 2 x 2 visual tokens in all blocks but the last, no deepstack."""
-    token = tiny_tokenizer().convert_tokens_to_ids
-    text = {
-        "vocab_size": 640,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
-        "initializer_range": 0.12,
-    }
-    vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": 14,
-        "window_size": 56,
-        "fullatt_block_indexes": [2],
-        "out_hidden_size": 64,
-        "initializer_range": 0.18,
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
-    )
-    torch.manual_seed(1)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
-    clip = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
-    Qwen2VLImageProcessorPil(patch_size=14, min_pixels=3136, max_pixels=1 << 20, **clip).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def qwen3_moe(folder: Path) -> Path:
-    """A tiny Qwen3-VL with four experts in each layer."""
-    dense = tiny_model_dir(folder)
-    config = json.loads((dense / "config.json").read_text())
-    text = config["text_config"] | {"model_type": "qwen3_vl_moe_text", "num_experts": 4, "num_experts_per_tok": 2}
-    text |= {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    vision = config["vision_config"] | {"model_type": "qwen3_vl_moe_vision"}
-    ids = {name: config[name] for name in config if name.endswith("token_id")}
-    torch.manual_seed(1)
-    moe = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=vision, **ids))
-    moe.save_pretrained(dense)
-    return dense
-
-
-FAMILIES = {
-    "Qwen2.5-VL": (qwen25, Qwen2_5_VLForConditionalGeneration, (56, 84, 140)),
-    "Qwen3-VL-MoE": (qwen3_moe, Qwen3VLMoeForConditionalGeneration, (64, 96)),
-}
-
-
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=["Qwen2.5-VL", "Qwen3-VL-MoE"])
 def family(request, tmp_path_factory):
     make, kind, sides = FAMILIES[request.param]
     folder = make(tmp_path_factory.mktemp("model"))

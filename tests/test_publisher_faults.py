@@ -160,8 +160,8 @@ def test_retracting_pauses_the_engine_and_flushes_what_the_old_weights_computed(
         assert publisher.publish(1, [engine.url])["publish/engines"] == 1
         publisher.close()
         paths = [path for path, _ in engine.seen if path not in ("/health", "/server_info")]
-        assert paths[1:3] == ["/pause_generation", "/begin_weight_update"]
-        assert paths[-3:-1] == ["/end_weight_update", "/continue_generation"]
+        assert paths[1:4] == ["/pause_generation", "/update_weight_version", "/begin_weight_update"]
+        assert paths[-4:-1] == ["/end_weight_update", "/update_weight_version", "/continue_generation"]
         bodies = dict(engine.seen)
         assert bodies["/pause_generation"] == {"mode": "retract"}
         assert bodies["/update_weights_from_distributed"]["flush_cache"] is True

@@ -1,10 +1,14 @@
 """The stream of fragments and sampled tokens equals the chat template's rendering of the whole conversation."""
 
+import io
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actor.render import Renderer
+from learner.images import rgb_of
 from shared.types import Image
 from shared.vision import VisionSpec
 from tests.support.tiny import draw_image, png, tiny_model_dir, tiny_tokenizer
@@ -169,3 +173,17 @@ def test_a_thinking_models_turns_begin_inside_its_thoughts_and_keep_them(rendere
 def test_a_template_that_does_not_end_turns_is_refused(renderer):
     with pytest.raises(ValueError, match="cannot be continued"):
         renderer_of("{%- for message in messages -%}{{- message.role -}}: ?{%- endfor -%}", renderer)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
+def test_the_engine_is_given_the_pixels_that_the_learner_sees(renderer, kind):
+    """A server decodes JPEG on a GPU, to other pixels than Pillow does; every decoder makes the same of a PNG."""
+    buffer = io.BytesIO()
+    draw_image(64, 96).save(buffer, kind, quality=80)
+    fragment = renderer.observation(user("look", buffer.getvalue()))
+    (image,) = fragment.images
+    assert image.data.startswith(b"\x89PNG") and image == Image.of(image.data)
+    assert np.array_equal(rgb_of(image), rgb_of(Image.of(buffer.getvalue())))
+    assert fragment.image_tokens == (6,)
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        renderer.observation(user("look", buffer.getvalue()[:-600]))

@@ -60,6 +60,20 @@ def test_an_episode_says_whose_weights_sampled_it_and_shares_no_cache_with_those
     assert len(keys) == 2
 
 
+def test_an_episode_shares_no_cache_with_those_that_older_weights_played_on_its_engine(renderer, threads):
+    """Its ticket is of version 1, and the engine has sampled with version 3 already."""
+    issued = replace(ticket(), id="5-p", version=1)
+    assert cache_key(issued, (3, "p")) == cache_key(replace(issued, version=3)) != cache_key(issued)
+    assert cache_key(issued, (0, "p")) == cache_key(issued, (3, "dead")) == cache_key(issued)
+    _, engine = play(renderer, threads, ["up", "end"])
+    engine.weights = (3, "")
+    engine.answers = ["up", "end"]
+    player = Player(Counting, renderer, EnginePool([engine]), EpisodeLimits(), threads)
+    asyncio.run(player.play(ticket()))
+    before, after = engine.requests[0][2]["cache_key"], engine.requests[2][2]["cache_key"]
+    assert before != after == engine.requests[3][2]["cache_key"]
+
+
 def test_metrics_of_turns_are_averaged_and_others_kept(renderer, threads):
     trajectory, _ = play(renderer, threads, ["up", "end"])
     assert trajectory.metrics["short"] == 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from learner.weights.verify import VerifierSettings, WeightVerifier, WrongWeights
-from shared.engine_messages import all_but, engine_name, part_of
+from shared.weights.checksums import all_but, engine_name, part_of
 from tests.support.engines import JoiningEngine, says
 from tests.support.publishing import FAST, check_no_stale_image, move, policy, publishing
 from tests.support.tiny import running_engine

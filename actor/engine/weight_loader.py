@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.engine_messages import engine_name
+from shared.weights.checksums import engine_name
+from shared.weights.families import FAMILIES
+from shared.weights.group import DEVICES, watchdog_s
 
 MAX_BUCKET_BYTES = 8 * 2**30
 
@@ -37,13 +39,12 @@ def join_group(
     torch's own group constructor, so that the other end may be built by that. RuntimeError when nobody answers."""
     timeout = timedelta(seconds=timeout_s)
     tcp = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
-    device = {"gloo": "cpu", "nccl": "cuda"}[backend]
-    store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, tcp)))
+    store = dist.PrefixStore(f"{DEVICES[backend]}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, tcp)))
     store.set_timeout(timeout)
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=watchdog_s(timeout_s))
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
@@ -92,17 +93,27 @@ def check_finite(flat: Tensor, entries: Sequence[Entry]) -> None:
 
 
 class WeightLoader:
-    """Writes parameters by their Hugging Face names into a model; tied ones are reached by either name."""
+    """Writes parameters, named and laid out as in the published checkpoints, into a model; tied ones are reached by
+    either name."""
 
     def __init__(self, model: Any) -> None:
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self._own_names = [name for name, _ in model.named_parameters()]
+        self._family = family = FAMILIES[model.config.model_type]
+        every = model.named_parameters(remove_duplicate=False)
+        self._parameters: dict[str, Tensor] = {family.published_name(name): parameter for name, parameter in every}
+        self._own_names = [family.published_name(name) for name, _ in model.named_parameters()]
         self.device = next(model.parameters()).device
+
+    def published(self, name: str) -> Tensor | None:
+        """A view of the model's parameter, laid out as in the published checkpoints; None if there is none."""
+        own = self._parameters.get(name)
+        if own is None:
+            return None
+        return own.detach().mT if self._family.is_turned(name) else own.detach()
 
     def check(self, entries: Sequence[Entry]) -> None:
         """ValueError for a name that the model does not have, or another shape."""
         for entry in entries:
-            own = self._parameters.get(entry.name)
+            own = self.published(entry.name)
             if own is None:
                 raise ValueError(f"the model has no parameter {entry.name!r}")
             if own.shape != entry.shape:
@@ -111,17 +122,20 @@ class WeightLoader:
     @torch.no_grad()
     def load(self, flat: Tensor, entries: Sequence[Entry]) -> None:
         for name, tensor in unflatten(flat, entries):
-            self._parameters[name].copy_(tensor)
+            own = self.published(name)
+            assert own is not None, name  # `check` has seen it
+            own.copy_(tensor)
 
     def get(self, name: str, limit: int) -> list[Any]:
         """The first `limit` rows of a parameter as nested lists of floats. ValueError if there is none."""
-        own = self._parameters.get(name)
+        own = self.published(name)
         if own is None:
             raise ValueError(f"the model has no parameter {name!r}")
-        return own.detach()[:limit].float().cpu().tolist()
+        return own[:limit].float().cpu().tolist()
 
     def snapshot(self, skip: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Copies of the parameters whose server name holds none of the fragments, in the model's order."""
+        """Copies of the parameters whose server name holds none of the fragments, in the model's order, laid out as the
+        model holds them."""
         names = [name for name in self._own_names if not any(part in engine_name(name) for part in skip)]
         return [(name, self._parameters[name].detach().clone()) for name in names]
 

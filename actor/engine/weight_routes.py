@@ -28,8 +28,8 @@ from actor.engine.weight_loader import (
     parse_entries,
     raw_bytes,
 )
-from shared.engine_messages import checksums
 from shared.guards.threads import in_thread
+from shared.weights.checksums import checksums
 
 log = logging.getLogger("engine")
 

@@ -14,12 +14,13 @@ from launch.engines.gpus import check_apart, engine_gpus, names, num_visible
 from launch.engines.network import check_key, check_ports, check_reach, url_of
 from launch.processes.children import ROOT, cpu_env
 from shared.config import ConfigError, Recipe
+from shared.engine_messages import NO_WEIGHTS
 from shared.keys import read_api_key
 
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
-NO_WEIGHTS = "none"
-"""What an engine calls the weights it starts with: no version of any run, so that nothing sampled from them counts."""
+ONE_ALONE = ("pp-size", "pipeline-parallel-size", "dp-size", "data-parallel-size")
+QUANTIZING = ("quantization", "torchao-config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,19 @@ def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
         flags["attention-backend"] = engine.attention_backend
     if engine.mm_attention_backend:
         flags["mm-attention-backend"] = engine.mm_attention_backend
-    return flags | {name.lstrip("-").replace("_", "-"): value for name, value in engine.flags.items()}
+    own = {name.lstrip("-").replace("_", "-"): value for name, value in engine.flags.items()}
+    for name, value in own.items():
+        if name in ONE_ALONE and value != 1:
+            raise ConfigError(
+                f"engine.flags: {name} = {value!r}, but weights cannot be sent to such an engine; set it to 1, raise "
+                "engine.tensor_parallel for larger models and engine.count for more engines"
+            )
+        if name in QUANTIZING and value:
+            raise ConfigError(
+                f"engine.flags: {name} = {value!r}, but SGLang would load new weights of a Qwen-VL model under the old "
+                "scales; leave it out"
+            )
+    return flags | own
 
 
 def _flags(flags: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,14 @@ class Saver:
                 raise TimeoutError(
                     f"a checkpoint in {self._folder} is not written after {self._timeout_s:g} s"
                 ) from None
+
+    def written(self) -> int | None:
+        """Bytes of the checkpoint that is being written; None = none is."""
+        total = None
+        for path in self._folder.glob(".*.partial/**/*"):
+            with suppress(OSError):  # it is in its place by now
+                total = (total or 0) + (path.stat().st_size if path.is_file() else 0)
+        return total
 
     def close(self) -> None:
         """After a failure too: gives what is being written a little time, and raises nothing."""

@@ -21,8 +21,7 @@ from learner.model.critic import DeepCritic, LinearCritic, Listener, chosen_laye
 from learner.model.weight_files import WeightFiles, local_part
 from learner.vtrace import turn_indices
 from shared.vision import VisionSpec
-
-SUPPORTED_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
+from shared.weights.families import FAMILIES
 
 
 class PolicyOutput(NamedTuple):
@@ -122,7 +121,7 @@ class Policy(nn.Module):
         return vision.pooler_output[rows], [layer[rows] for layer in deepstack]
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The language-vision model's parameters under their Hugging Face names; a tied output head is left out."""
+        """The language-vision model's parameters under transformers' names; a tied output head is left out."""
         yield from self.vlm.named_parameters()
 
 
@@ -140,9 +139,9 @@ def empty_policy(path: str, spec: VisionSpec, critic_width: int = 0) -> Policy:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"model.path = {path!r} holds no readable config.json: {reason}") from error
-    if config.model_type not in SUPPORTED_TYPES:
+    if config.model_type not in FAMILIES:
         raise ValueError(
-            f"model.path = {path!r} is a {config.model_type!r} model; the learner trains {', '.join(SUPPORTED_TYPES)}"
+            f"model.path = {path!r} is a {config.model_type!r} model; the learner trains {', '.join(FAMILIES)}"
         )
     with torch.device("meta"):
         vlm = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

@@ -25,6 +25,10 @@ class Evaluations:
         """Tickets without a group."""
         return sum(len(evaluation.open) for evaluation in self._running.values())
 
+    def left(self, name: str) -> int:
+        """Open tickets of one that runs."""
+        return len(self._running[name].open)
+
     def find(self, ticket_id: str) -> TicketState | None:
         """The state of an open ticket."""
         evaluation = self._running.get(ticket_id.rpartition("/")[0])

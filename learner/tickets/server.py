@@ -113,6 +113,11 @@ class TicketServer:
         what = f"no result of evaluation {name!r}"
         return self._wait(lambda: self._book.evaluations.result(name), timeout_s, what, *interrupts)
 
+    def evaluation_left(self, name: str) -> int:
+        """Tickets of a running evaluation that are still open."""
+        with self._changed:
+            return self._book.evaluations.left(name)
+
     def engines(self) -> frozenset[str]:
         """The engines that the actors now here use."""
         with self._changed:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from learner.model.policy import Policy
+from shared.weights.families import FAMILIES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +35,13 @@ class Bucket:
 
 
 def gathered(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole parameter) on every rank; a collective where the policy is sharded."""
+    """Whole parameters on every rank, named and laid out as the published checkpoints of the model's family are, which
+    is what engines and exports take. A collective where the policy is sharded."""
+    family = FAMILIES[policy.vlm.config.model_type]
     for name, parameter in policy.named_weights():
         tensor = parameter.detach()
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield family.published_name(name), tensor.mT if family.is_turned(name) else tensor
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int) -> Iterator[Bucket]:

@@ -18,8 +18,10 @@ from shared.engine_api import EngineClient, EngineError, each, reasons
 from shared.engine_messages import EngineTraits
 from shared.guards.threads import in_thread
 from shared.log import get_logger
+from shared.weights.group import DEVICES, watchdog_s
 
 LAST_WORD_S = 2.0  # for the answers of those that waited for another
+ABORT_S = 10.0  # for breaking a group up, which may itself wait for the network
 Members = Mapping[EngineClient, EngineTraits]
 
 
@@ -37,9 +39,10 @@ class WeightGroup:
     The store's keys are those that torch's own group constructor uses, so the other end may be built by that.
     """
 
-    def __init__(self, name: str, world_size: int, backend: str, timeout_s: float) -> None:
-        """Only opens the store; `connect` waits for the engines."""
+    def __init__(self, name: str, world_size: int, backend: str, timeout_s: float, device: int = 0) -> None:
+        """Only opens the store; `connect` waits for the engines. `device`: rank 0's GPU, if the backend needs one."""
         self.name, self.world_size, self.backend, self.timeout_s = name, world_size, backend, timeout_s
+        self.device = torch.device("cpu") if DEVICES[backend] == "cpu" else torch.device(DEVICES[backend], device)
         timeout = timedelta(seconds=timeout_s)
         tcp = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         self.port = tcp.port
@@ -49,22 +52,22 @@ class WeightGroup:
     def connect(self) -> None:
         """Returns when all engines have joined. RuntimeError after the time limit."""
         timeout = timedelta(seconds=self.timeout_s)
-        device = {"gloo": "cpu", "nccl": "cuda"}[self.backend]
         inner = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._tcp))
-        store = dist.PrefixStore(f"{device}/", inner)
+        store = dist.PrefixStore(f"{self.device.type}/", inner)
         store.set_timeout(timeout)
         try:
             if self.backend == "gloo":
                 self._group = dist.ProcessGroupGloo(store, 0, self.world_size, timeout)
             else:
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
+                options._timeout = timedelta(seconds=watchdog_s(self.timeout_s))
                 self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
         finally:
             del store, inner  # a traceback must not keep the store open: engines wait on it
 
     def broadcast(self, tensor: Tensor) -> None:
-        """To all engines. RuntimeError after the time limit, or when an engine is gone."""
+        """To all engines, from wherever it lies. RuntimeError after the time limit, or when an engine is gone."""
+        tensor = tensor.to(self.device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         work = self._group.broadcast([tensor], options)
@@ -76,18 +79,21 @@ class WeightGroup:
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
 
-    def abort(self) -> None:
-        """Breaks the connections and the store, so that nobody waits for what will not come."""
+    async def abort(self) -> None:
+        """Breaks the connections and the store, so that nobody waits for what will not come; within `ABORT_S`."""
         group, self._tcp, self._group = self._group, None, None
         if group is not None:
-            group.abort()
+            breaking = asyncio.create_task(in_thread(group.abort))
+            await asyncio.wait([breaking], timeout=ABORT_S)
+            if breaking.done() and breaking.exception():  # no thread can be begun
+                group.abort()
 
 
 class WeightGroupManager:
     """Keeps the group of rank 0 and the engines; builds it anew whenever they change or anything in it failed."""
 
-    def __init__(self, backend: str, timeout_s: float) -> None:
-        self.backend, self.timeout_s = backend, timeout_s
+    def __init__(self, backend: str, timeout_s: float, device: int = 0) -> None:
+        self.backend, self.timeout_s, self._device = backend, timeout_s, device
         self._log = get_logger("publisher")
         self._members: tuple[EngineClient, ...] = ()
         self._group: WeightGroup | None = None
@@ -106,7 +112,8 @@ class WeightGroupManager:
         await self.shutdown()
         self._generation += 1
         size = 1 + sum(traits.num_ranks for traits in members.values())
-        group = WeightGroup(f"pronk_weights_{self._nonce}_{self._generation}", size, self.backend, self.timeout_s)
+        name = f"pronk_weights_{self._nonce}_{self._generation}"
+        group = WeightGroup(name, size, self.backend, self.timeout_s, self._device)
         self._members, self._group = tuple(members), group
         calls, rank = {}, 1
         for engine, traits in members.items():
@@ -131,7 +138,7 @@ class WeightGroupManager:
         self._group, self._members = None, ()
         if group is None:
             return
-        group.abort()
+        await group.abort()
         left = await each(members, lambda engine: engine.leave_group(group.name, 5.0))
         self._log.debug("engines that did not leave the group: %s", reasons(left))
 
@@ -157,7 +164,7 @@ class WeightGroupManager:
             if all(task.done() for task in tasks.values()) and not refused:
                 return
         assert self._group is not None
-        self._group.abort()
+        await self._group.abort()
         await asyncio.wait(tasks.values(), timeout=LAST_WORD_S)
         errors = _errors(tasks)
         silent = {engine.url: "gave no answer in time" for engine, task in tasks.items() if not task.done()}

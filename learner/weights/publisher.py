@@ -2,13 +2,15 @@
 
     rank 0                                   engine
     (group, once) init_weights_update_group ─▶ joins as rank 1, 2, ... (one for each of its tensor-parallel ranks)
-    pause_generation, begin_weight_update ───▶ requests and KV stay
+    pause_generation, begin_weight_update ───▶ requests and KV stay; weights of no version
     per bucket: update_weights_from_distributed + broadcast, while the next one is gathered
-    end_weight_update, continue_generation ──▶ generates with the new version
+    end_weight_update ───────────────────────▶ weights of the new version
+    continue_generation
     weights_checker, generate ───────────────▶ shows that it does (`learner.weights.verify`)
 
 Every rank gathers; only rank 0 talks. An HTTP error or silence on either side ends the pass: the engine at fault is
-named and left out, the others get the weights in another pass, and the next publication tries it again.
+named and left out, the others, paused meanwhile, get the weights in another pass, and the next publication tries it
+again.
 
     Publisher (the learner's thread) ─▶ WeightUpdate ─▶ WeightGroupManager, EngineClient (the thread of EngineLink)
 """
@@ -62,7 +64,7 @@ class Publisher:
         self.policy, self.ranks, self.settings, self.verifier = policy, ranks, settings, verifier
         self._link, self._process_id = EngineLink(api_key), process_id
         self._log = get_logger("publisher")
-        self._manager = WeightGroupManager(settings.backend, settings.timeout_s)
+        self._manager = WeightGroupManager(settings.backend, settings.timeout_s, ranks.device.index or 0)
         self._served_at: float | None = None  # when an engine last took weights
 
     def publish(self, version: PolicyVersion, engines: Collection[str]) -> dict[str, float]:
@@ -76,11 +78,11 @@ class Publisher:
         check_finite(self.policy.named_weights(), self.ranks, self.policy.dtype)
         started, name = time.monotonic(), weight_name(version, self._process_id)
         members, dropped = self._healthy(engines) if self.ranks.is_main else ({}, {})
-        num_bytes, seconds = 0, Seconds()
+        num_bytes, seconds, paused = 0, Seconds(), dict[EngineClient, float]()
         verifier = self.verifier if self.verifier and self.verifier.due() else None
         while True:
             modes = self.settings.pause_mode, self.settings.call_timeout_s
-            update = WeightUpdate(self._manager, members, name, seconds, *modes)
+            update = WeightUpdate(self._manager, members, name, seconds, *modes, paused)
             self._walk(update if members else None, seconds, verifier)
             dropped |= update.failed
             num_bytes += update.num_bytes

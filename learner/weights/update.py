@@ -10,6 +10,7 @@ from typing import Any
 from learner.weights.buckets import Bucket
 from learner.weights.group import EnginesFailed, Members, WeightGroupManager
 from shared.engine_api import EngineClient, each, reasons
+from shared.engine_messages import NO_WEIGHTS
 
 
 class Seconds(dict[str, float]):
@@ -28,10 +29,12 @@ class Seconds(dict[str, float]):
 
 
 class WeightUpdate:
-    """Begin, then one bucket after the other, then end. After a failure it sends no more; `end` always continues
-    generation. `failed` holds who failed, and why.
+    """Begin, then one bucket after the other, then end. After a failure it sends no more. `failed` holds who failed,
+    and why; such an engine generates on, the others stay `paused` for the pass that follows.
 
-    An engine that receives beside generation is not paused: it installs the whole update between two of its steps.
+    An engine that receives beside generation is not paused: it installs the whole update between two of its steps. Any
+    other writes each bucket over its weights. Until it has all of them it calls them by no version: it may be left
+    behind in the middle, and would give a mixture an old or a new name.
     """
 
     def __init__(
@@ -42,21 +45,27 @@ class WeightUpdate:
         seconds: Seconds,
         pause_mode: str,
         call_timeout_s: float,
+        paused: dict[EngineClient, float],
     ) -> None:
-        self._manager, self._members, self._name = manager, members, name
+        """`paused`: engines and since when; it is the publication's, for all of its passes."""
+        self._manager, self._members, self._name, self._paused = manager, members, name, paused
         self._pause_mode, self._call_timeout_s, self._seconds = pause_mode, call_timeout_s, seconds
         self.failed: dict[str, str] = {}
-        self.working, self.num_bytes = True, 0
+        self.working, self._begun, self.num_bytes = True, False, 0
         in_place = pause_mode == "in_place"
         self._to_pause = [engine for engine, traits in members.items() if not (in_place and traits.beside_generation)]
-        self._paused_at = 0.0
+        self._renamed = {engine for engine, traits in members.items() if not traits.beside_generation}
 
     async def begin(self) -> None:
         limit = self._call_timeout_s
         with self._noting():
             await self._manager.group_of(self._members)
-            self._paused_at = time.monotonic()
+            self._begun = True
+            for engine in self._to_pause:
+                self._paused.setdefault(engine, time.monotonic())
             await self._all(self._to_pause, lambda engine: engine.pause(self._pause_mode, limit))
+            renamed = await self._all(self._renamed, lambda engine: engine.rename_weights(NO_WEIGHTS, limit))
+            self._renamed = {engine for engine in self._renamed if renamed[engine]}
             await self._all(self._members, lambda engine: engine.begin_update(limit, self._update(engine)))
 
     async def send(self, bucket: Bucket) -> None:
@@ -71,8 +80,6 @@ class WeightUpdate:
                 "group_name": group.name,
                 "flush_cache": self._pause_mode == "retract",
             }
-            if bucket.last:
-                body["weight_version"] = self._name
             limit, sent = self._manager.call_timeout_s, 0.0
             started = time.monotonic()
 
@@ -81,33 +88,37 @@ class WeightUpdate:
                 group.broadcast(bucket.flat)
                 sent = time.monotonic() - started
 
-            calls = {engine: engine.receive(self._named(body, engine), limit) for engine in self._members}
+            calls = {engine: engine.receive(body | self._names(engine, bucket), limit) for engine in self._members}
             await self._manager.together("send weights", calls, broadcast)
             self._seconds["broadcast"] += sent
             self._seconds["load"] += time.monotonic() - started - sent
 
     async def end(self) -> None:
-        if self._paused_at == 0.0:  # the group did not come about
-            return
-        limit = self._call_timeout_s
+        limit, whole = self._call_timeout_s, self.working
         with self._noting(), self._seconds.of("load"):
-            if self.working:
+            if whole:
                 await self._all(
                     self._members, lambda engine: engine.end_update(self._name, limit, self._update(engine))
                 )
-            else:
+                await self._all(self._renamed, lambda engine: engine.rename_weights(self._name, limit))
+            elif self._begun:
                 await each(self._members, lambda engine: engine.end_update(None, limit, self._update(engine)))
+        over = [engine for engine in self._paused if self.working or engine.url in self.failed]
         with self._noting():
-            await self._all(self._to_pause, lambda engine: engine.resume(limit))
-        if self._to_pause:
-            self._seconds["pause"] += time.monotonic() - self._paused_at
+            await self._all(over, lambda engine: engine.resume(limit))
+        if over:
+            now = time.monotonic()
+            self._seconds["pause"] = max(self._seconds["pause"], *(now - self._paused.pop(engine) for engine in over))
 
     def _update(self, engine: EngineClient) -> str:
         """What the engine is told that this update is called: so it takes nothing of another one, late though it be."""
         return self._name if self._members[engine].names_updates else ""
 
-    def _named(self, body: dict[str, Any], engine: EngineClient) -> dict[str, Any]:
-        return body | {"update": update} if (update := self._update(engine)) else body
+    def _names(self, engine: EngineClient, bucket: Bucket) -> dict[str, Any]:
+        """What a bucket says to this engine of the update, and the last one of the version that the weights then are;
+        an engine that called them by no version meanwhile is told that at the end."""
+        version = {"weight_version": self._name} if bucket.last and engine not in self._renamed else {}
+        return version | ({"update": update} if (update := self._update(engine)) else {})
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -117,7 +128,11 @@ class WeightUpdate:
             self.failed |= {url: reason for url, reason in error.reasons.items() if url not in self.failed}
             self.working = False
 
-    async def _all(self, engines: Iterable[EngineClient], call: Callable[[EngineClient], Awaitable[None]]) -> None:
+    async def _all(
+        self, engines: Iterable[EngineClient], call: Callable[[EngineClient], Awaitable[object]]
+    ) -> dict[EngineClient, object]:
         """The same call to all at once: EnginesFailed names each that fails, the others are not held up."""
-        if failed := reasons(await each(engines, call)):
+        answers = await each(engines, call)
+        if failed := reasons(answers):
             raise EnginesFailed(failed)
+        return answers

@@ -21,8 +21,10 @@ from learner.weights.canary import Canary, gap
 from learner.weights.group import Members
 from learner.weights.link import EngineLink
 from shared.engine_api import EngineClient, EngineError, each
-from shared.engine_messages import EngineTraits, all_but, checksums, part_of
+from shared.engine_messages import EngineTraits
 from shared.log import get_logger
+from shared.weights.checksums import all_but, checksums, part_of
+from shared.weights.families import FAMILIES
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # logits of 16 to 32 are 0.125 apart in bfloat16
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
@@ -60,7 +62,8 @@ class WeightVerifier:
         self.canary = Canary(policy, model_path, ranks.device)
         self.tolerance = settings.tolerance or TOLERANCE[policy.dtype]
         self._log = get_logger("publisher")
-        self._names = [name for name, _ in policy.named_weights()]
+        self._family = FAMILIES[policy.vlm.config.model_type]
+        self._names = [self._family.published_name(name) for name, _ in policy.named_weights()]
         self._parts = sorted({part_of(name) for name in self._names})
         self._turn = 0
         self._publications = 0
@@ -78,11 +81,12 @@ class WeightVerifier:
         return self._parts[self._turn % len(self._parts)]
 
     def keep(self, bucket: Bucket) -> None:
-        """Remembers the sampled parameters as they are sent."""
+        """Remembers the sampled parameters that are sent, laid out as engines hold them."""
         for (name, values), shape in zip(bucket.values(), bucket.shapes, strict=True):
             padded = name.endswith(_VOCABULARY) and shape[0] % VOCABULARY_UNIT
             if part_of(name) == self.part and not padded:
-                self._kept[name] = values.clone()
+                turned = self._family.is_turned(name)
+                self._kept[name] = values.view(shape).mT.contiguous() if turned else values.clone()
 
     def check(self, weights: str, members: Members, link: EngineLink) -> dict[str, float]:
         """Metrics. WrongWeights, on every rank, if an engine holds other weights; one that is silent is counted."""
@@ -158,6 +162,6 @@ class WeightVerifier:
     def _own_checksums(self, dtype: torch.dtype) -> dict[str, str]:
         def raw() -> Iterable[tuple[str, memoryview]]:
             for name, values in self._kept.items():
-                yield name, values.to(dtype).cpu().view(torch.uint8).numpy().data
+                yield name, values.to(dtype).cpu().flatten().view(torch.uint8).numpy().data
 
         return checksums(raw())

@@ -11,6 +11,7 @@ over the seconds of the publication. The last line is one JSON object; medians.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import subprocess
@@ -99,7 +100,7 @@ def bare_group(sizes: list[int]) -> Iterator[Any]:
     finally:
         process.kill()
         process.wait(10)
-        group.abort()
+        asyncio.run(group.abort())
 
 
 def receive(port: int, sizes: list[int]) -> None:

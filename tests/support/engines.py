@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -171,7 +171,8 @@ class JoiningEngine:
             "/update_weights_from_distributed": self._receive,
             "/server_info": says({"tp_size": num_ranks}),
         }
-        self._server = false_engine(own | answers)
+        self.routes = own | answers
+        self._server = false_engine(self.routes)
 
     def __enter__(self):
         self.url, self.seen = self._server.__enter__()
@@ -193,15 +194,19 @@ class JoiningEngine:
         says({"success": True})(request, body)
 
     def _receive(self, request, body):
+        self._take(body)
+        says({"success": True})(request, body)
+
+    def _take(self, body):
         entries = parse_entries(body["names"], body["dtypes"], body["shapes"])
 
         def receive(place):
             flat = torch.empty(sum(entry.nbytes for entry in entries), dtype=torch.uint8)
-            broadcast(self._groups[place], flat, 10)
-            self.received.append((place, flat))
+            with suppress(RuntimeError):  # the learner has broken the group up
+                broadcast(self._groups[place], flat, 10)
+                self.received.append((place, flat))
 
         self._on_all_ranks(receive)
-        says({"success": True})(request, body)
 
     def _on_all_ranks(self, function):
         threads = [threading.Thread(target=function, args=(place,), daemon=True) for place in range(self.num_ranks)]

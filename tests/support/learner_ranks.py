@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from learner.checkpoints.saver import Saver
-from learner.distributed import Ranks, barrier, broadcast_groups, close_ranks, init_ranks, make_mesh
+from learner.distributed import BACKENDS, Ranks, barrier, broadcast_groups, close_ranks, init_ranks, make_mesh
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import parallelize
@@ -213,8 +213,14 @@ def compute(folder: str, out: Path, engine: str) -> None:
     close_ranks()
 
 
-def as_rank(told: dict[str, str], *arguments: Any) -> None:
+def take_place(told: dict[str, str]) -> None:
+    """This process is that rank from now on. Its default group will have a backend for each device, as on GPUs."""
     os.environ.update(told)
+    BACKENDS["cpu"] = "cpu:gloo,cuda:gloo"
+
+
+def as_rank(told: dict[str, str], *arguments: Any) -> None:
+    take_place(told)
     compute(*arguments)
 
 

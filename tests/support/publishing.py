@@ -15,8 +15,8 @@ from learner.weights.buckets import gathered
 from learner.weights.canary import gap
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import WeightVerifier
-from shared.engine_messages import checksums
 from shared.vision import VisionSpec
+from shared.weights.checksums import checksums
 from tests.support.engines import call
 
 FAST = PublishSettings(bucket_bytes=100_000, timeout_s=4.0, call_timeout_s=4.0, health_timeout_s=2.0)
@@ -54,7 +54,8 @@ def served(metrics):
 
 
 def held(app) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in app.updates.loader._parameters.items() if "lm_head" not in name}
+    loader = app.updates.loader
+    return {name: loader.published(name) for name in loader._parameters}
 
 
 def assert_same(app, policy):

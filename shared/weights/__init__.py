@@ -1,0 +1,1 @@
+"""What engines and learner agree on about parameters: names, layout, checksums."""

@@ -1,0 +1,92 @@
+"""Tiny random models of each family, as transformers makes them, in folders like those of the published ones.
+
+The sizes by which a matrix could be taken for its transpose all differ.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+
+from tests.support.tiny import tiny_model_dir, tiny_tokenizer
+
+NUM_EXPERTS, EXPERT_SIZE = 5, 24  # beside a hidden size of 64 or 128
+
+
+def qwen25(folder: Path) -> Path:
+    """A tiny Qwen2.5-VL: patches of 14, windows of 2 x 2 visual tokens in all blocks but the last, no deepstack."""
+    token = tiny_tokenizer().convert_tokens_to_ids
+    text = {
+        "vocab_size": 640,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+        "initializer_range": 0.12,
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 14,
+        "window_size": 56,
+        "fullatt_block_indexes": [2],
+        "out_hidden_size": 64,
+        "initializer_range": 0.18,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+    )
+    torch.manual_seed(1)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    clip = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
+    Qwen2VLImageProcessorPil(patch_size=14, min_pixels=3136, max_pixels=1 << 20, **clip).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def qwen3_moe(folder: Path) -> Path:
+    """A tiny Qwen3-VL with experts in each layer."""
+    return as_mixture(tiny_model_dir(folder), folder / "mixture")
+
+
+def as_mixture(dense: Path, folder: Path) -> Path:
+    """Random weights in the shape of the model in `dense`, with experts in each layer, beside its other files."""
+    shutil.copytree(dense, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = json.loads((dense / "config.json").read_text())
+    text = config["text_config"] | {"model_type": "qwen3_vl_moe_text", "num_experts": NUM_EXPERTS}
+    text |= {"num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_SIZE}
+    text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "initializer_range": 0.1}
+    vision = config["vision_config"] | {"model_type": "qwen3_vl_moe_vision"}
+    ids = {name: config[name] for name in config if name.endswith("token_id")}
+    torch.manual_seed(1)
+    moe = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=vision, **ids))
+    moe.save_pretrained(folder)
+    return folder
+
+
+FAMILIES = {
+    "Qwen2.5-VL": (qwen25, Qwen2_5_VLForConditionalGeneration, (56, 84, 140)),
+    "Qwen3-VL": (tiny_model_dir, Qwen3VLForConditionalGeneration, (64, 96)),
+    "Qwen3-VL-MoE": (qwen3_moe, Qwen3VLMoeForConditionalGeneration, (64, 96)),
+}
+"""How a model is made, its class in transformers, sides of images that are not resized."""

@@ -1,0 +1,68 @@
+"""The learner waits for an evaluation as long as it goes on, and the other ranks with it."""
+
+from __future__ import annotations
+
+import time
+from threading import Event
+from types import SimpleNamespace
+
+import pytest
+
+from learner.coordinator import Coordinator, Follower
+from learner.tickets.records import EvaluationResult
+from shared.config import Recipe
+from shared.learner_config import LearnerConfig
+from shared.sections import EnvConfig, ModelConfig, RunConfig
+
+LIMIT_S = 0.05
+RESULT = EvaluationResult("before", (), {})
+
+
+def coordinator_of(tmp_path, *, episodes: int, each_s: float) -> Coordinator:
+    """Of an evaluation of so many episodes, one of which comes each so many seconds."""
+    began = time.monotonic()
+
+    def left(_name: str) -> int:
+        return max(0, episodes - int((time.monotonic() - began) / each_s))
+
+    def result(name: str, timeout_s: float, *_: Event) -> EvaluationResult:
+        time.sleep(timeout_s)
+        if left(name):
+            raise TimeoutError(f"no result of evaluation {name!r} within {timeout_s:g} s: two actors play")
+        return RESULT
+
+    server = SimpleNamespace(process_id="p", evaluation_result=result, evaluation_left=left)
+    recipe = Recipe(
+        model=ModelConfig(path="m"),
+        env=EnvConfig(module="e"),
+        run=RunConfig(dir=str(tmp_path), name="r"),
+        learner=LearnerConfig(wait_timeout_s=LIMIT_S),
+    )
+    return Coordinator(recipe, None, server, "run", [], (), Event())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What rank 0 told the other ranks."""
+    flags: list[bool] = []
+    monkeypatch.setattr("learner.coordinator.broadcast_flag", lambda value, ranks: flags.append(value))
+    return flags
+
+
+def test_an_evaluation_that_goes_on_may_take_longer_than_the_limit(tmp_path, told):
+    assert coordinator_of(tmp_path, episodes=400, each_s=0.001)._result_of("before") is RESULT
+    assert len(told) > 2 and all(told)
+
+
+def test_one_that_brings_nothing_for_so_long_is_an_error_that_says_what_it_waited_for(tmp_path, told):
+    with pytest.raises(TimeoutError, match=r"'before' has brought nothing for 0.05 s .*: two actors play"):
+        coordinator_of(tmp_path, episodes=1, each_s=1e6)._result_of("before")
+
+
+def test_other_ranks_wait_until_rank_0_has_the_results(tmp_path, monkeypatch, told):
+    coordinator_of(tmp_path, episodes=1, each_s=1.0).finish_evaluations(3)  # none runs
+    assert told == [False]
+    heard = [True, True, False]
+    monkeypatch.setattr("learner.coordinator.broadcast_flag", lambda value, ranks: heard.pop(0))
+    Follower(None).finish_evaluations(3)  # type: ignore[arg-type]
+    assert heard == []
