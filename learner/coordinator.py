@@ -16,9 +16,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from learner.alarms.alarms import Alarms
 from learner.distributed import Ranks, broadcast_flag, broadcast_groups
 from learner.images import rgb_of
 from learner.metrics.episodes import RunResult, evaluation_metrics, held_out_metrics, middle_half, rollout_metrics
+from learner.metrics.services import services_of
 from learner.metrics.writer import MetricLogger
 from learner.tickets.ledger import Ledger
 from learner.tickets.records import number_of
@@ -92,15 +94,18 @@ class Coordinator(Follower):
         held_out: Sequence[Sample],
         unwritten: Iterable[str],
         shutdown: Event,
+        steps_done: int = 0,
     ) -> None:
-        """`unwritten`: the lines that the ledger of an earlier process could not write."""
+        """`unwritten`: the lines that the ledger of an earlier process could not write; `steps_done`: its steps."""
         super().__init__(ranks)
         self.recipe, self.ticket_server, self.run_id = recipe, ticket_server, run_id
         self.held_out, self._shutdown = held_out, shutdown
         self.process_id = ticket_server.process_id
         self.log = get_logger("learner")
         self.run_dir = Path(recipe.run.dir) / recipe.run.name
-        self.metrics = MetricLogger(self.run_dir)
+        writers = recipe.metrics.writers
+        self.metrics = MetricLogger(self.run_dir, services_of(recipe, run_id), tensorboard="tensorboard" in writers)
+        self.alarms = Alarms(recipe, self.metrics, steps_done)
         self.ledger = Ledger(self.run_dir / "ledger.jsonl", unwritten)
         self.results: dict[str, dict[str, float]] = {}  # by the evaluation's name
         self._running: list[str] = []  # evaluations
@@ -176,6 +181,7 @@ class Coordinator(Follower):
         self._actor_idle.append(rows.get("actors/idle_frac", 0.0))
         if "value/explained_variance" in rows:
             self._explained.append(rows["value/explained_variance"])
+        rows |= self.alarms.step(step, rows, groups) | self.metrics.lost()
         self.metrics.scalars(step, rows)
         if step % 10 == 0 and groups[0].trajectories:
             self._show(step, groups[0])
@@ -271,4 +277,5 @@ class Coordinator(Follower):
             self.ticket_server.go_silently()
         else:
             self.ticket_server.stop(farewell.reason, failed=farewell.failed)
+        self.alarms.close()
         self.metrics.close()

@@ -98,7 +98,9 @@ def build_coordinator(
     ticket_server = TicketServer(source, BookSettings.of(recipe, refusal(learner.objective)), settings)
     if state:
         ticket_server.load_state(state["tickets"])
-    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, state.get("ledger", ()), shutdown)
+    return Coordinator(
+        recipe, ranks, ticket_server, run_id, held_out, state.get("ledger", ()), shutdown, trainer.num_steps
+    )
 
 
 def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:

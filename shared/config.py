@@ -24,10 +24,12 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 from shared.learner_config import LearnerConfig
 from shared.sections import (
     ActorConfig,
+    AlarmsConfig,
     DataConfig,
     EngineConfig,
     EnvConfig,
     EvalConfig,
+    MetricsConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -52,6 +54,8 @@ class Recipe(Section):
     engine: EngineConfig = EngineConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     transport: TransportConfig = TransportConfig()
 
     @property
