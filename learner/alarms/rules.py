@@ -12,7 +12,7 @@ from typing import Any, Literal
 from learner.alarms.series import NUMBERS, Number, now
 
 LIMITS = {  # of a condition: what it is, in words
-    "gap": "0.005 in float32, 0.03 in bfloat16 (not judged where a step has several updates)",
+    "gap": "0.001 in float32, 0.03 in bfloat16 (not judged where a step has several updates)",
     "canary_gap": "0.0001 in float32, 0.05 in bfloat16",
     "oldest": "`learner.max_staleness` + 0.5",
     "max_grad_norm": "`learner.optimizer.max_grad_norm`",
@@ -75,7 +75,7 @@ def limits_of(recipe: Mapping[str, Any]) -> dict[str, float]:
     coarse = recipe.get("model", {}).get("dtype", "float32") != "float32"
     one_update = objective.get("passes", 1) * objective.get("minibatches", 1) == 1
     return {
-        "gap": (0.03 if coarse else 0.005) if one_update else never,
+        "gap": (0.03 if coarse else 0.001) if one_update else never,
         "canary_gap": 0.05 if coarse else 1e-4,
         "oldest": learner.get("max_staleness", 1) + 0.5,
         "max_grad_norm": learner.get("optimizer", {}).get("max_grad_norm", 1.0),
