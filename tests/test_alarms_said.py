@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from learner.alarms.records import Alarm
 from learner.alarms.webhook import Webhook
 from learner.metrics.writer import MetricLogger
 from shared.config import ConfigError, Recipe, load_recipe
+from shared.log import get_logger
 from shared.sections import AlarmsConfig, EnvConfig, ModelConfig, RunConfig
 from shared.types import Ending, Group
 from tests.support.machine import free_port
@@ -125,7 +125,7 @@ def test_the_webhook_gets_each_alarm_and_one_that_fails_is_counted(tmp_path: Pat
 def test_a_webhook_that_fails_is_counted_and_its_secret_is_never_said(
     status: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("pronk.alarms"), "propagate", True)
+    monkeypatch.setattr(get_logger("alarms"), "propagate", True)
     with receiving(status or 200) as (url, _):
         webhook = Webhook(f"{url if status else f'http://127.0.0.1:{free_port()}'}/secret?token=secret")
         webhook.post({"rule": "truncation"})
