@@ -76,6 +76,8 @@ def run(recipe: Recipe, folder: str, cleanup: ExitStack, screen: Screen | None =
     cleanup.callback(lambda: stop_all([each.child for each in started if each.child]))
     for engine in engines:
         engine.start()
+    if screen is not None:
+        screen.update(f"{len(engines)} engines of this host are starting" if engines else "waiting for engine.urls")
     urls = recipe.engine.urls or tuple(spec.url for spec in specs)
     wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s, api_key)
     if recipe.engine.router:

@@ -12,6 +12,7 @@ from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 from rich.text import Text
 
 _ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|[@-Z\\-_])|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -22,6 +23,15 @@ WIDEST = 100
 def is_terminal() -> bool:
     """Whether stderr is a terminal that can move its cursor."""
     return sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+
+
+def _size_of(fd: int) -> os.terminal_size:
+    """80 by 24 for a terminal that says nothing, or is gone."""
+    with contextlib.suppress(OSError):
+        size = os.get_terminal_size(fd)
+        if size.columns and size.lines:
+            return size
+    return os.terminal_size((80, 24))
 
 
 class Screen:
@@ -37,8 +47,9 @@ class Screen:
             force_terminal=True,
             highlight=False,
         )
-        self._size = self._console.size = os.get_terminal_size(self._tty)
+        self._size = self._console.size = _size_of(self._tty)
         self._saved = {fd: os.dup(fd) for fd in (1, 2) if os.isatty(fd)}
+        self._content: RenderableType = ""
         self._lock = threading.RLock()  # of the console
         reading, writing = os.pipe()
         for fd in self._saved:
@@ -71,15 +82,22 @@ class Screen:
 
     @property
     def resized(self) -> bool:
-        with contextlib.suppress(OSError):
-            return os.get_terminal_size(self._tty) != self._size
-        return False
+        return _size_of(self._tty) != self._size
 
     def update(self, content: RenderableType) -> None:
         with self._lock, contextlib.suppress(OSError):
             if self.resized:
-                self._size = self._console.size = os.get_terminal_size(self._tty)
+                self._resize(_size_of(self._tty))
+            self._content = content
             self._live.update(content, refresh=True)
+
+    def _resize(self, size: os.terminal_size) -> None:
+        """Takes the table away as the terminal shows it now, its lines folded where they no longer fit; `Live` knows
+        only how many there were."""
+        lines = self._console.render_lines(self._content, pad=False)
+        folded = sum(-(-max(1, Segment.get_line_length(line)) // size.columns) for line in lines)
+        self._console.file.write("\r\x1b[2K" + "\x1b[1A\x1b[2K" * (folded - 1) + "\n" * (len(lines) - 1))
+        self._size = self._console.size = size
 
     def _pass_on(self, reading: int) -> None:
         with os.fdopen(reading, "r", encoding="utf-8", errors="replace", newline="\n") as lines:

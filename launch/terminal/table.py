@@ -29,7 +29,7 @@ def run_table(run: RunState, width: int, now: float) -> RenderableType:
     step, total = int(run.rows[-1]["step"]), recipe.learner.total_steps
     ago = now - run.step_at
     times = f"{run.last('progress/minutes') or 0:.1f} min, {run.minutes_left:.1f} left"
-    times += f", last step {duration(ago)} ago" if ago > 5 else ""
+    times += f", last step {duration(ago)} ago" if ago > max(10.0, 3 * run.mean("time/step_s")) else ""
     done = bar(step / total, 20 if width >= NARROW else 10)
     head = Text.assemble((recipe.run.name, "bold"), f"  step {step}/{total}  ", (done, "cyan"), f"  {times}")
     return Group(Rule(style="dim"), head, numbers(cells(run, width), width), *alarm_lines(run.alarms))
