@@ -23,7 +23,7 @@ from shared.config import Recipe
 from shared.log import get_logger
 
 WAITING = 256  # rows, before more are lost
-CLOSE_S = 20.0
+CLOSE_S = 10.0
 SAY_EVERY_S = 60.0
 Log = Callable[[int, Mapping[str, float]], None]
 Started = tuple[Log, Callable[[], Any]]  # what logs a step's values, and what finishes
