@@ -113,7 +113,7 @@ def alarms_page() -> str:
         says = " | ".join((r["message"], r["cause"], r["look_at"], r["cure"]))
         parts.append(f"| `{name}` | {r['level']} | {when} | {r['holds']} | {says} |\n")
     parts.append("\n## Words in the conditions\n\n")
-    parts += [f"- `{name}`: {_text(number.__doc__ or '').rstrip('.')}\n" for name, number in NUMBERS.items()]
+    parts += [f"- `{name}`: {_first_line(number.__doc__)}\n" for name, number in NUMBERS.items()]
     parts += [f"- `{name}`: {words}\n" for name, words in LIMITS.items()]
     return "".join(parts)
 

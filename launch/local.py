@@ -26,6 +26,7 @@ from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_si
 from launch.task_samples import held_out_samples, ready
 from launch.terminal.progress import Progress
 from launch.terminal.screen import Screen, is_terminal
+from launch.terminal.state import RunState
 from shared.config import Recipe, fail, parse, recipe_parser
 from shared.log import get_logger
 
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         code = run(recipe, options, progress, result)
     if code == 0:
         curve = curve_of(folder)
-        say_the_end(folder, json.loads(result.read_text()), progress)
+        say_the_end(folder, json.loads(result.read_text()), progress.state)
         print(json.dumps(json.loads(result.read_text()) | {"curve": curve}), flush=True)
     return code
 
@@ -109,12 +110,12 @@ def curve_of(folder: Path) -> str | None:
     return str(path)
 
 
-def say_the_end(folder: Path, result: dict[str, Any], progress: Progress) -> None:
+def say_the_end(folder: Path, result: dict[str, Any], state: RunState) -> None:
     """What was reached, what is wrong, and how to look at it."""
     steps = f"{result['optimizer_steps']} steps, {result['episodes']} episodes in {result['minutes']:.1f} minutes"
     before, after = result.get("success_before"), result.get("success_after")
     held_out = f"success on held-out samples {before:.3f} -> {after:.3f}; " if None not in (before, after) else ""
-    LOG.info("%s%s; alarms: %s", held_out, steps, ", ".join(progress.state.alarms) or "none")
+    LOG.info("%s%s; alarms: %s", held_out, steps, ", ".join(state.alarms) or "none")
     LOG.info("to look at the run: python launch/dashboard.py %s", shlex.quote(str(folder)))
 
 

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from launch.local import say_the_end
 from launch.terminal.follow import Tail
 from launch.terminal.progress import Progress
 from launch.terminal.state import RunState
 from launch.terminal.table import process_table, run_table, sparkline
 from shared.config import Recipe
 from shared.learner_config import LearnerConfig
+from shared.log import get_logger
 from shared.sections import EnvConfig, ModelConfig, RunConfig
 
 ROW = {
@@ -111,6 +113,22 @@ def test_the_table_of_processes_says_what_runs_and_what_starts_again() -> None:
     processes = [process("engine 0"), process("actor 0", child=False, ends=2), process("actor 1", done=True)]
     lines = [" ".join(line.split()) for line in shown(process_table(processes, 90.0), 60)[1:]]
     assert lines == ["engine 0 runs 2 min", "actor 0 starts again 2 restarts", "actor 1 done"]
+
+
+def test_the_end_says_what_was_reached_and_how_to_look_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(get_logger("local"), "info", lambda text, *values: said.append(text % values))
+    state = RunState(recipe_of(tmp_path))
+    state.add_alarm(ALARM)
+    result = {"success_before": 0.25, "success_after": 0.75, "optimizer_steps": 17, "episodes": 1088, "minutes": 2.51}
+    say_the_end(Path("my runs/a"), result, state)
+    say_the_end(Path("runs/b"), result | {"success_before": None}, RunState(recipe_of(tmp_path)))
+    assert said == [
+        "success on held-out samples 0.250 -> 0.750; 17 steps, 1088 episodes in 2.5 minutes; alarms: truncation",
+        "to look at the run: python launch/dashboard.py 'my runs/a'",
+        "17 steps, 1088 episodes in 2.5 minutes; alarms: none",
+        "to look at the run: python launch/dashboard.py runs/b",
+    ]
 
 
 # ------------------------------------------------------------------ files

@@ -74,7 +74,8 @@ def times_median(series: Series) -> float | None:
 
 
 def share_of_best(series: Series) -> float | None:
-    """The mean of the last ten steps over the best mean of ten steps in a row among the last sixty; not below 0.1."""
+    """The mean of the last ten steps over the best mean of ten steps in a row among the last sixty, where
+    that is 0.1 at least."""
     values = list(series.recent)
     if len(values) < 3 * FIRST or any(math.isnan(value) for value in values):
         return None
