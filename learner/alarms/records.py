@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -75,13 +75,3 @@ def episodes_behind(rule: Rule, groups: Sequence[Group]) -> list[str]:
     if rule.lowest:
         found = [name for name, t in sorted(episodes, key=lambda each: each[1].reward) if t.trainable]
     return found[:MAX_EPISODES]
-
-
-def raised_in(lines: Sequence[Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
-    """Of the decoded lines of the file: those of the rules that are raised after the last, by rule."""
-    found: dict[str, Mapping[str, object]] = {}
-    for line in lines:
-        found.pop(str(line.get("rule")), None)
-        if line.get("level") != "cleared":
-            found[str(line.get("rule"))] = line
-    return found
