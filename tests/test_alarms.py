@@ -110,7 +110,7 @@ def failed(episode: Trajectory, ending: Ending) -> Trajectory:
 
 
 def test_a_healthy_small_run_raises_none(ranks: Ranks) -> None:
-    assert judged({}, trained(PROBLEMS["corridor"], ranks, steps=100)) == {}
+    assert judged({}, trained(PROBLEMS["corridor"], ranks, steps=62)) == {}
 
 
 def test_an_engine_in_another_dtype_raises_its_own_alarm(ranks: Ranks) -> None:
