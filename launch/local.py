@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error)
     show_random_policy(recipe)
     raise_on_signals()
+    LOG.info("watch the run: python launch/dashboard.py %s", recipe.run.dir)
     folder = Path(recipe.run.dir) / recipe.run.name
     result = folder / "result.json"
     result.unlink(missing_ok=True)

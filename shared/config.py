@@ -31,6 +31,7 @@ from shared.sections import (
     EvalConfig,
     MetricsConfig,
     ModelConfig,
+    RecordConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -54,6 +55,7 @@ class Recipe(Section):
     engine: EngineConfig = EngineConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
+    record: RecordConfig = RecordConfig()
     metrics: MetricsConfig = MetricsConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     transport: TransportConfig = TransportConfig()
