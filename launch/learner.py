@@ -23,6 +23,7 @@ from launch.engines.gpus import claim, names
 from launch.processes.children import Stopped, raise_on_signals
 from launch.processes.run_folder import prepare_run_folder, take_run_folder
 from launch.task_samples import held_out_samples, ready, training_samples
+from learner.metrics.services import check_writers
 from learner.shutdown import ShutdownRequested
 from learner.tickets.server import check_address
 from learner.tickets.sources import SeedSource
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         if rank == 0:
             learner_security(recipe.transport, recipe.learner.bind)  # what is wrong with the keys is said now
             read_api_key(recipe.engine.api_key_file)
+            check_writers(recipe)
             held = take_run_folder(recipe)  # as the GPU is, until the process ends
             check_address(recipe.learner.bind)
             held = prepare_run_folder(recipe, held, restarted=restarted)
