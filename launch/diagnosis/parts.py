@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import uuid
 from pathlib import Path
 
 import torch
@@ -27,8 +28,9 @@ from learner.distributed import broadcast_groups, close_ranks, gpu_bytes, init_r
 from learner.model import attention_backend
 from learner.plan import check_recipe
 from learner.setup import build_publisher, build_trainer
-from learner.weights.canary import gap
+from learner.weights.canary import Canary, gap
 from learner.weights.publisher import Publisher
+from learner.weights.verify import TOLERANCE
 from shared.config import Recipe
 from shared.engine_api import EngineClient
 from shared.keys import read_api_key
@@ -85,21 +87,29 @@ class Round:
         """The learner's ranks, with the model in the recipe's dtype."""
         recipe, learner = self.recipe, self.recipe.learner
         torch.set_num_threads(learner.threads)
-        self.ranks = init_ranks(learner.device, timeout_s=PATIENCE_S, shard_size=learner.parallel.shard_size)
+        patience_s = PATIENCE_S + recipe.engine.start_timeout_s  # rank 0 waits for the engine
+        self.ranks = init_ranks(learner.device, timeout_s=patience_s, shard_size=learner.parallel.shard_size)
         check_recipe(recipe, self.ranks.size, gpu_bytes(self.ranks))
         self.trainer = build_trainer(recipe, self.ranks)
+        self._canary = Canary(self.trainer.policy, recipe.model.path, self.ranks.device)
         kernel = attention_backend.activate(learner.parallel.attention, recipe.model.dtype, self.ranks.device)
         count = sum(p.numel() for p in self.trainer.policy.parameters())
         words = f"{self.ranks.size} rank{'s' * (self.ranks.size > 1)} on {learner.device}"
         return f"{words}, {count / 1e6:.1f} M parameters, {recipe.model.dtype}, attention {kernel}"
 
     def serve(self) -> str:
-        """The engine answers, serves this model, and counts the tokens of an image as the learner does."""
-        if self._engine is None:
-            return ""
+        """The engine answers, counts an image's tokens as the learner does, and computes the same from the model's
+        files: what is missing there is initialised at random."""
         engine = self.recipe.engine
-        wait_until_serving(self._urls, [self._engine], self._facts, engine.start_timeout_s, self._key)
-        return f"{engine.kind} on {engine.device} answers an image, with the tokens and bans that the learner counts on"
+        if self._engine is not None:
+            wait_until_serving(self._urls, [self._engine], self._facts, engine.start_timeout_s, self._key)
+        off, limit = self._gap(), TOLERANCE[self.trainer.policy.dtype]
+        if self.ranks.is_main and off > limit:
+            raise ValueError(
+                f"of the same files in {self.recipe.model.path}, engine and learner do not compute the same: the "
+                f"logprobs after an image are {off:.2g} apart, above {limit:g}; is a tensor missing there?"
+            )
+        return f"{engine.kind} on {engine.device} answers an image, with logprobs {off:.2g} off the learner's"
 
     def publish_moved(self) -> str:
         """Other weights than the engine was started with, so that it is seen whether they arrive."""
@@ -177,16 +187,14 @@ class Round:
 
     def _gap(self) -> float:
         """How far the engine's answer to the canary is off the learner's, on rank 0."""
-        assert self._publisher is not None and self._publisher.verifier is not None
-        canary = self._publisher.verifier.canary
-        own = canary.expected()
+        canary, own = self._canary, self._canary.expected()
         if not self.ranks.is_main:
             return math.inf
 
         async def ask() -> list[float]:
             asked = (canary.token_ids, [canary.image], canary.watched, self.trainer.policy.banned_ids)
             async with EngineClient(self._urls[0], api_key=self._key) as client:
-                return (await client.next_logprobs(*asked, "before", PATIENCE_S))[0]
+                return (await client.next_logprobs(*asked, uuid.uuid4().hex, PATIENCE_S))[0]
 
         return gap(own, asyncio.run(ask()))
 

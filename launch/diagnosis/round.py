@@ -22,7 +22,7 @@ from launch.processes.restarts import how_it_ended
 
 STAGES = {  # and what may help where one fails
     "learner": "see learner.plan for what fits; a damaged model: download it again",
-    "engine": "see the log; make sglang-env builds SGLang's environment anew",
+    "engine": "see the log below; for SGLang's own: make sglang-env builds its environment anew",
     "weights": "see docs/how-to/doctor.md, weights",
     "episode": "python -m envs.check MODULE plays the environment alone",
     "step": "set learner.parallel.attention = 'sdpa', or model.dtype = 'float32', to find the kernel",
@@ -41,6 +41,7 @@ class Followed:
     stage: str = ""
     since: float = field(default_factory=time.monotonic)
     findings: dict[str, Finding] = field(default_factory=dict)
+    failed: bool = False
     _read: int = 0
 
     def read(self) -> None:
@@ -59,11 +60,11 @@ class Followed:
         if state == "begun":
             self.stage, self.since = stage, time.monotonic()
             return
-        known = self.findings.get(stage)
-        if known is None or known.state != "failed":  # of several ranks the first to fail is the cause
-            cure = STAGES[stage] if state == "failed" else ""
+        if not self.failed:  # what comes after the first failure, of another rank, follows from it
             found: State = state
+            cure = STAGES[stage] if state == "failed" else ""
             self.findings[stage] = Finding(f"round: {stage}", found, event["found"], cure, event.get("seconds"))
+            self.failed = state == "failed"
         if state == "ok":
             self.stage = ""
 
@@ -86,13 +87,13 @@ def run_round(small: Miniature, tell: Callable[[str], None] = lambda _: None) ->
     finally:
         end(child)
     follow.read()
-    if how and not any(each.state == "failed" for each in follow.findings.values()):
+    if how and not follow.failed:
         stage = follow.stage or next((name for name in STAGES if name not in follow.findings), "checkpoint")
         follow.findings[stage] = failed(f"round: {stage}", f"{how}; {last_lines(log, 3)}", STAGES[stage])
     for stage in STAGES:
         missing = not_checked(f"round: {stage}", "an earlier stage failed")
         found.append(follow.findings.get(stage, missing))
-    if any(each.state == "failed" for each in found):
+    if how:
         found.append(ok("round: log", str(log)))
     else:
         remove(folder)
