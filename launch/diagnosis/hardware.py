@@ -55,7 +55,7 @@ def check_gpus(recipe: Recipe, gpus: Sequence[Gpu], driver: Path = DRIVER) -> li
         if recipe.learner.device == "cuda":
             check_recipe(recipe, ranks, float(min(g.num_bytes for g in gpus)))
     except ValueError as error:
-        return [refused("gpus", error)]
+        return [refused("gpus", error, "lower engine.count, or set engine.gpus")]
     busy = [str(index) for index, gpu in enumerate(gpus) if gpu.free < 0.9 * gpu.num_bytes]
     if busy:
         return [

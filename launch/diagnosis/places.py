@@ -63,7 +63,7 @@ def check_model(recipe: Recipe, folder: Path | None) -> Finding:
         if not any(folder.glob("*.safetensors")):
             raise ValueError(f"{folder} has no .safetensors file; download the model again")
     except (ValueError, OSError, KeyError) as error:
-        return refused("model", error)
+        return refused("model", error, "set model.path to the folder of a Qwen-VL model, or its hub name")
     sizes = sizes_in(folder)
     return ok("model", f"{folder}" + (f", {sizes.parameters / 1e6:.1f} M parameters" if sizes else ""))
 
@@ -78,7 +78,7 @@ def check_task(recipe: Recipe) -> Finding:
     try:
         check_env(recipe)
     except ValueError as error:
-        return refused("task", error)
+        return refused("task", error, "correct env.module and env.args; python -m envs.check plays an environment")
     return ok("task", f"{recipe.env.module}, samples from {recipe.data.source}")
 
 
@@ -123,7 +123,7 @@ def check_keys(recipe: Recipe) -> Finding:
         actor_security(recipe.transport, recipe.actor.learner)
         key = read_api_key(recipe.engine.api_key_file)
     except ValueError as error:
-        return refused("keys", error)
+        return refused("keys", error, "python -m shared.keys makes them")
     words = "for the sockets" if recipe.transport.keys else "none needed on loopback"
     return ok("keys", words + (", and for the engines" if key else ""))
 
@@ -133,10 +133,7 @@ def check_learner_port(recipe: Recipe) -> Finding:
     try:
         check_address(recipe.learner.bind)
     except ValueError as error:
-        found = refused(name, error)
-        return failed(
-            name, found.found, found.cure or "stop what listens there, or set --learner.bind and --actor.learner"
-        )
+        return refused(name, error, "stop what listens there, or set --learner.bind and --actor.learner")
     return ok(name, f"{recipe.learner.bind} is free")
 
 
@@ -148,7 +145,7 @@ def check_engine_ports(recipe: Recipe, ephemeral: Path = EPHEMERAL) -> Finding:
         check_reach(recipe)
         check_ports(recipe)
     except ValueError as error:
-        return refused(name, error)
+        return refused(name, error, "correct engine.host and engine.port")
     last = engine.port + engine.count - 1
     words = f"{engine.port}" if last == engine.port else f"{engine.port} to {last}"
     if ephemeral.exists():
@@ -173,7 +170,7 @@ def check_urls(recipe: Recipe) -> list[Finding]:
     try:
         answers = asyncio.run(each(urls, ask))
     except ValueError as error:
-        return [refused("engines", error)]
+        return [refused("engines", error, "correct engine.urls")]
     silent = {url: said.reason for url, said in answers.items() if isinstance(said, EngineError)}
     if silent:
         words = "; ".join(f"{url}: {reason}" for url, reason in silent.items())

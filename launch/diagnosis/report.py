@@ -40,10 +40,10 @@ def not_checked(name: str, why: str, cure: str = "") -> Finding:
     return Finding(name, "not checked", why, cure)
 
 
-def refused(name: str, error: Exception) -> Finding:
-    """What one of Pronk's own checks refuses: its line names the value and, after the first semicolon, the cure."""
-    found, _, cure = " ".join(str(error).split()).partition("; ")
-    return failed(name, found, cure)
+def refused(name: str, error: Exception, cure: str) -> Finding:
+    """What one of Pronk's own checks refuses: its line names the value and, mostly after a semicolon, the cure."""
+    found, _, own = " ".join(str(error).split()).partition("; ")
+    return failed(name, found, own or cure)
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
