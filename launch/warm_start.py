@@ -13,6 +13,7 @@ import argparse
 import random
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,7 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneratio
 
 from actor.render import Renderer
 from launch.tiny_models import build as tiny_model
-from launch.tiny_models.demonstrations import TASKS, Lesson, Task
+from launch.tiny_models.demonstrations import TASKS, Answer, Lesson, Task
 from launch.tiny_models.tower import teach_tower
 from learner.batch import make_episode, pack
 from learner.images import ImageDecoder
@@ -36,12 +37,19 @@ FIRST_SEED = 1_000_000_000  # training seeds lie below, held-out seeds above 2_0
 
 
 def demonstration(
-    task: Task, seed: int, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, lesson: Lesson
+    task: Task,
+    seed: int,
+    renderer: Renderer,
+    tokenizer: PreTrainedTokenizerFast,
+    lesson: Lesson,
+    choice_weight: float = 1.0,
 ) -> Trajectory:
-    """One demonstrated episode as a trajectory: the mask marks the answers, logprobs and versions say nothing."""
+    """One demonstrated episode as a trajectory: the mask marks the answers, behaviour logprobs are the logarithms of
+    the tokens' weights in the loss (`choice_weight` where chance chose), versions say nothing."""
     prompt = task.prompts[seed % len(task.prompts)]
     token_ids: list[int] = []
     mask: list[int] = []
+    weights: list[float] = []
     images: list[Image] = []
     turns: list[Turn] = []
     for message, answer in task.demonstrate(seed, random.Random(f"demonstration {seed}"), lesson):
@@ -49,16 +57,17 @@ def demonstration(
             fragment = renderer.observation(message)
         else:
             fragment = renderer.start([{"role": "system", "content": prompt}, message])
-        answer_ids = tokenizer.encode(answer + "<|im_end|>", add_special_tokens=False)
+        answer_ids, answer_weights = weighted(answer, tokenizer, choice_weight)
         token_ids += [*fragment.token_ids, *answer_ids]
         mask += [0] * len(fragment.token_ids) + [1] * len(answer_ids)
+        weights += [1.0] * len(fragment.token_ids) + answer_weights
         images += fragment.images
         turns.append(Turn(len(token_ids) - len(answer_ids), len(token_ids), 0.0))
     sampled = np.array(mask, dtype=np.uint8)
     return Trajectory(
         token_ids=np.array(token_ids, dtype=np.int32),
         loss_mask=sampled,
-        behaviour_logprobs=np.zeros(len(mask), dtype=np.float32),
+        behaviour_logprobs=np.log(weights, dtype=np.float32),
         policy_versions=sampled.astype(np.int32) - 1,
         turns=tuple(turns),
         reward=0.0,
@@ -67,8 +76,18 @@ def demonstration(
     )
 
 
+def weighted(answer: Answer, tokenizer: PreTrainedTokenizerFast, choice_weight: float) -> tuple[list[int], list[float]]:
+    """The tokens of an answer with its end, and their weights in the loss."""
+    encoded = tokenizer(answer.text + "<|im_end|>", add_special_tokens=False, return_offsets_mapping=True)
+    weights = [
+        choice_weight if any(start < b and a < end for a, b in answer.guesses) else 1.0
+        for start, end in encoded["offset_mapping"]
+    ]
+    return encoded["input_ids"], weights
+
+
 def train(task: Task, options: argparse.Namespace) -> None:
-    """Maximises the mean logprob of the demonstrated answers; AdamW, warm-up, then a square-root decay to 0."""
+    """Maximises the weighted mean logprob of the shown answers; AdamW, warm-up, then a square-root decay to 0."""
     steps, lr = options.steps, options.lr
     phrases = list(task.phrases) * 50 + ["system\n", "user\n", "assistant\n", "\n"] * 200
     vocab_size = task.model.get("vocab_size", 640)
@@ -81,12 +100,10 @@ def train(task: Task, options: argparse.Namespace) -> None:
     spec = VisionSpec.load(options.out)
     policy, decoder, renderer = Policy(model, spec), ImageDecoder(spec), Renderer(tokenizer, spec)
     if options.tower_steps:
-        teach_tower(policy, steps=options.tower_steps, seed=options.seed)
+        teach_tower(policy, pixels=task.cell_pixels, steps=options.tower_steps, seed=options.seed)
     model.model.visual.requires_grad_(not options.freeze_tower)
     settings, device = ObjectiveConfig(), torch.device("cpu")
-    lesson = Lesson(
-        options.expertise, options.reach, options.jump, options.near, options.turns, tuple(options.wall_chances)
-    )
+    lesson = Lesson(**{field.name: getattr(options, field.name) for field in fields(Lesson) if field.name in options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     started = time.monotonic()
     for step in range(steps):
@@ -94,9 +111,10 @@ def train(task: Task, options: argparse.Namespace) -> None:
             group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps) ** 0.5
         first = FIRST_SEED + options.seed * 10_000_000 + step * options.batch
         seeds = range(first, first + options.batch)
-        shown = [demonstration(task, s, renderer, tokenizer, lesson) for s in seeds]
+        shown = [demonstration(task, s, renderer, tokenizer, lesson, options.choice_weight) for s in seeds]
         microbatch = pack([make_episode(t, 0.0, decoder, settings) for t in shown], decoder, device)
-        loss = -policy(microbatch, 1.0).logprobs.mean()
+        weights = microbatch.behaviour_logprobs.exp()
+        loss = -(weights * policy(microbatch, 1.0).logprobs).sum() / weights.sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -121,13 +139,31 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--reach", type=int, default=3, help="Sokoban: good moves are shown this near to the solution")
     parser.add_argument("--jump", type=float, default=0.0, help="Sokoban: share of turns that show a fresh board")
     parser.add_argument("--near", type=float, default=0.0, help="Sokoban: share of boards that begin within --reach")
+    parser.add_argument(
+        "--scatter",
+        type=float,
+        default=0.0,
+        help="Sokoban: share of turns that begin with player and boxes on cells drawn at random, which no play reaches",
+    )
+    parser.add_argument(
+        "--choice-weight",
+        type=float,
+        default=1.0,
+        help="Sokoban: weight in the loss of the tokens that choose a random move, from which nothing can be learned",
+    )
     parser.add_argument("--turns", type=int, default=8, help="Sokoban: turns of one episode, at most")
-    parser.add_argument("--wall-chances", type=float, nargs="+", default=[0.05], help="Sokoban: each board draws one")
+    parser.add_argument("--wall-chances", type=float, nargs="+", default=(0.05,), help="Sokoban: each board draws one")
     parser.add_argument("--tower-steps", type=int, default=0, help="Sokoban: first teach the vision tower alone")
     parser.add_argument("--freeze-tower", action="store_true", help="demonstrations do not train the vision tower")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
+    if not 0 < options.choice_weight <= 1:
+        parser.error(f"--choice-weight {options.choice_weight}: use a number above 0, at most 1")
+    if not 0 <= options.scatter <= 1:
+        parser.error(f"--scatter {options.scatter}: it is a share, from 0 to 1")
+    if options.tower_steps and not TASKS[options.task].cell_pixels:
+        parser.error(f"--tower-steps {options.tower_steps}: only Sokoban's tower is taught alone")
     torch.set_num_threads(options.threads)
     train(TASKS[options.task], options)
 

@@ -49,11 +49,12 @@ def lr_factor(step: int, config: LearnerConfig) -> float:
     done = min(max(done, 0.0), 1.0)
     match config.optimizer.schedule:
         case "linear":
-            return 1.0 - done
+            left = 1.0 - done
         case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * done))
+            left = 0.5 * (1.0 + math.cos(math.pi * done))
         case _:
             return 1.0
+    return config.optimizer.final_share + (1.0 - config.optimizer.final_share) * left
 
 
 def set_learning_rates(optimizer: Optimizer, factor: float, policy_factor: float = 1.0) -> None:

@@ -104,6 +104,9 @@ class ObjectiveConfig(Section):
     passes: int = Field(1, gt=0, description="times that a step trains on each of its episodes")
     minibatches: int = Field(1, gt=0, description="updates of one pass, each on its share of the episodes")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    min_entropy: float = Field(
+        0.0, ge=0, description="nats: the policy term is of tokens where the policy's entropy is at least this; 0 = all"
+    )
     reward_scale: float = Field(1.0, description="vtrace, ppo: rewards are multiplied by this")
     turn_rewards: bool = Field(
         True, description="vtrace, ppo: train on the rewards of turns; false = the episode's at the end"
@@ -204,6 +207,9 @@ class OptimizerConfig(Section):
     value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
+    final_share: float = Field(
+        0.0, ge=0, le=1, description="schedule = linear or cosine: share of the rates that is left at the end"
+    )
     weight_decay: float = Field(0.1, ge=0, description="of either optimizer, on matrices")
     betas: tuple[float, float] = Field((0.9, 0.98), description="of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")

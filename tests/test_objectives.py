@@ -197,6 +197,29 @@ def test_an_objective_has_the_gradient_of_its_plain_reference(objective, setting
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
+def test_certain_tokens_have_no_policy_term_and_keep_every_other(objective):
+    """With `min_entropy`, the gradient is that of the plain reference without the policy term's rows of such tokens."""
+    episodes, own = random_episodes(3), {"name": objective, "kl_coef": 0.3, "entropy_coef": 0.2}
+    for e in episodes:
+        e["entropies"] = (e["entropies"].detach() + 1).exp().requires_grad_()
+    limit = torch.cat([e["entropies"] for e in episodes]).median().item()
+    plain, config = ObjectiveConfig(**own), ObjectiveConfig(**own, min_entropy=limit)
+
+    def gradients_of(total: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [[e[name] for e in episodes] for name in ("logprobs", "entropies", "values")]
+        return [torch.cat(torch.autograd.grad(total, of, retain_graph=True, materialize_grads=True)) for of in leaves]
+
+    policy_and_value = gradients_of(REFERENCES[objective](episodes, plain))
+    others = gradients_of(extras(episodes, plain))
+    certain = torch.cat([e["entropies"] for e in episodes]) < limit
+    assert 0 < certain.sum() < len(certain)
+    policy_and_value[0] = policy_and_value[0].masked_fill(certain, 0.0)
+    found = gradients_of(loss_of(packed_tokens(episodes, config), config).total / len(certain))
+    for ours, one, other in zip(found, policy_and_value, others, strict=True):
+        torch.testing.assert_close(ours, one + other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_parts_of_a_step_add_up_to_the_whole(objective):
     config, episodes = ObjectiveConfig(name=objective), random_episodes(7)
     total = lambda part: float(loss_of(packed_tokens(part, config), config).total)  # noqa: E731

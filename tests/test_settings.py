@@ -24,6 +24,14 @@ def test_the_cosine_schedule_warms_up_and_falls_to_nothing() -> None:
     assert lr_factor(10, config) == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_ends_at_the_final_share_of_the_rates(schedule: str) -> None:
+    config = learner_config(lr_schedule=schedule, warmup_steps=2, total_steps=10, final_share=0.2)
+    assert [lr_factor(step, config) for step in (0, 1, 2, 6, 10, 99)] == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2, 0.2])
+    constant = learner_config(lr_schedule="constant", total_steps=10, final_share=0.2)
+    assert lr_factor(10, constant) == 1.0
+
+
 def test_training_seeds_begin_again_after_num_samples() -> None:
     source = training_samples(load_recipe(RECIPE, ["--data.first_seed", "7", "--data.num_samples", "3"]))
     assert [source.sample(position).metadata["seed"] for position in range(5)] == [7, 8, 9, 7, 8]

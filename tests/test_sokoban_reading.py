@@ -81,7 +81,7 @@ def test_demonstrated_moves_are_good_within_reach_and_random_elsewhere() -> None
     rng, lesson = random.Random(0), Lesson(expertise=1.0, reach=3)
     chosen = dict.fromkeys(MOVES, 0)
     for board in (env_of(seed).position for seed in range(40) for _ in range(4)):
-        for move in parse_actions(sokoban_answer(board, rng, lesson), 3):
+        for move in parse_actions(sokoban_answer(board, rng, lesson).text, 3):
             best = optimal_first_moves(board)
             if 0 < len(best) <= 3:
                 assert len(best) - len(optimal_first_moves(board.moved(move))) == 1
@@ -95,7 +95,7 @@ def test_without_expertise_no_move_is_chosen_by_the_solver() -> None:
     best = 0
     for seed in range(60):
         board = env_of(seed, max_solution=3).position
-        (first, *_) = parse_actions(sokoban_answer(board, random.Random(seed), Lesson(expertise=0.0)), 3)
+        (first, *_) = parse_actions(sokoban_answer(board, random.Random(seed), Lesson(expertise=0.0)).text, 3)
         best += len(optimal_first_moves(board.moved(first))) < len(optimal_first_moves(board))
     assert best < 30
 
@@ -104,7 +104,7 @@ def test_a_jump_shows_a_board_to_which_no_answer_led() -> None:
     lesson = Lesson(expertise=1.0, jump=1.0, turns=4)
     answers = [answer for _, answer in TASK.demonstrate(3, random.Random(3), lesson)]
     assert len(answers) == 4
-    targets = [answer.split()[1] for answer in answers]
+    targets = [answer.text.split()[1] for answer in answers]
     assert any(first != second for first, second in pairwise(targets))
 
 

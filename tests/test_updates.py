@@ -13,6 +13,8 @@ from learner.checkpoints.saver import Saver
 from learner.guards.state import GuardState
 from learner.images import ImageDecoder
 from learner.model.policy import load_policy
+from learner.model.sharding import freeze
+from learner.objective.survey import Survey
 from learner.trainer import Trainer
 from shared.config import Recipe
 from shared.learner_config import ObjectiveConfig
@@ -79,6 +81,30 @@ def test_minibatches_are_steps_on_parts_of_the_episodes(folder, spec, ranks, obj
         trainer.step(groups, version=0)
         whole = make_episodes(groups, ImageDecoder(spec), ObjectiveConfig(name=objective))
         assert seen == [[whole[i].advantage for i in part] for part in parts]
+
+
+def test_the_reference_speaks_within_updates_as_it_would_beforehand(folder, spec, ranks):
+    """Where each episode is trained on once; a frozen tower's images are then seen once for both."""
+    groups, results = random_groups(spec, 4, turns=2), []
+    for beforehand in (False, True):
+        policy, reference = load_policy(str(folder), spec), load_policy(str(folder), spec)
+        with torch.no_grad():
+            policy.vlm.lm_head.weight.mul_(1.1)
+        freeze(policy, ("vision", "projector"))
+        calls = []
+        reference.vlm.model.visual.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        trainer = Trainer(policy, learner_config(kl_coef=0.5, minibatches=2, lr=1e-3), ranks, reference=reference)
+        assert not trainer._survey.reference
+        trainer._survey = Survey(policy=False, reference=beforehand)
+        trainer.optimizer = torch.optim.SGD([{"params": [*policy.parameters()], "base_lr": 0.1}], lr=0.1)
+        metrics = trainer.step(groups, version=0)
+        assert bool(calls) == beforehand
+        results.append((torch.nn.utils.parameters_to_vector(policy.parameters()).detach(), metrics))
+    (ours, found), (expected, beforehand) = results
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+    for name in ("reference/kl", "optim/grad_norm", "policy/entropy"):
+        assert found[name] == pytest.approx(beforehand[name], rel=1e-6, abs=1e-6)
+    assert found["reference/kl"] > 1e-6
 
 
 @pytest.mark.slow

@@ -10,18 +10,21 @@ answers of which only a part has the right form.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from envs import colour, geo3k, geo3k_multi_turn, sokoban
-from envs.boards.board import MOVES, Board
-from envs.boards.reading import moves_with_states, reading
+from envs.boards import frames
+from envs.boards.board import MOVES, WALL, Board
 from envs.boards.solver import optimal_first_moves
 from shared.types import Sample
 
-SOKOBAN_ARGS = {"pixels_per_cell": 32, "split": "train"}
+SOKOBAN_ARGS: dict[str, Any] = {"pixels_per_cell": 32, "reading": "cells"}
+FRAME_ARGS: dict[str, Any] = {"pixels_per_cell": 16, "reading": "frame"}
 SOKOBAN_PROMPT = "Solve Sokoban."
 COLOUR_PROMPT = "Name the colour."
 TRIANGLE_ARGS = {"picture_pixels": 64}
@@ -29,7 +32,15 @@ TOOL_PROMPT = "Call calc_score, then give the answer."
 ANSWER_PROMPT = "Give the answer."
 CALL = ("<tool_call>", '{"name": ', '"calc_score"', ', "arguments": ', '{"answer": ', '"', '"', "}}", "</tool_call>")
 
-Demonstration = Iterator[tuple[dict[str, Any], str]]
+
+class Answer(NamedTuple):
+    """A demonstrated answer, and where in it (start and end) the words stand that chance chose."""
+
+    text: str
+    guesses: tuple[tuple[int, int], ...] = ()
+
+
+Demonstration = Iterator[tuple[dict[str, Any], Answer]]
 """Pairs of an observation message and the answer to it."""
 
 
@@ -40,9 +51,11 @@ class Lesson:
     expertise: float = 0.4  # share of good answers; Sokoban: of good moves within reach
     reach: int = 3  # Sokoban: a solution of at most so many moves is within reach
     jump: float = 0.0  # Sokoban: share of turns that show a fresh board
+    scatter: float = 0.0  # Sokoban: share of turns that begin with player and boxes on cells drawn at random
     near: float = 0.0  # Sokoban: share of boards that begin within reach
     turns: int = 8  # Sokoban: of one episode, at most
     wall_chances: tuple[float, ...] = (0.05,)  # Sokoban: each board draws one
+    split: str = "train"  # Sokoban: of the boards
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +68,49 @@ class Task:
     model: dict[str, int]
     demonstrate: Callable[[int, random.Random, Lesson], Demonstration]
     """One episode of a seed."""
+    cell_pixels: int = 0  # Sokoban: of the images
 
 
 def seeded(seed: int) -> Sample:
     return Sample(str(seed), metadata={"seed": seed, "split": "train"})
 
 
-def play_sokoban(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
-    env = _sokoban(seed, rng, lesson)
+def play_sokoban(seed: int, rng: random.Random, lesson: Lesson, *, args: dict[str, Any]) -> Demonstration:
+    env = _sokoban(seed, rng, lesson, args)
     observation, done = env.reset()[0], False
     for turn in range(lesson.turns):
         if done or (turn and rng.random() < lesson.jump):
-            fresh = _sokoban(rng.randrange(1 << 30), rng, lesson)
-            env, observation = fresh, fresh.reset()[0] | {"obs_str": observation["obs_str"]}
-        answer = sokoban_answer(env.position, rng, lesson)
+            env = _sokoban(rng.randrange(1 << 30), rng, lesson, args)
+            observation = env.reset()[0] | {"obs_str": observation["obs_str"]}
+        if lesson.scatter and rng.random() < lesson.scatter:
+            env = sokoban.SokobanEnv(scattered(env.position, rng), env.settings)
+            observation = env.reset()[0] | {"obs_str": observation["obs_str"]}
+        answer = sokoban_answer(env.position, rng, lesson, args["reading"])
         yield env.format_observation(observation), answer
-        observation, done, _ = env.step(answer)
+        observation, done, _ = env.step(answer.text)
         if done and not lesson.jump:
             return
 
 
-def _sokoban(seed: int, rng: random.Random, lesson: Lesson) -> sokoban.SokobanEnv:
+def _sokoban(seed: int, rng: random.Random, lesson: Lesson, args: dict[str, Any]) -> sokoban.SokobanEnv:
     longest = {"max_solution": lesson.reach} if rng.random() < lesson.near else {}
-    return sokoban.build_env(seeded(seed), SOKOBAN_ARGS | longest | {"wall_chance": rng.choice(lesson.wall_chances)})
+    sample = Sample(str(seed), metadata={"seed": seed, "split": lesson.split})
+    return sokoban.build_env(sample, args | longest | {"wall_chance": rng.choice(lesson.wall_chances)})
+
+
+def scattered(board: Board, rng: random.Random) -> Board:
+    """The board with player and boxes anywhere, in a position that is not solved; often one that cannot be."""
+    free = [cell for cell, code in enumerate(board.cells) if code != WALL]
+    while True:
+        player, *boxes = rng.sample(free, 1 + len(board.boxes))
+        moved = replace(board, player=player, boxes=tuple(sorted(boxes)))
+        if not moved.solved:
+            return moved
 
 
 def play_colour(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
     env = colour.build_env(seeded(seed))
-    yield env.format_observation(env.reset()[0]), rng.choice(list(colour.COLOURS))
+    yield env.format_observation(env.reset()[0]), Answer(rng.choice(list(colour.COLOURS)))
 
 
 def play_geometry(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
@@ -93,22 +121,29 @@ def play_geometry(seed: int, rng: random.Random, lesson: Lesson) -> Demonstratio
     while not done:
         number = env.label if rng.random() < 0.5 else str(5 * rng.randint(1, 30))
         answer = tool_call(number, rng, lesson.expertise) if calls else boxed(number, rng, lesson.expertise)
-        yield env.format_observation(observation), answer
+        yield env.format_observation(observation), Answer(answer)
         observation, done, info = env.step(answer)
         calls = with_tool and not info.get("tool_executed") and rng.random() < 0.5
 
 
-def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson) -> str:
+def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson, form: str = "cells") -> Answer:
     """Writes down the board, then up to three moves and what they lead to: where the solution is within reach, the
-    next move of a shortest one with probability `expertise`; random ones elsewhere."""
+    next move of a shortest one with probability `expertise`; random ones elsewhere. `form`: of `sokoban.READINGS`."""
     moves: list[str] = []
+    guessed: list[bool] = []
     position = board
     while len(moves) < 3 and not position.solved:
-        best = optimal_first_moves(position)
-        good = 0 < len(best) <= lesson.reach and rng.random() < lesson.expertise
-        moves.append(best[0] if good else rng.choice(MOVES))
+        best = optimal_first_moves(position) if lesson.expertise else []
+        guessed.append(not (0 < len(best) <= lesson.reach and rng.random() < lesson.expertise))
+        moves.append(rng.choice(MOVES) if guessed[-1] else best[0])
         position = position.moved(moves[-1])
-    return f"<think> {reading(board)}</think><answer> {moves_with_states(board, moves)}</answer>"
+    words = sokoban.READINGS[form]
+    start = f"<think> {words.reading(board)}</think><answer>"
+    said = f" {words.moves_with_states(board, moves)}"
+    choices = frames.TURNS if form == "frame" else MOVES
+    places = [found.span() for found in re.finditer(rf" ({'|'.join(choices)})\b", said)]
+    guesses = [(len(start) + a, len(start) + b) for (a, b), guess in zip(places, guessed, strict=True) if guess]
+    return Answer(f"{start}{said}</answer>", tuple(guesses))
 
 
 def tool_call(number: str, rng: random.Random, expertise: float) -> str:
@@ -134,17 +169,23 @@ def boxed(number: str, rng: random.Random, expertise: float) -> str:
     return rng.choice((f"Answer: {number}", f"Answer: {{{number}}}", f"Answer: \\boxed{{{number}"))
 
 
-def sokoban_phrases() -> tuple[str, ...]:
-    cells = [f"{row}{column}" for row in range(6) for column in range(6)]
+def sokoban_phrases(words: tuple[str, ...], weight: int = 1) -> tuple[str, ...]:
+    """`words`: what is said of boards. With a large weight, what is written is cut into words before anything else."""
     observation = "[Observation]\n(Refer to the image for the grid layout.)\nValid last actions: "
     request = "\nProvide your next move(s) using Up, Down, Left, Right."
     titles = [move.title() for move in MOVES]
+    said = (*MOVES, *titles, *words)
+    spoken = ("<answer>", "</answer>", ", ", *MOVES, *titles, *(f" {word}" for word in said))
+    return (*spoken * weight, observation, request, "None", SOKOBAN_PROMPT)
+
+
+def cell_words() -> tuple[str, ...]:
+    """The words of `envs.boards.reading` on boards of 6x6."""
+    cells = [f"{row}{column}" for row in range(6) for column in range(6)]
     ways = [f"{v}{h}" for v in ("^0", *(f"{d}{n}" for d in "^_" for n in (1, 2, 3)))
             for h in (">0", *(f"{d}{n}" for d in "<>" for n in (1, 2, 3)))]  # fmt: skip
     sides = ["#" + "".join(chosen) for count in range(5) for chosen in combinations("udlr", count)]
-    said = (*MOVES, *titles, *cells, *ways, *sides)
-    words = ("<answer>", "</answer>", ", ", *MOVES, *titles, *(f" {word}" for word in said))
-    return (*words, observation, request, "None", SOKOBAN_PROMPT)
+    return (*cells, *ways, *sides)
 
 
 def geometry_phrases() -> tuple[str, ...]:
@@ -174,7 +215,20 @@ def geometry_phrases() -> tuple[str, ...]:
 
 
 TASKS = {
-    "sokoban": Task((SOKOBAN_PROMPT,), sokoban_phrases(), {"vocab_size": 576}, play_sokoban),
+    "sokoban": Task(
+        (SOKOBAN_PROMPT,),
+        sokoban_phrases(cell_words()),
+        {"vocab_size": 576},
+        partial(play_sokoban, args=SOKOBAN_ARGS),
+        cell_pixels=32,
+    ),
+    "sokoban_frames": Task(
+        (SOKOBAN_PROMPT,),
+        sokoban_phrases(frames.words(), weight=20),
+        {"vocab_size": 640},
+        partial(play_sokoban, args=FRAME_ARGS),
+        cell_pixels=16,
+    ),
     "colour": Task(
         (COLOUR_PROMPT,),
         (*colour.COLOURS, "Which colour?", COLOUR_PROMPT),

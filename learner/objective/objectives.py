@@ -191,7 +191,11 @@ def _loss(
     targets: TokenTargets | None = None,
     value: Tensor | float = 0.0,
 ) -> Loss:
-    """The sum over tokens of policy term, KL and entropy, and the value's sum."""
+    """The sum over tokens of policy term, KL and entropy, and the value's sum. The policy term is 0 where the policy is
+    as good as certain (`min_entropy`): there advantages only add noise to what it always says."""
+    if config.min_entropy:
+        certain_N = tokens.entropies.detach() < config.min_entropy
+        term = term._replace(loss_N=term.loss_N.masked_fill(certain_N, 0.0))
     per_token_N = term.loss_N
     kl_N = torch.zeros_like(tokens.logprobs)
     if tokens.reference_logprobs is not None:

@@ -16,8 +16,8 @@ from shared.learner_config import ObjectiveConfig
 class Survey:
     """Whose logprobs have to be computed beforehand, by a forward of their own without gradient.
 
-    Not the policy's where a step has one update: it is then what it was. Nor the reference's, whose forward then is
-    part of the update; with several updates one forward serves them all.
+    Not the policy's where a step has one update: it is then what it was. Nor the reference's where each episode is
+    trained on once, whose forward then is part of its update; with several passes one forward serves them all.
     """
 
     policy: bool
@@ -28,7 +28,7 @@ class Survey:
         several = config.passes * config.minibatches > 1
         in_advantages = config.kl_in_reward and config.group_relative
         moves = several and config.proximal == "learner"
-        return Survey(moves or in_advantages, config.kl_coef != 0 and (several or in_advantages))
+        return Survey(moves or in_advantages, config.kl_coef != 0 and (config.passes > 1 or in_advantages))
 
     def added(self, episodes: Sequence[Episode], logprobs: np.ndarray, config: ObjectiveConfig) -> list[Episode]:
         """The episodes with what was found and, where the KL is in group-relative rewards, the advantages that follow.
