@@ -122,3 +122,11 @@ def test_engines_and_learner_are_told_the_same_of_nccl_and_the_users_word_wins(m
     assert (env["NCCL_CUMEM_ENABLE"], env["NCCL_NVLS_ENABLE"]) == ("0", "1")
     assert commands._on_gpus(()) == {}
     assert all(each.reason for each in variables.VARIABLES.values())
+
+
+def test_the_documentation_has_every_known_version_and_every_variable_with_its_reason():
+    page = " ".join(Path("docs/how-to/doctor.md").read_text().split())
+    versions = {*TORCH_OF_SGLANG, *NCCL_OF_TORCH, *NCCL_OF_TORCH.values()}
+    assert [version for version in versions if version not in page] == []
+    for name, (value, reason) in variables.VARIABLES.items():
+        assert f"| `{name}` | {value} | {reason} |" in page

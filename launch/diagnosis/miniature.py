@@ -43,6 +43,11 @@ def miniature(recipe: Recipe, run_dir: Path, model: Path | None, sizes: ModelSiz
         fields |= _stand_in(recipe)
     devices, no_publication = _devices(recipe, num_gpus, changes)
     fields |= _engine(recipe, devices["engine.device"], own, changes) | devices | _learner(recipe, changes)
+    if devices["engine.device"] != recipe.engine.device:  # what is said of GPUs is not for the CPU
+        fields |= {"engine.attention_backend": "", "engine.mm_attention_backend": "", "engine.mem_fraction": 0.0}
+        fields |= {"engine.flags": {}, "engine.tensor_parallel": 1}
+    if devices["learner.device"] != recipe.learner.device:
+        fields |= {"learner.parallel.attention": "auto", "learner.parallel.offload": False}
     taken = recipe.engine.tensor_parallel if own and fields["engine.kind"] == "sglang" else 1
     on_gpus = devices["learner.device"] == "cuda"
     free = num_gpus - (taken if devices["engine.device"] == "cuda" else 0) if on_gpus else MOST_RANKS

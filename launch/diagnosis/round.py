@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -84,8 +85,11 @@ def run_round(small: Miniature, tell: Callable[[str], None] = lambda _: None) ->
     child = start_family("round", command, log, env=env)
     try:
         how = watch(child, follow, STAGE_S, small.recipe.engine.start_timeout_s, tell)
-    finally:
+    except BaseException:  # the doctor was asked to stop
         end(child)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    end(child)
     follow.read()
     if how and not follow.failed:
         stage = follow.stage or next((name for name in STAGES if name not in follow.findings), "checkpoint")
@@ -96,7 +100,7 @@ def run_round(small: Miniature, tell: Callable[[str], None] = lambda _: None) ->
     if how:
         found.append(ok("round: log", str(log)))
     else:
-        remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
@@ -123,9 +127,3 @@ def end(child: Child) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.process.wait(LEAVE_S)
     child.kill()
-
-
-def remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()

@@ -18,13 +18,18 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actor.isolation.lifeline import die_with_parent
 from launch.processes.children import Stopped, raise_on_signals
 from shared.config import Recipe
 from shared.guards.memory import use_one_heap
+from shared.nccl import variables
+
+if TYPE_CHECKING:
+    from launch.diagnosis.parts import Round
 
 
 @dataclass(slots=True)
@@ -33,8 +38,8 @@ class Events:
 
     path: Path
     rank: int
-    stage: str = ""
-    _began: float = field(default=0.0)
+    stage: str = "learner"
+    _began: float = field(default_factory=time.monotonic)
 
     def run(self, stage: str, work: Callable[[], str]) -> None:
         """`work` says in words what it has found; rank 0's words count."""
@@ -67,22 +72,15 @@ def main(order_path: str) -> int:
     os.chdir(order["folder"])
     recipe = Recipe.model_validate(order["recipe"])
     events = Events(Path(order["events"]), int(os.environ.get("RANK", "0")))
+    if recipe.learner.device == "cuda":
+        os.environ.update(variables.settings(os.environ))
     raise_on_signals()
-    from launch.diagnosis.parts import Round  # torch and transformers
-
-    with Round(recipe, publishes=not order["no_publication"]) as work:
+    with ExitStack() as stack:
         try:
-            events.run("learner", work.load)
-            events.run("engine", work.serve)
-            if order["no_publication"]:
-                events.skip("weights", order["no_publication"])
-            else:
-                events.run("weights", work.publish_moved)
-            events.run("episode", work.play)
-            events.run("step", work.step)
-            if not order["no_publication"]:
-                events.run("weights again", work.publish_trained)
-            events.run("checkpoint", work.save_and_read)
+            from launch.diagnosis.parts import Round  # torch and transformers
+
+            work = Round(recipe, publishes=not order["no_publication"])
+            go_through(stack.enter_context(work), events, order["no_publication"])
         except Stopped:
             return 130
         except Exception as error:  # whatever a stage fails of, it is told as that stage's
@@ -90,6 +88,22 @@ def main(order_path: str) -> int:
             events.fail(error)
             return 1
     return 0
+
+
+def go_through(work: Round, events: Events, no_publication: str) -> None:
+    events.run("learner", work.load)
+    events.run("engine", work.serve)
+    if no_publication:
+        events.skip("weights", no_publication)
+    else:
+        events.run("weights", work.publish_moved)
+    events.run("episode", work.play)
+    events.run("step", work.step)
+    if no_publication:
+        events.skip("weights again", no_publication)
+    else:
+        events.run("weights again", work.publish_trained)
+    events.run("checkpoint", work.save_and_read)
 
 
 if __name__ == "__main__":
