@@ -235,6 +235,8 @@ def test_gpus_that_do_not_suffice_are_named(tmp_path):
 
     assert is_bad(found(1, **{"engine.count": 2}), "need 2, but there are 1")
     assert is_bad(found(2, **{"engine.count": 2}), "the engines take all")
+    little = [Gpu("a small one", 10**7, 10**7)] * 2
+    assert is_bad(hardware.check_gpus(recipe_with(**CUDA), little, tmp_path / "none")[0], "does not fit")
 
 
 def test_a_machine_without_a_gpu_says_what_it_cannot_check(tmp_path):

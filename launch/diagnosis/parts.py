@@ -34,6 +34,7 @@ from learner.weights.verify import TOLERANCE
 from shared.config import Recipe
 from shared.engine_api import EngineClient
 from shared.keys import read_api_key
+from shared.log import get_logger
 from shared.types import Group, Sampling, Ticket, Trajectory
 
 PATIENCE_S = 120.0  # of a collective
@@ -47,7 +48,7 @@ class LastWarning(logging.Handler):
     def __init__(self, logger: str) -> None:
         super().__init__(logging.WARNING)
         self.text = ""
-        logging.getLogger(logger).addHandler(self)
+        get_logger(logger).addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()
@@ -63,8 +64,8 @@ class Round:
         if os.environ.get("RANK", "0") == "0":
             self._facts, (spec,) = check(recipe)
             self._engine = Engine(spec if publishes else with_own_weights(spec), recipe.engine)
-        self._warnings = LastWarning("pronk.publisher")
-        self._errors = LastWarning("pronk.learner")
+        self._warnings = LastWarning("publisher")
+        self._errors = LastWarning("learner")
         self._groups: list[Group] = []
 
     def __enter__(self) -> Round:
