@@ -30,7 +30,7 @@ STAGES = {  # and what may help where one fails
     "weights again": "see docs/how-to/doctor.md, weights",
     "checkpoint": "see the run folder's disk and quota, or set --run.dir elsewhere",
 }
-STAGE_S = 180.0  # longest time of one; the engine's start has the recipe's besides
+STAGE_S = 300.0  # longest time of one, start of torch included; the engine has the recipe's besides
 LEAVE_S = 10.0
 
 
