@@ -16,8 +16,9 @@ from learner.coordinator import Coordinator, Follower
 from learner.distributed import Ranks
 from learner.guards.bad_groups import check_group
 from learner.model import attention_backend
-from learner.model.policy import Policy, load_policy
+from learner.model.policy import Policy, empty_policy, load_weights
 from learner.model.sharding import parallelize
+from learner.recording.recorder import Recorder
 from learner.tickets.book import BookSettings
 from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SampleSource
@@ -45,11 +46,12 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
 
 
 def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
-    """The model of `model.path`, also where a checkpoint is to be resumed from."""
+    """The model of `model.path`, also where a checkpoint is to be resumed from. No rank holds more than its shards."""
     model = recipe.model
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
-    policy = load_policy(model.path, spec, critic_width)
+    policy = empty_policy(model.path, spec, critic_width)
     parallelize(policy, ranks, recipe.learner, getattr(torch, model.dtype))
+    load_weights(policy, model.path, ranks.device, offload=recipe.learner.parallel.offload)
     return policy
 
 
@@ -94,11 +96,13 @@ def build_coordinator(
         secure=learner_security(recipe.transport, learner.bind),
         check=partial(check_group, decoder=trainer.decoder, max_context=recipe.model.max_context),
         max_failure_share=recipe.env.max_failure_share,
+        keep_failed=recipe.record.failures,
     )
     ticket_server = TicketServer(source, BookSettings.of(recipe, refusal(learner.objective)), settings)
     if state:
         ticket_server.load_state(state["tickets"])
-    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, state.get("ledger", ()), shutdown)
+    recorder = Recorder(recipe, trainer.decoder.spec)
+    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, state.get("ledger", ()), shutdown, recorder)
 
 
 def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:
