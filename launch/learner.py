@@ -31,6 +31,7 @@ from shared.config import Recipe, fail, parse, recipe_parser
 from shared.guards.memory import use_one_heap
 from shared.keys import learner_security, read_api_key
 from shared.log import get_logger
+from shared.nccl import variables
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--from-recording", default="", metavar="DIR", help="train on these groups, without actors")
     recipe, options = parse(parser, argv)
     rank = int(os.environ.get("RANK", "0"))
+    if recipe.learner.device == "cuda":
+        os.environ.update(variables.settings(os.environ))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)  # a rank never outlives its torchrun
     try:
