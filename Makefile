@@ -11,16 +11,19 @@ SGLANG_VENV ?= .venv-sglang
 VENV := .venv
 PY := $(VENV)/bin/python
 
+# On GPUs learner and SGLang's server must have the same NCCL.
+CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),constraints-gpu.txt,constraints.txt)
+
 .PHONY: env sglang-env train tiny-models frame-models format lint check test test-learning test-watching test-sglang \
   test-chaos test-hostile test-long docs clean
 
 env: $(VENV)/.done
 
-$(VENV)/.done: pyproject.toml constraints.txt
+$(VENV)/.done: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group dev
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) torch
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group dev
 	touch $@
 
 # The environment of SGLang's server, never the learner's: make sglang-env
@@ -67,7 +70,7 @@ frame-models: env
 
 # A million mutated messages against the wire, then more that coverage guides.
 test-long: env
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group fuzz
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group fuzz
 	$(PY) -m tests.fuzz --messages 1000000 $(ARGS)
 	$(PY) -m tests.fuzz.guided --messages 200000 $(ARGS)
 
@@ -93,7 +96,7 @@ test-learning: env
 
 # The dashboard's pages in the system's Chromium; screenshots go to build/screenshots.
 test-watching: env
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group watch
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group watch
 	$(PY) -m pytest -m browser tests/test_watching.py $(ARGS)
 
 test-sglang: env sglang-env
@@ -109,7 +112,7 @@ test-hostile: env
 
 # The documentation, strictly, into build/site; pages of the reference are made from the code.
 docs: env
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group docs
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 clean:

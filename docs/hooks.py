@@ -31,8 +31,8 @@ BESIDE_THE_CODE = {  # page: the file that it shows
 }
 COMMANDS = (
     "launch/learner.py", "launch/actors.py", "launch/local.py", "launch/prepare.py", "launch/warm_start.py",
-    "launch/curves.py", "launch/dashboard.py",
-    "learner.plan", "learner.export", "learner.replay", "shared.config", "shared.keys",
+    "launch/curves.py", "launch/dashboard.py", "launch/doctor.py",
+    "learner.plan", "learner.export", "learner.replay", "learner.alarms", "shared.config", "shared.keys",
     "envs.check", "envs.play", "envs.show", "actor.engine.server",
 )  # fmt: skip
 HELP_S = 120.0
@@ -43,6 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
     pages: dict[str, Callable[[], str]] = {
         "reference/recipe.md": recipe_page,
         "reference/metrics.md": metrics_page,
+        "reference/alarms.md": alarms_page,
         "reference/commands.md": commands_page,
         "reference/wire-format.md": wire_page,
         "reference/engine-api.md": engine_page,
@@ -93,6 +94,27 @@ def metrics_page() -> str:
         parts.append(f"\n## {section.replace('_', ' ').capitalize()}\n\n| metric | meaning | healthy | what to do |\n")
         parts.append("|---|---|---|---|\n")
         parts += [f"| `{name}` | {m['meaning']} | {m['healthy']} | {m['cure']} |\n" for name, m in metrics.items()]
+    return "".join(parts)
+
+
+def alarms_page() -> str:
+    from learner.alarms.rules import LIMITS
+    from learner.alarms.series import NUMBERS
+
+    sections = tomllib.loads((ROOT / "learner/alarms/rules.toml").read_text(encoding="utf-8"))
+    parts = [
+        "# Alarms\n\nThe rules of the [alarms](../how-to/alarms.md): one is raised when any of its conditions has held "
+        "for so many steps in a row, and over when none has for as many.\n\n"
+        "| alarm | level | condition | steps | what it says | cause | look at | do |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+    ]
+    for name, r in sections.items():
+        when = " or ".join(f"`{condition}`" for condition in r["when"])
+        says = " | ".join((r["message"], r["cause"], r["look_at"], r["cure"]))
+        parts.append(f"| `{name}` | {r['level']} | {when} | {r['holds']} | {says} |\n")
+    parts.append("\n## Words in the conditions\n\n")
+    parts += [f"- `{name}`: {_first_line(number.__doc__)}\n" for name, number in NUMBERS.items()]
+    parts += [f"- `{name}`: {words}\n" for name, words in LIMITS.items()]
     return "".join(parts)
 
 

@@ -26,6 +26,8 @@ from launch.processes.children import Stopped, raise_on_signals, stop_all
 from launch.processes.restarts import Supervised
 from launch.recording import Recording, with_own_weights
 from launch.task_samples import ready
+from launch.terminal.screen import Screen, is_terminal
+from launch.terminal.table import process_table
 from shared.codec import TokenRules
 from shared.config import Recipe, fail, parse, recipe_parser
 from shared.engine_api import EngineError
@@ -41,8 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--record", default="", metavar="DIR", help="no learner: groups go into this folder")
     recipe, options = parse(parser, argv)
     with ExitStack() as cleanup:
+        screen = cleanup.enter_context(Screen()) if is_terminal() else None
         try:
-            return run(recipe, options.record, cleanup)
+            return run(recipe, options.record, cleanup, screen)
         except ActorFailed as failure:
             LOG.error("%s; stopping the others", failure)
             return failure.code
@@ -53,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             return 130
 
 
-def run(recipe: Recipe, folder: str, cleanup: ExitStack) -> int:
+def run(recipe: Recipe, folder: str, cleanup: ExitStack, screen: Screen | None = None) -> int:
     """Starts engines, then actors, and keeps them alive until the run is over. Groups go into `folder`, if one is
     given. `cleanup` ends all that was started."""
     recipe = ready(recipe)
@@ -73,6 +76,8 @@ def run(recipe: Recipe, folder: str, cleanup: ExitStack) -> int:
     cleanup.callback(lambda: stop_all([each.child for each in started if each.child]))
     for engine in engines:
         engine.start()
+    if screen is not None:
+        screen.update(f"{len(engines)} engines of this host are starting" if engines else "waiting for engine.urls")
     urls = recipe.engine.urls or tuple(spec.url for spec in specs)
     wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s, api_key)
     if recipe.engine.router:
@@ -89,6 +94,8 @@ def run(recipe: Recipe, folder: str, cleanup: ExitStack) -> int:
     while not all(actor.done for actor in actors):  # which is the end of the run
         for each in started:
             each.keep_alive()
+        if screen is not None:
+            screen.update(process_table(started, time.monotonic()))
         time.sleep(0.2)
     return 0
 

@@ -23,6 +23,7 @@ from launch.engines.gpus import claim, names
 from launch.processes.children import Stopped, raise_on_signals
 from launch.processes.run_folder import prepare_run_folder, take_run_folder
 from launch.task_samples import held_out_samples, ready, training_samples
+from learner.metrics.services import check_writers
 from learner.shutdown import ShutdownRequested
 from learner.tickets.server import check_address
 from learner.tickets.sources import SeedSource
@@ -30,6 +31,7 @@ from shared.config import Recipe, fail, parse, recipe_parser
 from shared.guards.memory import use_one_heap
 from shared.keys import learner_security, read_api_key
 from shared.log import get_logger
+from shared.nccl import variables
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--from-recording", default="", metavar="DIR", help="train on these groups, without actors")
     recipe, options = parse(parser, argv)
     rank = int(os.environ.get("RANK", "0"))
+    if recipe.learner.device == "cuda":
+        os.environ.update(variables.settings(os.environ))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)  # a rank never outlives its torchrun
     try:
@@ -48,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         if rank == 0:
             learner_security(recipe.transport, recipe.learner.bind)  # what is wrong with the keys is said now
             read_api_key(recipe.engine.api_key_file)
+            check_writers(recipe)
             held = take_run_folder(recipe)  # as the GPU is, until the process ends
             check_address(recipe.learner.bind)
             held = prepare_run_folder(recipe, held, restarted=restarted)

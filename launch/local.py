@@ -1,4 +1,4 @@
-"""Learner, engine and actors on this machine, with one progress line:
+"""Learner, engine and actors on this machine, with a live table of how far they are (lines where there is no terminal):
 
     python launch/local.py --config launch/recipes/sokoban_tiny.toml [--ranks N] [--section.key VALUE ...]
 
@@ -12,17 +12,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import argparse
 import json
 import os
-import time
-from dataclasses import dataclass, field
+import shlex
+from contextlib import nullcontext
 from random import Random
-from typing import TextIO
+from typing import Any
 
 from envs.loader import load_env, load_module
 from launch.engines.commands import check_host
 from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
 from launch.task_samples import held_out_samples, ready
+from launch.terminal.progress import Progress
+from launch.terminal.screen import Screen, is_terminal
+from launch.terminal.state import RunState
 from shared.config import Recipe, fail, parse, recipe_parser
 from shared.log import get_logger
 
@@ -40,28 +44,36 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error)
     show_random_policy(recipe)
     raise_on_signals()
-    children: list[Child] = []
     LOG.info("watch the run: python launch/dashboard.py %s", recipe.run.dir)
     folder = Path(recipe.run.dir) / recipe.run.name
     result = folder / "result.json"
     result.unlink(missing_ok=True)
+    with Screen() if is_terminal() else nullcontext() as screen:
+        progress = Progress(recipe, screen)
+        code = run(recipe, options, progress, result)
+    if code == 0:
+        curve = curve_of(folder)
+        say_the_end(folder, json.loads(result.read_text()), progress.state)
+        print(json.dumps(json.loads(result.read_text()) | {"curve": curve}), flush=True)
+    return code
+
+
+def run(recipe: Recipe, options: argparse.Namespace, progress: Progress, result: Path) -> int:
+    """Learner and actors, until they have ended; the exit code."""
+    children: list[Child] = []
     try:
         arguments = ["--config", options.config, *options.overrides]
         torchrun = [sys.executable, script("processes/torchrun"), "--standalone", f"--nproc-per-node={options.ranks}"]
-        progress = Progress(folder / "metrics.jsonl", recipe)
         children.append(
             start("learner", [*torchrun, script("learner"), *arguments], env=cpu_env(recipe.learner.threads), mute=True)
         )
         children.append(start("actors", [sys.executable, script("actors"), *arguments]))
-        code = watch(children, progress, result)
+        return watch(children, progress, result)
     except Stopped as signal:
         LOG.info("%s: stopping", signal)
         return 130
     finally:
         stop_all(children)
-    if code == 0:
-        print(json.dumps(json.loads(result.read_text()) | {"curve": curve_of(folder)}), flush=True)
-    return code
 
 
 def script(name: str) -> str:
@@ -99,61 +111,13 @@ def curve_of(folder: Path) -> str | None:
     return str(path)
 
 
-@dataclass
-class Progress:
-    """Follows metrics.jsonl and keeps one line of it on the terminal; one line every 30 s where there is none."""
-
-    path: Path
-    recipe: Recipe
-    _file: TextIO | None = None
-    _skip: int = 0  # bytes that an earlier run wrote
-    _aside: int = 0  # inode of an earlier run's file, which the learner moves aside
-    _line: str = ""
-    _shown: float = 0.0
-    _rows: list[dict[str, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.path.exists() and self.recipe.learner.resume != "never":
-            self._skip = self.path.stat().st_size
-        elif self.path.exists():
-            self._aside = self.path.stat().st_ino
-
-    def show(self, *, final: bool = False) -> None:
-        if self._file is None and self.path.exists() and self.path.stat().st_ino != self._aside:
-            self._file = self.path.open(encoding="utf-8")
-            self._file.seek(self._skip if self.path.stat().st_size >= self._skip else 0)
-        fresh = False
-        for part in self._file or ():
-            self._line += part
-            if not self._line.endswith("\n"):  # the learner is still writing it
-                break
-            row, self._line = json.loads(self._line), ""
-            if "rollout/reward" in row:
-                self._rows.append(row)
-                fresh = True
-        terminal = sys.stderr.isatty()
-        if self._rows and ((fresh and terminal) or final or (fresh and time.monotonic() - self._shown > 30)):
-            self._shown = time.monotonic()
-            end = "\n" if final or not terminal else ""
-            print(("\r\033[K" if terminal else "") + self.line(), end=end, file=sys.stderr, flush=True)
-
-    def line(self) -> str:
-        """Means over the last ten steps."""
-        row, recent = self._rows[-1], self._rows[-10:]
-
-        def mean(key: str) -> float:
-            values = [r[key] for r in recent if r.get(key) is not None]
-            return sum(values) / max(1, len(values))
-
-        steps, total = int(row["step"]), self.recipe.learner.total_steps
-        left = (total - steps) * mean("time/step_s") / 60
-        return (
-            f"step {steps}/{total}  success {mean('rollout/success'):.2f}  reward {mean('rollout/reward'):.2f}  "
-            f"version {row['policy_version']:.0f}  staleness {mean('staleness/token/mean'):.1f} "
-            f"(max {max(r.get('staleness/token/max') or 0 for r in recent):.0f})  "
-            f"{mean('speed/turns_per_s'):.0f} turns/s  learner idle {100 * mean('learner/idle_frac'):.0f} %  "
-            f"actor idle {100 * mean('actors/idle_frac'):.0f} %  {row['progress/minutes']:.1f} min, {left:.1f} left"
-        )
+def say_the_end(folder: Path, result: dict[str, Any], state: RunState) -> None:
+    """What was reached, what is wrong, and how to look at it."""
+    steps = f"{result['optimizer_steps']} steps, {result['episodes']} episodes in {result['minutes']:.1f} minutes"
+    before, after = result.get("success_before"), result.get("success_after")
+    held_out = f"success on held-out samples {before:.3f} -> {after:.3f}; " if None not in (before, after) else ""
+    LOG.info("%s%s; alarms: %s", held_out, steps, ", ".join(state.alarms) or "none")
+    LOG.info("to look at the run: python launch/dashboard.py %s", shlex.quote(str(folder)))
 
 
 def show_random_policy(recipe: Recipe) -> None:

@@ -17,9 +17,11 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+from learner.alarms.alarms import Alarms
 from learner.distributed import Ranks, broadcast_flag, broadcast_groups
 from learner.images import rgb_of
 from learner.metrics.episodes import RunResult, evaluation_metrics, held_out_metrics, middle_half, rollout_metrics
+from learner.metrics.services import services_of
 from learner.metrics.writer import MetricLogger
 from learner.recording.columns import Watched
 from learner.recording.recorder import Recorder as StepRecorder
@@ -101,8 +103,9 @@ class Coordinator(Follower):
         unwritten: Iterable[str],
         shutdown: Event,
         recorder: StepRecorder,
+        steps_done: int = 0,
     ) -> None:
-        """`unwritten`: the lines that the ledger of an earlier process could not write."""
+        """`unwritten`: the lines that the ledger of an earlier process could not write; `steps_done`: its steps."""
         super().__init__(ranks)
         self.recipe, self.ticket_server, self.run_id = recipe, ticket_server, run_id
         self.held_out, self._shutdown, self._recorder = held_out, shutdown, recorder
@@ -111,7 +114,9 @@ class Coordinator(Follower):
         self.process_id = ticket_server.process_id
         self.log = get_logger("learner")
         self.run_dir = Path(recipe.run.dir) / recipe.run.name
-        self.metrics = MetricLogger(self.run_dir)
+        writers = recipe.metrics.writers
+        self.metrics = MetricLogger(self.run_dir, services_of(recipe, run_id), tensorboard="tensorboard" in writers)
+        self.alarms = Alarms(recipe, self.metrics, steps_done)
         self.ledger = Ledger(self.run_dir / "ledger.jsonl", unwritten)
         self.results: dict[str, dict[str, float]] = {}  # by the evaluation's name
         self._running: list[str] = []  # evaluations
@@ -192,6 +197,7 @@ class Coordinator(Follower):
         self._actor_idle.append(rows.get("actors/idle_frac", 0.0))
         if "value/explained_variance" in rows:
             self._explained.append(rows["value/explained_variance"])
+        rows |= self.alarms.step(step, rows, groups) | self.metrics.lost()
         self.metrics.scalars(step, rows)
         if step % 10 == 0 and groups[0].trajectories:
             self._show(step, groups[0])
@@ -294,4 +300,5 @@ class Coordinator(Follower):
         step, version = self._kept
         self._recorder.step(step + 1, version, (), failed=self.ticket_server.take_failed())  # why there was no step
         self._recorder.close()
+        self.alarms.close()
         self.metrics.close()

@@ -102,7 +102,8 @@ def build_coordinator(
     if state:
         ticket_server.load_state(state["tickets"])
     recorder = Recorder(recipe, trainer.decoder.spec)
-    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, state.get("ledger", ()), shutdown, recorder)
+    unwritten = state.get("ledger", ())
+    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, unwritten, shutdown, recorder, trainer.num_steps)
 
 
 def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:

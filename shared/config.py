@@ -24,10 +24,12 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 from shared.learner_config import LearnerConfig
 from shared.sections import (
     ActorConfig,
+    AlarmsConfig,
     DataConfig,
     EngineConfig,
     EnvConfig,
     EvalConfig,
+    MetricsConfig,
     ModelConfig,
     RecordConfig,
     RewardConfig,
@@ -54,6 +56,8 @@ class Recipe(Section):
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     record: RecordConfig = RecordConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     transport: TransportConfig = TransportConfig()
 
     @property

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shared.guards.kept import Kept
+from shared.nccl.versions import nccl_of_sglang
 from shared.types import Completion, Image, PolicyVersion, Sampling, VersionSpan
 
 KEPT_URI_BYTES = 2**26
@@ -164,6 +165,7 @@ class EngineTraits:
     names_updates: bool = False  # takes buckets and the end of an update only by its name
     num_refused: int = 0  # requests since it began
     tells_checksums: bool = False  # of raw bytes; on a GPU it computes another kind, in bfloat16 a CPU packs weights
+    nccl: str = ""  # the version that it has; empty where that is not known
 
 
 def unfit(info: Any) -> str:
@@ -197,4 +199,13 @@ def traits_of(info: Any) -> EngineTraits:
         names_updates=info.get("names_updates") is True,
         num_refused=sum(count for count in counts if isinstance(count, int) and count > 0),
         tells_checksums=info.get("engine") == "embedded" or cpu,
+        nccl=_nccl(info, told[0]),
     )
+
+
+def _nccl(info: dict[str, Any], state: Any) -> str:
+    """The embedded engine's own word, or that of our plugin; else what comes with SGLang's version."""
+    for said in (info, state if isinstance(state, dict) else {}):
+        if isinstance(version := said.get("nccl"), str):
+            return version
+    return nccl_of_sglang(str(info.get("version", "")))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -214,3 +216,29 @@ class GuardConfig(Section):
     on_entropy: Literal["stop", "rewind"] = Field(
         "stop", description="end the run, or go back to the last good checkpoint with half the learning rate, 3 times"
     )
+
+
+class MetricsConfig(Section):
+    writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        ("tensorboard",), description="who shows the metrics, besides metrics.jsonl; the last two are to be installed"
+    )
+    project: str = Field("pronk", min_length=1, description="wandb, trackio: the project that the run stands in")
+
+
+class AlarmsConfig(Section):
+    webhook: str = Field("", description="URL that each alarm is posted to as JSON; empty = none")
+
+    @field_validator("webhook")
+    @classmethod
+    def _is_a_url(cls, value: str) -> str:
+        if value and not re.fullmatch(r"https?://[^/\s?#]+\S*", value):
+            raise ValueError(
+                "alarms.webhook is no URL (it is not shown, as it may hold a secret): write https://host/..."
+            )
+        return value
+
+    @field_serializer("webhook", when_used="json")
+    def _without_its_secret(self, value: str) -> str:
+        """As the run's folder, a checkpoint and the actors get it: where to, not what lets one in."""
+        parts = urlsplit(value)
+        return f"{parts.scheme}://{parts.hostname}" if value else ""

@@ -39,6 +39,8 @@ LIGHT = [
     "learner.tickets.server",
     "learner.tickets.sources",
     "learner.tickets.staleness",
+    "learner.alarms.replay",
+    "learner.metrics.services",
     "actor.loop",
     "envs.base",
 ]

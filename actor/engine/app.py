@@ -18,6 +18,7 @@ from actor.engine.request import GenerateBody, Request
 from actor.engine.runner import Runner
 from actor.engine.scheduler import Scheduler
 from actor.engine.settings import EngineSettings
+from actor.engine.weight_loader import nccl_version
 from actor.engine.weight_routes import WeightUpdates
 from shared.guards.refusals import Refusals
 from shared.vision import VisionSpec
@@ -170,6 +171,7 @@ class EngineApp:
             "engine": "embedded",
             "weight_version": s.weight_version,
             "device": self.settings.device,
+            "nccl": nccl_version() if self.settings.device == "cuda" else "",
             "tp_size": 1,
             "updates_beside_generation": True,
             "names_updates": True,

@@ -48,6 +48,11 @@ def join_group(
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
+def nccl_version() -> str:
+    """The one that this process's torch uses."""
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
 def broadcast(group: Any, tensor: Tensor, timeout_s: float) -> None:
     """From rank 0 to all of the group, in place. RuntimeError after `timeout_s`."""
     options = dist.BroadcastOptions()

@@ -16,6 +16,8 @@ from launch.processes.children import ROOT, cpu_env
 from shared.config import ConfigError, Recipe
 from shared.engine_messages import NO_WEIGHTS
 from shared.keys import read_api_key
+from shared.nccl import variables
+from shared.nccl.versions import environment_in, unequal_nccl
 
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
@@ -53,7 +55,16 @@ def check_host(recipe: Recipe, num_ranks: int = 0) -> tuple[EngineSpec, ...]:
     check_ports(recipe)
     if recipe.engine.device == recipe.learner.device == "cuda":
         check_apart(engine_gpus(recipe.engine, num_visible()), num_ranks)
+        if num_ranks and recipe.engine.kind == "sglang":
+            check_nccl(recipe)
     return specs
+
+
+def check_nccl(recipe: Recipe) -> None:
+    """ConfigError if SGLang's environment has another NCCL than this process's, where the learner will run."""
+    own, folder = environment_in(Path(sys.prefix)), ROOT / recipe.engine.sglang_env
+    if why := unequal_nccl(own.nccl, environment_in(folder).nccl):
+        raise ConfigError(f"engine.sglang_env = {recipe.engine.sglang_env!r}: {why}")
 
 
 def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> EngineSpec:
@@ -67,7 +78,7 @@ def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> E
     if engine.api_key_file:
         read_api_key(engine.api_key_file)  # what is wrong with it is said now
         command += ["--api-key-file", engine.api_key_file]
-    env = cpu_env(engine.threads) | _visible(gpus)
+    env = cpu_env(engine.threads) | _on_gpus(gpus)
     return EngineSpec(f"engine on port {port}", url_of(engine.host, port), tuple(command), env, gpus)
 
 
@@ -78,7 +89,7 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> Eng
     if secret is not None:
         flags["config"] = secret[0]
     command = [str(python), "-P", "-m", "sglang.launch_server", *_flags(flags)]
-    env = cpu_env(recipe.engine.threads) | _visible(gpus)
+    env = cpu_env(recipe.engine.threads) | _on_gpus(gpus)
     env |= {
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # ninja, for kernels built late
         "SGLANG_VLM_CACHE_SIZE_MB": "0",  # the vision tower trains: a kept embedding would be of older weights
@@ -194,8 +205,8 @@ def _flags(flags: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def _visible(gpus: tuple[str, ...]) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+def _on_gpus(gpus: tuple[str, ...]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **variables.settings(os.environ)} if gpus else {}
 
 
 def last_lines(log: Path | None, count: int = 12) -> str:

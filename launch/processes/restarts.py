@@ -32,17 +32,17 @@ class Restarts:
     clock: Callable[[], float] = time.monotonic
     _ends: deque[float] = field(default_factory=deque)
     _early: int = 0
-    _started: float = field(init=False)
+    started_at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._started = self.clock()
+        self.started_at = self.clock()
 
     def __len__(self) -> int:
         """Ends within the last hour."""
         return len(self._ends)
 
     def started(self) -> None:
-        self._started = self.clock()
+        self.started_at = self.clock()
 
     def pause_s(self) -> float:
         """It has ended: how long to wait before the next start. TooManyRestarts."""
@@ -52,7 +52,7 @@ class Restarts:
         if len(self._ends) >= self.limit:
             raise TooManyRestarts(f"after {len(self._ends)} restarts within an hour")
         self._ends.append(now)
-        self._early = self._early + 1 if now - self._started < RAN_WELL_S else 0
+        self._early = self._early + 1 if now - self.started_at < RAN_WELL_S else 0
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (self._early - 1)) if self._early else 0.0
 
 

@@ -1,4 +1,5 @@
-"""The writer of a run's metrics: `metrics.jsonl` and TensorBoard events. A full disk delays them and stops nothing."""
+"""The writer of a run's metrics: `metrics.jsonl`, TensorBoard events, and the services that the recipe names. A full
+disk delays them and stops nothing."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
+from learner.metrics.services import Service
 from shared.log import get_logger
 
 RETRY_S = 10.0
@@ -19,9 +21,9 @@ MAX_UNWRITTEN_BYTES = 16 * 2**20
 
 
 class MetricLogger:
-    """Writes to `RUN_DIR/metrics.jsonl` (one object a call: step, time, values) and `RUN_DIR/tensorboard/`."""
+    """Writes to `RUN_DIR/metrics.jsonl` (one object a call: step, time, values), `RUN_DIR/tensorboard/`, services."""
 
-    def __init__(self, run_dir: Path | str) -> None:
+    def __init__(self, run_dir: Path | str, services: Sequence[Service] = (), *, tensorboard: bool = True) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
@@ -30,7 +32,8 @@ class MetricLogger:
         self._unwritten = b"" if path.read_bytes()[-1:] in (b"", b"\n") else b"\n"  # a kill has cut off its last line
         self._folder = folder / "tensorboard"
         self._events: SummaryWriter | None = None
-        self._retry_at = 0.0
+        self._retry_at = 0.0 if tensorboard else math.inf
+        self._services = services
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Values that are not finite are `null` in the file."""
@@ -43,9 +46,11 @@ class MetricLogger:
                 events.add_scalar(name, value, step)
 
         self._write(step, write)
+        for service in self._services:
+            service.scalars(step, numbers)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """`pixels`: uint8 [height, width, 3]."""
+        """`pixels`: uint8 [height, width, 3]. Images and texts are for TensorBoard alone."""
         self._write(step, lambda events: events.add_image(name, pixels, step, dataformats="HWC"))
 
     def text(self, step: int, name: str, markdown: str) -> None:
@@ -73,6 +78,10 @@ class MetricLogger:
             self._log.error("TensorBoard lacks the values around step %d: %s", step, error)
             self._events, self._retry_at = None, time.monotonic() + RETRY_S
 
+    def lost(self) -> dict[str, float]:
+        """Calls that services have not taken."""
+        return {f"writers/{service.name}/lost": float(service.lost) for service in self._services}
+
     def flush(self) -> None:
         if self._events is not None:
             with contextlib.suppress(OSError):
@@ -83,3 +92,5 @@ class MetricLogger:
             with contextlib.suppress(OSError):
                 self._events.close()
         self._lines.close()
+        for service in self._services:
+            service.close()

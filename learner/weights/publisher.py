@@ -27,6 +27,7 @@ from learner.guards.finite import check_finite
 from learner.model.policy import Policy
 from learner.weights.buckets import buckets, gathered
 from learner.weights.engine_watch import EngineWatch
+from learner.weights.fitting import fitting
 from learner.weights.group import WeightGroupManager
 from learner.weights.link import EngineLink
 from learner.weights.update import Seconds, WeightUpdate
@@ -73,11 +74,13 @@ class Publisher:
         Returns metrics. An engine's fault is no error and costs no more time than the settings say; TimeoutError, on
         all ranks, when there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when
         one holds other weights than it was given; ValueError, likewise, before any engine is asked, for weights that
-        are not finite.
+        are not finite, and where no engine has the learner's version of NCCL.
         """
         check_finite(self.policy.named_weights(), self.ranks, self.policy.dtype)
         started, name = time.monotonic(), weight_name(version, self._process_id)
         members, dropped = self._healthy(engines) if self.ranks.is_main else ({}, {})
+        members, unfit = fitting(members, self.settings.backend, self.ranks)
+        dropped |= unfit
         num_bytes, seconds, paused = 0, Seconds(), dict[EngineClient, float]()
         verifier = self.verifier if self.verifier and self.verifier.due() else None
         while True:

@@ -167,7 +167,11 @@ class Hooks:
         self.staging = None
 
     def state(self, result: Any, *_: Any) -> Any:
+        import torch
+
         result.internal_state["updates_beside_generation"] = True
+        if torch.version.cuda:
+            result.internal_state["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         return result
 
 

@@ -1,0 +1,145 @@
+"""From a recipe to one of the same parts that is done in seconds: what the doctor's round runs."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.engines.commands import sglang_python
+from launch.processes.children import ROOT
+from learner.model.sizes import ModelSizes
+from shared.config import ConfigError, Recipe
+
+STAND_IN = "launch/models/colour_tiny"
+LARGEST = 500e6  # parameters of a model that is loaded in seconds
+EPISODES = 8
+TURNS, TURN_TOKENS = 2, 32
+MOST_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Miniature:
+    """`changes`: in words, in what it differs from the recipe. `no_publication`: why weights cannot be sent here;
+    the engine then plays with its own."""
+
+    recipe: Recipe
+    ranks: int
+    changes: tuple[str, ...]
+    no_publication: str = ""
+
+
+def miniature(recipe: Recipe, run_dir: Path, model: Path | None, sizes: ModelSizes | None, num_gpus: int) -> Miniature:
+    """`model`: the recipe's, where it is on this machine; `num_gpus`: what torch sees."""
+    changes: list[str] = []
+    own = model is not None and sizes is not None and sizes.parameters <= LARGEST and _has_data(recipe)
+    fields: dict[str, Any] = {"run.dir": str(run_dir), "run.name": "round", "eval.samples": 0}
+    if own:
+        fields |= {"model.path": str(model), **_short(recipe)}
+    else:
+        changes.append(f"{STAND_IN} and its task instead of {recipe.model.path}, {_why(recipe, model, sizes)}")
+        fields |= _stand_in(recipe)
+    devices, no_publication = _devices(recipe, num_gpus, changes)
+    fields |= _engine(recipe, devices["engine.device"], own, changes) | devices | _learner(recipe, changes)
+    if devices["engine.device"] != recipe.engine.device:  # what is said of GPUs is not for the CPU
+        fields |= {"engine.attention_backend": "", "engine.mm_attention_backend": "", "engine.mem_fraction": 0.0}
+        fields |= {"engine.flags": {}, "engine.tensor_parallel": 1}
+    if devices["learner.device"] != recipe.learner.device:
+        fields |= {"learner.parallel.attention": "auto", "learner.parallel.offload": False}
+    taken = recipe.engine.tensor_parallel if own and fields["engine.kind"] == "sglang" else 1
+    on_gpus = devices["learner.device"] == "cuda"
+    free = num_gpus - (taken if devices["engine.device"] == "cuda" else 0) if on_gpus else MOST_RANKS
+    return Miniature(_with(recipe, fields), max(1, min(MOST_RANKS, free)), tuple(changes), no_publication)
+
+
+def _with(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
+    """The recipe with dotted fields set, checked as a whole."""
+    values = recipe.model_dump()
+    for key, value in fields.items():
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section = section[part]
+        section[name] = value
+    return Recipe.model_validate(values)
+
+
+def _has_data(recipe: Recipe) -> bool:
+    return recipe.data.source == "seeds" or Path(recipe.data.source).exists()
+
+
+def _why(recipe: Recipe, model: Path | None, sizes: ModelSizes | None) -> str:
+    if model is None:
+        return "which is not on this machine"
+    if sizes is None:
+        return "whose size is not known"
+    return "whose data is not there" if sizes.parameters <= LARGEST else "which takes long to load"
+
+
+def _short(recipe: Recipe) -> dict[str, Any]:
+    env = recipe.env
+    tokens = min(env.turn_tokens, TURN_TOKENS)
+    turns = min(env.max_turns, TURNS)
+    return {"env.max_turns": turns, "env.turn_tokens": tokens, "env.max_tokens": min(env.max_tokens, turns * tokens)}
+
+
+def _stand_in(recipe: Recipe) -> dict[str, Any]:
+    """The colour task; dtype, engine, objective, optimizer and parallelism stay the recipe's."""
+    env: dict[str, Any] = {"module": "envs.colour", "args": {}, "reward": "", "isolation": "thread"}
+    env |= {"max_turns": 1, "max_tokens": 4, "turn_tokens": 4}
+    data: dict[str, Any] = {"source": "seeds", "eval_source": "", "variants": []}
+    fields = {f"env.{name}": value for name, value in env.items()} | {f"data.{name}": v for name, v in data.items()}
+    fields |= {"reward.url": "", "reward.isolation": "thread", "rollout.path": ""}
+    fields |= {"model.path": str(ROOT / STAND_IN), "model.max_context": 128}
+    return fields | {"model.min_pixels": 1024, "model.max_pixels": 1048576}
+
+
+def _devices(recipe: Recipe, num_gpus: int, changes: list[str]) -> tuple[dict[str, str], str]:
+    """Where learner and engine compute, and why weights cannot go from one to the other."""
+    learner, engine = recipe.learner.device, recipe.engine.device
+    if num_gpus == 0 and "cuda" in (learner, engine):
+        changes.append("on the CPU: torch sees no GPU")
+        return {"learner.device": "cpu", "engine.device": "cpu"}, ""
+    if learner == engine == "cuda" and num_gpus == 1:
+        changes.append("the engine on the CPU: NCCL joins no two ranks on one GPU")
+        engine = "cpu"
+    reason = (
+        "" if learner == engine else "the learner's backend is NCCL, which the engine has on a GPU of its own alone"
+    )
+    return {"learner.device": learner, "engine.device": engine}, reason if learner == "cuda" else ""
+
+
+def _engine(recipe: Recipe, device: str, own: bool, changes: list[str]) -> dict[str, Any]:
+    """One, on a free port of loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    fields: dict[str, Any] = {"engine.urls": (), "engine.router": "", "engine.count": 1, "engine.gpus": ()}
+    fields |= {"engine.host": "127.0.0.1", "engine.port": port, "engine.kind": recipe.engine.kind}
+    if not own:
+        fields["engine.tensor_parallel"] = 1
+    if recipe.engine.kind == "sglang":
+        try:
+            sglang_python(_with(recipe, {"engine.device": device}))
+        except ConfigError as error:
+            changes.append(f"the embedded engine: {str(error).partition('; ')[0]}")
+            fields["engine.kind"] = "embedded"
+    return fields
+
+
+def _learner(recipe: Recipe, changes: list[str]) -> dict[str, Any]:
+    """One short step."""
+    learner = recipe.learner
+    group = min(learner.group_size, EPISODES)
+    fields: dict[str, Any] = {"group_size": group, "groups_per_step": EPISODES // group, "total_steps": 1}
+    fields |= {"max_staleness": 1, "resume": "never"}
+    fields |= {"objective.minibatches": min(learner.objective.minibatches, EPISODES // group * group)}
+    fields |= {"objective.overlong_tokens": 0, "objective.overlong_buffer": 0}
+    fields |= {"publish.verify_every": 1, "checkpoint.in_background": False, "parallel.shard_size": 0}
+    if learner.objective.overlong == "penalise":
+        fields["objective.overlong"] = "train"
+    if learner.parallel.compile:
+        changes.append("without learner.parallel.compile, which takes minutes")
+        fields["parallel.compile"] = False
+    return {"actor.processes": 1, "actor.groups": 1} | {f"learner.{name}": value for name, value in fields.items()}

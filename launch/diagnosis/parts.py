@@ -1,0 +1,234 @@
+"""The work of the doctor's round: each stage is a method, for all ranks alike, that says in words what it has found."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import uuid
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerFast
+
+from actor.engine_pool import EnginePool
+from actor.render import Renderer
+from actor.worker import make_player, user_processes
+from launch.actors import check
+from launch.engines.supervisor import Engine, wait_until_serving
+from launch.processes.children import stop_all
+from launch.recording import with_own_weights
+from launch.task_samples import training_samples
+from learner.checkpoints.restoring import load_checkpoint
+from learner.checkpoints.saver import Saver
+from learner.distributed import broadcast_groups, close_ranks, gpu_bytes, init_ranks
+from learner.model import attention_backend
+from learner.plan import check_recipe
+from learner.setup import build_publisher, build_trainer
+from learner.weights.canary import Canary, gap
+from learner.weights.publisher import Publisher
+from learner.weights.verify import TOLERANCE
+from shared.config import Recipe
+from shared.engine_api import EngineClient
+from shared.keys import read_api_key
+from shared.log import get_logger
+from shared.types import Group, Sampling, Ticket, Trajectory
+
+PATIENCE_S = 120.0  # of a collective
+MOVED = 1.1  # by which weights are multiplied: an engine that has not taken them answers otherwise
+SEEN = 0.1  # of the gap before a publication, at most, may be left after it
+
+
+class LastWarning(logging.Handler):
+    """What a part of the learner has logged last, where it goes on without an engine instead of raising."""
+
+    def __init__(self, logger: str) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+        get_logger(logger).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
+class Round:
+    """Starts its engine at once on rank 0; all that was started ends with it."""
+
+    def __init__(self, recipe: Recipe, *, publishes: bool) -> None:
+        self.recipe, self._key = recipe, read_api_key(recipe.engine.api_key_file)
+        self._engine: Engine | None = None
+        self._publisher: Publisher | None = None
+        if os.environ.get("RANK", "0") == "0":
+            self._facts, (spec,) = check(recipe)
+            self._engine = Engine(spec if publishes else with_own_weights(spec), recipe.engine)
+        self._warnings = LastWarning("publisher")
+        self._errors = LastWarning("learner")
+        self._groups: list[Group] = []
+
+    def __enter__(self) -> Round:
+        if self._engine is not None:
+            self._engine.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._engine is not None and self._engine.child is not None:
+            stop_all([self._engine.child])
+        close_ranks()
+
+    @property
+    def _urls(self) -> tuple[str, ...]:
+        return (self._engine.spec.url,) if self._engine is not None else ()
+
+    # ------------------------------------------------------------------ the stages
+
+    def load(self) -> str:
+        """The learner's ranks, with the model in the recipe's dtype."""
+        recipe, learner = self.recipe, self.recipe.learner
+        torch.set_num_threads(learner.threads)
+        patience_s = PATIENCE_S + recipe.engine.start_timeout_s  # rank 0 waits for the engine
+        self.ranks = init_ranks(learner.device, timeout_s=patience_s, shard_size=learner.parallel.shard_size)
+        check_recipe(recipe, self.ranks.size, gpu_bytes(self.ranks))
+        self.trainer = build_trainer(recipe, self.ranks)
+        self._canary = Canary(self.trainer.policy, recipe.model.path, self.ranks.device)
+        kernel = attention_backend.activate(learner.parallel.attention, recipe.model.dtype, self.ranks.device)
+        count = sum(p.numel() for p in self.trainer.policy.parameters())
+        words = f"{self.ranks.size} rank{'s' * (self.ranks.size > 1)} on {learner.device}"
+        return f"{words}, {count / 1e6:.1f} M parameters, {recipe.model.dtype}, attention {kernel}"
+
+    def serve(self) -> str:
+        """The engine answers, counts an image's tokens as the learner does, and computes the same from the model's
+        files: what is missing there is initialised at random."""
+        engine = self.recipe.engine
+        if self._engine is not None:
+            wait_until_serving(self._urls, [self._engine], self._facts, engine.start_timeout_s, self._key)
+        off, limit = self._gap(), TOLERANCE[self.trainer.policy.dtype]
+        if self.ranks.is_main and off > limit:
+            raise ValueError(
+                f"of the same files in {self.recipe.model.path}, engine and learner do not compute the same: the "
+                f"logprobs after an image are {off:.2g} apart, above {limit:g}; is a tensor missing there?"
+            )
+        return f"{engine.kind} on {engine.device} answers an image, with logprobs {off:.2g} off the learner's"
+
+    def publish_moved(self) -> str:
+        """Other weights than the engine was started with, so that it is seen whether they arrive."""
+        with torch.no_grad():
+            for parameter in self.trainer.policy.vlm.parameters():
+                parameter.mul_(MOVED)
+        self._publisher = build_publisher(self.recipe, self.trainer, "doctor")
+        before = self._gap()
+        words, after = self._publish(0)
+        if self.ranks.is_main and not after < SEEN * before:
+            raise ValueError(
+                f"the weights were sent, but the engine's answer has hardly changed: its canary is {after:.2g} off the "
+                f"learner's, {before:.2g} before"
+            )
+        return f"{words}; before, the canary was {before:.2g} off"
+
+    def play(self) -> str:
+        """Episodes of the task, with images, as an actor plays them."""
+        own = asyncio.run(self._play()) if self.ranks.is_main else None
+        self._groups = list(broadcast_groups(own, self.ranks))
+        episodes = [episode for group in self._groups for episode in group.trajectories]
+        tokens = sum(int(episode.loss_mask.sum()) for episode in episodes)
+        images = sum(len(episode.images) for episode in episodes)
+        return (
+            f"{len(episodes)} of {self.recipe.env.module}: {images} images, {tokens} sampled tokens with their version"
+        )
+
+    def step(self) -> str:
+        """One optimizer step."""
+        recipe = self.recipe
+        metrics = self.trainer.step(self._groups, 0)
+        norm, off = metrics["optim/grad_norm"], metrics.get("behaviour/logprob_gap/lag_0", math.nan)
+        if metrics["optim/bad_steps_in_a_row"]:
+            raise ValueError(f"the step's loss or gradient is not finite (gradient norm {norm})")
+        words = f"{recipe.learner.objective.name} with {recipe.learner.optimizer.name} in {recipe.model.dtype}"
+        return f"{words}: gradient norm {norm:.2g}, logprobs {off:.2g} off the engine's"
+
+    def publish_trained(self) -> str:
+        """Over the group that is there by now."""
+        return self._publish(1)[0]
+
+    def save_and_read(self) -> str:
+        """A checkpoint of parameters and optimizer, read back over parameters that were wiped out."""
+        folder = Path(self.recipe.run.dir) / self.recipe.run.name / "checkpoints"
+        saver = Saver(folder, self.trainer, self.ranks, self.recipe, PATIENCE_S)
+        before = self._sums()
+        path = saver.save(1, {})
+        saver.wait()
+        saver.close()
+        if saver.num_failed:
+            raise ValueError(self._errors.text)
+        with torch.no_grad():
+            for parameter in self.trainer.policy.parameters():
+                parameter.zero_()
+        load_checkpoint(path, self.trainer, self.ranks, self.recipe)
+        if not torch.equal(before, self._sums()):
+            raise ValueError(f"what is read from {path} is not what was written")
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return f"{size / 1e6:.1f} MB written, read back over zeros, and equal"
+
+    # ------------------------------------------------------------------ what they are made of
+
+    def _publish(self, version: int) -> tuple[str, float]:
+        assert self._publisher is not None
+        metrics = self._publisher.publish(version, self._urls)
+        if self.ranks.is_main and not metrics["publish/engines"]:
+            raise ValueError(self._warnings.text or "the engine did not take the weights")
+        off, unproven = metrics.get("publish/canary_gap", math.nan), metrics.get("publish/unproven", 0.0)
+        if unproven:
+            raise ValueError(self._warnings.text)
+        skipped = int(metrics.get("publish/checksum_skipped", 0.0))
+        sums = f"no checksums of {skipped} parameters" if skipped else "checksums equal"
+        words = f"{metrics['publish/bytes'] / 1e6:.1f} MB over {self._publisher.settings.backend}"
+        return f"{words} in {metrics['publish/seconds']:.2f} s, canary {off:.2g} off, {sums}", off
+
+    def _gap(self) -> float:
+        """How far the engine's answer to the canary is off the learner's, on rank 0."""
+        canary, own = self._canary, self._canary.expected()
+        if not self.ranks.is_main:
+            return math.inf
+
+        async def ask() -> list[float]:
+            asked = (canary.token_ids, [canary.image], canary.watched, self.trainer.policy.banned_ids)
+            async with EngineClient(self._urls[0], api_key=self._key) as client:
+                return (await client.next_logprobs(*asked, uuid.uuid4().hex, PATIENCE_S))[0]
+
+        return gap(own, asyncio.run(ask()))
+
+    async def _play(self) -> list[Group]:
+        recipe = self.recipe
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(recipe.model.path)
+        client = EngineClient(self._urls[0], timeout_s=PATIENCE_S, api_key=self._key)
+        engines, processes = EnginePool([client], turn_tries=1), user_processes(recipe)
+        player = make_player(recipe, Renderer(tokenizer, self.trainer.policy.spec), engines, None, processes)
+        source, size = training_samples(recipe), recipe.learner.group_size
+        sampling = Sampling(recipe.sampling.temperature, 1.0, -1, recipe.env.turn_tokens)
+        groups = []
+        try:
+            for position in range(recipe.learner.groups_per_step):
+                ticket = Ticket(f"doctor-{position}", source.sample(position), size, 0, sampling, PATIENCE_S)
+                episodes = await asyncio.gather(*(player.play(ticket, index) for index in range(size)))
+                check_played(episodes)
+                groups.append(Group(ticket.id, "doctor", tuple(episodes)))
+        finally:
+            await engines.close()
+            if processes is not None:
+                processes.close()
+        return groups
+
+    def _sums(self) -> Tensor:
+        """Of this rank's part of each parameter."""
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in self.trainer.policy.parameters()]
+        return torch.stack([p.detach().double().sum() for p in local])
+
+
+def check_played(episodes: list[Trajectory]) -> None:
+    """ValueError, with the reason, if any of the episodes cannot be trained on."""
+    bad = [episode for episode in episodes if not episode.trainable]
+    if bad:
+        reason = bad[0].error or f"it ended as {bad[0].ending}"
+        raise ValueError(f"{len(bad)} of {len(episodes)} episodes cannot be trained on: {reason}")

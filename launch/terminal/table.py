@@ -1,0 +1,114 @@
+"""The tables of a live terminal, as pure functions of what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from launch.processes.restarts import Supervised
+from launch.terminal.state import RunState
+
+BARS = "▁▂▃▄▅▆▇█"
+NARROW = 76  # columns below which numbers stand in one column
+LEVELS = {"warning": "yellow", "critical": "bold red"}
+
+
+def run_table(run: RunState, width: int, now: float) -> RenderableType:
+    """A run: how far, how well, how fast, and what is wrong."""
+    recipe = run.recipe
+    if not run.rows:
+        waited = now - run.started
+        head = Text.assemble((recipe.run.name, "bold"), f"  before the first step, {duration(waited)}")
+        return Group(Rule(style="dim"), head)
+    step, total = int(run.rows[-1]["step"]), recipe.learner.total_steps
+    ago = now - run.step_at
+    times = f"{run.last('progress/minutes') or 0:.1f} min, {run.minutes_left:.1f} left"
+    times += f", last step {duration(ago)} ago" if ago > max(10.0, 3 * run.mean("time/step_s")) else ""
+    done = bar(step / total, 20 if width >= NARROW else 10)
+    head = Text.assemble((recipe.run.name, "bold"), f"  step {step}/{total}  ", (done, "cyan"), f"  {times}")
+    return Group(Rule(style="dim"), head, numbers(cells(run, width), width), *alarm_lines(run.alarms))
+
+
+def cells(run: RunState, width: int) -> list[tuple[str, str]]:
+    mean, last = run.mean, run.last
+    curve = 16 if width >= NARROW else 24
+    found = [
+        ("success", f"{mean('rollout/success'):.2f} {sparkline(run.success, curve)}"),
+        ("reward", f"{mean('rollout/reward'):.2f}"),
+        ("turns", f"{mean('rollout/turns'):.1f}, {mean('speed/turns_per_s'):.0f} a second"),
+        ("version", f"{last('policy_version') or 0:.0f}"),
+        ("staleness", f"{mean('staleness/token/mean'):.1f} (max {run.staleness_max:.0f})"),
+        ("learner idle", f"{100 * mean('learner/idle_frac'):.0f} %"),
+        ("actors idle", f"{100 * mean('actors/idle_frac'):.0f} %"),
+        ("entropy", f"{mean('policy/entropy'):.3g}"),
+        ("gap", f"{mean('behaviour/logprob_gap'):.2g}"),
+    ]
+    if last("value/explained_variance") is not None:
+        found.append(("critic explains", f"{100 * mean('value/explained_variance'):.0f} %"))
+    if run.evaluation:
+        found.append(("held out", run.evaluation))
+    return found
+
+
+def numbers(found: Sequence[tuple[str, str]], width: int) -> Table:
+    """Two columns of names and values, one after the other; one where the terminal is narrow."""
+    columns = 1 if width < NARROW else 2
+    rows = -(-len(found) // columns)
+    table = Table.grid(padding=(0, 2))
+    for _ in range(columns):
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(no_wrap=True, min_width=28 if columns > 1 else None)
+    for row in range(rows):
+        table.add_row(*(text for cell in found[row::rows] for text in cell))
+    return table
+
+
+def alarm_lines(alarms: Mapping[str, Mapping[str, Any]]) -> Iterable[Text]:
+    """One line each, the critical ones first."""
+    if not alarms:
+        yield Text("no alarms", style="dim")
+    for alarm in sorted(alarms.values(), key=lambda each: each.get("level") != "critical"):
+        level = str(alarm.get("level"))
+        yield Text.assemble(
+            (f"{level} {alarm.get('rule')}", LEVELS.get(level, "")),
+            f" since step {alarm.get('step')}: {alarm.get('message')}; {alarm.get('cure')}",
+        )
+
+
+def process_table(processes: Sequence[Supervised], now: float) -> RenderableType:
+    """Engines and actors of a host: each with its state and its restarts within the last hour."""
+    table = Table.grid(padding=(0, 2))
+    for _ in range(4):
+        table.add_column(no_wrap=True)
+    for each in processes:
+        state, style = ("done", "dim") if each.done else ("runs", "green") if each.child else ("starts again", "yellow")
+        since = duration(now - each.restarts.started_at) if each.child and not each.done else ""
+        restarts = f"{len(each.restarts)} restarts" if len(each.restarts) else ""
+        table.add_row(each.name, Text(state, style), since, Text(restarts, "yellow"))
+    return Group(Rule(style="dim"), table)
+
+
+def bar(share: float, width: int) -> str:
+    full = round(max(0.0, min(1.0, share)) * width)
+    return "━" * full + "╌" * (width - full)
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """Of values from 0 to 1: means of as many equal parts as there is room for."""
+    found = list(values)
+    parts = min(width, len(found))
+    cuts = [round(i * len(found) / parts) for i in range(parts + 1)] if parts else []
+    means = [sum(found[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    return "".join(BARS[min(len(BARS) - 1, int(max(0.0, mean) * len(BARS)))] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

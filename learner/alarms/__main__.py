@@ -1,0 +1,35 @@
+"""The alarms that a run's metrics raise, from the run's folder alone, while it runs or afterwards:
+
+python -m learner.alarms runs/sokoban_tiny
+
+One line for each rule that was raised or is over again; the last line counts those that are still raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from learner.alarms.replay import replay
+from shared.config import fail
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m learner.alarms", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, with metrics.jsonl and recipe.json")
+    try:
+        judge, alarms = replay(parser.parse_args(argv).run)
+    except (ValueError, OSError) as error:
+        return fail(error)
+    for alarm in alarms:
+        print(alarm.line())
+    names = ", ".join(rule.name for rule in judge.raised)
+    print(f"{len(judge.raised)} of {len(judge.rules)} alarms are raised at the end{': ' if names else ''}{names}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

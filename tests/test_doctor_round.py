@@ -1,0 +1,178 @@
+"""The doctor's round: real parts in miniature, and whatever ends it is told as the stage that it was in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from launch.diagnosis import places
+from launch.diagnosis.miniature import STAND_IN, miniature
+from launch.diagnosis.round import STAGES, Followed, end, watch
+from launch.processes.children import start_family
+from shared.config import load_recipe
+from tests.support.environments import made_up_environment
+from tests.support.machine import free_port
+from tests.support.runs import RECIPE
+
+MODEL = Path("launch/models/colour_tiny")
+CUDA = {"learner.device": "cuda", "engine.device": "cuda", "model.dtype": "bfloat16"}
+
+
+def recipe_with(name=RECIPE, **fields):
+    return load_recipe(name, [part for key, value in fields.items() for part in (f"--{key}", str(value))])
+
+
+def small(recipe, num_gpus=0):
+    folder = places.model_folder(recipe.model.path)
+    return miniature(recipe, Path("runs/x"), folder, places.sizes_in(folder), num_gpus)
+
+
+def doctor(tmp_path, *arguments):
+    ports = ("--learner.bind", f"tcp://127.0.0.1:{free_port()}", "--engine.port", free_port())
+    command = [sys.executable, "launch/doctor.py", "--json", "--run.dir", tmp_path / "runs", *ports, *arguments]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=280, env=env)
+    assert "Traceback" not in done.stderr, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    return done.returncode, {each["name"]: each for each in said["checks"]}
+
+
+# ---------------------------------------------------------------------- the whole of it
+
+
+@pytest.mark.slow
+def test_the_round_goes_through_every_stage_and_leaves_nothing_behind(tmp_path):
+    code, found = doctor(tmp_path)
+    assert code == 0
+    assert [found[f"round: {stage}"]["state"] for stage in STAGES] == ["ok"] * len(STAGES), found
+    assert found["round: learner"]["found"].startswith("2 ranks on cpu")
+    assert "checksums equal" in found["round: weights again"]["found"]
+    assert "8 images" in found["round: episode"]["found"]
+    assert not (tmp_path / "runs").exists() and [*tmp_path.glob("pronk-doctor-*")] == []
+
+
+@pytest.mark.slow
+def test_a_model_with_a_tensor_missing_fails_the_stage_that_sees_it(tmp_path):
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for file in MODEL.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = load_file(broken / "model.safetensors")
+    del weights[next(name for name in weights if name.endswith("o_proj.weight"))]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    code, found = doctor(tmp_path, "--model.path", broken)
+    states = [found[f"round: {stage}"]["state"] for stage in STAGES]
+    assert code == 1
+    assert states[2:] == ["not checked"] * len(states[2:])
+    (failed,) = [each for each in found.values() if each["state"] == "failed"]
+    assert failed["name"] in ("round: learner", "round: engine") and "missing" in failed["found"]
+    assert Path(found["round: log"]["found"]).exists()
+
+
+# ---------------------------------------------------------------------- what it runs
+
+
+def test_a_small_recipe_is_run_as_it_is_but_short():
+    made = small(recipe_with("launch/recipes/sokoban_tiny.toml"))
+    assert made.changes == ()
+    assert made.recipe.model.path == "launch/models/sokoban_tiny"
+    assert made.recipe.env.module == "envs.sokoban"
+    assert (made.recipe.env.max_turns, made.recipe.learner.total_steps, made.recipe.engine.count) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("recipe", sorted(Path("launch/recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_has_a_round(recipe):
+    whole = recipe_with(str(recipe))
+    made = small(whole)
+    assert made.recipe.learner.objective.name == whole.learner.objective.name
+    assert made.recipe.model.dtype == whole.model.dtype
+    assert Path(made.recipe.model.path).is_dir()
+    assert made.recipe.learner.device == made.recipe.engine.device == "cpu"
+
+
+def test_a_large_model_is_replaced_and_the_report_says_so(monkeypatch):
+    monkeypatch.setattr("launch.diagnosis.miniature.LARGEST", 1e5)
+    made = small(recipe_with(**{"learner.optimizer.name": "muon", "learner.group_size": 64}))
+    assert made.recipe.model.path.endswith(STAND_IN)
+    assert made.recipe.learner.optimizer.name == "muon"
+    assert made.recipe.learner.group_size == 8
+    assert "takes long to load" in made.changes[0]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "devices", "ranks", "published"),
+    [(0, ("cpu", "cpu"), 2, True), (1, ("cuda", "cpu"), 1, False), (2, ("cuda", "cuda"), 1, True),
+     (8, ("cuda", "cuda"), 2, True)],
+)  # fmt: skip
+def test_learner_and_engine_share_out_the_gpus_that_there_are(num_gpus, devices, ranks, published):
+    made = small(recipe_with(**CUDA), num_gpus)
+    assert (made.recipe.learner.device, made.recipe.engine.device) == devices
+    assert (made.ranks, made.no_publication == "") == (ranks, published)
+
+
+def test_what_is_said_of_gpus_is_not_asked_of_the_cpu(tmp_path):
+    fields = {"learner.parallel.attention": "flash3", "engine.attention_backend": "fa3", "engine.mem_fraction": 0.8}
+    made = small(recipe_with(**CUDA, **fields))
+    assert made.recipe.learner.parallel.attention == "auto" and made.recipe.engine.attention_backend == ""
+    made = small(recipe_with(**CUDA, **fields), 2)
+    assert made.recipe.learner.parallel.attention == "flash3" and made.recipe.engine.attention_backend == "fa3"
+
+
+def test_sglang_takes_part_where_its_environment_fits(tmp_path):
+    made_up_environment(tmp_path, sglang="0.5.23")
+    fields = {"engine.kind": "sglang", "engine.sglang_env": tmp_path}
+    assert small(recipe_with(**fields)).recipe.engine.kind == "sglang"
+    made = small(recipe_with(**fields | {"engine.sglang_env": tmp_path / "none"}))
+    assert made.recipe.engine.kind == "embedded" and "no SGLang" in made.changes[0]
+
+
+def test_a_recipe_with_penalties_and_minibatches_has_a_round_too():
+    fields = {"learner.objective.overlong": "penalise", "learner.objective.overlong_tokens": 4}
+    fields |= {"learner.objective.overlong_buffer": 2, "learner.objective.minibatches": 16}
+    made = small(recipe_with(**fields))
+    assert made.recipe.learner.objective.minibatches <= 8
+
+
+# ---------------------------------------------------------------------- how it is followed
+
+
+def followed(tmp_path, code, *, stage_s=30.0):
+    """What `watch` says of a process with this code, and what its events said."""
+    follow = Followed(tmp_path / "events")
+    prelude = (
+        f"import json, os, signal, time\ndef tell(**e): print(json.dumps(e), file=open({str(follow.path)!r}, 'a'))\n"
+    )
+    child = start_family("round", [sys.executable, "-c", prelude + code], tmp_path / "log", env={})
+    try:
+        return watch(child, follow, stage_s, 0.0, lambda _: None), follow
+    finally:
+        end(child)
+
+
+def test_a_process_that_is_killed_is_told_with_its_stage(tmp_path):
+    code = "tell(stage='learner', state='begun')\nos.kill(os.getpid(), signal.SIGSEGV)"
+    how, follow = followed(tmp_path, code)
+    assert (how, follow.stage) == ("its process was ended by SIGSEGV", "learner")
+
+
+def test_a_stage_that_hangs_is_told_after_its_time(tmp_path):
+    how, follow = followed(tmp_path, "tell(stage='weights', state='begun')\ntime.sleep(60)", stage_s=2.0)
+    assert (how, follow.stage) == ("no end within 2 s", "weights")
+
+
+def test_what_follows_from_the_first_failure_is_not_told_as_one(tmp_path):
+    code = (
+        "tell(stage='learner', state='ok', found='well', seconds=1.0)\n"
+        "tell(stage='engine', state='failed', found='no memory', seconds=1.0)\n"
+        "tell(stage='weights', state='failed', found='connection closed (rank 1)', seconds=1.0)\nexit(1)"
+    )
+    how, follow = followed(tmp_path, code)
+    assert how == "its process ended with exit code 1"
+    assert {stage: each.state for stage, each in follow.findings.items()} == {"learner": "ok", "engine": "failed"}
+    assert follow.findings["engine"].cure

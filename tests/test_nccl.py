@@ -1,0 +1,132 @@
+"""Versions of NCCL: read from an environment's folder, compared before engines join, and refused in one line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.engines import commands
+from learner.weights import fitting
+from shared.config import ConfigError, load_recipe
+from shared.engine_api import EngineClient
+from shared.engine_messages import EngineTraits, traits_of
+from shared.nccl import variables
+from shared.nccl.versions import (
+    NCCL_OF_TORCH,
+    SGLANG_TESTED,
+    TORCH_OF_SGLANG,
+    environment_in,
+    nccl_of_sglang,
+    nccl_of_torch,
+    unequal_nccl,
+)
+from tests.support.environments import made_up_environment
+from tests.support.publishing import FAST, policy, publishing
+from tests.support.tiny import running_engine
+
+__all__ = ["policy"]  # a fixture
+
+
+def pins(file: str) -> dict[str, str]:
+    return dict(line.split("==") for line in Path(file).read_text().splitlines() if "==" in line and line[0] != "#")
+
+
+def test_an_environment_is_read_from_its_folder_alone(tmp_path):
+    made_up_environment(tmp_path, torch="2.14.1", nvidia_nccl_cu13="2.30.7", sglang="0.5.23", transformers="5.19.0")
+    found = environment_in(tmp_path)
+    assert (found.torch, found.nccl, found.sglang, found.transformers) == ("2.14.1", "2.30.7", "0.5.23", "5.19.0")
+
+
+@pytest.mark.parametrize(("torch", "nccl"), [("2.13.0", "2.29.7"), ("2.13.0+cpu", ""), ("1.0", "")])
+def test_without_its_package_nccl_is_what_torchs_wheel_brings(tmp_path, torch, nccl):
+    made_up_environment(tmp_path, torch=torch)
+    assert environment_in(tmp_path).nccl == nccl
+
+
+def test_a_folder_without_an_environment_has_nothing(tmp_path):
+    assert environment_in(tmp_path / "nowhere").torch == ""
+
+
+def test_the_constraints_for_gpus_give_the_learner_the_nccl_of_the_tested_sglang():
+    ours, theirs = pins("constraints-gpu.txt")["torch"], TORCH_OF_SGLANG[SGLANG_TESTED]
+    assert nccl_of_torch(ours) == nccl_of_torch(theirs) != ""
+    assert SGLANG_TESTED in Path("Makefile").read_text()
+
+
+def test_the_constraints_differ_in_torch_and_triton_alone():
+    cpu, gpu = pins("constraints.txt"), pins("constraints-gpu.txt")
+    assert {name for name in cpu | gpu if cpu.get(name) != gpu.get(name)} == {"torch", "triton"}
+
+
+def test_every_torch_that_a_known_sglang_asks_for_is_known():
+    assert set(TORCH_OF_SGLANG.values()) <= set(NCCL_OF_TORCH)
+
+
+def test_unequal_versions_are_one_line_with_a_cure_and_unknown_ones_pass():
+    line = unequal_nccl("2.29.7", "2.30.7")
+    assert "2.29.7" in line and "nvidia-nccl-cu13==2.30.7" in line and "\n" not in line
+    assert unequal_nccl("2.30.7", "2.30.7") == unequal_nccl("", "2.30.7") == unequal_nccl("2.30.7", "") == ""
+
+
+def test_an_engine_tells_its_nccl_itself_or_by_sglangs_version():
+    assert traits_of({"engine": "embedded", "nccl": "2.30.7"}).nccl == "2.30.7"
+    assert traits_of({"version": "0.5.23", "internal_states": [{"nccl": "2.28.9"}]}).nccl == "2.28.9"
+    assert traits_of({"version": "0.5.23", "internal_states": [{}]}).nccl == nccl_of_sglang("0.5.23") == "2.30.7"
+    assert traits_of({"version": "9.9"}).nccl == traits_of({"nccl": 7}).nccl == traits_of(None).nccl == ""
+
+
+def test_an_engine_with_another_nccl_is_left_out_and_named(ranks, monkeypatch):
+    monkeypatch.setattr(fitting, "nccl_version", lambda: "2.29.7")
+    good, bad = EngineClient("http://good:1"), EngineClient("http://bad:1")
+    members = {good: EngineTraits(nccl="2.29.7"), bad: EngineTraits(nccl="2.30.7")}
+    fit, unfit = fitting.fitting(members, "nccl", ranks)
+    assert [*fit] == [good]
+    assert "NCCL 2.30.7, the learner 2.29.7" in unfit["http://bad:1"]
+    assert fitting.fitting(members, "gloo", ranks) == (members, {})
+
+
+def test_a_publication_is_refused_at_once_where_no_engine_has_the_learners_nccl(folder, policy, ranks, monkeypatch):
+    monkeypatch.setattr(fitting, "nccl_version", lambda: "2.29.7")
+    with running_engine(folder) as (url, app), publishing(policy, ranks, replace(FAST, backend="nccl")) as publisher:
+        monkeypatch.setattr(EngineClient, "traits", telling(EngineClient.traits, nccl="2.30.7"))
+        before = app.scheduler.weight_version
+        with pytest.raises(ValueError, match=f"engine {re.escape(url)}: it has NCCL 2.30.7, the learner 2.29.7"):
+            publisher.publish(1, [url])
+        assert app.scheduler.weight_version == before
+
+
+def telling(traits, **said):
+    async def told(self, *arguments):
+        return replace(await traits(self, *arguments), **said)
+
+    return told
+
+
+def test_a_start_on_gpus_with_two_versions_is_refused(tmp_path, monkeypatch):
+    made_up_environment(tmp_path / "own", torch="2.13.0", nvidia_nccl_cu13="2.29.7")
+    made_up_environment(tmp_path / "sglang", torch="2.14.1", nvidia_nccl_cu13="2.30.7", sglang="0.5.23")
+    monkeypatch.setattr(commands.sys, "prefix", str(tmp_path / "own"))
+    fields = ("--engine.kind", "sglang", "--engine.sglang_env", str(tmp_path / "sglang"))
+    recipe = load_recipe("launch/recipes/sokoban_tiny.toml", [*fields])
+    with pytest.raises(ConfigError, match=r"it has NCCL 2\.30\.7, the learner 2\.29\.7"):
+        commands.check_nccl(recipe)
+
+
+def test_engines_and_learner_are_told_the_same_of_nccl_and_the_users_word_wins(monkeypatch):
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    env = commands._on_gpus(("0",))
+    assert (env["NCCL_CUMEM_ENABLE"], env["NCCL_NVLS_ENABLE"]) == ("0", "1")
+    assert commands._on_gpus(()) == {}
+    assert all(each.reason for each in variables.VARIABLES.values())
+
+
+def test_the_documentation_has_every_known_version_and_every_variable_with_its_reason():
+    page = " ".join(Path("docs/how-to/doctor.md").read_text().split())
+    versions = {*TORCH_OF_SGLANG, *NCCL_OF_TORCH, *NCCL_OF_TORCH.values()}
+    assert [version for version in versions if version not in page] == []
+    for name, (value, reason) in variables.VARIABLES.items():
+        assert f"| `{name}` | {value} | {reason} |" in page

@@ -1,0 +1,204 @@
+"""What people see while a run goes on: a table in a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from launch.local import say_the_end
+from launch.terminal.follow import Tail
+from launch.terminal.progress import Progress
+from launch.terminal.state import RunState
+from launch.terminal.table import process_table, run_table, sparkline
+from shared.config import Recipe
+from shared.learner_config import LearnerConfig
+from shared.log import get_logger
+from shared.sections import EnvConfig, ModelConfig, RunConfig
+
+ROW = {
+    "step": 7, "policy_version": 7.0, "rollout/reward": 4.5, "rollout/success": 0.5, "rollout/turns": 5.25,
+    "time/step_s": 6.0, "speed/turns_per_s": 49.0, "learner/idle_frac": 0.25, "actors/idle_frac": 0.5,
+    "staleness/token/mean": 1.5, "staleness/token/max": 2.0, "policy/entropy": 0.125, "progress/minutes": 1.0,
+    "behaviour/logprob_gap": 0.01, "value/explained_variance": 0.31,
+}  # fmt: skip
+ALARM = {
+    "rule": "truncation",
+    "level": "warning",
+    "step": 5,
+    "message": "episodes are cut off",
+    "cure": "raise a limit",
+}
+
+
+def recipe_of(tmp_path: Path, **learner: Any) -> Recipe:
+    run = RunConfig(dir=str(tmp_path), name="run")
+    return Recipe(
+        model=ModelConfig(path="m"),
+        env=EnvConfig(module="e"),
+        run=run,
+        learner=LearnerConfig(total_steps=17, **learner),
+    )
+
+
+def shown(content: RenderableType, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(content)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_the_table_of_a_run_fits_and_tells_where_it_stands(tmp_path: Path, width: int) -> None:
+    run = RunState(recipe_of(tmp_path))
+    run.add_row({"step": 0, "eval/success": 0.25})
+    assert run.add_row(ROW)
+    run.add_alarm(ALARM)
+    run.add_alarm({**ALARM, "rule": "engine_gap", "level": "critical"})
+    lines = shown(run_table(run, width, run.step_at), width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    told = [
+        "step 7/17",
+        "1.0 left",
+        "0.50 ▅",
+        "1.5 (max 2)",
+        "25 %",
+        "0.125",
+        "31 %",
+        "0.250 (at step 0)",
+        "5.2, 49 a second",
+    ]
+    assert [part for part in told if part not in text] == []
+    assert text.index("critical engine_gap since step 5") < text.index("warning truncation since step 5: episodes")
+
+
+def test_before_the_first_step_the_table_says_so(tmp_path: Path) -> None:
+    run = RunState(recipe_of(tmp_path))
+    assert shown(run_table(run, 60, run.started + 90), 60)[-1] == "run  before the first step, 2 min"
+
+
+def test_an_alarm_that_is_over_leaves_the_table(tmp_path: Path) -> None:
+    run = RunState(recipe_of(tmp_path))
+    run.add_row(ROW)
+    run.add_alarm(ALARM)
+    run.add_alarm({**ALARM, "level": "cleared"})
+    assert shown(run_table(run, 80, run.step_at), 80)[-1] == "no alarms"
+
+
+def test_the_minutes_left_respect_the_limit_in_minutes(tmp_path: Path) -> None:
+    run = RunState(recipe_of(tmp_path, max_minutes=1.5))
+    run.add_row(ROW)
+    assert run.minutes_left == 0.5
+
+
+def test_a_sparkline_is_as_wide_as_there_are_values_or_room() -> None:
+    assert sparkline([], 4) == "" and sparkline([0.0, 1.0], 4) == "▁█"
+    assert sparkline([0.0] * 50 + [0.5] * 50, 4) == "▁▁▅▅"
+
+
+def test_the_table_of_processes_says_what_runs_and_what_starts_again() -> None:
+    def process(name: str, *, child: bool = True, done: bool = False, ends: int = 0) -> Any:
+        restarts = type("R", (), {"started_at": 0.0, "__len__": lambda _: ends})()
+        return SimpleNamespace(name=name, child=child or None, done=done, restarts=restarts)
+
+    processes = [process("engine 0"), process("actor 0", child=False, ends=2), process("actor 1", done=True)]
+    lines = [" ".join(line.split()) for line in shown(process_table(processes, 90.0), 60)[1:]]
+    assert lines == ["engine 0 runs 2 min", "actor 0 starts again 2 restarts", "actor 1 done"]
+
+
+def test_the_end_says_what_was_reached_and_how_to_look_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(get_logger("local"), "info", lambda text, *values: said.append(text % values))
+    state = RunState(recipe_of(tmp_path))
+    state.add_alarm(ALARM)
+    result = {"success_before": 0.25, "success_after": 0.75, "optimizer_steps": 17, "episodes": 1088, "minutes": 2.51}
+    say_the_end(Path("my runs/a"), result, state)
+    say_the_end(Path("runs/b"), result | {"success_before": None}, RunState(recipe_of(tmp_path)))
+    assert said == [
+        "success on held-out samples 0.250 -> 0.750; 17 steps, 1088 episodes in 2.5 minutes; alarms: truncation",
+        "to look at the run: python launch/dashboard.py 'my runs/a'",
+        "17 steps, 1088 episodes in 2.5 minutes; alarms: none",
+        "to look at the run: python launch/dashboard.py runs/b",
+    ]
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_what_an_earlier_run_wrote_is_not_shown(tmp_path: Path, resumed: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n')
+    tail = Tail(path, resumed=resumed)
+    assert list(tail.new()) == []
+    if not resumed:
+        path.rename(tmp_path / "aside.jsonl")
+    with path.open("a") as file:
+        file.write('{"a": 2}\n{"a": \n[3]\n{"a": 4')
+    assert list(tail.new()) == [{"a": 2}]
+    with path.open("a") as file:
+        file.write("}\n")
+    assert list(tail.new()) == [{"a": 4}]
+
+
+def test_where_there_is_no_terminal_the_line_names_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    progress = Progress(recipe_of(tmp_path))
+    for name, row in (("metrics", ROW), ("alarms", ALARM)):
+        (tmp_path / "run" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    progress.show(final=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "step 7/17  success 0.50  reward 4.50  version 7  staleness 1.5 (max 2)  49 turns/s  learner idle 25 %  "
+        "actor idle 50 %  1.0 min, 1.0 left  alarms: truncation"
+    )
+
+
+# ------------------------------------------------------------------ a terminal
+
+SCRIPT = """
+import subprocess, sys
+from rich.text import Text
+from launch.terminal.screen import Screen, is_terminal
+assert is_terminal()
+with Screen() as screen:
+    for i in range(5):
+        screen.update(Text(f"table {i}\\nsecond line"))
+        subprocess.run([sys.executable, "-c", f"import os; os.write(2, b'child {i} \\\\x1b[2J\\\\x07says\\\\n')"])
+        print(f"own {i}", flush=True)
+print("after")
+"""
+
+
+def test_lines_of_children_stand_whole_above_the_table() -> None:
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "PYTHONPATH": "."}
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the terminal's end, on Linux
+            break
+        if not part:
+            break
+        said += part
+    os.close(ours)
+    assert process.wait(60) == 0, said
+    lines = said.decode().split("\r\n")
+    for i in range(5):
+        assert any(line.endswith(f"child {i} says") for line in lines), i
+        assert any(line.endswith(f"own {i}") for line in lines), i
+    assert "\x1b[2J" not in said.decode() and "\x07" not in said.decode()
+    assert said.decode().rstrip().endswith("after") and "table 4" in said.decode()
+    assert said.decode().rindex("own 4") < said.decode().rindex("table 4")
