@@ -21,6 +21,7 @@ from actor.engine_pool import EnginePool, Seat
 from actor.env_threads import EnvThreads, EnvTimeout
 from actor.journal import Answer, Journal
 from actor.limits import EpisodeLimits
+from actor.notes import Notes
 from actor.render import Fragment, Renderer
 from actor.rewards import BadReward, Reward, finite
 from actor.stream import Stream
@@ -90,6 +91,7 @@ class _Episode:
         self._turn_metrics: dict[str, list[float]] = {}
         self._last_metrics: dict[str, float] = {}
         self._generate_s = self._env_s = 0.0
+        self._notes = Notes()
         self._recorded = player.journal.answers(ticket.id, index)[::-1] if player.journal else []  # the next one last
         self._replayed, self._differed = 0, False
 
@@ -148,7 +150,9 @@ class _Episode:
             )
         except EngineError as error:
             raise _Ended(Ending.ENGINE_ERROR, str(error)) from error
-        self._generate_s += time.monotonic() - began
+        answered = time.monotonic()
+        self._generate_s += answered - began
+        self._notes.generated(began, answered)
         if not set(completion.token_ids).isdisjoint(self._renderer.banned_ids):
             raise _Ended(Ending.ENGINE_ERROR, f"{self._seat.url} sampled a banned vision token")
         if self._player.journal and completion.finish_reason != "abort":
@@ -162,6 +166,7 @@ class _Episode:
         self._stream.sample(completion)
         if completion.token_ids:
             self._turns.append(Turn(start, len(self._stream.token_ids), 0.0))
+            self._notes.turn()
         try:
             self._answers.append(self._renderer.decode(completion.token_ids))
         except Exception as error:  # of tokens that the tokenizer does not know
@@ -194,7 +199,7 @@ class _Episode:
         """Runs a function of the environment in a thread; its failure is the episode's ending."""
         began = time.monotonic()
         try:
-            return await self._player.threads.run(function, self._limits.env_timeout_s)
+            return await self._player.threads.run(self._notes.timed(function), self._limits.env_timeout_s)
         except EnvTimeout as error:
             raise _Ended(Ending.ENV_TIMEOUT, str(error)) from error
         except BadReward as error:
@@ -202,7 +207,9 @@ class _Episode:
         except Exception as error:
             raise _Ended(Ending.ENV_ERROR, f"{type(error).__name__}: {error}") from error
         finally:
-            self._env_s += time.monotonic() - began
+            returned = time.monotonic()
+            self._env_s += returned - began
+            self._notes.called(began, returned)
 
     def _start(self) -> Fragment:
         sample = self._ticket.sample
@@ -250,7 +257,9 @@ class _Episode:
             "replay_differed": float(self._differed or bool(self._recorded)),
         }
         reward, text = sum(turn.reward for turn in self._turns), self._renderer.transcript(stream.token_ids)
-        return stream.trajectory(self._turns, end.ending, reward=reward, metrics=metrics, text=text, error=end.error)
+        trajectory = stream.trajectory(self._turns, end.ending, reward=reward, metrics=metrics, text=text)
+        notes = self._notes.of_turns(self._infos)
+        return replace(trajectory, error=end.error, notes=notes, started=self._notes.started)
 
     async def _rewarded(self, trajectory: Trajectory, reward_function: Reward) -> Trajectory:
         """The trajectory with the reward of `reward_function`, whose failure is the episode's ending."""

@@ -31,9 +31,9 @@ BESIDE_THE_CODE = {  # page: the file that it shows
 }
 COMMANDS = (
     "launch/learner.py", "launch/actors.py", "launch/local.py", "launch/prepare.py", "launch/warm_start.py",
-    "launch/curves.py",
-    "learner.plan", "learner.export", "shared.config", "shared.keys", "envs.check", "envs.play", "envs.show",
-    "actor.engine.server",
+    "launch/curves.py", "launch/dashboard.py",
+    "learner.plan", "learner.export", "learner.replay", "shared.config", "shared.keys",
+    "envs.check", "envs.play", "envs.show", "actor.engine.server",
 )  # fmt: skip
 HELP_S = 120.0
 

@@ -14,7 +14,7 @@ from learner.tickets.server import TicketServer, TicketServerSettings
 from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.log import get_logger
-from shared.recording import Recorder
+from shared.recordings.groups import Recorder
 from shared.transport import SocketSettings
 
 LOG = get_logger("recording")

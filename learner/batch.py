@@ -36,6 +36,7 @@ class Episode:
     advantage: float  # relative to its group
     group: int = 0  # which of the step's
     signal: float = 1.0  # of its group's rewards: below 1 their spread is taken for noise
+    place: int = -1  # among all trajectories of the step's groups, those that are not trained on included
     proximal_logprobs: np.ndarray | None = None  # float32 [K], of the policy as the step began; None = not computed
     reference_logprobs: np.ndarray | None = None  # float32 [K], of the reference policy; None = not computed yet
 
@@ -83,7 +84,13 @@ def check_layout(trajectory: Trajectory, spec: VisionSpec) -> None:
 
 
 def make_episode(
-    trajectory: Trajectory, advantage: float, decoder: ImageDecoder, objective: ObjectiveConfig, *, group: int = 0
+    trajectory: Trajectory,
+    advantage: float,
+    decoder: ImageDecoder,
+    objective: ObjectiveConfig,
+    *,
+    group: int = 0,
+    place: int = -1,
 ) -> Episode:
     """Expands the placeholders. ValueError when the layout is wrong or an image cannot be read."""
     check_layout(trajectory, decoder.spec)
@@ -114,21 +121,24 @@ def make_episode(
         turn_end=turn_end,
         advantage=advantage,
         group=group,
+        place=place,
     )
 
 
 def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, objective: ObjectiveConfig) -> list[Episode]:
     """Episodes of all trainable trajectories; advantages are relative to the trainable ones of each group."""
-    episodes = []
+    episodes, start = [], 0
     for index, group in enumerate(groups):
-        trajectories = [t for t in group.trajectories if t.trainable]
+        places = [start + i for i, t in enumerate(group.trajectories) if t.trainable]
+        trajectories = [group.trajectories[place - start] for place in places]
+        start += len(group.trajectories)
         rewards, floor = episode_rewards(group, objective), objective.advantage_floor
         how = {"divide_by_std": objective.divide_by_std, "leave_one_out": objective.leave_one_out}
         advantages = group_advantages(rewards, **how, floor=floor)
         signal = group_signal(rewards, floor) if objective.group_relative else 1.0
-        for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        for trajectory, advantage, place in zip(trajectories, advantages, places, strict=True):
             if not (objective.overlong == "mask" and trajectory.ending in _OVERLONG):
-                episode = make_episode(trajectory, float(advantage), decoder, objective, group=index)
+                episode = make_episode(trajectory, float(advantage), decoder, objective, group=index, place=place)
                 episodes.append(episode if signal == 1.0 else replace(episode, signal=signal))
     return episodes
 
@@ -167,6 +177,7 @@ class Microbatch:
     advantages: Tensor  # float32 [N], relative to the group
     episode_tokens: Tensor  # float32 [N], sampled tokens of the token's episode
     empty: bool
+    places: tuple[int, ...] = ()  # of its episodes, in their order here
     proximal_logprobs: Tensor | None = None  # float32 [N], where the episodes have them
     reference_logprobs: Tensor | None = None  # float32 [N], where the episodes have them
 
@@ -209,7 +220,8 @@ def pack(episodes: Sequence[Episode], decoder: ImageDecoder, device: torch.devic
         for name, array in arrays.items()
     }
     lengths, image_lengths = tuple(e.num_tokens for e in episodes), tuple(len(image.patches) for image in images)
-    return Microbatch(lengths=lengths, image_lengths=image_lengths, empty=False, **tensors)
+    places = tuple(e.place for e in episodes)
+    return Microbatch(lengths=lengths, image_lengths=image_lengths, empty=False, places=places, **tensors)
 
 
 def _distinct_images(episodes: Sequence[Episode], decoder: ImageDecoder) -> tuple[list[ImagePatches], np.ndarray]:

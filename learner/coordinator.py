@@ -20,14 +20,16 @@ from learner.distributed import Ranks, broadcast_flag, broadcast_groups
 from learner.images import rgb_of
 from learner.metrics.episodes import RunResult, evaluation_metrics, held_out_metrics, middle_half, rollout_metrics
 from learner.metrics.writer import MetricLogger
+from learner.recording.columns import Watched
+from learner.recording.recorder import Recorder as StepRecorder
 from learner.tickets.ledger import Ledger
 from learner.tickets.records import number_of
 from learner.tickets.server import Interrupted, TicketServer
 from shared.config import Recipe
 from shared.engine_messages import weight_name
 from shared.log import get_logger
-from shared.recording import Recorder
-from shared.types import Group, PolicyVersion, Sample, Sampling, Stop
+from shared.recordings.groups import Recorder
+from shared.types import Group, PolicyVersion, Sample, Sampling, Stop, Ticket
 
 KEPT_BAD_BATCHES = 10
 SHOWN_CHARACTERS = 2**16  # of a transcript
@@ -59,6 +61,8 @@ class Follower:
 
     def out_of_time(self) -> bool:
         return broadcast_flag(False, self.ranks)
+
+    def keep(self, step: int, version: PolicyVersion, groups: Sequence[Group], watched: Watched | None) -> None: ...
 
     def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None: ...
 
@@ -92,11 +96,14 @@ class Coordinator(Follower):
         held_out: Sequence[Sample],
         unwritten: Iterable[str],
         shutdown: Event,
+        recorder: StepRecorder,
     ) -> None:
         """`unwritten`: the lines that the ledger of an earlier process could not write."""
         super().__init__(ranks)
         self.recipe, self.ticket_server, self.run_id = recipe, ticket_server, run_id
-        self.held_out, self._shutdown = held_out, shutdown
+        self.held_out, self._shutdown, self._recorder = held_out, shutdown, recorder
+        self._tickets: list[Ticket] = []  # of the groups that are in training
+        self._kept: tuple[int, PolicyVersion] = (0, 0)  # the last step that was handed to the recorder
         self.process_id = ticket_server.process_id
         self.log = get_logger("learner")
         self.run_dir = Path(recipe.run.dir) / recipe.run.name
@@ -142,7 +149,7 @@ class Coordinator(Follower):
         interrupts = (self._shutdown, engine_is_back)
         with suppress(Interrupted):  # then there are no groups
             batch = self.ticket_server.next_batch(learner.groups_per_step, learner.wait_timeout_s, *interrupts)
-            groups = [group for _, group in batch]
+            self._tickets, groups = [ticket for ticket, _ in batch], [group for _, group in batch]
             self._idle_s += time.monotonic() - started
         return broadcast_groups(groups, self.ranks)
 
@@ -157,6 +164,11 @@ class Coordinator(Follower):
         """What a checkpoint holds of rank 0, as JSON values."""
         return {"run_id": self.run_id, "tickets": self.ticket_server.state_dict(), "ledger": self.ledger.state()}
 
+    def keep(self, step: int, version: PolicyVersion, groups: Sequence[Group], watched: Watched | None) -> None:
+        """Hands over what is to be recorded of the step, which trained the policy of `version`."""
+        self._kept = (step, version)
+        self._recorder.step(step, version, groups, self._tickets, watched, self.ticket_server.take_failed())
+
     def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None:
         """Closes a step: acknowledgments, the ledger, metrics; `values` are those of the trainer and the publisher."""
         now = time.monotonic()
@@ -167,7 +179,7 @@ class Coordinator(Follower):
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)
         self._turns += turns
-        rows = rollout_metrics(groups) | values | self.ticket_server.metrics()
+        rows = rollout_metrics(groups) | values | self.ticket_server.metrics() | self._recorder.metrics()
         rows |= {"time/step_s": step_s, "time/idle_s": self._idle_s - self._busy_s, "policy_version": float(version)}
         rows["learner/idle_frac"] = min(1.0, rows["time/idle_s"] / step_s)
         self._busy_s = self._idle_s
@@ -271,4 +283,7 @@ class Coordinator(Follower):
             self.ticket_server.go_silently()
         else:
             self.ticket_server.stop(farewell.reason, failed=farewell.failed)
+        step, version = self._kept
+        self._recorder.step(step + 1, version, (), failed=self.ticket_server.take_failed())  # why there was no step
+        self._recorder.close()
         self.metrics.close()

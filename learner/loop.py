@@ -21,6 +21,7 @@ from learner.distributed import close_ranks, gpu_bytes, init_ranks
 from learner.guards.guards import Guards
 from learner.metrics.episodes import RunResult
 from learner.plan import check_recipe
+from learner.recording.columns import watch
 from learner.setup import build_coordinator, build_publisher, build_trainer
 from learner.shutdown import Shutdown, ShutdownRequested
 from learner.tickets.sources import SampleSource
@@ -85,8 +86,10 @@ def loop(
             saver.save(version, coordinator.state())
             saver.wait()
             raise ShutdownRequested(f"asked to shut down after step {trainer.num_steps}")
-        metrics = trainer.step(groups, version)
+        watched = watch(groups, trainer.num_steps + 1, recipe.record)
+        metrics = trainer.step(groups, version, watched)
         step = trainer.num_steps
+        coordinator.keep(step, version, groups, watched)
         check_step(trainer, coordinator, groups)
         metrics |= guards.after_step(groups, metrics)
         due = Due.after(step, recipe, last=step == recipe.learner.total_steps or coordinator.out_of_time())

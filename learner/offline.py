@@ -21,7 +21,7 @@ from learner.metrics.writer import MetricLogger
 from learner.plan import check_recipe
 from learner.setup import build_trainer
 from shared.config import Recipe
-from shared.recording import files, read
+from shared.recordings.groups import files, read
 from shared.types import Group
 
 

@@ -18,6 +18,7 @@ from learner.guards.bad_groups import check_group
 from learner.model import attention_backend
 from learner.model.policy import Policy, empty_policy, load_weights
 from learner.model.sharding import parallelize
+from learner.recording.recorder import Recorder
 from learner.tickets.book import BookSettings
 from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SampleSource
@@ -95,11 +96,13 @@ def build_coordinator(
         secure=learner_security(recipe.transport, learner.bind),
         check=partial(check_group, decoder=trainer.decoder, max_context=recipe.model.max_context),
         max_failure_share=recipe.env.max_failure_share,
+        keep_failed=recipe.record.failures,
     )
     ticket_server = TicketServer(source, BookSettings.of(recipe, refusal(learner.objective)), settings)
     if state:
         ticket_server.load_state(state["tickets"])
-    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, state.get("ledger", ()), shutdown)
+    recorder = Recorder(recipe, trainer.decoder.spec)
+    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, state.get("ledger", ()), shutdown, recorder)
 
 
 def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:

@@ -31,6 +31,7 @@ from learner.objective.objectives import loss_of
 from learner.objective.records import Tokens
 from learner.objective.survey import Survey
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
+from learner.recording.columns import Watched, recorded_columns
 from shared.learner_config import LearnerConfig
 from shared.types import Group, PolicyVersion
 
@@ -75,8 +76,9 @@ class Trainer:
         # A critic on detached states is clipped by itself: it moves nothing but itself, and scales nothing down either.
         self._apart = frozenset(policy.value_head.parameters()) if policy.listener else frozenset()
 
-    def step(self, groups: Sequence[Group], version: PolicyVersion) -> dict[str, float]:
-        """Trains on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank.
+    def step(self, groups: Sequence[Group], version: PolicyVersion, watched: Watched | None = None) -> dict[str, float]:
+        """Trains on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank; `watched` has
+        its columns then.
 
         There are `passes` times `minibatches` updates. Ratios and the critic's targets are computed anew in each, so
         that later ones are corrected as stale data is; metrics are of the tokens of all updates. Once the policy has
@@ -96,6 +98,7 @@ class Trainer:
             episodes = self._surveyed(episodes, work)
         updates = list(cut(len(episodes), objective.passes, objective.minibatches, seed=self.num_steps))
         for number, chosen in enumerate(updates):
+            work.watched = watched if number < len(updates) // objective.passes else None
             if not self._update([episodes[i] for i in chosen], work):
                 work.num_left_out = len(updates) - number
                 break
@@ -103,6 +106,8 @@ class Trainer:
         self.num_skipped += work.num_skipped > 0
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if work.num_bad else 0
         work.stats.gather(self.ranks)
+        if watched is not None:
+            watched.gather(self.ranks)
         metrics = work.stats.metrics() | self.router.metrics(self.ranks)
         self.scale.follow(work.stats.moments())
         if objective.kl_reference_every and self.num_steps % objective.kl_reference_every == 0:
@@ -260,6 +265,8 @@ class Trainer:
         )
         loss = loss_of(tokens, objective, work.scaling)
         work.stats.add(work.version - batch.versions, loss_columns(tokens, loss))
+        if work.watched is not None:
+            work.watched.add(batch, recorded_columns(tokens, loss))
         lost = torch.zeros_like(unused) if loss.dropped is None else (tokens.weights * loss.dropped.any_N).sum()
         share = loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
         return [share, lost, *self._divergence(batch, output.logprobs)]

@@ -32,7 +32,7 @@ from shared.types import ITEMS, Group, Image, Message, Tickets, Trajectory
 
 __all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode", "frames_of"]
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MESSAGES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
 
 

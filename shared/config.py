@@ -29,6 +29,7 @@ from shared.sections import (
     EnvConfig,
     EvalConfig,
     ModelConfig,
+    RecordConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -52,6 +53,7 @@ class Recipe(Section):
     engine: EngineConfig = EngineConfig()
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
+    record: RecordConfig = RecordConfig()
     transport: TransportConfig = TransportConfig()
 
     @property

@@ -172,6 +172,17 @@ class EvalConfig(Section):
     best: str = Field("success", description="metric by which the best evaluated checkpoint is kept; empty = none is")
 
 
+class RecordConfig(Section):
+    """What of a run is written down to be looked at later; see shared/recordings."""
+
+    every: int = Field(10, ge=0, description="the first step is recorded, and each that this divides; 0 = none")
+    groups: int = Field(8, ge=0, description="groups of a recorded step that are written down")
+    failures: int = Field(
+        8, ge=0, description="episodes of any step that ended badly and are written down, at most; 0 = none"
+    )
+    max_gb: float = Field(2.0, gt=0, description="GB of disk that recordings may take; the oldest go first")
+
+
 class TransportConfig(Section):
     max_message_bytes: int = Field(256 * 2**20, gt=0, description="larger messages are refused")
     queue_messages: int = Field(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 Item = TypeVar("Item")
 ITEMS = 2**16  # of one list or dict
+INFO_CHARACTERS = 2**12  # of what an environment said of one turn
 _INT31 = 2**31 - 1
 Text = Annotated[str, Meta(max_length=2**22)]
 Id = Annotated[str, Meta(max_length=2**8)]  # of a ticket or a process: the learner sends it back, many at once
@@ -145,6 +146,16 @@ class Turn(Record, frozen=True, array_like=True):
     reward: Finite
 
 
+class TurnNote(Record, frozen=True, array_like=True):
+    """Where a turn's time went, in seconds, and what the environment's step said of its answer."""
+
+    begin_s: NonNegative = 0.0  # after the episode's start, when the engine was asked
+    generate_s: NonNegative = 0.0  # until its answer was there
+    wait_s: NonNegative = 0.0  # for a free thread of the environment
+    env_s: NonNegative = 0.0  # that the environment took
+    info: Annotated[str, Meta(max_length=INFO_CHARACTERS)] = ""  # as bounded JSON
+
+
 class Trajectory(Record, frozen=True, eq=False):
     """One episode. All arrays have length T; `token_ids` holds one image placeholder per image, in order."""
 
@@ -160,6 +171,8 @@ class Trajectory(Record, frozen=True, eq=False):
     text: Text = ""  # the readable transcript, for logs
     error: Text = ""  # the reason, when the ending is a failure
     weights: Many[WeightName] = ()  # that sampled the tokens, by their full names, as far as the engine told them
+    notes: Many[TurnNote] = ()  # of the turns; none where nobody took any
+    started: NonNegative = 0.0  # seconds since 1970, by the actor's clock
 
     @property
     def trainable(self) -> bool:

@@ -17,7 +17,7 @@ from tests.support.runs import local, metrics, places
 
 README = Path("README.md")
 PAGES = [README, *sorted(Path("docs").rglob("*.md"))]
-SECTIONS = "run|model|env|reward|rollout|data|sampling|actor|engine|learner|eval|transport"
+SECTIONS = "run|model|env|reward|rollout|data|sampling|actor|engine|learner|eval|record|transport"
 GENERATED = {
     "reference": "recipe metrics commands wire-format engine-api files",
     "explanation": "security faults chaos hostile",

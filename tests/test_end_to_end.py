@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from shared.recordings.reading import read_step, steps
 from tests.support.machine import children_of
 from tests.support.runs import command, finished, local, metrics, places, refused
 
@@ -34,6 +36,17 @@ def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
     gaps = [row["behaviour/logprob_gap/lag_0"] for row in rows if "behaviour/logprob_gap/lag_0" in row]
     assert gaps
     assert max(gaps) < 1e-4
+    recordings = [read_step(path) for path in steps(tmp_path / "colour_tiny" / "recordings")]
+    assert [read.header.step for read in recordings] == [1, 10, 20, 30, 40]
+    assert all(len(read.summaries) == 32 and not read.damages for read in recordings)
+    ours = [summary for summary in recordings[0].summaries if summary.trained]
+    assert ours and max(summary.max_gap for summary in ours) < 1e-4  # both have the weights of version 0
+    assert sum(summary.trained for read in recordings for summary in read.summaries) > 20
+    assert rows[-1]["record/episodes"] >= 128 and rows[-1]["record/dropped"] == 0
+    command = [sys.executable, "-m", "learner.replay", str(recordings[0].path)]
+    replayed = json.loads(finished(command).stdout.splitlines()[-1])
+    assert replayed["episodes"] == 32 and replayed["gap"]["max"] < 1e-4
+    assert max(replayed["recorded"].values()) < 1e-4
     _, *successes = [row["eval/success"] for row in metrics(tmp_path) if "eval/success" in row]
     evaluated = dict(zip((15, 30, 40), successes, strict=True))
     folder = tmp_path / "colour_tiny" / "checkpoints"

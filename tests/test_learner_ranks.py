@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,6 +92,18 @@ def test_a_use_of_memory_changes_nothing_beyond_rounding(results, mode):
     got, expected = results[MODES[mode][0]][mode], results[1]["vtrace"]
     assert distance(got["gradients"], expected["gradients"]) < 1e-6
     assert distance(got["weights"], expected["weights"]) < 1e-6
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", ["grpo", "updates"])
+def test_what_is_recorded_of_an_episode_comes_from_the_rank_that_trained_it(results, case, size):
+    """In `updates` each episode is trained on twice, by whichever rank; what the first time saw is recorded."""
+    one, more = results[1][case]["recorded"], results[size][case]["recorded"]
+    assert one.keys() == more.keys() and sum(columns is not None for columns in one.values()) >= 3
+    for place, columns in one.items():
+        assert (columns is None) == (more[place] is None)
+        if columns is not None:
+            assert np.allclose(more[place], columns, rtol=1e-3, atol=1e-4) and columns[0].max() < 0
 
 
 def test_a_reference_on_several_ranks_adds_the_divergence_from_it(results):

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from learner.coordinator import Coordinator
+from learner.recording.recorder import Recorder
 from learner.tickets.ledger import Ledger
 from shared.config import Recipe
 from shared.sections import EnvConfig, ModelConfig, RunConfig
 from shared.types import Group
+from shared.vision import VisionSpec
 from tests.support.wires import episode
 
 
@@ -94,9 +96,11 @@ def test_a_group_is_acknowledged_only_when_it_is_in_the_ledger(tmp_path):
     ticket_server = SimpleNamespace(
         process_id="p", commit=lambda: seen.append(steps(tmp_path / "r" / "ledger.jsonl")), metrics=dict
     )
-    coordinator = Coordinator(recipe, None, ticket_server, "run", [], (), Event())
+    recorder = Recorder(recipe, VisionSpec(0))
+    coordinator = Coordinator(recipe, None, ticket_server, "run", [], (), Event(), recorder)
     coordinator.record(1, 1, [Group("7-n", "a", (episode(),))], {})
     coordinator.metrics.close()
+    recorder.close()
     assert seen == [[1]]
     line = json.loads((tmp_path / "r" / "ledger.jsonl").read_text())
     assert line == {"step": 1, "tickets": [7], "weights": "1-p"}

@@ -11,7 +11,7 @@ import pytest
 
 from learner.offline import run_recorded
 from shared.config import load_recipe
-from shared.recording import Recorder, files, read
+from shared.recordings.groups import Recorder, files, read
 from shared.vision import VisionSpec
 from tests.support.episodes import random_groups
 from tests.support.machine import free_port

@@ -163,6 +163,23 @@ def test_a_wait_without_end_names_whom_it_waited_for(ticket_server: TicketServer
     assert "\n" not in str(caught.value)
 
 
+def test_groups_without_a_sound_episode_are_kept_for_the_recorder_the_last_ones(
+    ticket_server: TicketServer, peer: Peer
+) -> None:
+    ticket_server.open()
+    peer.hello()
+    tickets = peer.tickets(4)
+    for ticket in tickets[:3]:
+        peer.send(Group(ticket.id, "p", (failed_episode(error=f"no {ticket.id}"),)))
+        peer.expect(Refusal)
+    peer.send(group_of(tickets[3]))
+    peer.taken(1)
+    kept = ticket_server.take_failed()  # two of them at most: see start_ticket_server
+    assert [(ticket, group.ticket_id) for ticket, group, _ in kept] == [(t, t.id) for t in tickets[1:3]]
+    assert [reason for _, _, reason in kept] == [f"env_error: no {t.id}" for t in tickets[1:3]]
+    assert ticket_server.take_failed() == []
+
+
 def test_a_sample_that_cannot_be_sent_stops_the_run_with_its_name(tmp_path: Path, opened: list) -> None:
     ticket_server = start_ticket_server(tmp_path)
     peer = Peer(ticket_server.address)

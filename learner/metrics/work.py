@@ -12,6 +12,7 @@ from learner.batch import Episode, Microbatch
 from learner.distributed import Ranks, all_sum
 from learner.metrics.throughput import Clock, speed
 from learner.metrics.tokens import TokenStats
+from learner.recording.columns import Watched
 from shared.types import PolicyVersion
 
 
@@ -31,6 +32,7 @@ class Work:
     num_left_out: int = 0  # updates that were not made, as the policy had moved far enough
     divergences: list[float] = field(default_factory=list)  # of each update, as `_divergence` has it
     last: Microbatch | None = None  # of this rank's microbatches
+    watched: Watched | None = None  # takes down columns of tokens, in the first pass
 
     def done(self, episodes: Sequence[Episode], ranks: Ranks) -> dict[str, float]:
         """How much there was to do, where the time went and how fast it went; a collective."""

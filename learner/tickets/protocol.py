@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ class TicketServerSettings:
     secure: Secure | None = None
     check: Callable[[Group], None] | None = None  # raises ValueError for a group that no step could train on
     max_failure_share: float = 1.0  # of the last episodes; beyond it the learner's waits raise TooManyFailures
+    keep_failed: int = 0  # groups without any sound episode that are kept to be recorded, the last ones
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class TicketProtocol:
         self._settings = settings
         self._clock = clock
         self.selection = SelectionMeter()
+        self.failed: deque[tuple[Ticket, Group, str]] = deque(maxlen=settings.keep_failed)  # with the reason
         self._taken: dict[bytes, list[str]] = {}  # tickets whose groups' Receipt is to be sent
         self._misfits: Counter[bytes] = Counter()  # messages of peers that cannot take part
 
@@ -163,6 +165,8 @@ class TicketProtocol:
                 self.selection.add("dropped", ticket, group)
         if verdict in (Verdict.ACCEPTED, Verdict.DROPPED):
             self.failures.add(group)
+        if ticket is not None and verdict is Verdict.DROPPED and not any(t.trainable for t in group.trajectories):
+            self.failed.append((ticket, group, self._book.last_drop))
         if verdict in (Verdict.ACCEPTED, Verdict.AGAIN):
             self.confirm(peer, group.ticket_id)
         else:

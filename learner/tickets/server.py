@@ -163,6 +163,13 @@ class TicketServer:
             values |= self._protocol.selection.metrics()
             return values | self._played_s.drain("actors/group_s")
 
+    def take_failed(self) -> list[tuple[Ticket, Group, str]]:
+        """The last groups without any sound episode, of those that came since the last call, with the reason."""
+        with self._changed:
+            failed = list(self._protocol.failed)
+            self._protocol.failed.clear()
+            return failed
+
     def selection_table(self) -> str:
         """Markdown: whether what is trained is what was issued."""
         with self._changed:

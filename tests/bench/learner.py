@@ -38,7 +38,7 @@ from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
 from shared.learner_config import LearnerConfig
-from shared.recording import files, read
+from shared.recordings.groups import files, read
 from shared.vision import VisionSpec
 from tests.bench.learner_peers import CLIP_HIGH, CLIP_LOW, LR, MAX_NORM, PaddedLoop, TrlLoop
 from tests.support.episodes import learner_config

@@ -13,6 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -22,13 +23,14 @@ from learner.guards.finite import check_finite
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import parallelize
 from learner.optim import MuonAdamW
+from learner.recording.columns import watch
 from learner.trainer import Trainer
 from learner.weights.buckets import gathered
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import WeightVerifier
 from shared.config import Recipe
 from shared.learner_config import LearnerConfig
-from shared.sections import EnvConfig, ModelConfig
+from shared.sections import EnvConfig, ModelConfig, RecordConfig
 from shared.types import Group
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_groups
@@ -102,6 +104,16 @@ def train(trainer: Trainer, ranks: Ranks, steps: range, num_groups: int) -> list
         groups = groups_of_step(trainer.policy.spec, step, num_groups) if ranks.is_main else None
         metrics.append(trainer.step(broadcast_groups(groups, ranks), version=1))
     return metrics
+
+
+def recorded(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[int, np.ndarray | None]:
+    """What one more step would record of two of its groups, by the place of the episode."""
+    made = groups_of_step(trainer.policy.spec, 3, num_groups) if ranks.is_main else None
+    groups = broadcast_groups(made, ranks)
+    watched = watch(groups, 4, RecordConfig(every=1, groups=2))
+    assert watched is not None
+    trainer.step(groups, 1, watched)
+    return {place: watched.columns(place) for place in watched.places}
 
 
 def first_gradients(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[str, torch.Tensor]:
@@ -186,6 +198,8 @@ def compute(folder: str, out: Path, engine: str) -> None:
         trainer, result[name] = run(model, ranks, changes, num_groups)
         if name == "experts":
             result["expert_shards"] = expert_shards(trainer)
+        if name in ("grpo", "updates"):
+            result[name]["recorded"] = recorded(trainer, ranks, num_groups)
         if name == "vtrace" and ranks.size < 3:
             result |= save_publish_and_go_on(trainer, ranks, folder, out / f"checkpoints_{ranks.size}", engine)
     result["finite"] = [said_of_a_number_on_the_last_rank(ranks, value) for value in (3e38, float("nan"))]

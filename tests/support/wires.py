@@ -86,7 +86,7 @@ def book_settings(**changes: object) -> BookSettings:
 def start_ticket_server(
     tmp: Path, *, address: str = "tcp://127.0.0.1:*", timeout_s: float = 10.0, **book: object
 ) -> TicketServer:
-    settings = TicketServerSettings(address, tmp, "run-1", RULES, actor_timeout_s=timeout_s)
+    settings = TicketServerSettings(address, tmp, "run-1", RULES, actor_timeout_s=timeout_s, keep_failed=2)
     return TicketServer(SeedSource(), book_settings(**book), settings)
 
 

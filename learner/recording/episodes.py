@@ -1,0 +1,164 @@
+"""Episodes of the wire as records: with the text of their tokens, and what their images were."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import numpy as np
+from PIL import Image as PILImage
+from transformers import PreTrainedTokenizerFast
+
+from learner.recording.columns import as_arrays
+from shared.recordings.bounded import bounded_json
+from shared.recordings.records import Array, Episode, ImageRef, RecordedTurn
+from shared.types import Group, Image, Ticket, Trajectory, TurnNote
+from shared.vision import IMAGE_FORMATS, VisionSpec
+
+PROMPT_CHARACTERS, METADATA_CHARACTERS, TEXT_CHARACTERS = 2**16, 2**14, 2**16
+PIECE_CHARACTERS = 2**8
+MAX_PIECES = 2**17  # tokens of an episode whose texts are recorded one by one
+
+
+class TokenTexts:
+    """Tokens of a model as text, special ones too; each is decoded once. Without a tokenizer all texts are empty."""
+
+    def __init__(self, model_path: str) -> None:
+        self._pieces: dict[int, str] = {}
+        self._tokenizer: PreTrainedTokenizerFast | None = None
+        try:
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
+        except Exception:  # noqa: BLE001 - whatever is wrong with its files, episodes are recorded without text
+            self._tokenizer = None
+
+    def text(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None or not len(ids):
+            return ""
+        try:
+            decoded: Any = self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        except Exception:  # noqa: BLE001 - of tokens that the tokenizer does not know
+            return "".join(self.pieces(ids))
+        return str(decoded)[:TEXT_CHARACTERS]
+
+    def pieces(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """The text of each token by itself; a part of a character shows as a question mark."""
+        if self._tokenizer is None or len(ids) > MAX_PIECES:
+            return ()
+        return tuple(self._pieces.get(token) or self._piece(token) for token in ids)
+
+    def _piece(self, token: int) -> str:
+        assert self._tokenizer is not None
+        try:
+            decoded: Any = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        except Exception:  # noqa: BLE001 - as above
+            decoded = f"<{token}>"
+        self._pieces[token] = str(decoded)[:PIECE_CHARACTERS]
+        return self._pieces[token]
+
+
+def image_ref(image: Image, spec: VisionSpec) -> ImageRef:
+    """Read from the file's header alone; one that cannot be read is of the format `bin`."""
+    size = len(image.data)
+    try:
+        with PILImage.open(io.BytesIO(image.data), formats=IMAGE_FORMATS) as file:
+            (width, height), kind = file.size, str(file.format).lower()
+        _, rows, columns = spec.grid(width, height)
+    except Exception:  # noqa: BLE001 - Pillow's decoders raise OSError, SyntaxError, struct.error and others
+        return ImageRef(hash=image.content_hash, format="bin", bytes=size)
+    tokens = rows * columns // spec.merge_size**2
+    facts: dict[str, Any] = {"format": kind, "width": width, "height": height, "tokens": tokens}
+    return ImageRef(hash=image.content_hash, bytes=size, **facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One episode of a group, with what the learner made of it. `ticket` is None where groups come without any."""
+
+    group: Group
+    index: int
+    ticket: Ticket | None = None
+    columns: np.ndarray | None = None  # float32 [C,K]
+    refused: str = ""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.group.trajectories[self.index]
+
+
+def record_of(played: Played, texts: TokenTexts, spec: VisionSpec, *, group_relative: bool) -> Episode:
+    t, ticket = played.trajectory, played.ticket
+    images = tuple(image_ref(image, spec) for image in t.images)
+    turns, tail = turns_of(t, texts, spec)
+    sample: dict[str, Any] = {}
+    if ticket is not None:
+        sample = {
+            "sample_id": ticket.sample.id,
+            "seed": ticket.seed,
+            "issue_version": ticket.version,
+            "prompt": bounded_json(ticket.sample.prompt, PROMPT_CHARACTERS),
+            "label": (ticket.sample.label or "")[:METADATA_CHARACTERS],
+            "metadata": bounded_json(ticket.sample.metadata, METADATA_CHARACTERS),
+        }
+    columns = {}
+    if played.columns is not None:
+        found = as_arrays(played.columns, group_relative=group_relative)
+        columns = {name: Array.of(values) for name, values in found.items()}
+    return Episode(
+        ticket_id=played.group.ticket_id,
+        index=played.index,
+        group_size=len(played.group.trajectories),
+        actor=played.group.actor,
+        token_ids=Array.of(t.token_ids),
+        loss_mask=Array.of(t.loss_mask),
+        behaviour_logprobs=Array.of(t.behaviour_logprobs),
+        policy_versions=Array.of(t.policy_versions),
+        pieces=texts.pieces(t.token_ids.tolist()),
+        turns=turns,
+        tail=tail,
+        images=images,
+        weights=t.weights,
+        reward=t.reward,
+        metrics=t.metrics,
+        ending=t.ending,
+        error=t.error[:TEXT_CHARACTERS],
+        refused=played.refused[:4096],
+        started=t.started,
+        group_s=played.group.played_s,
+        columns=columns,
+        **sample,
+    )
+
+
+def turns_of(t: Trajectory, texts: TokenTexts, spec: VisionSpec) -> tuple[tuple[RecordedTurn, ...], str]:
+    """With the text after the last of them."""
+    ids = t.token_ids.tolist()
+    seen_before = np.cumsum([0, *(t.token_ids == spec.image_token_id)])  # images before each token
+    ends = [0, *(turn.end for turn in t.turns)]
+    found = []
+    for turn, note, (before, _) in zip(t.turns, _notes(t), pairwise(ends), strict=True):
+        found.append(
+            RecordedTurn(
+                start=turn.start,
+                end=turn.end,
+                reward=turn.reward,
+                seen=texts.text(ids[before : turn.start]),
+                answer=texts.text(ids[turn.start : turn.end]),
+                first_image=int(min(seen_before[before], len(t.images))),
+                last_image=int(min(seen_before[turn.start], len(t.images))),
+                begin_s=note.begin_s,
+                generate_s=note.generate_s,
+                wait_s=note.wait_s,
+                env_s=note.env_s,
+                info=note.info,
+            )
+        )
+    return tuple(found), texts.text(ids[ends[-1] :])
+
+
+def _notes(t: Trajectory) -> list[TurnNote]:
+    """One for each turn."""
+    pairs = zip_longest(t.turns, t.notes[: len(t.turns)], fillvalue=None)
+    return [note or TurnNote() for _, note in pairs]

@@ -1,0 +1,117 @@
+"""How far the engines' logprobs are from the learner's, over recorded episodes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shared.recordings.records import ColumnName, Episode
+
+WORST = 10  # tokens that are named
+ENDLESS = 1e30
+
+
+@dataclass(slots=True)
+class Gap:
+    """Of |logprob of the learner - logprob of the engine| over some tokens."""
+
+    tokens: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+
+    def add(self, gaps: np.ndarray) -> None:
+        if len(gaps):
+            self.tokens += len(gaps)
+            self.total += float(gaps.sum(dtype=np.float64))
+            self.largest = max(self.largest, float(gaps.max()))
+
+    def as_dict(self) -> dict[str, float]:
+        return {"tokens": self.tokens, "mean": self.total / max(self.tokens, 1), "max": self.largest}
+
+
+@dataclass(frozen=True, slots=True)
+class BadToken:
+    """One token on which both differ."""
+
+    episode: str
+    step: int
+    turn: int  # from 1
+    place: int  # in the compact stream
+    version: int
+    text: str
+    behaviour: float
+    learner: float
+
+    @property
+    def gap(self) -> float:
+        return abs(self.learner - self.behaviour)
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """Sums over episodes. A gap that is not finite counts as ENDLESS."""
+
+    episodes: int = 0
+    gap: Gap = field(default_factory=Gap)
+    by_turn: dict[int, Gap] = field(default_factory=lambda: defaultdict(Gap))
+    by_version: dict[int, Gap] = field(default_factory=lambda: defaultdict(Gap))
+    worst: list[BadToken] = field(default_factory=list)
+    recorded: dict[ColumnName, float] = field(default_factory=dict)  # largest difference to what the run recorded
+
+    def add(self, episode: Episode, step: int, columns: dict[ColumnName, np.ndarray]) -> None:
+        """`columns`: computed anew, [K] each."""
+        places = np.flatnonzero(episode.loss_mask.numpy() == 1)
+        behaviour = episode.behaviour_logprobs.numpy()[places]
+        versions = episode.policy_versions.numpy()[places]
+        gaps = np.nan_to_num(np.abs(columns["logprob"] - behaviour), nan=ENDLESS, posinf=ENDLESS)
+        turns = np.searchsorted([turn.end for turn in episode.turns], places, side="right") + 1
+        self.episodes += 1
+        self.gap.add(gaps)
+        for groups, numbers in ((self.by_turn, turns), (self.by_version, versions)):
+            for number in np.unique(numbers).tolist():
+                groups[number].add(gaps[numbers == number])
+        for i in np.argsort(-gaps)[:WORST].tolist():
+            place = int(places[i])
+            text = episode.pieces[place] if episode.pieces else f"token {episode.token_ids.numpy()[place]}"
+            values = float(behaviour[i]), float(columns["logprob"][i])
+            self.worst.append(BadToken(episode.id, step, int(turns[i]), place, int(versions[i]), text, *values))
+        self.worst = sorted(self.worst, key=lambda token: -token.gap)[:WORST]
+        for name, array in episode.columns.items():
+            if name in columns:
+                apart = np.nan_to_num(np.abs(array.numpy().astype(float) - columns[name]), nan=ENDLESS, posinf=ENDLESS)
+                self.recorded[name] = max(self.recorded.get(name, 0.0), float(apart.max(initial=0.0)))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "episodes": self.episodes,
+            "gap": self.gap.as_dict(),
+            "by_turn": {str(turn): gap.as_dict() for turn, gap in sorted(self.by_turn.items())},
+            "by_version": {str(version): gap.as_dict() for version, gap in sorted(self.by_version.items())},
+            "worst": [
+                {name: getattr(token, name) for name in (*BadToken.__dataclass_fields__, "gap")} for token in self.worst
+            ],
+            "recorded": dict(self.recorded),
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [f"{self.episodes} episodes, {self.gap.tokens} sampled tokens: |learner - engine| logprob"]
+        found.append(f"{'':>12} {'tokens':>8} {'mean':>10} {'max':>10}")
+        rows = [("all", self.gap)]
+        rows += [(f"turn {turn}", gap) for turn, gap in sorted(self.by_turn.items())]
+        rows += [(f"version {version}", gap) for version, gap in sorted(self.by_version.items())]
+        for name, gap in rows:
+            found.append(f"{name:>12} {gap.tokens:>8} {gap.as_dict()['mean']:>10.2e} {gap.largest:>10.2e}")
+        found.append("worst tokens:")
+        for t in self.worst:
+            found.append(
+                f"  {t.gap:.2e}  {t.text!r}: engine {t.behaviour:.4f}, learner {t.learner:.4f}, version {t.version}, "
+                f"turn {t.turn} of {t.episode}, step {t.step}"
+            )
+        if self.recorded:
+            told = ", ".join(f"{name} {value:.1e}" for name, value in self.recorded.items())
+            found.append(f"largest difference to what the run itself computed: {told}")
+        return found
