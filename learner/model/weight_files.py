@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def _files(folder: Path) -> list[Path]:
         raise ValueError(f"model.path: {folder / INDEX} is no index of weights: {_line(error)}") from error
     lost = [name for name in names if not (folder / name).is_file()]
     if lost:
-        raise ValueError(f"model.path = {str(folder)!r} lacks {some(lost)} of its {INDEX}; download the model again")
+        raise ValueError(f"model.path = {str(folder)!r} lacks {_some(lost)} of its {INDEX}; download the model again")
     return [folder / name for name in names]
 
 
@@ -122,11 +122,7 @@ def _turned(stored: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]]) -
     published = any(
         stored[name].shape != tuple(shapes[name]) and stored[name].shape == _swapped(shapes[name]) for name in experts
     )
-    turned = {
-        name: Stored(stored[name].file, stored[name].name, stored[name].shape, stored[name].dtype, transposed=True)
-        for name in (experts if published else ())
-    }
-    return {**stored, **turned}
+    return {**stored, **{name: replace(stored[name], transposed=published) for name in experts}}
 
 
 def _swapped(shape: Sequence[int]) -> tuple[int, ...]:
@@ -144,16 +140,16 @@ def _check(folder: Path, stored: Mapping[str, Stored], shapes: Mapping[str, Sequ
             wrong.append(f"{name} is {[*known.shape]} instead of {[*shape]}")
         elif known.dtype not in DTYPES:
             wrong.append(f"{name} is {known.dtype}, the learner reads {', '.join(DTYPES)}")
-    troubles = [f"lacks {some(missing)}"] if missing else []
-    troubles += [f"holds {some(surplus)}, which the model has not"] if surplus else []
-    troubles += [some(sorted(wrong))] if wrong else []
+    troubles = [f"lacks {_some(missing)}"] if missing else []
+    troubles += [f"holds {_some(surplus)}, which the model has not"] if surplus else []
+    troubles += [_some(sorted(wrong))] if wrong else []
     if troubles:
         raise ValueError(
             f"model.path = {str(folder)!r} does not hold the weights of its config.json: {'; '.join(troubles)}"
         )
 
 
-def some(names: Sequence[str], most: int = 5) -> str:
+def _some(names: Sequence[str], most: int = 5) -> str:
     """The first few, and how many more."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
