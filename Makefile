@@ -1,8 +1,8 @@
 # make train         fresh machine -> environment -> trains the small Sokoban model here
 # make check         format, lint, types and the fast tests: for every edit
-# make test          all that runs on a CPU; make test-learning: small problems with known answers; make test-sglang:
-#                    against SGLang's server; make test-chaos: under faults; make test-hostile: under hostile input;
-#                    make test-long: a million mutated messages
+# make test          all that runs on a CPU; make test-learning: small problems with known answers; make test-watching:
+#                    the dashboard in a browser; make test-sglang: against SGLang's server; make test-chaos: under
+#                    faults; make test-hostile: under hostile input; make test-long: a million mutated messages
 PYTHON ?= python3
 RECIPE ?= launch/recipes/sokoban_tiny.toml
 ARGS ?=
@@ -11,8 +11,8 @@ SGLANG_VENV ?= .venv-sglang
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: env sglang-env train tiny-models frame-models format lint check test test-learning test-sglang test-chaos test-hostile \
-  test-long docs clean
+.PHONY: env sglang-env train tiny-models frame-models format lint check test test-learning test-watching test-sglang \
+  test-chaos test-hostile test-long docs clean
 
 env: $(VENV)/.done
 
@@ -86,10 +86,15 @@ check: lint
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test: lint
-	$(PYTEST) -m "not learning" $(ARGS)
+	$(PYTEST) -m "not learning and not browser" $(ARGS)
 
 test-learning: env
 	$(PYTEST) --dist worksteal -m learning tests/test_stability.py $(ARGS)
+
+# The dashboard's pages in the system's Chromium; screenshots go to build/screenshots.
+test-watching: env
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group watch
+	$(PY) -m pytest -m browser tests/test_watching.py $(ARGS)
 
 test-sglang: env sglang-env
 	PRONK_ENGINE__SGLANG_ENV=$(SGLANG_VENV) $(PY) -m pytest tests/sglang $(ARGS)

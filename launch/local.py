@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     show_random_policy(recipe)
     raise_on_signals()
     children: list[Child] = []
+    LOG.info("watch the run: python launch/dashboard.py %s", recipe.run.dir)
     folder = Path(recipe.run.dir) / recipe.run.name
     result = folder / "result.json"
     result.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Groups of trajectories -> episodes -> packed microbatches, balanced over ranks.
+"""Groups of trajectories -> episodes -> packed microbatches.
 
 Shape suffixes: E = tokens of one episode with placeholders expanded, K = its sampled tokens; T = tokens of a
 microbatch, N = its sampled tokens, P = patches of its distinct images, I = its distinct images, M = its visual
@@ -7,7 +7,6 @@ tokens.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -154,45 +153,6 @@ def cut(count: int, passes: int, minibatches: int, seed: int) -> Iterator[list[i
             continue
         order = np.random.default_rng((seed, number)).permutation(count)
         yield from (sorted(part.tolist()) for part in np.array_split(order, minibatches))
-
-
-def plan(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[list[int]]]:
-    """Which episodes go into which microbatch of which rank: plan[rank][microbatch] = indices of `lengths`.
-
-    Every rank gets the same number of microbatches (some may be empty), none above `budget` tokens unless a single
-    episode is, and token sums as even as longest-first placement makes them.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    per_rank = max(1, -(-sum(lengths) // (budget * num_ranks)))
-    while True:
-        bins: list[list[int]] = [[] for _ in range(per_rank * num_ranks)]
-        heap = [(0, b) for b in range(len(bins))]
-        fits = True
-        for i in order:
-            tokens, b = heapq.heappop(heap)
-            fits = fits and (tokens == 0 or tokens + lengths[i] <= budget)
-            bins[b].append(i)
-            heapq.heappush(heap, (tokens + lengths[i], b))
-        if fits:
-            return [bins[rank::num_ranks] for rank in range(num_ranks)]
-        per_rank += 1
-
-
-def plan_together(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[list[int]]]:
-    """As `plan`, for episodes whose neighbours share images (those of a group): each microbatch is a stretch of them.
-
-    An image is then encoded once, but for groups at the seams; token sums are even up to one episode.
-    """
-    middles = np.cumsum(lengths) - np.asarray(lengths) / 2
-    per_rank = max(1, -(-sum(lengths) // (budget * num_ranks)))
-    while True:
-        count = per_rank * num_ranks
-        bins: list[list[int]] = [[] for _ in range(count)]
-        for i, b in enumerate((middles * count // sum(lengths)).astype(int).tolist()):
-            bins[b].append(i)
-        if all(len(b) < 2 or sum(lengths[i] for i in b) <= budget for b in bins):
-            return [bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
-        per_rank += 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

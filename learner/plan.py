@@ -1,4 +1,6 @@
-"""Will it fit? Bytes per rank by kind, from a model's sizes alone: no weights, no GPU.
+"""Will it fit, and how long will it take? From a model's sizes alone: no weights, no GPU.
+
+Bytes of a GPU and of a node's host by kind; seconds of a step and of a publication, with what they assume.
 
 python -m learner.plan --model Qwen3-VL-8B --gpus 8 --gpu-memory 141
 python -m learner.plan --config launch/recipes/geo3k.toml --gpus 8 [--section.key VALUE ...]
@@ -9,125 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
+from learner.model.duration import Speed, publication_time, step_time
+from learner.model.memory import FP32, Memory, Setting, host_memory, memory
 from learner.model.sizes import PUBLISHED, ModelSizes, find, sizes_of
 from shared.config import Recipe, fail, load, recipe_parser
 
-FP32 = 4
 DTYPE_BYTES = {"float32": FP32, "bfloat16": 2}
-ADAMW_STATES, MUON_STATES = 2, 1  # float32 each
 RESERVED_FRACTION = 0.06  # of a GPU: context, communication buffers, what the allocator cannot use
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What the sizes of a run depend on, besides the model; the names are those of a recipe."""
-
-    gpus: int = 1
-    shard_size: int = 0  # ranks that share one copy; 0 = all
-    dtype_bytes: int = 2  # of forward and backward
-    microbatch_tokens: int = 16384
-    visual_share: float = 0.5  # of the tokens, those of images
-    sampled_share: float = 0.5  # of the tokens, those that are trained on
-    logits_bytes: float = 14e9  # what the fused log-probability may hold of logits
-    activation_checkpointing: bool = False
-    offload: bool = False
-    reference: bool = False
-    optimizer: str = "adamw"
-    freeze: tuple[str, ...] = ()
-
-    @property
-    def shards(self) -> int:
-        return self.shard_size or self.gpus
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP holds float32 shards and gathers copies of `dtype_bytes`."""
-        return self.gpus > 1 or self.dtype_bytes != FP32 or self.offload
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of one rank at the peak, by kind."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    reference: float
-    gathered: float  # whole blocks and the output head while they are computed
-    activations: float  # what the forward of one microbatch keeps for its backward
-    logits: float
-
-    @property
-    def total(self) -> float:
-        return sum(asdict(self).values())
-
-
-def memory(sizes: ModelSizes, setting: Setting) -> Memory:
-    """Of one rank on its device."""
-    trained = sizes.parameters
-    trained -= sizes.vision_parameters if "vision" in setting.freeze else 0
-    trained -= sizes.projector_parameters if "projector" in setting.freeze else 0
-    here = 0.0 if setting.offload else FP32 / setting.shards
-    weights, gradients = here * sizes.parameters, here * trained
-    rows = setting.microbatch_tokens * setting.sampled_share
-    spared = sizes.matrix_parameters * (ADAMW_STATES - MUON_STATES) if setting.optimizer == "muon" else 0
-    return Memory(
-        weights=weights,
-        gradients=gradients,
-        optimizer=here * (ADAMW_STATES * trained - spared),
-        reference=weights if setting.reference else 0.0,
-        gathered=_gathered(sizes, setting) if setting.sharded else 0.0,
-        activations=activations(sizes, setting),
-        logits=min(setting.logits_bytes, FP32 * rows * sizes.vocab_size),
-    )
-
-
-def _gathered(sizes: ModelSizes, setting: Setting) -> float:
-    """Copies of two neighbouring blocks and of all that is in no block; the gradients of one block and of the rest."""
-    layer = sizes.layer_parameters(sparse=sizes.num_dense_layers < sizes.num_layers)
-    rest = sizes.head_parameters * (1 if sizes.tied else 2) + sizes.projector_parameters
-    return setting.dtype_bytes * (3 * layer + 2 * rest)
-
-
-def activations(sizes: ModelSizes, setting: Setting) -> float:
-    """Bytes that one microbatch's forward keeps for its backward."""
-    kept: float
-    text, patches = setting.microbatch_tokens, setting.microbatch_tokens * setting.visual_share * sizes.merge
-    per_token = _layer_bytes(sizes, setting.dtype_bytes)
-    per_patch = setting.dtype_bytes * (11 * sizes.vision_hidden + 2 * sizes.vision_intermediate)  # of one vision block
-    if setting.activation_checkpointing:  # the inputs of all, and one at a time in full
-        kept = sizes.num_layers * sizes.hidden_size * setting.dtype_bytes * text
-        kept += sizes.vision_depth * sizes.vision_hidden * setting.dtype_bytes * patches
-        kept += max(per_token * text, per_patch * patches)
-    else:
-        trimmed = sizes.num_layers > sizes.num_deepstack  # see learner/model/last_layer.py
-        last = _layer_bytes(sizes, setting.dtype_bytes, asked=setting.sampled_share if trimmed else 1.0)
-        kept = ((sizes.num_layers - 1) * per_token + last) * text + sizes.vision_depth * per_patch * patches
-    ends = _norm_bytes(sizes.hidden_size, setting.dtype_bytes) * text  # the last norm
-    ends += sizes.hidden_size * setting.dtype_bytes * (setting.sampled_share + 1) * text  # its rows; the embeddings
-    merged = setting.dtype_bytes * 4 * (1 + sizes.num_deepstack) * sizes.vision_hidden
-    return kept + ends + (merged + FP32 * sizes.patch_values / 2) * patches
-
-
-def _norm_bytes(size: int, dtype_bytes: int) -> float:
-    """Of one RMSNorm a token: its input widened to float32, the normalised input, and its result."""
-    return size * (FP32 + 2 * dtype_bytes)
-
-
-def _layer_bytes(sizes: ModelSizes, dtype_bytes: int, asked: float = 1.0) -> float:
-    """Of one decoder layer a token (the mean over its layers, where some have experts); `asked`: share of the tokens
-    whose output it computes. Queries are counted for all, as GPUs compute them."""
-    q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    attention = _norm_bytes(sizes.hidden_size, dtype_bytes) + _norm_bytes(q + kv, dtype_bytes)
-    attention += dtype_bytes * (kv + 2 * q) + FP32 * sizes.num_heads
-    dense = dtype_bytes * 4 * sizes.intermediate_size
-    routed = sizes.experts_per_token * dtype_bytes * (2 * sizes.hidden_size + 4 * sizes.expert_size)
-    sparse_share = 1 - sizes.num_dense_layers / sizes.num_layers
-    mlp = (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * sizes.num_experts)
-    return attention + asked * (_norm_bytes(sizes.hidden_size, dtype_bytes) + mlp)
 
 
 def check(sizes: ModelSizes, setting: Setting, gpu_bytes: float, name: str) -> Memory:
@@ -135,7 +29,7 @@ def check(sizes: ModelSizes, setting: Setting, gpu_bytes: float, name: str) -> M
     need = memory(sizes, setting)
     room = gpu_bytes * (1 - RESERVED_FRACTION)
     if need.total > room:
-        parts = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in asdict(need).items() if size >= 5e7)
+        parts = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in need.kinds.items() if size >= 5e7)
         raise ValueError(
             f"{name} does not fit: a rank needs {need.total / 1e9:.1f} GB ({parts}), a GPU of {gpu_bytes / 1e9:.0f} GB "
             f"has room for {room / 1e9:.1f}; {_cure(sizes, setting, room)}"
@@ -176,44 +70,93 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
         reference=objective.kl_coef != 0,
         optimizer=optimizer.name,
         freeze=optimizer.freeze,
+        episodes=recipe.learner.groups_per_step * recipe.learner.group_size,
+        episode_tokens=recipe.model.max_context // 2,
+        passes=objective.passes,
+        steps_held=(recipe.learner.max_staleness + 1) * recipe.learner.publish.every,
+        copies_checkpoint=recipe.learner.checkpoint.in_background,
     )
 
 
 def _cure(sizes: ModelSizes, setting: Setting, room: float) -> str:
     """The first change that would make it fit."""
+
+    def fits(**changes: Any) -> bool:
+        return memory(sizes, replace(setting, **changes)).total <= room
+
     checkpointing = "set learner.parallel.activation_checkpointing = true"
-    if not setting.activation_checkpointing:
-        if memory(sizes, replace(setting, activation_checkpointing=True)).total <= room:
-            return checkpointing
-        setting = replace(setting, activation_checkpointing=True)
-    tokens = setting.microbatch_tokens
-    while tokens > 2048:
-        tokens //= 2
-        if memory(sizes, replace(setting, microbatch_tokens=tokens)).total <= room:
-            return f"{checkpointing} and learner.parallel.microbatch_tokens = {tokens}"
-    gpus = setting.gpus
-    while gpus < 1 << 14:
-        gpus *= 2
-        if memory(sizes, replace(setting, gpus=gpus, shard_size=0)).total <= room:
-            return f"{checkpointing} and use {gpus} GPUs"
-    return "set learner.parallel.offload = true, or use larger GPUs"
+    if not setting.activation_checkpointing and fits(activation_checkpointing=True):
+        return checkpointing
+    setting = replace(setting, activation_checkpointing=True)
+    halves = [setting.microbatch_tokens >> i for i in range(1, 16) if setting.microbatch_tokens >> i >= 1024]
+    if tokens := next((n for n in halves if fits(microbatch_tokens=n)), 0):
+        return f"{checkpointing} and learner.parallel.microbatch_tokens = {tokens}"
+    doubled = [setting.gpus << i for i in range(1, 12)]
+    for tokens in (setting.microbatch_tokens, *halves[-1:]):
+        cures = [f"use {n} GPUs" for n in doubled if fits(microbatch_tokens=tokens, gpus=n, shard_size=0)][:1]
+        cures += ["learner.parallel.offload = true"] if fits(microbatch_tokens=tokens, offload=True) else []
+        if cures:
+            fewer = "" if tokens == setting.microbatch_tokens else f", learner.parallel.microbatch_tokens = {tokens}"
+            return f"{checkpointing}{fewer} and {' or '.join(cures)}"
+    return "use larger GPUs"
 
 
-def report(name: str, sizes: ModelSizes, setting: Setting, gpu_bytes: float) -> tuple[str, bool]:
-    """A table for people, and whether it fits."""
-    need, room = memory(sizes, setting), gpu_bytes * (1 - RESERVED_FRACTION)
+def report(
+    name: str,
+    sizes: ModelSizes,
+    setting: Setting,
+    gpu_bytes: float,
+    host_bytes: float = 0.0,
+    speed: Speed | None = None,
+) -> tuple[str, bool]:
+    """A table for people, and whether it fits. `host_bytes` of a node; 0: not judged."""
+    need, host, room = memory(sizes, setting), host_memory(sizes, setting), gpu_bytes * (1 - RESERVED_FRACTION)
     parts = {"text": sizes.text_parameters, "vision": sizes.vision_parameters, "projector": sizes.projector_parameters}
+    parts |= {"of the text, experts": sizes.expert_parameters} if sizes.num_experts else {}
     lines = [f"{name}: {sizes.parameters / 1e9:.3f} B parameters"]
     lines[0] += f" ({', '.join(f'{part} {count / 1e9:.3f}' for part, count in parts.items())})"
     lines.append(
         f"{setting.gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, {setting.shards} a copy; "
         f"{setting.microbatch_tokens} tokens a microbatch, {setting.visual_share:.0%} of them images"
     )
-    lines += [f"  {kind:<12}{size / 1e9:>10.2f} GB" for kind, size in asdict(need).items()]
+    lines += [f"  {kind:<12}{size / 1e9:>10.2f} GB" for kind, size in need.kinds.items()]
     lines.append(f"  {'total':<12}{need.total / 1e9:>10.2f} GB a rank, of {room / 1e9:.1f} that it may use")
     fits = need.total <= room
     lines.append("  fits" if fits else f"  does not fit: {_cure(sizes, setting, room)}")
-    return "\n".join(lines), fits
+    told = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in host.kinds.items() if size)
+    lines.append(f"host: {host.total / 1e9:.1f} GB a node of {setting.ranks_of_node} ranks ({told})")
+    if 0 < host_bytes < host.total:
+        fits = False
+        lines[-1] += f"; does not fit into {host_bytes / 1e9:.0f} GB: {_host_cure(sizes, setting, host_bytes)}"
+    return "\n".join([*lines, *_times(sizes, setting, speed or Speed())]), fits
+
+
+def _times(sizes: ModelSizes, setting: Setting, speed: Speed) -> list[str]:
+    step, publication = step_time(sizes, setting, speed), publication_time(sizes, setting, speed)
+    gathered = f" after gathering {publication.gathered / 1e9:.1f} GB at {speed.gather:g} GB/s"
+    return [
+        f"a step: about {step.seconds:.1f} s, assuming {setting.episodes} episodes of {setting.episode_tokens} tokens "
+        f"({step.flops:.2g} operations) at {speed.mfu:.0%} of {speed.tflops:g} TFLOP/s a GPU, none of them waiting",
+        f"a publication: about {publication.seconds:.1f} s, assuming {publication.sent / 1e9:.1f} GB sent at "
+        f"{speed.wire:g} GB/s{gathered if publication.gathered else ''}",
+    ]
+
+
+def _host_cure(sizes: ModelSizes, setting: Setting, room: float) -> str:
+    """The first change that would make it fit."""
+    if setting.copies_checkpoint and host_memory(sizes, replace(setting, copies_checkpoint=False)).total <= room:
+        return "set learner.checkpoint.in_background = false"
+    if setting.offload and host_memory(sizes, replace(setting, offload=False)).total <= room:
+        return "set learner.parallel.offload = false"
+    return "use more nodes, or fewer and shorter episodes a step"
+
+
+ASSUMED = {
+    "tflops": "assumed of a GPU at most; an H100's in bfloat16",
+    "mfu": "assumed share of it that a step makes use of",
+    "gather": "GB a second, assumed of gathering shards",
+    "wire": "GB a second, assumed from rank 0 to the engines",
+}
 
 
 def options_parser() -> argparse.ArgumentParser:
@@ -222,10 +165,16 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="", help=f"a folder, or {', '.join(PUBLISHED)}; left out: all of these")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--gpu-memory", type=float, default=141, help="of one GPU, in GB")
+    parser.add_argument("--host-memory", type=float, default=0, help="of one node, in GB; 0: not judged")
+    for field in fields(Speed):
+        parser.add_argument(f"--{field.name}", type=float, default=field.default, help=ASSUMED[field.name])
     of_setting = parser.add_argument_group("setting", argument_default=argparse.SUPPRESS)
     of_setting.add_argument("--shard-size", type=int, help="GPUs that share one copy; 0 = all")
     of_setting.add_argument("--dtype", choices=DTYPE_BYTES, help="of forward and backward; bfloat16")
     of_setting.add_argument("--microbatch-tokens", type=int)
+    of_setting.add_argument("--gpus-per-node", type=int, help="that share a host; 8")
+    of_setting.add_argument("--episodes", type=int, help="of a step; a recipe's, or 128")
+    of_setting.add_argument("--episode-tokens", type=int, help="of a mean episode; half of model.max_context, or 8192")
     of_setting.add_argument("--activation-checkpointing", action="store_true")
     of_setting.add_argument("--offload", action="store_true")
     of_setting.add_argument("--optimizer", choices=("adamw", "muon"))
@@ -250,7 +199,19 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if setting.gpus < 1 or setting.gpus % setting.shards:
             raise ValueError(f"--shard-size {setting.shards} does not divide --gpus {setting.gpus}")
-        reports = [report(name, find(name), setting, gpu_bytes) for name in names]
+        if (
+            min(
+                setting.gpus_per_node,
+                setting.episodes,
+                setting.episode_tokens,
+                *(getattr(options, name) for name in ASSUMED),
+            )
+            <= 0
+        ):
+            raise ValueError("--gpus-per-node, --episodes, --episode-tokens and what is assumed must be above 0")
+        speed = Speed(**{field.name: getattr(options, field.name) for field in fields(Speed)})
+        judged = (gpu_bytes, options.host_memory * 1e9, speed)
+        reports = [report(name, find(name), setting, *judged) for name in names]
     except ValueError as error:
         return fail(error)
     print("\n\n".join(text for text, _ in reports))

@@ -16,7 +16,7 @@ from learner.coordinator import Coordinator, Follower
 from learner.distributed import Ranks
 from learner.guards.bad_groups import check_group
 from learner.model import attention_backend
-from learner.model.policy import Policy, load_policy
+from learner.model.policy import Policy, empty_policy, load_weights
 from learner.model.sharding import parallelize
 from learner.recording.recorder import Recorder
 from learner.tickets.book import BookSettings
@@ -46,11 +46,12 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
 
 
 def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
-    """The model of `model.path`, also where a checkpoint is to be resumed from."""
+    """The model of `model.path`, also where a checkpoint is to be resumed from. No rank holds more than its shards."""
     model = recipe.model
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
-    policy = load_policy(model.path, spec, critic_width)
+    policy = empty_policy(model.path, spec, critic_width)
     parallelize(policy, ranks, recipe.learner, getattr(torch, model.dtype))
+    load_weights(policy, model.path, ranks.device, offload=recipe.learner.parallel.offload)
     return policy
 
 

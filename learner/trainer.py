@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import RunningScale
-from learner.batch import Episode, Microbatch, cut, empty_microbatch, make_episodes, pack, plan, plan_together
+from learner.batch import Episode, Microbatch, cut, empty_microbatch, make_episodes, pack
 from learner.distributed import Ranks, all_sum
 from learner.guards.state import GuardState
 from learner.images import ImageDecoder
@@ -22,6 +22,7 @@ from learner.metrics.episodes import group_metrics
 from learner.metrics.throughput import Clock
 from learner.metrics.tokens import TokenStats, loss_columns
 from learner.metrics.work import Work
+from learner.microbatches import plan, plan_together
 from learner.model.expert_load import RouterLoad
 from learner.model.policy import Policy, PolicyOutput
 from learner.model.sharding import copy_weights, forward_only

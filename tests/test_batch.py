@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from PIL import Image as PILImage
 
-from learner.batch import empty_microbatch, make_episode, make_episodes, pack, plan, plan_together
+from learner.batch import empty_microbatch, make_episode, make_episodes, pack
 from learner.guards.bad_groups import check_group
 from learner.images import ImageDecoder
+from learner.microbatches import MOST_EXTRA, plan, plan_together
 from shared.learner_config import ObjectiveConfig
 from shared.types import Ending, Group, Image
 from shared.vision import VisionSpec
@@ -35,6 +36,48 @@ def test_a_plan_places_every_episode_once_within_the_budget_on_every_rank_alike(
     chosen = [chosen for microbatches in planned for chosen in microbatches]
     assert sorted(i for c in chosen for i in c) == list(range(len(lengths)))
     assert all(len(c) <= 1 or sum(lengths[i] for i in c) <= budget for c in chosen)
+
+
+def fewest(lengths: list[int], budget: int) -> int:
+    """How many bins are needed, by trying all: (bins, tokens of the last) of each subset of the episodes."""
+    least = [(1, 0)]
+    for chosen in range(1, 1 << len(lengths)):
+        found = []
+        for i, length in enumerate(lengths):
+            if chosen >> i & 1:
+                bins, held = least[chosen & ~(1 << i)]
+                found.append((bins, held + length) if held + length <= budget else (bins + 1, length))
+        least.append(min(found))
+    return least[-1][0]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    num_ranks=st.integers(1, 3),
+    budget=st.integers(60, 120),
+)
+def test_a_plan_takes_at_most_half_as_many_microbatches_again_as_are_needed(lengths, num_ranks, budget):
+    needed = fewest(lengths, budget)
+    packed, together = (len(place(lengths, num_ranks, budget)[0]) for place in (plan, plan_together))
+    assert packed <= -(-(needed * 3 // 2) // num_ranks)
+    assert together <= (1 + MOST_EXTRA) * packed
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+@pytest.mark.parametrize("place", [plan, plan_together])
+def test_thousands_of_episodes_of_mixed_lengths_fill_their_microbatches_and_no_rank_waits(place, num_ranks):
+    """Cut into equal stretches, these took 1.9 times as many as their tokens need."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(7.5, 1.0, 4096), 100, 16000).astype(int)
+    planned = place(lengths.tolist(), num_ranks, 16384)
+    held = np.array([[lengths[chosen].sum() for chosen in rank] for rank in planned])  # [rank, microbatch]
+    assert held.size <= -(-lengths.sum() // 16384) * 1.02 + num_ranks
+    assert held.max(0).sum() * num_ranks < 1.02 * lengths.sum()
+
+
+def test_the_same_lengths_are_placed_alike():
+    lengths = np.random.default_rng(1).integers(1, 50, 200).tolist()
+    for place in (plan, plan_together):
+        assert place(lengths, 3, 60) == place(list(lengths), 3, 60)
 
 
 def test_a_plan_is_balanced():

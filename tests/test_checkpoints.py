@@ -7,13 +7,17 @@ import resource
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.checkpoints.best import Best
 from learner.checkpoints.folder import candidates, list_checkpoints
 from learner.checkpoints.restoring import Restored, load_checkpoint
 from learner.checkpoints.saver import Saver
+from learner.checkpoints.state import copied, training_state
 from learner.export import export, export_checkpoint
 from learner.model.policy import load_policy
+from learner.model.sharding import parallelize
 from learner.trainer import Trainer
 from learner.weights.publisher import gathered
 from tests.support.checkpoints import config, recipe, save
@@ -120,6 +124,45 @@ def test_saving_the_same_step_again_replaces_it(new_trainer, ranks, tmp_path):
     save(trainer, ranks, tmp_path, version=1)
     path = save(trainer, ranks, tmp_path, version=2)
     assert json.loads((path / "meta.json").read_text())["version"] == 2
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators make, views left out."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not func.is_view:
+            self.num_bytes += made.to_local().nbytes if isinstance(made, DTensor) else made.nbytes
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_in_the_background_is_copied_once(folder, spec, ranks, dtype):
+    policy = load_policy(str(folder), spec)
+    parallelize(policy, ranks, config(), dtype)  # DTensors where the dtype is not float32
+    trainer = Trainer(policy, config(), ranks)
+    trainer.step(random_groups(spec, 2, seed=0), version=0)
+    state = training_state(trainer)
+    with Allocated() as allocated:
+        copy = copied(state)
+    assert copy.keys() == state.keys()
+    held = sum(p.nbytes for p in policy.parameters())
+    assert 3 * held <= allocated.num_bytes < 3.01 * held  # parameters and two moments
+    for part in ("model", "optimizer"):
+        theirs, mine = leaves(state[part]), leaves(copy[part])
+        assert len(theirs) == len(mine)
+        for before, after in zip(theirs, mine, strict=True):
+            assert torch.equal(before, after) and before.data_ptr() != after.data_ptr()
+
+
+def leaves(state):
+    if isinstance(state, dict):
+        return [leaf for value in state.values() for leaf in leaves(value)]
+    if isinstance(state, torch.Tensor):
+        return [state.to_local() if isinstance(state, DTensor) else state]
+    return []
 
 
 @pytest.mark.slow

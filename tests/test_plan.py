@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 
 from learner import plan
 from learner.batch import make_episode, pack
 from learner.images import ImageDecoder
+from learner.model.duration import Speed, publication_time, step_time
+from learner.model.memory import Setting, activations, host_memory, memory
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.model.sizes import PUBLISHED, find, sizes_of
 from learner.optim import make_optimizer
-from learner.plan import Setting, activations, check, memory, report
+from learner.plan import check, report
 from shared.config import Recipe
 from shared.learner_config import ObjectiveConfig, OptimizerConfig
 from shared.sections import EnvConfig, ModelConfig
+from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_trajectory
+from tests.support.loading.models import qwen25
 from tests.support.tiny import moe_policy, tiny_model_dir
 
 
@@ -50,6 +55,11 @@ def published_config(name):
         "hidden_size": sizes.vision_hidden,
         "intermediate_size": sizes.vision_intermediate,
         "out_hidden_size": sizes.hidden_size,
+    }
+    if sizes.qwen25:
+        vision["fullatt_block_indexes"] = [7, 15, 23, 31]
+        return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied)
+    vision |= {
         "num_position_embeddings": sizes.vision_positions,
         "deepstack_visual_indexes": [5, 11, 17],
     }
@@ -71,12 +81,12 @@ def test_the_parameters_of_a_published_model_are_those_that_transformers_builds(
 
 def test_the_published_totals_are_the_known_ones():
     totals = {name: round(sizes.parameters / 1e9, 2) for name, sizes in PUBLISHED.items()}
-    assert list(totals.values()) == [2.13, 4.44, 8.77, 31.07, 235.67]
+    assert list(totals.values()) == [2.13, 4.44, 8.77, 31.07, 235.67, 3.75, 8.29, 33.45, 73.41]
 
 
-def packed(spec):
+def packed(spec, sides=(64, 96)):
     decoder = ImageDecoder(spec)
-    trajectories = [random_trajectory(spec, seed, turn_tokens=(20, 40)) for seed in range(6)]
+    trajectories = [random_trajectory(spec, seed, turn_tokens=(20, 40), sides=sides) for seed in range(6)]
     return pack([make_episode(t, 0.0, decoder, ObjectiveConfig()) for t in trajectories], decoder, torch.device("cpu"))
 
 
@@ -99,6 +109,17 @@ def kept_bytes(policy, batch) -> int:
         output = policy.train()(batch, 1.0)
     del output
     return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
+
+
+@pytest.mark.slow
+def test_what_is_planned_for_qwen25_is_what_it_has_and_what_its_forward_keeps(tmp_path):
+    folder = qwen25(tmp_path / "model")
+    spec, sizes = VisionSpec.load(folder, min_pixels=784), find(str(folder))
+    policy = load_policy(str(folder), spec)
+    assert sum(p.numel() for p in policy.vlm.parameters()) == sizes.parameters
+    assert (sizes.vision_full_blocks, sizes.window_patches) == (1, 16)
+    batch = packed(spec, sides=(56, 84, 140))
+    assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
 
 
 @pytest.mark.slow
@@ -167,6 +188,66 @@ def test_a_model_that_cannot_fit_is_refused_with_the_numbers_and_the_cure():
     assert not fits and "does not fit: set learner.parallel.activation_checkpointing = true and use" in text
 
 
+def test_gradients_of_the_largest_part_are_counted_in_float32_where_ranks_sum_them():
+    """Of 8B that is embeddings, head and projector, of 235B a layer of experts."""
+    on = Setting(gpus=8)
+    assert memory(PUBLISHED["Qwen3-VL-8B"], on).reduced == pytest.approx(4 * (2 * 151936 * 4096 + 160e6), rel=0.01)
+    assert memory(PUBLISHED["Qwen3-VL-235B-A22B"], on).reduced == pytest.approx(4 * 3 * 128 * 4096 * 1536, rel=0.05)
+    assert memory(PUBLISHED["Qwen3-VL-8B"], dataclasses.replace(on, gpus=1)).reduced == 0
+
+
+def test_more_ranks_than_experts_leave_some_without_any():
+    """128 experts over 256 ranks: half of the ranks hold one of each layer, the others none."""
+    sizes = PUBLISHED["Qwen3-VL-235B-A22B"]
+    few, many = (memory(sizes, Setting(gpus=gpus)) for gpus in (128, 256))
+    rest = sizes.parameters - sizes.expert_parameters
+    assert few.weights == pytest.approx(4 * sizes.parameters / 128)
+    assert many.weights == pytest.approx(4 * (sizes.expert_parameters / 128 + rest / 256))
+    assert many.gathered - few.gathered == pytest.approx(2 * 3 * sizes.layer_experts)  # and twice as many are gathered
+
+
+def test_the_host_holds_what_is_offloaded_and_the_copy_of_a_checkpoint():
+    sizes, plain = PUBLISHED["Qwen3-VL-8B"], Setting(gpus=16)
+    need = host_memory(sizes, plain)
+    assert need.checkpoint == pytest.approx(8 * 12 * sizes.parameters / 16) and need.offloaded == 0
+    assert host_memory(sizes, dataclasses.replace(plain, copies_checkpoint=False)).checkpoint == 0
+    offloaded = host_memory(sizes, dataclasses.replace(plain, offload=True))
+    assert offloaded.offloaded == pytest.approx(8 * 16 * sizes.parameters / 16)
+    one = host_memory(sizes, dataclasses.replace(plain, gpus_per_node=1))
+    assert one.checkpoint == need.checkpoint / 8 and one.processes == need.processes / 8
+
+
+def test_the_seconds_of_a_step_and_of_a_publication_follow_from_what_is_assumed():
+    sizes, plain, speed = PUBLISHED["Qwen3-VL-8B"], Setting(gpus=8), Speed(tflops=1000, mfu=0.5, gather=100, wire=50)
+    step = step_time(sizes, plain, speed)
+    assert step.flops == pytest.approx(6 * 8.6e9 * 128 * 8192, rel=0.1)  # a little less than all of its parameters
+    assert step.seconds == pytest.approx(step.flops / (8 * 500e12))
+    for factor, changes in ((2, {"passes": 2}), (4 / 3, {"activation_checkpointing": True}), (0.5, {"episodes": 64})):
+        assert step_time(sizes, dataclasses.replace(plain, **changes), speed).flops == pytest.approx(
+            factor * step.flops
+        )
+    sent = publication_time(sizes, plain, speed)
+    assert sent.seconds == pytest.approx(sizes.parameters * (4 / 100e9 + 2 / 50e9))
+    assert publication_time(sizes, dataclasses.replace(plain, gpus=1), speed).gathered == 0
+
+
+def test_what_would_help_does():
+    for name, gpus, room in (("Qwen3-VL-8B", 1, 80e9), ("Qwen3-VL-2B", 1, 24e9), ("Qwen3-VL-30B-A3B", 8, 141e9)):
+        sizes, setting = PUBLISHED[name], Setting(gpus=gpus)
+        with pytest.raises(ValueError, match="does not fit") as error:
+            check(sizes, setting, room, "it")
+        cure, changes = str(error.value).rpartition("; ")[2], {}
+        if "activation_checkpointing = true" in cure:
+            changes["activation_checkpointing"] = True
+        if found := re.search(r"microbatch_tokens = (\d+)", cure):
+            changes["microbatch_tokens"] = int(found[1])
+        if found := re.search(r"use (\d+) GPUs", cure):
+            changes["gpus"] = int(found[1])
+        check(sizes, dataclasses.replace(setting, **changes), room, "it")
+        if "offload = true" in cure:
+            check(sizes, dataclasses.replace(setting, **{**changes, "gpus": gpus, "offload": True}), room, "it")
+
+
 def test_a_context_longer_than_the_models_is_one_line(folder):
     recipe = Recipe(model=ModelConfig(path=str(folder), max_context=10**7), env=EnvConfig(module="none"))
     with pytest.raises(ValueError, match=r"model.max_context = 10000000 is longer than the context of"):
@@ -190,6 +271,17 @@ def test_the_command_takes_a_recipe_with_overrides_and_options_of_its_own(capsys
     assert plan.main([*recipe, "--learner.parallel.activation_checkpointing", "true"]) == 0
     assert plan.main([*recipe, "--activation-checkpointing", "--microbatch-tokens", "4096"]) == 0
     assert "4096 tokens a microbatch" in capsys.readouterr().out
+
+
+def test_the_command_says_what_it_assumes_and_judges_the_host(capsys):
+    start = ["--model", "Qwen3-VL-8B", "--gpus", "8", "--activation-checkpointing"]
+    assert plan.main([*start, "--mfu", "0.4", "--wire", "20", "--episodes", "64"]) == 0
+    told = capsys.readouterr().out
+    assert "assuming 64 episodes of 8192 tokens" in told and "40% of 989 TFLOP/s" in told and "at 20 GB/s" in told
+    assert plan.main([*start, "--host-memory", "100"]) == 1
+    assert "does not fit into 100 GB: set learner.checkpoint.in_background = false" in capsys.readouterr().out
+    assert plan.main([*start, "--mfu", "0"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, ranks):

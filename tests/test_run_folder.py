@@ -60,7 +60,7 @@ def test_a_folder_in_which_nothing_ran_is_not_moved_aside(tmp_path: Path) -> Non
     take_run_folder(recipe(tmp_path)).close()
     prepare_run_folder(recipe(tmp_path, "never"), take_run_folder(recipe(tmp_path, "never"))).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK, "recipe.json"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK, "recipe.json", "software.json"]
 
 
 def test_a_lock_on_a_folder_that_was_moved_aside_meanwhile_is_not_taken_for_one_on_its_successor(

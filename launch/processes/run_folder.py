@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
 import json
 import os
+import platform
 import socket
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import TextIO
 
@@ -41,7 +44,17 @@ def prepare_run_folder(recipe: Recipe, held: TextIO, *, restarted: bool = False)
     if not restarted:
         (folder / "checkpoints" / RESUMED).unlink(missing_ok=True)
     (folder / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=2) + "\n")
+    (folder / "software.json").write_text(json.dumps(software(), indent=2) + "\n")
     return held
+
+
+def software() -> dict[str, str]:
+    """The versions of what a run depends on most."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in ("torch", "transformers", "triton", "numpy", "pyzmq"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def lock(folder: Path, patience_s: float = PATIENCE_S) -> TextIO:

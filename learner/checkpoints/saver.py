@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from learner.checkpoints.folder import (
     step_of,
     sync_file,
 )
-from learner.checkpoints.state import SCHEMA, fingerprint, rng_state, training_state
+from learner.checkpoints.state import SCHEMA, copied, fingerprint, rng_state, training_state
 from learner.checkpoints.wholeness import Files, measured, with_digest
 from learner.distributed import Ranks, barrier
 from learner.guards.finite import all_of_training, check_finite
@@ -88,9 +87,8 @@ class Saver:
         if self._thread is None:
             self._write(training_state(trainer), rng, partial, final, meta)
         else:
-            self._writing = self._thread.submit(
-                self._write, deepcopy(training_state(trainer)), rng, partial, final, meta
-            )
+            state = copied(training_state(trainer))
+            self._writing = self._thread.submit(self._write, state, rng, partial, final, meta)
         return final
 
     def _write(

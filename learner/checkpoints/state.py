@@ -6,7 +6,9 @@ import hashlib
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.tensor import DTensor
 
 from learner.distributed import Ranks
 from learner.model.policy import Policy
@@ -22,14 +24,32 @@ def fingerprint(policy: Policy) -> str:
 
 
 def training_state(trainer: Trainer) -> dict[str, Any]:
-    on_gpu = trainer.ranks.device.type == "cuda"
-    options = StateDictOptions(cpu_offload=on_gpu and trainer.config.checkpoint.in_background)
-    model, optimizer = get_state_dict(trainer.policy, trainer.optimizer, options=options)
+    """Of the trainer's own tensors, wherever they lie."""
+    model, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     state = {"model": model, "optimizer": optimizer}
     if trainer.config.objective.kl_reference_every:
         assert trainer.reference is not None
-        state["reference"] = get_model_state_dict(trainer.reference, options=options)
+        state["reference"] = get_model_state_dict(trainer.reference)
     return state
+
+
+def copied(state: Any, known: dict[tuple[int, tuple[int, ...]], Tensor] | None = None) -> Any:
+    """The same in the memory of the CPU, each tensor copied once; two names of one tensor stay so.
+
+    `known`: copies of what has been met already, by its place and shape.
+    """
+    known = {} if known is None else known
+    if isinstance(state, dict):
+        return {name: copied(value, known) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(copied(value, known) for value in state)
+    if not isinstance(state, Tensor):
+        return state
+    local = state.to_local() if isinstance(state, DTensor) else state
+    place = (local.data_ptr(), tuple(state.shape))
+    if place not in known or not local.numel():
+        known[place] = state.detach().to("cpu", copy=True)
+    return known[place]
 
 
 def rng_state(ranks: Ranks) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -96,6 +96,13 @@ TRICKS = {
         "test_learner_ranks.py",
         "transformers returns the routers' choices without their logits",
     ),
+    "empty": Trick(
+        "transformers",
+        "a method _init_weights that computes the buffers that no checkpoint holds, and torch modules' _apply",
+        "large models are built without memory, sharded, then loaded shard by shard",
+        "test_loading.py::test_parameters_and_buffers_are_bit_for_bit_those_of_transformers",
+        "transformers builds a model on torch's device meta with its buffers in memory",
+    ),
     "varlen": Trick(
         "torch",
         "torch.nn.attention.varlen.varlen_attn with scale, window_size and enable_gqa",
@@ -127,6 +134,29 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
         _replace_last(layers[-1])
     use_fast_linear(vlm)
     return takes_rows
+
+
+@torch.no_grad()
+def materialize(module: nn.Module, vlm: PreTrainedModel, device: torch.device, *, offload: bool) -> None:
+    """Gives what has none memory on `device` (with `offload` the parameters on the CPU): buffers with their values,
+    parameters without. Tied parameters stay so. FSDP's own `_apply` notices shards that were exchanged."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of what it replaces, which is held so that it stays taken
+
+    def real(tensor: Tensor) -> Tensor:
+        place = torch.device("cpu") if offload and isinstance(tensor, nn.Parameter) else device
+        if not tensor.is_meta:
+            return tensor.to(place)
+        if id(tensor) not in made:
+            new = torch.empty_like(tensor, device=place)
+            made[id(tensor)] = (tensor, new if isinstance(tensor, nn.Parameter) else new.fill_(torch.nan))
+        return made[id(tensor)][1]
+
+    module._apply(real)
+    vlm.tie_weights()
+    for part in vlm.modules():
+        if any(True for _ in part.buffers(recurse=False)) and not any(True for _ in part.parameters()):
+            vlm._init_weights(part)
+    TRICKS["empty"].require(all(bool(buffer.isfinite().all()) for buffer in vlm.buffers()))
 
 
 def check_torch() -> None:

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from kernels.linear_logprob import linear_logprob
 from learner.batch import Microbatch
-from learner.model.adapt import adapt
+from learner.model.adapt import adapt, materialize
 from learner.model.attention import packing_of, window_lengths
 from learner.model.critic import DeepCritic, LinearCritic, Listener, chosen_layers
+from learner.model.weight_files import WeightFiles, local_part
 from learner.vtrace import turn_indices
 from shared.vision import VisionSpec
 
@@ -128,6 +128,13 @@ class Policy(nn.Module):
 
 def load_policy(path: str, spec: VisionSpec, critic_width: int = 0) -> Policy:
     """Loads a Qwen3-VL (dense or mixture of experts) or Qwen2.5-VL model from a folder, as float32 on the CPU."""
+    policy = empty_policy(path, spec, critic_width)
+    load_weights(policy, path, torch.device("cpu"))
+    return policy
+
+
+def empty_policy(path: str, spec: VisionSpec, critic_width: int = 0) -> Policy:
+    """A model's policy whose parameters have shapes and no memory yet (torch's device `meta`), but for the critic's."""
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -137,6 +144,39 @@ def load_policy(path: str, spec: VisionSpec, critic_width: int = 0) -> Policy:
         raise ValueError(
             f"model.path = {path!r} is a {config.model_type!r} model; the learner trains {', '.join(SUPPORTED_TYPES)}"
         )
-    transformers_logging.disable_progress_bar()
-    vlm = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
-    return Policy(vlm, spec, critic_width)
+    with torch.device("meta"):
+        vlm = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    return Policy(vlm.eval(), spec, critic_width)
+
+
+@torch.no_grad()
+def load_weights(policy: Policy, path: str, device: torch.device, *, offload: bool = False) -> None:
+    """Gives an empty policy, sharded or not, the weights of the folder: each rank reads its shards of one tensor after
+    the other. `offload`: shards lie on the CPU.
+
+    ValueError, before any memory is taken: the folder does not hold the weights of its config.json.
+    """
+    parameters, tied = dict(policy.named_weights()), "lm_head.weight"
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    files = WeightFiles.open(path, shapes, also=(tied,))
+    try:
+        materialize(policy, policy.vlm, device, offload=offload)
+        for name, parameter in policy.named_weights():
+            mine, index = local_part(parameter)
+            mine.copy_(files.read(name, index).to(mine.device))
+        if tied in files.stored and tied not in parameters:
+            _check_tied(policy, files, tied)
+    finally:
+        files.close()
+
+
+def _check_tied(policy: Policy, files: WeightFiles, name: str) -> None:
+    """ValueError unless the head that the files hold besides the embeddings is equal to them."""
+    mine, index = local_part(policy.vlm.lm_head.weight)
+    if files.stored[name].shape != tuple(policy.vlm.lm_head.weight.shape) or not torch.equal(
+        files.read(name, index).to(mine.device, mine.dtype), mine
+    ):
+        raise ValueError(
+            f"model.path = {str(files.folder)!r} holds a {name} that differs from the embeddings, but its config.json "
+            "says tie_word_embeddings = true; set it to false there"
+        )

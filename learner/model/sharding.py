@@ -22,7 +22,8 @@ from shared.learner_config import LearnerConfig
 
 
 def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
-    """Makes `policy` as the recipe wants it, in place, on the ranks' device; before an optimizer is made.
+    """Makes `policy` as the recipe wants it, in place, on the ranks' device; before an optimizer is made. An empty one
+    is loaded afterwards.
 
     It is sharded where there are several ranks, a dtype other than float32, or an offload.
     """
@@ -34,7 +35,7 @@ def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
         compile_blocks(policy)
     if ranks.size > 1 or dtype != torch.float32 or config.parallel.offload:
         shard(policy, ranks.mesh, dtype, offload=config.parallel.offload)
-    else:
+    elif not any(p.is_meta for p in policy.parameters()):
         policy.to(ranks.device)
 
 

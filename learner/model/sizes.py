@@ -1,4 +1,4 @@
-"""The sizes of a Qwen3-VL model, from its config.json alone: parameters and floating-point operations by part.
+"""The sizes of a Qwen3-VL or Qwen2.5-VL model, from its config.json alone: parameters and operations by part.
 
 Also the table of the published models, so that a run can be planned without downloading anything.
 """
@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
+MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Sizes as config.json names them; the defaults are those of all published models. `num_experts` 0: all dense."""
+    """Sizes as config.json names them; the defaults are those of Qwen3-VL's published models. `num_experts` 0: dense.
+
+    `qwen25`: queries, keys and values have biases and no norms, the tower has gated MLPs, RMSNorms and no embedding of
+    positions, and all of its blocks but `vision_full_blocks` look through windows of `window_patches`.
+    """
 
     vocab_size: int = 151936
     hidden_size: int
@@ -38,14 +42,26 @@ class ModelSizes:
     patch_values: int = 3 * 2 * 16 * 16  # colours x frames x height x width of a patch
     merge: int = 4  # patches of one visual token
     num_deepstack: int = 3
+    qwen25: bool = False
+    vision_full_blocks: int = 0
+    window_patches: int = 0
 
     # ------------------------------------------------------------------ parameters
 
     @property
+    def attention_matrices(self) -> int:
+        """Of one decoder layer's projections."""
+        return self.hidden_size * 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    @property
+    def attention_vectors(self) -> int:
+        """Of one decoder layer's norms, and biases of its attention."""
+        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return 2 * self.hidden_size + (biases if self.qwen25 else 2 * self.head_dim)
+
+    @property
     def attention_parameters(self) -> int:
-        """Of one decoder layer's projections and norms."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self.hidden_size * (2 * q + 2 * kv) + 2 * self.head_dim + 2 * self.hidden_size
+        return self.attention_matrices + self.attention_vectors
 
     def layer_parameters(self, *, sparse: bool, active: bool = False) -> int:
         """Of one decoder layer; `active`: those that one token passes through."""
@@ -56,14 +72,20 @@ class ModelSizes:
         return self.attention_parameters + router + experts * 3 * self.hidden_size * self.expert_size
 
     @property
+    def layer_experts(self) -> int:
+        """Of the experts of one layer that has some."""
+        return self.num_experts * 3 * self.hidden_size * self.expert_size
+
+    @property
+    def expert_parameters(self) -> int:
+        return (self.num_layers - self.num_dense_layers) * self.layer_experts
+
+    @property
     def matrix_parameters(self) -> int:
         """Of all decoder layers' matrices, without the stacks of experts': those that Muon moves."""
-        norms = 2 * self.head_dim + 2 * self.hidden_size
         sparse = self.num_layers - self.num_dense_layers
         dense = self.num_dense_layers * 3 * self.hidden_size * self.intermediate_size
-        return (
-            self.num_layers * (self.attention_parameters - norms) + dense + sparse * self.num_experts * self.hidden_size
-        )
+        return self.num_layers * self.attention_matrices + dense + sparse * self.num_experts * self.hidden_size
 
     @property
     def head_parameters(self) -> int:
@@ -79,18 +101,22 @@ class ModelSizes:
     @property
     def vision_block_parameters(self) -> int:
         h, i = self.vision_hidden, self.vision_intermediate
+        if self.qwen25:
+            return 2 * h + 4 * h * h + 4 * h + 3 * h * i + 2 * i + h
         return 4 * h + 4 * h * h + 4 * h + 2 * h * i + i + h
 
     @property
     def vision_parameters(self) -> int:
-        h = self.vision_hidden
-        return self.vision_depth * self.vision_block_parameters + h * (self.patch_values + 1 + self.vision_positions)
+        ends = self.patch_values if self.qwen25 else self.patch_values + 1 + self.vision_positions
+        return self.vision_depth * self.vision_block_parameters + self.vision_hidden * ends
 
     @property
     def projector_parameters(self) -> int:
         """Of what merges patches into visual tokens, the deepstack's included."""
         wide = self.merge * self.vision_hidden
         linear = wide * wide + wide + wide * self.hidden_size + self.hidden_size
+        if self.qwen25:
+            return linear + self.vision_hidden
         return (1 + self.num_deepstack) * linear + 2 * self.vision_hidden + self.num_deepstack * 2 * wide
 
     @property
@@ -119,7 +145,9 @@ class ModelSizes:
             last = self.layer_parameters(sparse=sparse > 0, active=True) - key_value
             text -= 2 * last * (tokens - num_rows)
         vision = 2 * (self.vision_depth * self.vision_block_parameters + h * self.patch_values // 2) * patches
-        vision += 4 * self.vision_depth * h * sum(n * n for n in decoder)
+        full = self.vision_full_blocks if self.qwen25 else self.vision_depth
+        vision += 4 * full * h * sum(n * n for n in decoder)
+        vision += 4 * (self.vision_depth - full) * h * sum(n * min(n, self.window_patches) for n in decoder)
         return text + vision + 2 * self.projector_parameters * patches / self.merge
 
 
@@ -148,10 +176,13 @@ def sizes_of(config: dict[str, Any]) -> ModelSizes | None:
         vision_depth=vision["depth"],
         vision_hidden=vision["hidden_size"],
         vision_intermediate=vision["intermediate_size"],
-        vision_positions=vision["num_position_embeddings"],
+        vision_positions=vision.get("num_position_embeddings", 0),
         patch_values=3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2,
         merge=vision["spatial_merge_size"] ** 2,
-        num_deepstack=len(vision["deepstack_visual_indexes"]),
+        num_deepstack=len(vision.get("deepstack_visual_indexes", ())),
+        qwen25=config["model_type"] == "qwen2_5_vl",
+        vision_full_blocks=len(vision.get("fullatt_block_indexes", ())),
+        window_patches=(vision.get("window_size", 0) // vision["patch_size"]) ** 2,
     )
 
 
@@ -192,10 +223,42 @@ def _published(
     )
 
 
+def _qwen25(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vision_intermediate: int, tied: bool = False
+) -> ModelSizes:
+    return ModelSizes(
+        vocab_size=151936 if tied else 152064,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_dense_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=intermediate,
+        num_experts=0,
+        experts_per_token=0,
+        expert_size=0,
+        tied=tied,
+        max_context=128000,
+        vision_depth=32,
+        vision_hidden=1280,
+        vision_intermediate=vision_intermediate,
+        vision_positions=0,
+        patch_values=3 * 2 * 14 * 14,
+        num_deepstack=0,
+        qwen25=True,
+        vision_full_blocks=4,
+        window_patches=64,
+    )
+
+
 PUBLISHED = {
     "Qwen3-VL-2B": _published(2048, 28, 16, 8, 6144, 0, "small"),
     "Qwen3-VL-4B": _published(2560, 36, 32, 8, 9728, 0, "small"),
     "Qwen3-VL-8B": _published(4096, 36, 32, 8, 12288, 0, "large"),
     "Qwen3-VL-30B-A3B": _published(2048, 48, 32, 4, 768, 128, "large"),
     "Qwen3-VL-235B-A22B": _published(4096, 94, 64, 4, 1536, 128, "large"),
+    "Qwen2.5-VL-3B": _qwen25(2048, 36, 16, 2, 11008, 3420, tied=True),
+    "Qwen2.5-VL-7B": _qwen25(3584, 28, 28, 4, 18944, 3420),
+    "Qwen2.5-VL-32B": _qwen25(5120, 64, 40, 8, 27648, 3456),
+    "Qwen2.5-VL-72B": _qwen25(8192, 80, 64, 8, 29568, 3456),
 }

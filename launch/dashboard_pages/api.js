@@ -1,0 +1,42 @@
+// What the server answers; in an exported report, what stands in the report itself.
+
+const place = document.getElementById("embedded");
+const report = place ? JSON.parse(place.textContent) : null;
+const enc = encodeURIComponent;
+const NAMES = 48; // metrics in one question
+
+export const isReport = Boolean(report);
+export const title = report ? report.title : "";
+export const start = report ? report.start : "";
+
+async function get(path) {
+  if (report) {
+    if (!(path in report.answers)) throw new Error("this is not in the report; start the dashboard on the run's folder");
+    return report.answers[path];
+  }
+  const response = await fetch(`api/${path}`);
+  const said = await response.json().catch(() => ({ error: `the server answered ${response.status}` }));
+  if (!response.ok) throw new Error(said.error);
+  return said;
+}
+
+export const getRuns = () => get("runs");
+export const getMetrics = (run) => get(`runs/${enc(run)}/metrics`);
+export const getSteps = (run) => get(`runs/${enc(run)}/steps`);
+export const getStep = (run, step) => get(`runs/${enc(run)}/steps/${step}`);
+export const getEpisode = (run, step, id) => get(`runs/${enc(run)}/steps/${step}/${id.split("/").map(enc).join("/")}`);
+export const getHealth = (run) => get(`runs/${enc(run)}/health`);
+
+export async function getSeries(run, names) {
+  if (report) return get(`runs/${enc(run)}/series`);
+  let whole = null;
+  for (let at = 0; at < names.length || !whole; at += NAMES) {
+    const part = await get(`runs/${enc(run)}/series?names=${names.slice(at, at + NAMES).map(enc).join(",")}`);
+    if (whole) { Object.assign(whole.values, part.values); Object.assign(whole.evaluations, part.evaluations); } else whole = part;
+  }
+  return whole;
+}
+
+export function imageUrl(run, file) {
+  return report ? report.images[`${run}/${file}`] || "" : `api/runs/${enc(run)}/images/${enc(file)}`;
+}

@@ -1,0 +1,51 @@
+// Whether each part of a run works: actors, engines, learner, tickets, publications, faults, what was refused, logs.
+
+import { getHealth } from "./api.js";
+import { bytes, count, duration, h, known, num, percent, pill, show } from "./dom.js";
+import { link } from "./route.js";
+
+export async function healthPage({ parts, runs }) {
+  const run = parts[0] || runs.runs[0]?.name, element = h("div", {}), open = new Set();
+  const again = async () => draw(element, run, await getHealth(run), open);
+  await again();
+  return { element, update: again, title: `Health of ${run}` };
+}
+
+const card = (title, ...children) => h("section", { class: "card" }, h("h3", {}, title), ...children);
+const rows = (entries) => h("table", { class: "plain-table" }, h("tbody", {}, entries.filter(([, v]) => v !== null && v !== undefined).map(([name, value, kind]) => h("tr", {}, h("td", {}, name), h("td", { class: `amount ${kind || ""}` }, value)))));
+
+function draw(element, run, d, open) {
+  const at = (name) => d.latest[name], some = (prefix) => Object.entries(d.latest).filter(([name, v]) => name.startsWith(prefix) && known(v)), bad = (v) => (v > 0 ? "bad-text" : "");
+  const trouble = Object.entries(d.worst).filter(([name, v]) => v > 0 && !/ending\/(completed|max_turns)$/.test(name));
+  show(element, h("h1", {}, `Health of ${run}`), h("div", { class: "grid" },
+    card("Actors", rows([["connected", num(at("actors/known")), at("actors/known") === 0 ? "bad-text" : ""], ["idle", percent(at("actors/idle_frac"))], ["a group takes", duration(at("actors/group_s/mean"))], ["95 % within", duration(at("actors/group_s/p95"))], ["turns/s", num(at("speed/turns_per_s"))]])),
+    card("Engines", rows([["hold the newest version", num(at("publish/engines"))], ["left behind", num(at("publish/dropped")), bad(at("publish/dropped"))], ["asked again, a turn", num(at("rollout/engine_retries"))], ["refused requests", num(at("publish/refused_requests"))], ["canary gap", num(at("publish/canary_gap"))], ["gave no proof", num(at("publish/unproven")), bad(at("publish/unproven"))]])),
+    card("Learner", rows([["ranks, at the last checkpoint", num(d.ranks)], ["step takes", duration(at("time/step_s"))], ["idle", percent(at("learner/idle_frac"))], ["forward", duration(at("time/forward_s"))], ["backward", duration(at("time/backward_s"))], ["tokens/s", num(at("speed/tokens_per_s"))], ["steps without an update", num(at("optim/skipped_steps")), bad(at("optim/skipped_steps"))], ["stepped back", num(at("guard/rewinds")), bad(at("guard/rewinds"))]])),
+    card("Queue and tickets", stack([["open", at("tickets/open"), "accent"], ["ready", at("queue/ready_groups"), "warn"]], "groups on their way"), rows([["issued", num(at("tickets/issued"), 8)], ["trained on", num(at("tickets/trained"), 8)], ["being played", num(at("tickets/open"))], ["wait to be trained on", num(at("queue/ready_groups"))], ["issued again", num(at("tickets/reissued")), bad(at("tickets/reissued"))], ["dropped", num(at("tickets/dropped")), bad(at("tickets/dropped"))], ["evaluations open", num(at("tickets/open_evaluation"))]])),
+    card("Last publication", stack(["gather", "broadcast", "load", "pause", "proof"].map((p, i) => [p, at(`publish/${p}_s`), ["accent", "good", "", "bad", "warn"][i]]), "its parts", duration), rows([["took", duration(at("publish/seconds"))], ["sent to each engine", bytes(at("publish/bytes"))], ["version", num(at("policy_version"), 8)]]), h("p", {}, h("a", { href: link(["metrics"], { q: "publish/" }) }, "all of them"))),
+    card("Faults, the worst step of each", trouble.length ? rows(trouble.map(([name, v]) => [name.replace("rollout/", ""), v <= 1 && name.includes("ending") ? percent(v) : num(v), "bad-text"])) : h("p", { class: "good-text" }, "none")),
+    card("Refused, by reason", refused([...some("wire/"), ...some("tickets/refused/"), ...some("tickets/dropped/")]), d.rejected.length ? h("details", {}, h("summary", {}, `${count(d.rejected.length, "message")} kept in ${run}/rejected`), h("ul", { class: "code" }, d.rejected.map((name) => h("li", {}, name)))) : null),
+    card("Checkpoints", rows([["kept", num(d.checkpoints.length)], ["newest", d.checkpoints.length ? `step ${d.checkpoints.at(-1)}` : "none"], ["best", d.best?.step !== undefined ? `step ${d.best.step} (${num(d.best.value)})` : null], ["not written", num(at("checkpoint/failed")), bad(at("checkpoint/failed"))]]), h("p", {}, h("a", { href: link(["metrics"], { q: "checkpoint" }) }, "its metrics")))),
+  h("h2", {}, "Logs"), d.logs.length ? d.logs.map((log) => h("details", { open: open.has(log.name) || d.logs.length === 1, ontoggle: (e) => (e.target.open ? open.add(log.name) : open.delete(log.name)) }, h("summary", {}, log.name, " ", warnings(log.lines)), h("pre", { class: "log" }, log.lines.map((text) => h("span", { class: /ERROR|Traceback/.test(text) ? "bad-text" : /WARNING/.test(text) ? "warn-text" : null }, `${text}\n`))))) : h("p", { class: "quiet" }, "No log is in the given folders. Engines write theirs beside the run's folder, in engines/: start the dashboard on the folder of all runs."),
+  h("h2", {}, "Recipe and software"), h("div", { class: "columns" }, d.software ? card("Software", rows(Object.entries(d.software).map(([k, v]) => [k, String(v)]))) : null, ...Object.entries(d.recipe).map(([section, fields]) => card(section, rows(flat(fields).map(([k, v]) => [k, v]))))));
+}
+
+function stack(parts, label, say = num) {
+  const some = parts.filter(([, v]) => v > 0);
+  return some.length ? h("div", { class: "stack", title: label }, some.map(([name, v, kind]) => h("i", { class: kind, style: { "flex-grow": 1000 * v }, title: `${name}: ${say(v)}` }, name))) : null;
+}
+
+function refused(entries) {
+  const some = entries.filter(([name, v]) => v > 0 && name.split("/").length > 2);
+  return some.length ? rows(some.map(([name, v]) => [name, num(v), "warn-text"])) : h("p", { class: "good-text" }, "nothing");
+}
+
+function warnings(lines) {
+  const n = lines.filter((text) => /ERROR|WARNING|Traceback/.test(text)).length;
+  return n ? pill(count(n, "warning"), "warn") : null;
+}
+
+function flat(fields, prefix = "") {
+  if (typeof fields !== "object" || fields === null || Array.isArray(fields)) return [[prefix, JSON.stringify(fields)]];
+  return Object.entries(fields).flatMap(([k, v]) => (typeof v === "object" && v !== null && !Array.isArray(v) && Object.keys(v).length ? flat(v, prefix ? `${prefix}.${k}` : k) : [[prefix ? `${prefix}.${k}` : k, typeof v === "string" ? v : JSON.stringify(v)]]));
+}

@@ -1,0 +1,75 @@
+"""Paths and what they answer: the same values for the page that is served and for a report that stands alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from launch.dashboard_server.catalogue import LAG, described
+from launch.dashboard_server.health import health
+from launch.dashboard_server.overview import events, overview
+from launch.dashboard_server.recorded import episode_page, recorded_steps, step_page
+from launch.dashboard_server.runs import Run, Runs, Unknown
+
+MAX_NAMES = 64  # of metrics in one question
+AXES = ("step", "time", "progress/minutes", "progress/episodes")
+
+
+def answer(runs: Runs, path: str, query: Mapping[str, str]) -> Any:
+    """JSON values. Unknown: there is no such thing; RecordingError: it is damaged."""
+    parts = path.strip("/").split("/")
+    if parts == ["runs"]:
+        known = [runs.get(run.name) for run in runs.all()]
+        return overview(known, {run.name: recorded_steps(run) for run in known})
+    if parts[0] != "runs" or len(parts) < 3:
+        raise Unknown(f"no page {path}")
+    run = runs.get(parts[1])
+    match parts[2:]:
+        case ["metrics"]:
+            return names(run)
+        case ["series"]:
+            return series(run, query.get("names", "").split(","))
+        case ["steps"]:
+            return {"steps": recorded_steps(run)}
+        case ["steps", step]:
+            return step_page(run, number(step))
+        case ["steps", step, ticket, index]:
+            return episode_page(run, number(step), f"{ticket}/{index}")
+        case ["health"]:
+            return health(run)
+    raise Unknown(f"no page {path}")
+
+
+def number(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 12:
+        raise Unknown(f"no step {text[:20]!r}")
+    return int(text)
+
+
+def names(run: Run) -> dict[str, Any]:
+    """Every metric with its meaning; those split by lag under the name that they split."""
+    known = {*run.metrics.steps.columns, *run.metrics.evaluations.columns} - {"step", "time"}
+    found: dict[str, dict[str, Any]] = {}
+    for name in sorted(known):
+        split = LAG.match(name)
+        if split and split[1] in known:
+            found.setdefault(split[1], {"name": split[1], "lags": [], **described(split[1])})["lags"].append(name)
+        else:
+            found.setdefault(name, {"name": name, "lags": [], **described(name)})
+    return {"metrics": sorted(found.values(), key=lambda metric: (metric["place"], metric["name"]))}
+
+
+def series(run: Run, wanted: list[str], limit: int = MAX_NAMES) -> dict[str, Any]:
+    """Columns by name, each beside its axes; those of evaluations have axes of their own."""
+    steps, evaluations = run.metrics.steps, run.metrics.evaluations
+    return {
+        "axes": {name: steps.show(name) for name in AXES if name in steps.columns},
+        "evaluation_axes": {name: evaluations.show(name) for name in ("step", "time")},
+        "values": {name: steps.show(name) for name in wanted[:limit] if name in steps.columns},
+        "evaluations": {
+            name: evaluations.show(name)
+            for name in wanted[:limit]
+            if name in evaluations.columns and name not in steps.columns
+        },
+        "events": events(run),
+    }

@@ -1,0 +1,193 @@
+"""Bytes of a rank on its GPU and of a node's host, by kind, from a model's sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from learner.model.sizes import ModelSizes
+
+FP32 = 4
+ADAMW_STATES, MUON_STATES = 2, 1  # float32 each
+PROCESS_BYTES = 3e9  # of the host, assumed: Python, torch, a CUDA context, decoded pictures
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the sizes of a run depend on, besides the model; the names are those of a recipe."""
+
+    gpus: int = 1
+    shard_size: int = 0  # ranks that share one copy; 0 = all
+    dtype_bytes: int = 2  # of forward and backward
+    microbatch_tokens: int = 16384
+    visual_share: float = 0.5  # of the tokens, those of images
+    sampled_share: float = 0.5  # of the tokens, those that are trained on
+    logits_bytes: float = 14e9  # what the fused log-probability may hold of logits
+    activation_checkpointing: bool = False
+    offload: bool = False
+    reference: bool = False
+    optimizer: str = "adamw"
+    freeze: tuple[str, ...] = ()
+    episodes: int = 128  # of a step
+    episode_tokens: int = 8192
+    passes: int = 1  # over a step's episodes
+    steps_held: int = 2  # whose episodes may wait on rank 0
+    gpus_per_node: int = 8
+    copies_checkpoint: bool = True  # to write it in the background
+
+    @property
+    def ranks_of_node(self) -> int:
+        return min(self.gpus, self.gpus_per_node)
+
+    @property
+    def shards(self) -> int:
+        return self.shard_size or self.gpus
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP holds float32 shards and gathers copies of `dtype_bytes`."""
+        return self.gpus > 1 or self.dtype_bytes != FP32 or self.offload
+
+
+class _Bytes:
+    """Fields by kind."""
+
+    __slots__ = ()
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        return asdict(self)  # type: ignore[call-overload]
+
+    @property
+    def total(self) -> float:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Memory(_Bytes):
+    """Of one rank on its GPU, at the peak."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+    gathered: float  # whole blocks and the output head while they are computed
+    reduced: float  # gradients of one of these in float32, before their sum over the ranks
+    activations: float  # what the forward of one microbatch keeps for its backward
+    logits: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory(_Bytes):
+    """Of one node. A model's files are read as they are used, and their pages can be given up."""
+
+    processes: float
+    offloaded: float
+    checkpoint: float  # the copy that is written in the background
+    pictures: float  # of the episodes that each rank trains on, and that wait on rank 0, as pixels
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """What one rank keeps between steps."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+
+    @staticmethod
+    def of(sizes: ModelSizes, setting: Setting) -> _Shards:
+        trained = sizes.parameters
+        trained -= sizes.vision_parameters if "vision" in setting.freeze else 0
+        trained -= sizes.projector_parameters if "projector" in setting.freeze else 0
+        spared = sizes.matrix_parameters * (ADAMW_STATES - MUON_STATES) if setting.optimizer == "muon" else 0
+        padded = sizes.expert_parameters * (_padding(sizes, setting) - 1)
+        here = FP32 / setting.shards
+        weights = here * (sizes.parameters + padded)
+        return _Shards(
+            weights=weights,
+            gradients=here * (trained + padded),
+            optimizer=here * (ADAMW_STATES * (trained + padded) - spared),
+            reference=weights if setting.reference else 0.0,
+        )
+
+
+def _padding(sizes: ModelSizes, setting: Setting) -> float:
+    """How much more the fullest rank holds of the experts than its share: whole experts lie on a rank."""
+    if not sizes.num_experts:
+        return 1.0
+    return -(-sizes.num_experts // setting.shards) * setting.shards / sizes.num_experts
+
+
+def memory(sizes: ModelSizes, setting: Setting) -> Memory:
+    """Of one rank on its GPU; with experts, of the fullest."""
+    kept = _Shards.of(sizes, setting)
+    here = 0.0 if setting.offload else 1.0
+    rows = setting.microbatch_tokens * setting.sampled_share
+    sparse = sizes.num_dense_layers < sizes.num_layers
+    layer = sizes.layer_parameters(sparse=sparse) + sizes.layer_experts * (_padding(sizes, setting) - 1)
+    rest = sizes.head_parameters * (1 if sizes.tied else 2) + sizes.projector_parameters  # all that is in no block
+    # Copies of two neighbouring blocks and of the rest; the gradients of one block and of the rest.
+    gathered = setting.dtype_bytes * (3 * layer + 2 * rest)
+    return Memory(
+        weights=here * kept.weights,
+        gradients=here * kept.gradients,
+        optimizer=here * kept.optimizer,
+        reference=here * kept.reference,
+        gathered=gathered if setting.sharded else 0.0,
+        reduced=FP32 * max(layer, rest) if setting.sharded and setting.gpus > 1 else 0.0,
+        activations=activations(sizes, setting),
+        logits=min(setting.logits_bytes, FP32 * rows * sizes.vocab_size),
+    )
+
+
+def host_memory(sizes: ModelSizes, setting: Setting) -> HostMemory:
+    """Of the node that has rank 0."""
+    kept, ranks = _Shards.of(sizes, setting), setting.ranks_of_node
+    state = kept.weights + kept.gradients + kept.optimizer + kept.reference
+    pixels = setting.episodes * setting.episode_tokens * setting.visual_share * sizes.merge * sizes.patch_values / 2
+    return HostMemory(
+        processes=ranks * PROCESS_BYTES,
+        offloaded=ranks * state if setting.offload else 0.0,
+        checkpoint=ranks * (kept.weights + kept.optimizer) if setting.copies_checkpoint else 0.0,
+        pictures=(ranks + setting.steps_held) * pixels,
+    )
+
+
+def activations(sizes: ModelSizes, setting: Setting) -> float:
+    """Bytes that one microbatch's forward keeps for its backward."""
+    kept: float
+    text, patches = setting.microbatch_tokens, setting.microbatch_tokens * setting.visual_share * sizes.merge
+    per_token = _layer_bytes(sizes, setting.dtype_bytes)
+    wide, narrow = (13, 4) if sizes.qwen25 else (11, 2)  # RMSNorms and a gated MLP keep more
+    per_patch = setting.dtype_bytes * (wide * sizes.vision_hidden + narrow * sizes.vision_intermediate)  # of one block
+    if setting.activation_checkpointing:  # the inputs of all, and one at a time in full
+        kept = sizes.num_layers * sizes.hidden_size * setting.dtype_bytes * text
+        kept += sizes.vision_depth * sizes.vision_hidden * setting.dtype_bytes * patches
+        kept += max(per_token * text, per_patch * patches)
+    else:
+        trimmed = sizes.num_layers > sizes.num_deepstack  # see learner/model/last_layer.py
+        last = _layer_bytes(sizes, setting.dtype_bytes, asked=setting.sampled_share if trimmed else 1.0)
+        kept = ((sizes.num_layers - 1) * per_token + last) * text + sizes.vision_depth * per_patch * patches
+    ends = _norm_bytes(sizes.hidden_size, setting.dtype_bytes) * text  # the last norm
+    ends += sizes.hidden_size * setting.dtype_bytes * (setting.sampled_share + 1) * text  # its rows; the embeddings
+    merged = setting.dtype_bytes * 4 * (1 + sizes.num_deepstack) * sizes.vision_hidden
+    return kept + ends + (merged + FP32 * sizes.patch_values / 2) * patches
+
+
+def _norm_bytes(size: int, dtype_bytes: int) -> float:
+    """Of one RMSNorm a token: its input widened to float32, the normalised input, and its result."""
+    return size * (FP32 + 2 * dtype_bytes)
+
+
+def _layer_bytes(sizes: ModelSizes, dtype_bytes: int, asked: float = 1.0) -> float:
+    """Of one decoder layer a token (the mean over its layers, where some have experts); `asked`: share of the tokens
+    whose output it computes. Queries are counted for all, as GPUs compute them."""
+    q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    attention = _norm_bytes(sizes.hidden_size, dtype_bytes) + (0 if sizes.qwen25 else _norm_bytes(q + kv, dtype_bytes))
+    attention += dtype_bytes * (kv + 2 * q) + FP32 * sizes.num_heads
+    dense = dtype_bytes * 4 * sizes.intermediate_size
+    routed = sizes.experts_per_token * dtype_bytes * (2 * sizes.hidden_size + 4 * sizes.expert_size)
+    sparse_share = 1 - sizes.num_dense_layers / sizes.num_layers
+    mlp = (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * sizes.num_experts)
+    return attention + asked * (_norm_bytes(sizes.hidden_size, dtype_bytes) + mlp)

@@ -1,0 +1,219 @@
+"""The dashboard reads run folders as they are, damaged ones too, and writes reports."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from launch.dashboard import main
+from launch.dashboard_server.api import answer
+from launch.dashboard_server.catalogue import bounds
+from launch.dashboard_server.runs import Runs
+from shared.recordings.reading import RecordingError, read_step
+from tests.support.dashboard.asked import asked
+from tests.support.dashboard.recorded_run import HOSTILE, make_run
+
+EPISODE = "runs/sokoban/steps/10/10-0/1"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs that no test changes."""
+    folder = tmp_path_factory.mktemp("whole")
+    make_run(folder / "sokoban", steps=20, recorded=(10,), groups=2)
+    return folder
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """The same, for a test to damage."""
+    make_run(tmp_path / "sokoban", steps=5, recorded=(10,), groups=2)
+    return tmp_path
+
+
+def test_a_run_is_told_in_a_line_with_its_alarms_and_recordings(whole: Path) -> None:
+    (run,) = answer(Runs([whole]), "runs", {})["runs"]
+    assert (run["name"], run["step"], run["total_steps"], run["recorded_last"], run["damaged"]) == (
+        "sokoban", 20, 20, 10, 0,
+    )  # fmt: skip
+    assert [(alarm["rule"], alarm["over"]) for alarm in run["alarms"]] == [("truncated", None)]
+    assert run["alarm_count"] == 1 and abs(sum(run["endings"].values()) - 1) < 1e-6
+
+
+def test_an_alarm_that_was_cleared_is_over(own: Path) -> None:
+    with (own / "sokoban/alarms.jsonl").open("a") as lines:
+        lines.write(json.dumps({"step": 12, "rule": "truncated", "level": "cleared"}) + "\n")
+    (run,) = answer(Runs([own]), "runs", {})["runs"]
+    assert run["alarm_count"] == 0 and run["alarms"][0]["over"] == 12
+
+
+def test_metrics_are_followed_as_they_are_written(own: Path) -> None:
+    runs, path = Runs([own]), own / "sokoban/metrics.jsonl"
+    row = {"step": 6, "time": 1.0, "rollout/reward": 0.25, "new/name": 3.0, "not/finite": None}
+    with path.open("a") as lines:
+        lines.write(json.dumps(row)[:-1])
+    assert answer(runs, "runs", {})["runs"][0]["step"] == 5
+    with path.open("a") as lines:
+        lines.write("}\n")
+    values = answer(runs, "runs/sokoban/series", {"names": "rollout/reward,new/name,not/finite"})["values"]
+    assert values["rollout/reward"][-1] == 0.25
+    assert values["new/name"] == [None] * 5 + [3.0] and values["not/finite"] == [None] * 6
+
+
+def test_steps_that_a_restart_made_again_stand_there_once_and_episodes_go_on(own: Path) -> None:
+    again = {"step": 4, "time": 9.0, "rollout/reward": 0.5, "progress/episodes": 64.0, "progress/minutes": 0.5}
+    with (own / "sokoban/metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps(again) + "\n")
+    said = answer(Runs([own]), "runs/sokoban/series", {"names": "rollout/reward"})
+    assert said["axes"]["step"] == [1, 2, 3, 4] and said["axes"]["progress/episodes"] == [64, 128, 192, 384]
+    assert {"step": 4, "kind": "resumed", "text": "the learner was started again"} in said["events"]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", '{"step": "x"}', '{"step": null}', '{"time": 1}', "\xff", '{"step": 1e99}']
+)
+def test_a_damaged_line_of_metrics_or_alarms_is_counted_and_the_rest_works(own: Path, line: str) -> None:
+    for name in ("metrics", "alarms"):
+        path = own / f"sokoban/{name}.jsonl"
+        path.write_bytes(line.encode("latin-1") + b"\n" + path.read_bytes())
+    (run,) = answer(Runs([own]), "runs", {})["runs"]
+    assert run["step"] == 5 and run["damaged"] in (1, 2)
+
+
+@pytest.mark.parametrize("value", ["9" * 400, "[" * 100_000, '"\\ud800"', "NaN"])
+def test_what_cannot_be_answered_with_is_damaged_and_the_pages_work(own: Path, value: str) -> None:
+    run = own / "sokoban"
+    for name in ("alarms.jsonl", "recipe.json", "result.json", "metrics.jsonl"):
+        (run / name).write_text(f'{{"step": 3, "rule": {value}, "run": {value}}}\n')
+    (own / os.fsdecode(b"\xff")).mkdir()
+    (own / os.fsdecode(b"\xff") / "metrics.jsonl").touch()
+    (run / os.fsdecode(b"\xff.log")).touch()
+    for path in ("runs", "runs/sokoban/health", "runs/sokoban/metrics", "runs/sokoban/series"):
+        status, _, body = asked(own, f"/api/{path}")
+        assert status == 200 and isinstance(json.loads(body), dict), path
+
+
+def test_a_run_folder_that_is_replaced_is_read_anew(own: Path) -> None:
+    runs = Runs([own])
+    assert answer(runs, "runs", {})["runs"][0]["step"] == 5
+    (own / "sokoban").rename(own / "sokoban.1")
+    make_run(own / "sokoban", steps=3, recorded=())
+    assert {run["name"]: run["step"] for run in answer(runs, "runs", {})["runs"]} == {"sokoban": 3, "sokoban.1": 5}
+
+
+def test_what_lets_somebody_in_is_not_shown_of_a_recipe(own: Path) -> None:
+    recipe = {"alarms": {"webhook": "https://example.org/s3cret"}, "engine": {"api_key": "s3cret", "max_tokens": 4}}
+    (own / "sokoban/recipe.json").write_text(json.dumps(recipe))
+    said = answer(Runs([own]), "runs/sokoban/health", {})["recipe"]
+    assert "s3cret" not in json.dumps(said) and said["engine"]["max_tokens"] == 4
+
+
+def test_every_metric_is_described_and_those_split_by_lag_stand_with_their_whole(whole: Path) -> None:
+    metrics = {m["name"]: m for m in answer(Runs([whole]), "runs/sokoban/metrics", {})["metrics"]}
+    assert metrics["policy/entropy"]["lags"] == ["policy/entropy/lag_0", "policy/entropy/lag_1"]
+    assert all(metric["meaning"] for metric in metrics.values())
+    assert "policy/entropy/lag_0" not in metrics
+
+
+def test_health_counts_the_ranks_of_the_newest_checkpoint(own: Path) -> None:
+    assert answer(Runs([own]), "runs/sokoban/health", {})["ranks"] is None
+    for rank in range(2):
+        path = own / f"sokoban/checkpoints/step_00000020/rng/rank_{rank}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert answer(Runs([own]), "runs/sokoban/health", {})["ranks"] == 2
+
+
+def test_bounds_are_read_from_plain_words_alone() -> None:
+    assert bounds("below 0.2") == {"high": 0.2} and bounds("above 0.3") == {"low": 0.3}
+    assert bounds("0.5 to 2, near 1") == {"low": 0.5, "high": 2.0}
+    assert bounds("lag 0: below 1e-4 in float32, below 0.03 in bfloat16") == {} and bounds("rises") == {}
+
+
+def test_an_episode_has_each_column_at_its_token_and_its_group(whole: Path) -> None:
+    said = answer(Runs([whole]), EPISODE, {})
+    sampled = [i for i, m in enumerate(said["mask"]) if m]
+    for name in ("logprob", "gap", "ratio", "entropy", "advantage", "version", "engine_logprob"):
+        column = said["tokens"][name]
+        assert [i for i, value in enumerate(column) if value is not None] == sampled, name
+    assert [e["index"] for e in said["group"]] == [0, 1, 2, 3]
+    assert said["turns"][0]["info"]["note"] == HOSTILE
+
+
+def test_a_damaged_recording_is_named_and_the_rest_is_shown(own: Path) -> None:
+    runs, path = Runs([own]), own / "sokoban/recordings/step_00000010.rec"
+    offset = read_step(path).summaries[1].offset
+    data = bytearray(path.read_bytes())
+    data[offset + 10] ^= 255
+    path.write_bytes(data)
+    os.utime(path, (1, 1))
+    with pytest.raises(RecordingError, match="damaged"):
+        answer(runs, EPISODE, {})
+    assert answer(runs, EPISODE[:-1] + "2", {})["id"] == "10-0/2"
+    path.with_suffix(".idx").unlink()
+    said = answer(runs, "runs/sokoban/steps/10", {})
+    assert len(said["episodes"]) == 7 and len(said["damages"]) == 1
+    path.write_bytes(b"no recording")
+    assert asked(own, "/api/runs/sokoban/steps/10")[0] == 422
+
+
+def test_a_report_stands_alone_and_no_text_of_a_run_is_markup_in_it(whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    assert main([str(whole), "--export", str(out)]) == 0
+    text = out.read_text()
+    assert HOSTILE not in text and "<img" not in text and text.count("<script") == 3
+    assert not re.findall(r'(?:src|href)="[^"]', text) and "default-src 'none'" in text
+    data = json.loads(re.search(r'id="embedded">(.*?)</script>', text, re.DOTALL)[1])
+    episodes = [path for path in data["answers"] if re.fullmatch(r"runs/sokoban/steps/10/[^/]+/\d", path)]
+    assert len(episodes) == 8
+    shown = {f"sokoban/{image['file']}" for path in episodes for image in data["answers"][path]["images"]}
+    assert shown == data["images"].keys()
+    assert all(base64.b64decode(uri.partition(",")[2])[:4] == b"\x89PNG" for uri in data["images"].values())
+
+
+def test_a_report_of_one_episode_holds_it_alone(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "report.html"
+    assert main([str(whole), "--export", str(out), "--episode", "10-1/2"]) == 0
+    data = json.loads(re.search(r'id="embedded">(.*?)</script>', out.read_text(), re.DOTALL)[1])
+    assert [path for path in data["answers"] if path.count("/") == 5] == ["runs/sokoban/steps/10/10-1/2"]
+    assert data["start"] == "#/episode/sokoban/10/10-1/2"
+    assert main([str(whole), "--export", str(tmp_path / "none.html"), "--episode", "no/1"]) == 2
+    assert "TICKET/INDEX" in capsys.readouterr().err and not (tmp_path / "none.html").exists()
+
+
+def test_a_mistake_gets_one_line(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, words in (
+            ([str(tmp_path / "none")], "is no folder"),
+            ([str(tmp_path)], "holds no run"),
+            ([str(whole), "--port", port], "is in use"),
+            ([str(whole), "--port", "70000"], "0 to 65535"),
+            ([str(whole), "--host", "192.0.2.1"], "cannot listen"),
+            ([str(whole), "--episode", "1/1"], "--export"),
+            ([str(whole), "--token-file", str(tmp_path / "none")], "No such file"),
+        ):
+            assert main(arguments) == 2
+            lines = capsys.readouterr().err.splitlines()
+            assert len(lines) == 1 and lines[0].startswith("error: ") and words in lines[0]
+    monkeypatch.setenv("PRONK_DASHBOARD_TOKEN", "short")
+    assert main([str(whole)]) == 2
+    assert "PRONK_DASHBOARD_TOKEN" in capsys.readouterr().err
+
+
+def test_reading_changes_no_file_of_a_run(own: Path) -> None:
+    def state() -> dict[str, tuple[int, int]]:
+        files = [path for path in own.rglob("*") if stat.S_ISREG(path.stat().st_mode)]
+        return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+    before, runs = state(), Runs([own])
+    for path in ("runs", "runs/sokoban/metrics", "runs/sokoban/health", "runs/sokoban/steps/10", EPISODE):
+        answer(runs, path, {})
+    assert state() == before

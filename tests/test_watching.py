@@ -1,0 +1,206 @@
+"""Every page of the dashboard in a real browser, over recordings of real boards: make test-watching."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.dashboard.recorded_run import make_run
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="pip install --group watch")
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
+SCREENSHOTS = Path("build/screenshots")
+MODES = ["advantage", "logprob", "gap of engine and learner", "ratio", "entropy", "version", "mask"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, one of them with damage."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "sokoban")
+    make_run(folder / "other", steps=30, recorded=())
+    with (folder / "other/metrics.jsonl").open("a") as lines:
+        lines.write("damaged\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    command = [sys.executable, "launch/dashboard.py", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        found = re.search(r"http://\S+", server.stdout.readline())
+        try:
+            assert found, "the dashboard did not start"
+            yield found[0]
+        finally:
+            server.terminate()
+            assert server.wait(20) == 0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert path, "no Chromium is installed: apt-get install chromium"
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, address: str) -> Iterator[object]:  # type: ignore[no-untyped-def]
+    """A page that fails its test where anything went wrong in it, or it asked for anything of elsewhere."""
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    wrong: list[str] = []
+    page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda asked: wrong.append(asked.url) if not asked.url.startswith((address, "data:")) else None)
+    yield page
+    page.close()
+    assert wrong == []
+
+
+def opened(page, address: str, place: str, wait_for: str) -> None:  # type: ignore[no-untyped-def]
+    page.goto(f"{address}{place}")
+    page.wait_for_selector(wait_for)
+
+
+def all_images_are_there(page) -> bool:  # type: ignore[no-untyped-def]
+    page.wait_for_load_state("networkidle")
+    return page.evaluate("document.images.length > 0 && [...document.images].every((image) => image.naturalWidth > 0)")
+
+
+def kept(page, name: str) -> None:  # type: ignore[no-untyped-def]
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+def test_the_overview_compares_runs_and_leads_to_what_an_alarm_is_about(page, address: str) -> None:
+    opened(page, address, "", ".chart canvas")
+    assert page.locator("table.runs tbody tr").count() == 2
+    assert page.get_by_text("1 damaged lines").is_visible()
+    assert page.locator("canvas").count() == 6
+    kept(page, "overview")
+    page.get_by_role("button", name="episodes").click()
+    page.wait_for_url("**x=progress*")
+    page.get_by_label("curves of other").uncheck()
+    page.locator(".alarm summary").first.click()
+    page.locator(".alarm a.chip").first.click()
+    page.wait_for_selector(".verdict.bad")
+    assert "20/20-0/1" in page.url
+
+
+def test_a_page_follows_a_run_that_goes_on(page, address: str, folder: Path) -> None:
+    opened(page, address, "", ".chart canvas")
+    with (folder / "other/metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 31, "time": 1.0, "rollout/reward": 0.5, "rollout/success": 0.5}\n')
+    sync_api.expect(page.get_by_text("31 / 30 steps")).to_be_visible(timeout=20_000)
+    sync_api.expect(page.locator("table.runs .pill.good")).to_have_text(["running", "running"])
+
+
+def test_metrics_are_found_by_a_word_and_split_by_lag(page, address: str) -> None:
+    opened(page, address, "#/metrics", ".metric canvas")
+    page.get_by_label("search").fill("entropy of the policy")
+    sync_api.expect(page.locator(".metric")).to_have_count(1)
+    page.get_by_role("button", name="by lag").click()
+    page.get_by_text("lag 1").first.wait_for()
+    assert "healthy" in page.locator(".metric").inner_text()
+    page.get_by_label("mean of").select_option("20")
+    kept(page, "metrics")
+
+
+def test_a_step_is_filtered_by_outcome_ending_and_reward(page, address: str) -> None:
+    opened(page, address, "#/step/sokoban/20", ".episode-row")
+    rows = page.locator(".episode-row")
+    assert rows.count() == 16
+    kept(page, "step")
+    page.get_by_label("outcome").select_option("failure")
+    failed = rows.count()
+    assert 0 < failed < 16 and rows.filter(has_text="no success").count() + rows.filter(has_text="not trained").count()
+    page.get_by_label("ending").select_option("env_error")
+    assert rows.count() == 1
+    page.get_by_role("button", name="clear").click()
+    sync_api.expect(rows).to_have_count(16)
+    page.locator(".bins button").last.click()
+    assert 0 < rows.count() < 16
+    rows.first.click()
+    page.wait_for_selector(".verdict.good")
+    assert "1 of" in page.locator("main").inner_text()
+
+
+def test_an_episode_is_stepped_through_by_keys_and_its_tokens_are_coloured_by_choice(page, address: str) -> None:
+    opened(page, address, "#/episode/sokoban/20/20-0/1", ".turn figure img")
+    assert page.locator(".verdict h2").inner_text().startswith("No success: it ran out of turns")
+    assert all_images_are_there(page)
+    kept(page, "episode")
+    seen = set()
+    for mode in MODES:
+        assert page.locator(".choice [aria-pressed=true]").inner_text() == mode
+        tokens = page.locator(".answer .token")
+        seen.add(tuple(tokens.evaluate_all("all => all.map((token) => token.style.backgroundColor)")))
+        page.keyboard.press("t")
+    assert len(seen) == len(MODES)
+    page.locator(".answer .token").nth(2).hover()
+    assert "learner" in page.locator("#tip").inner_text() and "engine" in page.locator("#tip").inner_text()
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    assert page.locator(".turn.selected h3").inner_text().startswith("Turn 2")
+    page.keyboard.press("r")
+    assert "<|vision_start|>" in page.locator(".stream").first.inner_text()
+    for key, place in (
+        ("ArrowRight", "20-0/2"),
+        ("ArrowLeft", "20-0/1"),
+        ("ArrowDown", "20-0/2"),
+        ("ArrowUp", "20-0/1"),
+    ):
+        page.keyboard.press(key)
+        page.wait_for_selector(f".bar .code:has-text('{place}')")
+    page.keyboard.press("g")
+    page.wait_for_selector("table.side")
+    assert page.locator("table.side thead th").count() == 5
+
+
+def test_no_text_of_a_recording_or_a_log_is_markup(page, address: str) -> None:
+    opened(page, address, "#/episode/sokoban/20/20-1/0", ".verdict pre.error")
+    assert "<script>" in page.locator(".verdict pre.error").inner_text()
+    opened(page, address, "#/health/sokoban", "pre.log")
+    assert "<img src=x" in page.locator("pre.log").first.inner_text()
+    kept(page, "health")
+    assert "owned" not in page.title() and page.locator("main script, main img").count() == 0
+
+
+def test_dark_and_light_keys_and_a_wrong_address(page, address: str) -> None:
+    opened(page, address, "#/step/sokoban/10", ".episode-row")
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.keyboard.press("d")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    page.keyboard.press("?")
+    assert page.locator("dialog kbd").count() > 8
+    page.keyboard.press("Escape")
+    page.keyboard.press("m")
+    page.wait_for_selector(".metric")
+    opened(page, address, "#/nothing", "h1:has-text('This cannot be shown')")
+
+
+def test_a_report_opens_from_a_file_without_any_server(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    make_run(tmp_path / "sokoban", steps=20, recorded=(10,), groups=2)
+    report = tmp_path / "report.html"
+    subprocess.run([sys.executable, "launch/dashboard.py", str(tmp_path), "--export", str(report)], check=True)
+    page, wrong = browser.new_page(), []
+    page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(report.as_uri())
+    page.wait_for_selector(".chart canvas")
+    page.goto(f"{report.as_uri()}#/episode/sokoban/10/10-0/1")
+    page.wait_for_selector(".turn figure img")
+    assert all_images_are_there(page)
+    assert wrong == [] and [url for url in asked if not url.startswith(("data:", report.as_uri()))] == []
