@@ -20,7 +20,8 @@ from typing import Any
 from learner.alarms.alarms import Alarms
 from learner.distributed import Ranks, broadcast_flag, broadcast_groups
 from learner.images import rgb_of
-from learner.metrics.episodes import RunResult, evaluation_metrics, held_out_metrics, middle_half, rollout_metrics
+from learner.metrics import episodes
+from learner.metrics.episodes import RunResult
 from learner.metrics.services import services_of
 from learner.metrics.writer import MetricLogger
 from learner.recording.columns import Watched
@@ -122,8 +123,7 @@ class Coordinator(Follower):
         self._running: list[str] = []  # evaluations
         self._episodes = self._turns = 0
         self._idle_s = self._busy_s = 0.0
-        self._actor_idle: list[float] = []
-        self._explained: list[float] = []  # variance, by the critic
+        self._actor_idle, self._explained = list[float](), list[float]()  # explained: the critic's variance
         self._started = self._last_step = time.monotonic()
 
     def wait_for_engines(self) -> frozenset[str]:
@@ -188,7 +188,7 @@ class Coordinator(Follower):
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)
         self._turns += turns
-        rows = rollout_metrics(groups) | values | self.ticket_server.metrics() | self._recorder.metrics()
+        rows = episodes.rollout_metrics(groups) | values | self.ticket_server.metrics() | self._recorder.metrics()
         rows |= {"time/step_s": step_s, "time/idle_s": self._idle_s - self._busy_s, "policy_version": float(version)}
         rows["learner/idle_frac"] = min(1.0, rows["time/idle_s"] / step_s)
         self._busy_s = self._idle_s
@@ -251,14 +251,10 @@ class Coordinator(Follower):
             name = self._running.pop(0)
             limit_s, on = self.recipe.learner.wait_timeout_s, partial(broadcast_flag, True, self.ranks)
             result = result_in_time(self.ticket_server, name, limit_s, self._shutdown, on)
-            values = evaluation_metrics(result)
-            self.results[name] = values
+            values = self.results[name] = episodes.evaluation_metrics(result)
             kind = "eval_greedy" if name.startswith("greedy") else "eval"
             self.metrics.scalars(step, {f"{kind}/{key}": value for key, value in values.items()})
-            numbers = "  ".join(f"{key} {values[key]:.3f}" for key in ("success", "reward", "turns") if key in values)
-            lost = f", {values['lost']:.0f} lost" if values["lost"] else ""
-            lost += f", {100 * values['failed']:.0f} % failed" if values.get("failed") else ""
-            self.log.info("evaluation %s: %s (%d samples%s)", name, numbers, len(self.held_out), lost)
+            self.log.info("evaluation %s: %s", name, episodes.evaluation_text(values, len(self.held_out)))
 
     def value_of(self, name: str) -> float:
         """The value of eval.best that an evaluation brought; NaN if there is none."""
@@ -282,8 +278,8 @@ class Coordinator(Follower):
             actor_idle_frac=sum(self._actor_idle) / max(1, len(self._actor_idle)),
             greedy_success_before=success.get("greedy_before"),
             greedy_success_after=success.get("greedy_after"),
-            explained_variance=middle_half(self._explained),
-            held_out=held_out_metrics(self.results),
+            explained_variance=episodes.middle_half(self._explained),
+            held_out=episodes.held_out_metrics(self.results),
         )
         try:
             (self.run_dir / "result.json").write_text(json.dumps(result.as_dict()) + "\n")
