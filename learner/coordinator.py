@@ -20,7 +20,14 @@ from typing import Any
 from learner.alarms.alarms import Alarms
 from learner.distributed import Ranks, broadcast_flag, broadcast_groups
 from learner.images import rgb_of
-from learner.metrics.episodes import RunResult, evaluation_metrics, held_out_metrics, middle_half, rollout_metrics
+from learner.metrics.episodes import (
+    RunResult,
+    evaluation_metrics,
+    held_out_metrics,
+    in_words,
+    middle_half,
+    rollout_metrics,
+)
 from learner.metrics.services import services_of
 from learner.metrics.writer import MetricLogger
 from learner.recording.columns import Watched
@@ -255,10 +262,7 @@ class Coordinator(Follower):
             self.results[name] = values
             kind = "eval_greedy" if name.startswith("greedy") else "eval"
             self.metrics.scalars(step, {f"{kind}/{key}": value for key, value in values.items()})
-            numbers = "  ".join(f"{key} {values[key]:.3f}" for key in ("success", "reward", "turns") if key in values)
-            lost = f", {values['lost']:.0f} lost" if values["lost"] else ""
-            lost += f", {100 * values['failed']:.0f} % failed" if values.get("failed") else ""
-            self.log.info("evaluation %s: %s (%d samples%s)", name, numbers, len(self.held_out), lost)
+            self.log.info("evaluation %s: %s", name, in_words(values, len(self.held_out)))
 
     def value_of(self, name: str) -> float:
         """The value of eval.best that an evaluation brought; NaN if there is none."""
