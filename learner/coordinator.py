@@ -19,7 +19,6 @@ from typing import Any
 
 from learner.alarms.alarms import Alarms
 from learner.distributed import Ranks, broadcast_flag, broadcast_groups
-from learner.images import rgb_of
 from learner.metrics.episodes import (
     RunResult,
     evaluation_metrics,
@@ -29,6 +28,7 @@ from learner.metrics.episodes import (
     rollout_metrics,
 )
 from learner.metrics.services import services_of
+from learner.metrics.shown import show
 from learner.metrics.writer import MetricLogger
 from learner.recording.columns import Watched
 from learner.recording.recorder import Recorder as StepRecorder
@@ -43,7 +43,6 @@ from shared.recordings.groups import Recorder
 from shared.types import Group, PolicyVersion, Sample, Sampling, Stop, Ticket
 
 KEPT_BAD_BATCHES = 10
-SHOWN_CHARACTERS = 2**16  # of a transcript
 
 
 class Follower:
@@ -207,7 +206,7 @@ class Coordinator(Follower):
         rows |= self.alarms.step(step, rows, groups) | self.metrics.lost()
         self.metrics.scalars(step, rows)
         if step % 10 == 0 and groups[0].trajectories:
-            self._show(step, groups[0])
+            show(self.metrics, step, groups[0].trajectories[0])
             self.metrics.text(step, "selection", self.ticket_server.selection_table())
 
     def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None:
@@ -222,15 +221,6 @@ class Coordinator(Follower):
         except OSError as error:
             self.log.error("the batch of step %d is not kept: %s", step, error)
         self.log.warning("step %d has no finite loss and gradient and is skipped; its batch is in %s", step, folder)
-
-    def _show(self, step: int, group: Group) -> None:
-        """An episode to look at: its images and its transcript."""
-        episode = group.trajectories[0]
-        for number, image in enumerate(episode.images[:4]):
-            with suppress(ValueError):  # an episode that is not trained on may hold what is no image
-                self.metrics.image(step, f"episode/picture_{number}", rgb_of(image))
-        transcript = "\n".join("    " + line for line in episode.text[:SHOWN_CHARACTERS].splitlines())
-        self.metrics.text(step, "episode/transcript", f"reward {episode.reward:.3f}, {episode.ending}\n\n{transcript}")
 
     # -------------------------------------------------------------- evaluation
 
