@@ -19,10 +19,16 @@ from typing import Any
 
 from learner.alarms.alarms import Alarms
 from learner.distributed import Ranks, broadcast_flag, broadcast_groups
-from learner.images import rgb_of
-from learner.metrics import episodes
-from learner.metrics.episodes import RunResult
+from learner.metrics.episodes import (
+    RunResult,
+    evaluation_metrics,
+    held_out_metrics,
+    in_words,
+    middle_half,
+    rollout_metrics,
+)
 from learner.metrics.services import services_of
+from learner.metrics.shown import show
 from learner.metrics.writer import MetricLogger
 from learner.recording.columns import Watched
 from learner.recording.recorder import Recorder as StepRecorder
@@ -37,7 +43,6 @@ from shared.recordings.groups import Recorder
 from shared.types import Group, PolicyVersion, Sample, Sampling, Stop, Ticket
 
 KEPT_BAD_BATCHES = 10
-SHOWN_CHARACTERS = 2**16  # of a transcript
 
 
 class Follower:
@@ -123,7 +128,8 @@ class Coordinator(Follower):
         self._running: list[str] = []  # evaluations
         self._episodes = self._turns = 0
         self._idle_s = self._busy_s = 0.0
-        self._actor_idle, self._explained = list[float](), list[float]()  # explained: the critic's variance
+        self._actor_idle: list[float] = []
+        self._explained: list[float] = []  # variance, by the critic
         self._started = self._last_step = time.monotonic()
 
     def wait_for_engines(self) -> frozenset[str]:
@@ -188,7 +194,7 @@ class Coordinator(Follower):
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)
         self._turns += turns
-        rows = episodes.rollout_metrics(groups) | values | self.ticket_server.metrics() | self._recorder.metrics()
+        rows = rollout_metrics(groups) | values | self.ticket_server.metrics() | self._recorder.metrics()
         rows |= {"time/step_s": step_s, "time/idle_s": self._idle_s - self._busy_s, "policy_version": float(version)}
         rows["learner/idle_frac"] = min(1.0, rows["time/idle_s"] / step_s)
         self._busy_s = self._idle_s
@@ -200,7 +206,7 @@ class Coordinator(Follower):
         rows |= self.alarms.step(step, rows, groups) | self.metrics.lost()
         self.metrics.scalars(step, rows)
         if step % 10 == 0 and groups[0].trajectories:
-            self._show(step, groups[0])
+            show(self.metrics, step, groups[0].trajectories[0])
             self.metrics.text(step, "selection", self.ticket_server.selection_table())
 
     def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None:
@@ -215,15 +221,6 @@ class Coordinator(Follower):
         except OSError as error:
             self.log.error("the batch of step %d is not kept: %s", step, error)
         self.log.warning("step %d has no finite loss and gradient and is skipped; its batch is in %s", step, folder)
-
-    def _show(self, step: int, group: Group) -> None:
-        """An episode to look at: its images and its transcript."""
-        episode = group.trajectories[0]
-        for number, image in enumerate(episode.images[:4]):
-            with suppress(ValueError):  # an episode that is not trained on may hold what is no image
-                self.metrics.image(step, f"episode/picture_{number}", rgb_of(image))
-        transcript = "\n".join("    " + line for line in episode.text[:SHOWN_CHARACTERS].splitlines())
-        self.metrics.text(step, "episode/transcript", f"reward {episode.reward:.3f}, {episode.ending}\n\n{transcript}")
 
     # -------------------------------------------------------------- evaluation
 
@@ -251,10 +248,11 @@ class Coordinator(Follower):
             name = self._running.pop(0)
             limit_s, on = self.recipe.learner.wait_timeout_s, partial(broadcast_flag, True, self.ranks)
             result = result_in_time(self.ticket_server, name, limit_s, self._shutdown, on)
-            values = self.results[name] = episodes.evaluation_metrics(result)
+            values = evaluation_metrics(result)
+            self.results[name] = values
             kind = "eval_greedy" if name.startswith("greedy") else "eval"
             self.metrics.scalars(step, {f"{kind}/{key}": value for key, value in values.items()})
-            self.log.info("evaluation %s: %s", name, episodes.evaluation_text(values, len(self.held_out)))
+            self.log.info("evaluation %s: %s", name, in_words(values, len(self.held_out)))
 
     def value_of(self, name: str) -> float:
         """The value of eval.best that an evaluation brought; NaN if there is none."""
@@ -278,8 +276,8 @@ class Coordinator(Follower):
             actor_idle_frac=sum(self._actor_idle) / max(1, len(self._actor_idle)),
             greedy_success_before=success.get("greedy_before"),
             greedy_success_after=success.get("greedy_after"),
-            explained_variance=episodes.middle_half(self._explained),
-            held_out=episodes.held_out_metrics(self.results),
+            explained_variance=middle_half(self._explained),
+            held_out=held_out_metrics(self.results),
         )
         try:
             (self.run_dir / "result.json").write_text(json.dumps(result.as_dict()) + "\n")

@@ -53,12 +53,12 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
     return {**values, **pass_at_k(result), "lost": float(sum(result.lost.values()))}
 
 
-def evaluation_text(values: Mapping[str, float], samples: int) -> str:
-    """What a log line tells of an evaluation's metrics."""
+def in_words(values: dict[str, float], num_samples: int) -> str:
+    """What `evaluation_metrics` says, in one line."""
     numbers = "  ".join(f"{key} {values[key]:.3f}" for key in ("success", "reward", "turns") if key in values)
     lost = f", {values['lost']:.0f} lost" if values["lost"] else ""
     lost += f", {100 * values['failed']:.0f} % failed" if values.get("failed") else ""
-    return f"{numbers} ({samples} samples{lost})"
+    return f"{numbers} ({num_samples} samples{lost})"
 
 
 def pass_at_k(result: EvaluationResult) -> dict[str, float]:
