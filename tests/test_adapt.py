@@ -12,7 +12,7 @@ import torch.nn.attention.varlen
 import transformers
 from torch import nn
 
-from learner.model.adapt import TRICKS, adapt, check_torch, check_varlen
+from learner.model.adapt import TRICKS, adapt, check_torch, check_varlen, materialize
 from learner.model.expert_load import RouterLoad
 from tests.support.tiny import load_model, tiny_model_dir
 
@@ -55,6 +55,11 @@ def without_last_layer(monkeypatch, model, spec):
 def without_routers(monkeypatch, model, spec):
     model.config.model_type = "qwen3_vl_moe"
     RouterLoad(model, torch.device("cpu"))
+
+
+def without_empty(monkeypatch, model, spec):
+    monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
+    materialize(model, model.to("meta"), torch.device("cpu"), offload=False)
 
 
 def without_varlen(monkeypatch, model, spec):

@@ -218,7 +218,8 @@ def test_sokoban_is_the_same_in_both_modes(renderer, mode: str) -> None:
         metrics = {name: value for name, value in trajectory.metrics.items() if not name.endswith("_s")}
         values = {name: getattr(trajectory, name) for name in trajectory.__struct_fields__}
         arrays = [values.pop(name).tolist() for name in list(values) if hasattr(values[name], "tolist")]
-        return arrays, values | {"metrics": metrics}
+        infos = [note.info for note in trajectory.notes]  # without their times
+        return arrays, values | {"metrics": metrics, "notes": infos, "started": 0.0}
 
     here, there = played("thread"), played("process")
     assert [told(trajectory) for trajectory in here] == [told(trajectory) for trajectory in there]

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,8 @@ def services_of(recipe: Recipe, run_id: str) -> list[Service]:
 
 def start_wandb(recipe: Recipe, run_id: str) -> Started:
     """WANDB_API_KEY and WANDB_MODE are wandb's own to read."""
-    wandb = import_module("wandb")
+    import wandb
+
     run = wandb.init(
         project=recipe.metrics.project,
         name=recipe.run.name,
@@ -75,7 +75,8 @@ def start_wandb(recipe: Recipe, run_id: str) -> Started:
 
 
 def start_trackio(recipe: Recipe, run_id: str) -> Started:
-    trackio = import_module("trackio")
+    import trackio
+
     name = f"{recipe.run.name}-{run_id[:8]}"
     trackio.init(
         project=recipe.metrics.project, name=name, config=recipe.model_dump(mode="json"), resume="allow", embed=False

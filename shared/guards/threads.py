@@ -21,8 +21,11 @@ def start_thread(function: Callable[[], object]) -> None:
 
 async def in_thread(function: Callable[[], Result]) -> Result:
     """Its result or exception, from a thread that does not keep the process alive. RuntimeError or MemoryError if none
-    can be begun."""
+    can be begun. Once there is a result the thread holds nothing of the function's: what ends with its last reference
+    ends with the caller's, not in a thread that the end of the process may find in the middle of it."""
     future: Future[Result] = Future()
+    work = [function]
+    del function
     future.set_running_or_notify_cancel()  # so that nobody can cancel it
     begun: Future[None] = Future()
 
@@ -31,7 +34,7 @@ async def in_thread(function: Callable[[], Result]) -> Result:
             return
         begun.set_result(None)
         try:
-            future.set_result(function())
+            future.set_result(work.pop()())
         except BaseException as error:  # noqa: BLE001  whoever awaits it gets it
             future.set_exception(error)
 

@@ -47,7 +47,7 @@ def publish(url: str, name: str, weights: dict[str, torch.Tensor]) -> str:
     try:
         client = link.client(url)
         members = {client: link.run(client.traits(LIMIT_S))}
-        update = WeightUpdate(manager, members, name, Seconds(), "in_place", LIMIT_S)
+        update = WeightUpdate(manager, members, name, Seconds(), "in_place", LIMIT_S, {})
         link.run(update.begin())
         for bucket in buckets(weights.items(), torch.float32, BUCKET_BYTES):
             if update.working:
