@@ -89,4 +89,8 @@ def claim_gpu(recipe: Recipe, rank: int) -> list[TextIO]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    # A thread that is still inside a call of torch's when the interpreter ends would abort a run that has ended well.
+    os._exit(code)

@@ -97,7 +97,7 @@ class ConnectionGuard:
         self.asks, self._ask = socket.socketpair()
         for each in (self.asks, self._ask):
             each.setblocking(False)
-        self._closing = False
+        self._closing = self._asked = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
         self._thread.start()
@@ -107,10 +107,14 @@ class ConnectionGuard:
     def hear(self, message: zmq.Frame, num_bytes: int) -> None:
         """A whole message was read, which begins with this frame and took so much of the wire. Connections are read in
         turn, so that after as many messages as there are connections each one that had a message was heard."""
-        with suppress(zmq.ZMQError, TypeError, ValueError):  # no TCP
-            heard = self._heard.setdefault(int(message.get("__fd")), Heard())
+        try:
+            heard = self._heard.get(descriptor := int(message.get("__fd")))
+            if heard is None:
+                heard = self._heard.setdefault(descriptor, Heard())
             heard.num_bytes += num_bytes
             heard.messages += 1
+        except (zmq.ZMQError, TypeError, ValueError):  # no TCP
+            pass
         self._messages += 1
         if self._messages > len(self._connections):
             self.drained()
@@ -119,8 +123,10 @@ class ConnectionGuard:
         """No whole message is waiting. Raises what has ended the thread."""
         if self._failure is not None:
             raise RuntimeError("nobody guards the connections any more") from self._failure
-        with suppress(BlockingIOError):
-            self.asks.recv(4096)
+        if self._asked:  # reading in vain would cost a microsecond a message
+            self._asked = False
+            with suppress(BlockingIOError):
+                self.asks.recv(4096)
         self._round += 1
         self._messages = 0
 
@@ -183,6 +189,7 @@ class ConnectionGuard:
         if is_unsure:
             with suppress(BlockingIOError):  # full of questions
                 self._ask.send(b"\0")
+            self._asked = True
         every_s = LOOK_SUSPECT_S if is_unsure else LOOK_UNHEARD_S if unheard else LOOK_S
         return max(every_s, LOOK_EACH_S * len(self._connections))
 
