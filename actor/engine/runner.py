@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from actor.engine.tower import VisionTower
-from kernels.cpu_linear import linear, use_fast_linear
+from kernels.cpu_linear import linear, padded, use_fast_linear
 from shared.vision import VisionSpec
 
 
@@ -241,13 +241,6 @@ class _Layer:
     qkv_bias: Tensor | None
     gate_up_weight: Tensor | None
     qk_norm: Tensor
-
-
-def padded(rows: int) -> int:
-    """The number of rows to compute instead of `rows`, a multiple of 8, above 64 of 32, above 512 of 128: oneDNN
-    compiles a kernel for each distinct one."""
-    step = 8 if rows <= 64 else 32 if rows <= 512 else 128
-    return -(-rows // step) * step
 
 
 def _fuse(layer: Any) -> _Layer:
