@@ -28,7 +28,7 @@ from learner.shutdown import ShutdownRequested
 from learner.tickets.server import check_address
 from learner.tickets.sources import SeedSource
 from shared.config import Recipe, fail, parse, recipe_parser
-from shared.guards.memory import use_one_heap
+from shared.guards.memory import bound_kernel_caches, use_one_heap
 from shared.keys import learner_security, read_api_key
 from shared.log import get_logger
 from shared.nccl import variables
@@ -36,6 +36,7 @@ from shared.nccl import variables
 
 def main(argv: list[str] | None = None) -> int:
     use_one_heap()
+    bound_kernel_caches()
     parser = recipe_parser(__doc__)
     parser.add_argument("--from-recording", default="", metavar="DIR", help="train on these groups, without actors")
     recipe, options = parse(parser, argv)

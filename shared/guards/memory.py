@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from contextlib import suppress
@@ -12,6 +13,8 @@ from shared.guards.threads import start_thread
 _ARENA_MAX = -8  # of mallopt
 LARGE_BYTES = 2**20
 WAIT_S = 1.0
+KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")  # oneDNN's, and torch's around it
+KEPT_KERNELS = "64"
 _lock = threading.Lock()
 _due_s = 0.0  # when it next may; guarded by the lock
 
@@ -21,6 +24,13 @@ def use_one_heap() -> None:
     tens of megabytes of large messages that were read by other threads, whatever is given back."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+
+
+def bound_kernel_caches() -> None:
+    """For a process that has not imported torch yet, unless its environment says otherwise. A CPU's kernels for the last
+    1,024 shapes are kept, half a megabyte each, and a learner's batches have ever new shapes."""
+    for name in KERNEL_CACHES:
+        os.environ.setdefault(name, KEPT_KERNELS)
 
 
 def give_back_memory() -> None:
