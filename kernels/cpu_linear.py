@@ -52,10 +52,9 @@ def _pad(x: Tensor) -> Tensor:
 class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows, x = len(x), _pad(x)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight)  # as it is: layers that read the same keep it once
         ctx.has_bias = bias is not None
-        return product(x, weight.contiguous(), bias)[:rows]
+        return product(_pad(x), weight.contiguous(), bias)[: len(x)]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -65,7 +64,7 @@ class _OneDnnLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             for_x = product(below, weight.t().contiguous())[: len(grad)]
         if ctx.needs_input_grad[1]:
-            for_weight = product(below.t().contiguous(), x.t().contiguous())
+            for_weight = product(below.t().contiguous(), _pad(x).t().contiguous())
         if ctx.has_bias and ctx.needs_input_grad[2]:
             for_bias = grad.sum(0)
         return for_x, for_weight, for_bias

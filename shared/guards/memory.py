@@ -27,8 +27,8 @@ def use_one_heap() -> None:
 
 
 def bound_kernel_caches() -> None:
-    """For a process that has not imported torch yet, unless its environment says otherwise. A CPU's kernels for the last
-    1,024 shapes are kept, half a megabyte each, and a learner's batches have ever new shapes."""
+    """For a process that has not imported torch yet, unless its environment says otherwise. Kernels of a CPU for the
+    last 1,024 shapes are kept otherwise, half a megabyte each, and a learner's batches have ever new shapes."""
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, KEPT_KERNELS)
 
