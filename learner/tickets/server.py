@@ -194,14 +194,21 @@ class TicketServer:
         self._thread.join(5.0)
 
     def _measure(self, batch: Batch, version: PolicyVersion) -> None:
+        played: list[np.ndarray] = []
+        starts, count = [], 0  # of each group's tokens among all
         for ticket, group in batch:
             self._protocol.selection.add("trained", ticket, group)
-            played = [t.policy_versions[t.loss_mask == 1] for t in group.trajectories if t.trainable]
-            ages = np.maximum(version - np.concatenate(played), 0)
-            self._token_staleness.add(ages)
-            self._group_staleness.add(float(ages.max()))
-            self._played_s.add(group.played_s)
-            self.max_staleness_seen = max(self.max_staleness_seen, int(ages.max()))
+            starts.append(count)
+            for t in group.trajectories:
+                if t.trainable:
+                    played.append(t.policy_versions[t.loss_mask == 1])
+                    count += len(played[-1])
+        ages = np.maximum(version - np.concatenate(played), 0)
+        oldest = np.maximum.reduceat(ages, starts)
+        self._token_staleness.add(ages)
+        self._group_staleness.add(oldest)
+        self._played_s.add([group.played_s for _, group in batch])
+        self.max_staleness_seen = max(self.max_staleness_seen, int(oldest.max()))
 
     def _wait(
         self, ask: Callable[[], Answer | None], timeout_s: float, what: str, *interrupts: threading.Event

@@ -15,17 +15,17 @@ import ctypes
 import math
 import os
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from shared.guards.kernel_sockets import KernelSocket
 from shared.guards.memory import give_back_memory
 from shared.guards.refusals import Refusals
 from shared.log import get_logger
@@ -37,13 +37,11 @@ TELLING = 64  # messages, before their sizes tell anything
 MAX_UNHEARD = 1024  # connections that have not brought a whole message
 LOOK_S, LOOK_UNHEARD_S = 0.05, 0.02  # between two looks; the latter while some connection was never heard
 LOOK_SUSPECT_S = 0.005  # while there is too much of one, and the reader has not come round
-LOOK_EACH_S = 4e-4  # at least, for each connection: a look at one takes 1e-5 s
+LOOK_EACH_S = 4e-4  # at least, for each connection: a look at one takes 3e-6 s
 EVENTS_AT_ONCE = 4096
 CLOSE_S = 5.0
 UNKNOWN = "an unknown address"
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_RECEIVED = struct.Struct("<Q")
-_RECEIVED_AT = 128  # tcpi_bytes_received in Linux's struct tcp_info
 Note = Callable[[Mapping[str, Any], str], None]
 """Told each event of the monitor, and the host of the connection that it is about."""
 
@@ -61,7 +59,8 @@ class Connection:
     """One that was accepted. Too much of it is unread since a moment at which the reader was in round `suspect_since`
     (-1: not so) and had read `then` of it."""
 
-    peer: tuple[str, int] | None  # None: it was gone before it could be asked
+    descriptor: int
+    socket: KernelSocket
     heard: Heard
     forgiven: int = 0  # bytes that were read in its name, but had come over the one that had its descriptor before
     suspect_since: int = -1
@@ -69,7 +68,7 @@ class Connection:
 
     @property
     def host(self) -> str:
-        return self.peer[0] if self.peer else UNKNOWN
+        return self.socket.peer[0] if self.socket.peer else UNKNOWN
 
     def unread(self, surplus: int) -> int:
         """Bytes, given how many more have come than were read: whole messages, the beginning of one, and commands of
@@ -160,32 +159,38 @@ class ConnectionGuard:
                 kind, descriptor = event["event"], event["value"]
                 host = UNKNOWN
                 if kind == zmq.EVENT_ACCEPTED:
-                    self._forget(descriptor)
-                    heard = self._heard.setdefault(descriptor, Heard())
-                    self._connections[descriptor] = Connection(_peer_of(descriptor), heard)
-                    host = self._connections[descriptor].host
+                    host = self._accepted(descriptor)
                 elif kind == zmq.EVENT_DISCONNECTED and (gone := self._forget(descriptor)):
                     host = gone.host
                 if self._note is not None:
                     self._note(event, host)
+
+    def _accepted(self, descriptor: int) -> str:
+        """The new connection's host. One that is gone already is not looked at."""
+        self._forget(descriptor)
+        heard = self._heard.setdefault(descriptor, Heard())
+        with suppress(OSError):
+            accepted = self._connections[descriptor] = Connection(descriptor, KernelSocket(descriptor), heard)
+            return accepted.host
+        return UNKNOWN
 
     def _look(self) -> float:
         """Closes what has brought too much; returns after how many seconds to look again."""
         unheard, is_unsure = [], False
         for descriptor, connection in list(self._connections.items()):
             read = connection.heard.num_bytes  # first: so it is never more than what has come
-            received = _received(descriptor, connection)
+            received = connection.socket.bytes_received()
             if received is None:
                 self._forget(descriptor)
                 continue
             if reason := self._too_much(connection, connection.unread(received - read)):
-                self._close(descriptor, connection, *reason)
+                self._close(connection, *reason)
             elif not connection.heard.messages:
                 unheard.append(descriptor)
             is_unsure |= connection.suspect_since >= 0 and not self._came_round(connection)
         for descriptor in unheard[:-MAX_UNHEARD]:
             words = f"more than {MAX_UNHEARD} connections have not sent anything; this is the oldest"
-            self._close(descriptor, self._connections[descriptor], "crowd", words)
+            self._close(self._connections[descriptor], "crowd", words)
         if is_unsure:
             with suppress(BlockingIOError):  # full of questions
                 self._ask.send(b"\0")
@@ -219,12 +224,10 @@ class ConnectionGuard:
             return "flood", f"{unread} bytes of messages that have {num_bytes // messages} each are not read yet"
         return None
 
-    def _close(self, descriptor: int, connection: Connection, reason: str, words: str) -> None:
+    def _close(self, connection: Connection, reason: str, words: str) -> None:
         self.refusals.add(connection.host, reason, words)
-        with suppress(OSError), _socket_of(descriptor, connection) as found:
-            if found is not None:
-                found.shutdown(socket.SHUT_RDWR)  # libzmq sees its end, and frees what it holds
-        self._forget(descriptor)
+        connection.socket.shut()  # libzmq sees its end, and frees what it holds
+        self._forget(connection.descriptor)
         give_back_memory()
 
     def _forget(self, descriptor: int) -> Connection | None:
@@ -240,36 +243,3 @@ def seed_routing_ids() -> None:
     it never seeds, and ends the process when another peer has claimed that number."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
-
-
-@contextmanager
-def _socket_of(descriptor: int, connection: Connection | None) -> Iterator[socket.socket | None]:
-    """A connection's socket, which stays libzmq's; None if the descriptor is another one's by now. OSError if it is
-    closed. (A copy of the descriptor would be safer, and could not be had when descriptors are short.)"""
-    handle = socket.socket(fileno=descriptor)
-    try:
-        peer = handle.getpeername()
-        same = connection is None or (isinstance(peer, tuple) and peer[:2] == connection.peer)
-        yield handle if same else None
-    finally:
-        handle.detach()
-
-
-def _peer_of(descriptor: int) -> tuple[str, int] | None:
-    """The other end's address. The connection may be gone by now, and its descriptor be that of another file."""
-    with suppress(OSError), _socket_of(descriptor, None) as handle:
-        peer = handle.getpeername() if handle is not None else None
-        if isinstance(peer, tuple) and peer:
-            return str(peer[0]), int(peer[1])
-    return None
-
-
-def _received(descriptor: int, connection: Connection) -> int | None:
-    """Bytes that it has brought; None if it is gone, 0 where the kernel does not tell."""
-    with suppress(OSError), _socket_of(descriptor, connection) as found:
-        if found is None:
-            return None
-        option, size = getattr(socket, "TCP_INFO", None), _RECEIVED_AT + _RECEIVED.size
-        told = found.getsockopt(socket.IPPROTO_TCP, option, size) if option is not None else b""
-        return int(_RECEIVED.unpack_from(told, _RECEIVED_AT)[0]) if len(told) == size else 0
-    return None
