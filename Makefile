@@ -87,7 +87,9 @@ PYTEST := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorde
 check: lint
 	$(PYTEST) -m "not slow" $(ARGS)
 
+# Tests start some two hundred processes, which need not compile the modules again.
 test: lint
+	$(PY) -m compileall -q actor envs kernels launch learner shared tests
 	$(PYTEST) -m "not learning and not browser" $(ARGS)
 
 test-learning: env

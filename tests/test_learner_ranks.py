@@ -16,11 +16,12 @@ from learner.checkpoints.restoring import load_checkpoint
 from learner.distributed import close_ranks, init_ranks
 from learner.weights.buckets import gathered
 from shared.vision import VisionSpec
-from tests.support.learner_ranks import CASES, MODES, recipe_of, train, trainer_of
+from tests.support.learner_ranks import CASES, CASES_OF, MODES, recipe_of, train, trainer_of
 from tests.support.tiny import moe_policy, running_engine, tiny_model_dir
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
+COMPARED = [(size, case) for size in (2, 3) for case in CASES_OF[size]]
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +60,13 @@ def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return float((difference / sum(t.double().square().sum() for t in expected.values())).sqrt())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_do_not_depend_on_the_number_of_ranks(results, case, size):
+@pytest.mark.parametrize(("size", "case"), COMPARED)
+def test_gradients_do_not_depend_on_the_number_of_ranks(results, size, case):
     assert distance(results[size][case]["gradients"], results[1][case]["gradients"]) < 1e-6
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_three_optimizer_steps_on_any_number_of_ranks_give_equal_weights(results, case, size):
+@pytest.mark.parametrize(("size", "case"), COMPARED)
+def test_three_optimizer_steps_on_any_number_of_ranks_give_equal_weights(results, size, case):
     """Muon rounds gradients to bfloat16: two that differ by 1e-7 may round to neighbours, 4e-3 apart."""
     bound = 1e-4 if case == "muon" else 1e-6
     assert distance(results[size][case]["weights"], results[1][case]["weights"]) < bound
@@ -79,9 +78,8 @@ def test_muon_moves_sharded_matrices_as_whole_ones(results, size):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_metrics_are_those_of_the_whole_step_on_any_number_of_ranks(results, case, size):
+@pytest.mark.parametrize(("size", "case"), COMPARED)
+def test_metrics_are_those_of_the_whole_step_on_any_number_of_ranks(results, size, case):
     for one, more in zip(results[1][case]["metrics"], results[size][case]["metrics"], strict=True):
         names = [n for n in one if not n.startswith(("time/", "speed/")) and n != "batch/microbatches"]
         assert {n: more[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=2e-3, abs=1e-5)

@@ -17,13 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
+from learner.tickets.ages import Ages
 from learner.tickets.book import BookSettings, EvaluationResult, TicketBook
 from learner.tickets.protocol import TicketProtocol, TicketServerSettings
 from learner.tickets.sources import SampleSource
 from shared.log import get_logger
-from shared.metrics import Distribution
 from shared.transport import Router
 from shared.types import Bye, Group, PolicyVersion, Sample, Sampling, Stop, Ticket
 
@@ -51,13 +49,10 @@ class TicketServer:
         self._log = get_logger("tickets")
         self._router = Router(settings.address, settings.sockets, settings.secure)
         self.address = self._router.address
-        self.max_staleness_seen = 0
         self._changed = threading.Condition()  # guards the book and the protocol
         self._book = TicketBook(source, book, nonce=os.urandom(4).hex())
         self._protocol = TicketProtocol(self._router, self._book, settings)
-        self._token_staleness = Distribution()
-        self._group_staleness = Distribution()
-        self._played_s = Distribution()
+        self._ages = Ages()
         self._stop: Stop | None = None
         self._silent = False
         self._failure: BaseException | None = None
@@ -92,7 +87,9 @@ class TicketServer:
         what = f"no batch of {num_groups} groups"
         batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, what, *interrupts)
         with self._changed:
-            self._measure(batch, self._book.version)
+            for ticket, group in batch:
+                self._protocol.selection.add("trained", ticket, group)
+            self._ages.add([group for _, group in batch], self._book.version)
         self._wake()  # a group that was too old makes room for a new ticket
         return batch
 
@@ -122,6 +119,11 @@ class TicketServer:
         """The engines that the actors now here use."""
         with self._changed:
             return frozenset(url for actor in self._protocol.actors.values() for url in actor.engine_urls)
+
+    @property
+    def max_staleness_seen(self) -> int:
+        """Of a group that was trained on, in versions."""
+        return self._ages.max_seen
 
     @property
     def process_id(self) -> str:
@@ -164,9 +166,7 @@ class TicketServer:
             values |= {f"tickets/refused/{reason}": n for reason, n in book.refused.items()}
             values |= {f"wire/refused_connections/{reason}": n for reason, n in self._router.refused.items()}
             values |= {f"wire/rejected/{reason}": n for reason, n in self._protocol.rejects.counts.items()}
-            values |= self._token_staleness.drain("staleness/token") | self._group_staleness.drain("staleness/group")
-            values |= self._protocol.selection.metrics()
-            return values | self._played_s.drain("actors/group_s")
+            return values | self._protocol.selection.metrics() | self._ages.drain()
 
     def take_failed(self) -> list[tuple[Ticket, Group, str]]:
         """The last groups without any sound episode, of those that came since the last call, with the reason."""
@@ -192,23 +192,6 @@ class TicketServer:
             self._stop = self._stop or Stop(reason, failed)
         self._wake()
         self._thread.join(5.0)
-
-    def _measure(self, batch: Batch, version: PolicyVersion) -> None:
-        played: list[np.ndarray] = []
-        starts, count = [], 0  # of each group's tokens among all
-        for ticket, group in batch:
-            self._protocol.selection.add("trained", ticket, group)
-            starts.append(count)
-            for t in group.trajectories:
-                if t.trainable:
-                    played.append(t.policy_versions[t.loss_mask == 1])
-                    count += len(played[-1])
-        ages = np.maximum(version - np.concatenate(played), 0)
-        oldest = np.maximum.reduceat(ages, starts)
-        self._token_staleness.add(ages)
-        self._group_staleness.add(oldest)
-        self._played_s.add([group.played_s for _, group in batch])
-        self.max_staleness_seen = max(self.max_staleness_seen, int(oldest.max()))
 
     def _wait(
         self, ask: Callable[[], Answer | None], timeout_s: float, what: str, *interrupts: threading.Event
