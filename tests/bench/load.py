@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -56,9 +57,9 @@ class Actors:
             self.held[socket] = set()
 
     def run(self) -> None:
-        began, beats = time.monotonic(), 0
+        began, beats, parent = time.monotonic(), 0, os.getppid()
         turns = itertools.cycle(self.held.items())
-        while not self.stopped:
+        while not self.stopped and os.getppid() == parent:
             for socket, _ in self.poller.poll(50):
                 self.hear(socket)
             while beats < (time.monotonic() - began) / BEAT_S * len(self.held):  # spread over the interval
