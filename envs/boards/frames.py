@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from envs.boards.board import MOVES, WALL, Board
+from envs.boards.reading import names, told
 
 TURNS = ("fore", "back", "in", "out")
 FARTHEST = 3
@@ -63,30 +64,26 @@ def frame_of(width: int, box: int, target: int, player: int) -> Frame:
 
 def reading(board: Board) -> str:
     """All that is told of what there is to see: the targets and the state."""
-    return f"{_cells(board, board.targets)} {state(board)}"
+    return f"{names(board, board.targets)} {state(board)}"
 
 
 @lru_cache(4096)
 def state(board: Board) -> str:
     """What a move can change."""
     pairs = zip(board.boxes, board.targets, strict=False)
-    return " ".join((_cells(board, (board.player, *board.boxes)), *(_around(board, *pair) for pair in pairs)))
+    return " ".join((names(board, (board.player, *board.boxes)), *(_around(board, *pair) for pair in pairs)))
 
 
 def moves_with_states(board: Board, moves: Sequence[str]) -> str:
     """The moves as far as they lead to the solution, each in its frame and as it is, and between them the states that
     they lead to."""
-    said = []
-    for number, move in enumerate(moves):
-        pairs = list(zip(board.boxes, board.targets, strict=False))
-        box, target = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
-        said += [frame_of(board.width, box, target, board.player).said(move), move]
-        board = board.moved(move)
-        if board.solved or number + 1 < len(moves):
-            said.append(state(board))
-        if board.solved:
-            break
-    return " ".join(said)
+    return told(board, moves, _said, state)
+
+
+def _said(board: Board, move: str) -> str:
+    pairs = list(zip(board.boxes, board.targets, strict=False))
+    box, target = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+    return f"{frame_of(board.width, box, target, board.player).said(move)} {move}"
 
 
 def _around(board: Board, box: int, target: int) -> str:
@@ -118,10 +115,6 @@ def _free(board: Board, cell: int, step: int) -> int:
         if board.cells[cell] == WALL:
             return count
     return FARTHEST
-
-
-def _cells(board: Board, cells: Sequence[int]) -> str:
-    return " ".join(f"{cell // board.width}{cell % board.width}" for cell in cells)
 
 
 def words() -> tuple[str, ...]:

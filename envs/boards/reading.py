@@ -6,7 +6,7 @@ player to each box and from each box to its target as the crow flies, and the wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from envs.boards.board import MOVES, WALL, Board
 
@@ -16,7 +16,7 @@ def reading(board: Board) -> str:
     height, width = board.height, board.width
     inside = (row * width + column for row in range(1, height - 1) for column in range(1, width - 1))
     walls = [cell for cell in inside if board.cells[cell] == WALL]
-    return f"{_names(board, (*board.targets, *walls))} {state(board)}"
+    return f"{names(board, (*board.targets, *walls))} {state(board)}"
 
 
 def state(board: Board) -> str:
@@ -24,7 +24,7 @@ def state(board: Board) -> str:
     player, boxes = board.player, board.boxes
     pairs = [*((player, box) for box in boxes), *zip(boxes, board.targets, strict=False)]
     ways = [way(board, start, end) for start, end in pairs]
-    return " ".join((_names(board, (player, *boxes)), *ways, *(sides(board, cell) for cell in (player, *boxes))))
+    return " ".join((names(board, (player, *boxes)), *ways, *(sides(board, cell) for cell in (player, *boxes))))
 
 
 def way(board: Board, start: int, end: int) -> str:
@@ -41,16 +41,23 @@ def sides(board: Board, cell: int) -> str:
 
 def moves_with_states(board: Board, moves: Sequence[str]) -> str:
     """The moves as far as they lead to the solution, and between them the states that they lead to."""
-    said = []
+    return told(board, moves, lambda _, move: move, state)
+
+
+def told(
+    board: Board, moves: Sequence[str], move_said: Callable[[Board, str], str], state: Callable[[Board], str]
+) -> str:
+    """Each move as `move_said` calls it on the board before it, the states between them, and that of the solution."""
+    words = []
     for number, move in enumerate(moves):
-        said.append(move)
+        words.append(move_said(board, move))
         board = board.moved(move)
         if board.solved or number + 1 < len(moves):
-            said.append(state(board))
+            words.append(state(board))
         if board.solved:
             break
-    return " ".join(said)
+    return " ".join(words)
 
 
-def _names(board: Board, cells: Sequence[int]) -> str:
+def names(board: Board, cells: Sequence[int]) -> str:
     return " ".join(f"{cell // board.width}{cell % board.width}" for cell in cells)
