@@ -26,6 +26,12 @@ def _can_use_onednn() -> bool:
     return bool(vectorised) and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+@functools.cache
+def _linear_pointwise() -> Any:
+    """One overload: to choose it anew would cost each of some thousand products a second."""
+    return torch.ops.mkldnn._linear_pointwise.default
+
+
 def fits_onednn(x: Tensor) -> bool:
     """Whether oneDNN is there and switched on, and `x` is float32 on a CPU."""
     fits = x.device.type == "cpu" and x.dtype == torch.float32 and _can_use_onednn()
@@ -34,7 +40,7 @@ def fits_onednn(x: Tensor) -> bool:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times weight [out, in] transposed, plus bias, by oneDNN's private operator; no gradient."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return _linear_pointwise()(x, weight, bias, "none", [], "")
 
 
 def padded(rows: int) -> int:

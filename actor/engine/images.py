@@ -47,6 +47,7 @@ class ImageCache:
         self._spec, self._max_tokens = spec, max_tokens
         self._images: Kept[str, ImagePatches] = Kept(max_bytes, lambda uri, image: len(uri) + image.patches.nbytes)
         self._held: WeakValueDictionary[int, ImagePatches] = WeakValueDictionary()  # by key, by whomever they are held
+        self._held_bytes = 0  # at most: those of images that are gone are taken off when there seems to be no room
 
     def get(self, uri: str) -> ImagePatches:
         """The image of a `data:...;base64,` URI (or bare base64). ValueError if it is not one, HttpError (503) if there
@@ -75,7 +76,12 @@ class ImageCache:
             num_tokens = spec.num_tokens(grid := spec.grid(*image.size))
             if num_tokens > self._max_tokens:
                 raise ValueError(f"an image of {num_tokens} tokens; the context is {self._max_tokens}")
-            num_bytes = 3 * spec.patch_size**2 * grid[1] * grid[2]
-            if num_bytes + sum(held.patches.nbytes for held in self._held.values()) > MAX_HELD_BYTES:
-                raise HttpError(503, f"requests hold images of {MAX_HELD_BYTES} bytes already")
+            self._take_room(3 * spec.patch_size**2 * grid[1] * grid[2])
             return ImagePatches(key, grid, num_tokens, patchify(load_rgb(image, spec), spec))
+
+    def _take_room(self, num_bytes: int) -> None:
+        if self._held_bytes + num_bytes > MAX_HELD_BYTES:
+            self._held_bytes = sum(held.patches.nbytes for held in self._held.values())
+            if self._held_bytes + num_bytes > MAX_HELD_BYTES:
+                raise HttpError(503, f"requests hold images of {MAX_HELD_BYTES} bytes already")
+        self._held_bytes += num_bytes
