@@ -1,8 +1,10 @@
-"""Matrix products on CPUs by oneDNN instead of MKL, where that is faster in float32.
+"""Matrix products on CPUs by oneDNN instead of MKL, where that is faster in float32: on CPUs with AVX-512.
 
-On AMD MKL is half as fast. On Intel it is a third faster in training, whose transposed operands it reads in place; so
-the learner uses oneDNN on AMD only, the engine on every CPU. oneDNN compiles a kernel for each new shape, which takes
-0.5 ms and about 0.4 MB, kept for the next time: so rows are padded to few different numbers.
+MKL does not use AVX-512 on AMD, where it is half as fast. On Intel it is a third faster in training, whose transposed
+operands it reads in place; so the learner uses oneDNN on AMD only, the engine on every CPU with AVX-512. With AVX2 alone
+both multiply large matrices alike, MKL small and transposed ones faster (figures: tests/bench/KERNELS.md). oneDNN
+compiles a kernel for each new shape, which takes 0.5 ms and about 0.4 MB, kept for the next time: so rows are padded to
+few different numbers.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ _ON_AMD = _CPUINFO.exists() and "AuthenticAMD" in _CPUINFO.read_text()
 
 @functools.cache
 def _can_use_onednn() -> bool:
-    vectorised = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return bool(vectorised) and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return bool(wide) and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @functools.cache
@@ -33,7 +35,7 @@ def _linear_pointwise() -> Any:
 
 
 def fits_onednn(x: Tensor) -> bool:
-    """Whether oneDNN is there and switched on, and `x` is float32 on a CPU."""
+    """Whether oneDNN is the faster one, is there and switched on, and `x` is float32 on a CPU."""
     fits = x.device.type == "cpu" and x.dtype == torch.float32 and _can_use_onednn()
     return fits and bool(torch.backends.mkldnn.enabled)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import linear_logprob, reference
+from kernels import cpu_linear, linear_logprob, reference
 
 
 def make(num_rows, hidden_size, vocab_size, dtype=torch.float32, scale=3.0, banned=(), seed=0):
@@ -50,7 +50,14 @@ GRID = [
 ]
 
 
+@pytest.fixture(params=[False, True], ids=["MKL", "oneDNN"])
+def each_product(request, monkeypatch):
+    """The CPU's float32 products by either library, whichever this CPU is faster with."""
+    monkeypatch.setattr(cpu_linear, "_can_use_onednn", lambda: request.param)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("each_product")
 @pytest.mark.parametrize(("num_rows", "hidden_size", "vocab_size", "temperature", "banned", "budget"), GRID)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_and_gradients_agree_with_float64(
@@ -111,6 +118,7 @@ def test_a_shard_without_rows_still_runs_its_backward_and_gives_zeros():
     assert results[3].shape == weight.shape
 
 
+@pytest.mark.usefixtures("each_product")
 @pytest.mark.slow
 def test_kept_and_recomputed_tiles_give_the_same_gradients_also_a_second_time():
     hidden, weight, target, upstream = make(200, 16, 3000)
@@ -139,6 +147,7 @@ def test_only_the_wanted_gradients_and_outputs_take_part():
         assert not linear_logprob(hidden.requires_grad_(), weight, target)[0].requires_grad
 
 
+@pytest.mark.usefixtures("each_product")
 def test_a_tied_embedding_gets_both_of_its_gradients():
     _, table, target, upstream = make(20, 16, 300)
     grads = []
@@ -151,6 +160,7 @@ def test_a_tied_embedding_gets_both_of_its_gradients():
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("each_product")
 def test_strided_inputs_and_autocast_change_nothing():
     hidden, weight, target, upstream = make(20, 130, 300)
     want = gradients(lambda h, w: linear_logprob(h, w, target), hidden, weight, upstream)
@@ -163,6 +173,7 @@ def test_strided_inputs_and_autocast_change_nothing():
         torch.testing.assert_close(value, truth, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.usefixtures("each_product")
 def test_uninitialised_memory_never_reaches_a_result():
     hidden, weight, target, upstream = make(150, 16, 2500, banned=(5,))
     torch.use_deterministic_algorithms(True)  # fills every new buffer with NaN

@@ -12,6 +12,12 @@ from kernels import cpu_linear
 from kernels.cpu_linear import linear, use_fast_linear, use_plain_linear
 
 
+@pytest.fixture(params=[False, True], ids=["MKL", "oneDNN"], autouse=True)
+def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both products on whatever CPU this is."""
+    monkeypatch.setattr(cpu_linear, "_can_use_onednn", lambda: request.param)
+
+
 @pytest.mark.parametrize("shape", [(1, 7, 5), (3, 33, 64), (257, 128)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("on_amd", [False, True])
