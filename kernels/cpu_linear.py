@@ -1,10 +1,10 @@
 """Matrix products on CPUs by oneDNN instead of MKL, where that is faster in float32: on CPUs with AVX-512.
 
 MKL does not use AVX-512 on AMD, where it is half as fast. On Intel it is a third faster in training, whose transposed
-operands it reads in place; so the learner uses oneDNN on AMD only, the engine on every CPU with AVX-512. With AVX2 alone
-both multiply large matrices alike, MKL small and transposed ones faster (figures: tests/bench/KERNELS.md). oneDNN
-compiles a kernel for each new shape, which takes 0.5 ms and about 0.4 MB, kept for the next time: so rows are padded to
-few different numbers.
+operands it reads in place; so the learner uses oneDNN on AMD only, the engine on every CPU with AVX-512. With AVX2
+alone both multiply large matrices alike, MKL small and transposed ones faster (tests/bench/KERNELS.md). oneDNN compiles
+a kernel for each new shape, which takes 0.5 ms and about 0.4 MB, kept for the next time: so rows are padded to few
+different numbers.
 """
 
 from __future__ import annotations
