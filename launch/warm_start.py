@@ -29,7 +29,7 @@ from launch.tiny_models.tower import teach_tower
 from learner.batch import make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Image, Trajectory, Turn
 from shared.vision import VisionSpec
 

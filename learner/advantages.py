@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 
 NUM_TURNS = 9  # that have moments of their own; the last also has all later ones
 MOMENTS = ("tokens", "advantage", "advantage_sq", "value_weight", "vs_sq")  # sums over the tokens of a turn

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from learner.advantages import equal, group_advantages, group_signal
 from learner.images import ImageDecoder, ImagePatches
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Trajectory
 from shared.vision import VisionSpec, expand, mrope_positions
 

@@ -34,9 +34,10 @@ from learner.recording.columns import as_arrays, recorded_columns
 from learner.recording.mismatch import Mismatch
 from shared.codec import TokenRules, check_trajectory
 from shared.config import fail
-from shared.learner_config import LearnerConfig, ObjectiveConfig
+from shared.learner_config import LearnerConfig
 from shared.recordings.reading import FOLDER, SUFFIX, RecordingError, episodes, read_image, read_step, steps
 from shared.recordings.records import ColumnName, Episode, StepHeader
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Image, Trajectory, Turn
 from shared.vision import VisionSpec
 

@@ -28,7 +28,7 @@ from learner.weights.verify import VerifierSettings, WeightVerifier
 from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.keys import learner_security, read_api_key
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.transport import SocketSettings
 from shared.types import Group, Sample
 from shared.vision import VisionSpec

@@ -241,9 +241,10 @@ class Trainer:
 
     def _loss(self, batch: Microbatch, output: PolicyOutput, divisor: int, work: Work) -> list[Tensor]:
         """This microbatch's share of the update's loss, to be differentiated; what it drops; `_divergence`."""
-        objective, reference = self.config.objective, batch.reference_logprobs
+        objective, reference, reference_entropies = self.config.objective, batch.reference_logprobs, None
         if self.reference is not None and not self._survey.reference:
-            reference = forward_only(self.reference, batch, self.temperature, output.vision).logprobs
+            said = forward_only(self.reference, batch, self.temperature, output.vision)
+            reference, reference_entropies = said.logprobs, said.entropies
         unused = 0.0 * (output.logprobs.sum() + output.entropies.sum() + output.values.sum())
         if batch.empty:
             return [unused, torch.zeros_like(unused), *self._divergence(batch, output.logprobs)]
@@ -261,6 +262,7 @@ class Trainer:
             advantages=batch.advantages,
             weights=1.0 / batch.episode_tokens if self._per_episode else torch.ones_like(batch.episode_tokens),
             reference_logprobs=reference,
+            reference_entropies=reference_entropies,
             proximal_logprobs=proximal,
         )
         loss = loss_of(tokens, objective, work.scaling)

@@ -17,7 +17,7 @@ from learner.batch import empty_microbatch, make_episode, make_episodes, pack
 from learner.guards.bad_groups import check_group
 from learner.images import ImageDecoder
 from learner.microbatches import MOST_EXTRA, plan, plan_together
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image
 from shared.vision import VisionSpec
 from tests.support.episodes import random_groups, random_trajectory

@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from shared.config import Recipe
-from shared.learner_config import ObjectiveConfig
 from shared.sections import EnvConfig, ModelConfig
+from shared.settings.objective import ObjectiveConfig
 from tests.support.episodes import learner_config
 
 CLIPPED = {"vtrace_clip": True, "proximal": "learner"}
@@ -47,6 +47,9 @@ REFUSED = [
     ({**GRADED, "overlong_buffer": 101}, "overlong_buffer = 101 with overlong_tokens = 100"),
     ({"kl_in_reward": True}, "kl_in_reward = True with kl_coef = 0"),
     ({"kl_reference_every": 5}, "kl_reference_every = 5 with kl_coef = 0"),
+    ({"kl_max_entropy": 0.3}, "kl_max_entropy = 0.3 with kl_coef = 0"),
+    ({"kl_coef": 0.1, "kl_max_entropy": 0.3, "passes": 2}, "kl_max_entropy = 0.3 needs the reference's entropies"),
+    ({**KL, "kl_max_entropy": 0.3}, "kl_max_entropy = 0.3 needs the reference's entropies"),
     ({"name": "grpo", **KL}, "kl_in_reward = true with divide_by_std = true"),
 ]
 

@@ -17,7 +17,7 @@ from learner.images import ImageDecoder
 from learner.model.attention import window_lengths
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Sampling, Turn
 from shared.vision import VisionSpec, pixel_values
 from tests.support.engines import ask

@@ -13,7 +13,7 @@ from learner.objective.objectives import loss_of
 from learner.objective.records import Tokens
 from learner.trainer import Trainer
 from learner.vtrace import token_vtrace, trace_lengths, turn_ratios, turn_vtrace, without_noise
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Group
 from tests.support.episodes import learner_config, on_policy, random_groups
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from learner.objective.objectives import OBJECTIVES, loss_of
 from learner.objective.ratios import corrected
 from learner.objective.records import Tokens
 from learner.objective.terms import kl_term
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 from tests.support.objective_references import REFERENCES, extras
 
 
@@ -194,6 +195,23 @@ def test_an_objective_has_the_gradient_of_its_plain_reference(objective, setting
             if ours is not None:
                 torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-12)
     assert (num_dropped > 0) == any(name.startswith("mask_") for name in settings)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_kl_holds_tokens_of_which_the_reference_is_sure_and_no_other(objective):
+    """With `kl_max_entropy`, the loss less the one without a KL is the KL of those tokens."""
+    episodes, limit = random_episodes(3), 0.7
+    held = ObjectiveConfig(name=objective, kl_coef=0.3, kl_estimator="k2", kl_max_entropy=limit)
+    free = ObjectiveConfig(name=objective)
+    tokens = packed_tokens(episodes, held)
+    entropies = torch.rand(len(tokens.logprobs), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    sure = entropies <= limit
+    assert 0 < sure.sum() < len(sure) and tokens.reference_logprobs is not None
+    found = loss_of(replace(tokens, reference_entropies=entropies), held)
+    plain = loss_of(replace(tokens, reference_logprobs=None), free)
+    kl = kl_term(tokens.logprobs, tokens.reference_logprobs, "k2") * sure
+    torch.testing.assert_close(found.total - plain.total, 0.3 * (tokens.weights * kl).sum(), rtol=1e-9, atol=1e-12)
+    assert torch.equal(found.kl_N, kl.detach())
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

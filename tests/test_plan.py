@@ -21,8 +21,9 @@ from learner.model.sizes import PUBLISHED, find, sizes_of
 from learner.optim import make_optimizer
 from learner.plan import check, report
 from shared.config import Recipe
-from shared.learner_config import ObjectiveConfig, OptimizerConfig
+from shared.learner_config import OptimizerConfig
 from shared.sections import EnvConfig, ModelConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_trajectory
 from tests.support.loading.models import qwen25

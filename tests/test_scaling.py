@@ -18,7 +18,7 @@ from learner.advantages import (
     moments_of_returns,
 )
 from learner.vtrace import turn_indices
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 
 
 @dataclass

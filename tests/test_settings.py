@@ -12,7 +12,7 @@ from launch.task_samples import training_samples
 from learner.optim import lr_factor
 from learner.setup import refusal
 from shared.config import load_recipe
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Group
 from tests.support.episodes import learner_config, random_groups
 from tests.support.runs import RECIPE, local, metrics, places

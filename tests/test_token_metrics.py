@@ -15,7 +15,8 @@ from learner.metrics.episodes import group_metrics
 from learner.metrics.tokens import BINS, LAGS, TURNS, TokenStats, log_ratio_quantile, loss_columns
 from learner.objective.objectives import vtrace
 from learner.objective.records import Tokens
-from shared.learner_config import LearnerConfig, ObjectiveConfig
+from shared.learner_config import LearnerConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Group
 from tests.support.episodes import learner_config
 from tests.support.wires import episode, failed_episode

@@ -14,7 +14,7 @@ from learner.loop import check_step
 from learner.model.policy import load_policy
 from learner.model.sharding import freeze
 from learner.trainer import Trainer
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group
 from tests.support.episodes import learner_config, on_policy, random_groups
 

@@ -17,8 +17,8 @@ from learner.model.sharding import freeze
 from learner.objective.survey import Survey
 from learner.trainer import Trainer
 from shared.config import Recipe
-from shared.learner_config import ObjectiveConfig
 from shared.sections import EnvConfig, ModelConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group
 from tests.support.episodes import learner_config, on_policy, packed, random_groups
 

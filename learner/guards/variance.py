@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from learner.batch import episode_rewards, penalty
-from shared.learner_config import LearnerConfig, ObjectiveConfig
+from shared.learner_config import LearnerConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Group, Trajectory
 
 SAY_EVERY = 20  # steps

@@ -37,7 +37,7 @@ from learner.vtrace import (
     turn_vtrace,
     without_noise,
 )
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 
 PLAIN = Scaling()
 
@@ -200,6 +200,9 @@ def _loss(
     kl_N = torch.zeros_like(tokens.logprobs)
     if tokens.reference_logprobs is not None:
         kl_N = kl_term(tokens.logprobs, tokens.reference_logprobs, config.kl_estimator)
+        if config.kl_max_entropy is not None:
+            assert tokens.reference_entropies is not None
+            kl_N = kl_N.masked_fill(tokens.reference_entropies > config.kl_max_entropy, 0.0)
         if not config.kl_in_reward:
             per_token_N = per_token_N + config.kl_coef * kl_N
     if config.entropy_coef:

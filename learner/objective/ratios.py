@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learner.objective.records import Dropped, Tokens
 from learner.vtrace import segment_max, segment_mean
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 
 
 def corrected(tokens: Tokens, config: ObjectiveConfig) -> Tokens:

@@ -22,6 +22,7 @@ class Tokens:
     advantages: Tensor  # relative to the group
     weights: Tensor  # of each token in the sums: 1 (token mean), or 1 / tokens of its episode (sequence mean)
     reference_logprobs: Tensor | None = None  # of the frozen reference policy
+    reference_entropies: Tensor | None = None  # where `kl_max_entropy` asks for them
     proximal_logprobs: Tensor | None = None  # of the policy as the step began; None: clips act on pi/mu
 
 
@@ -43,7 +44,7 @@ class Loss(NamedTuple):
     total: Tensor
     policy_N: Tensor  # each token's policy term
     clipped_N: Tensor  # bool: the clip removed the gradient
-    kl_N: Tensor  # estimates of KL(pi, reference); 0 without one
+    kl_N: Tensor  # estimates of KL(pi, reference); 0 without one, and where its entropy is above `kl_max_entropy`
     advantages_N: Tensor  # before any weight
     vs_N: Tensor  # the value's targets
     value_weights_N: Tensor  # of each token in the value's term; their mean is 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from learner.advantages import penalised_advantages
 from learner.batch import Episode
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 
 
 @dataclass(frozen=True, slots=True)

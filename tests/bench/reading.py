@@ -26,7 +26,7 @@ from launch.warm_start import demonstration
 from learner.batch import make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import load_policy
-from shared.learner_config import ObjectiveConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Trajectory
 from shared.vision import VisionSpec
 

@@ -16,7 +16,8 @@ from learner.batch import Microbatch, make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from shared.config import new_name
-from shared.learner_config import LearnerConfig, ObjectiveConfig
+from shared.learner_config import LearnerConfig
+from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec
 from tests.support.tiny import draw_image, logprobs_under, png

@@ -1,0 +1,1 @@
+"""Sections of a recipe that are long enough for a module of their own."""
