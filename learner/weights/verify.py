@@ -87,8 +87,8 @@ class WeightVerifier:
         key = f"canary-{self._run}-{self._publications}"
         asked = link.start(each(members, lambda engine: self._ask(engine, key, members[engine])))
         own = self.canary.expected()
-        wrong, gaps, limits, num_skipped, num_unverified = dict[str, str](), {}, [], 0, 0
-        witnesses = dict[str, Witness]()
+        wrong, witnesses, num_skipped, num_unverified = dict[str, str](), dict[str, Witness](), 0, 0
+        gaps, limits = dict[EngineClient, float](), list[float]()
         for engine, answer in link.wait(asked).items():
             if isinstance(answer, EngineError):
                 num_unverified += 1
