@@ -216,8 +216,8 @@ class EngineClient(JsonClient):
             return False
         return True
 
-    async def checksums(self, skip: Sequence[str], timeout_s: float = CALL_S) -> dict[str, str] | None:
-        """Of each parameter whose name holds no fragment in `skip`; None where no rank holds whole parameters."""
+    async def checksums(self, skip: Sequence[str], timeout_s: float = CALL_S) -> tuple[dict[str, str], ...]:
+        """Of each parameter whose name holds no fragment in `skip`, and of what each tensor-parallel rank has of it."""
         answer = await self.post("/weights_checker", {"action": "checksum", "skip_tensor_list": skip}, timeout_s)
         return self._read(checksums_of, answer)
 

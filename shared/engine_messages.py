@@ -9,7 +9,7 @@ import re
 import threading
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from shared.guards.kept import Kept
 from shared.nccl.versions import nccl_of_sglang
 from shared.types import Completion, Image, PolicyVersion, Sampling, VersionSpan
+from shared.weights.layout import Layout, layout_of
 
 KEPT_URI_BYTES = 2**26
 NO_WEIGHTS = "none"
@@ -147,11 +148,10 @@ def watched_logprobs(answer: Any, watched: Sequence[int]) -> tuple[list[float], 
         raise ValueError("the answer has no output_token_ids_logprobs of the tokens asked for") from None
 
 
-def checksums_of(answer: Any) -> dict[str, str] | None:
-    """From the answer of /weights_checker; None where no rank of the engine holds whole parameters."""
+def checksums_of(answer: Any) -> tuple[dict[str, str], ...]:
+    """From the answer of /weights_checker, of each tensor-parallel rank, in their order."""
     try:
-        ranks = answer["ranks"]
-        return dict(ranks[0]["checksums"]) if len(ranks) == 1 else None
+        return tuple(dict(rank["checksums"]) for rank in answer["ranks"])
     except (TypeError, KeyError, ValueError):
         raise ValueError("the answer has no checksums") from None
 
@@ -164,7 +164,7 @@ class EngineTraits:
     beside_generation: bool = False  # receives weights while it generates, and installs them at once
     names_updates: bool = False  # takes buckets and the end of an update only by its name
     num_refused: int = 0  # requests since it began
-    tells_checksums: bool = False  # of raw bytes; on a GPU it computes another kind, in bfloat16 a CPU packs weights
+    layout: Layout = field(default_factory=Layout)
     nccl: str = ""  # the version that it has; empty where that is not known
 
 
@@ -192,13 +192,13 @@ def traits_of(info: Any) -> EngineTraits:
     told = states if isinstance(states, list) and states else [info]
     refused = info.get("refused")
     counts = refused.values() if isinstance(refused, dict) else ()
-    cpu = (info.get("device"), info.get("dtype")) == ("cpu", "float32")
+    num_ranks = ranks if isinstance(ranks, int) and ranks > 0 else 1
     return EngineTraits(
-        num_ranks=ranks if isinstance(ranks, int) and ranks > 0 else 1,
+        num_ranks=num_ranks,
         beside_generation=all(isinstance(s, dict) and s.get("updates_beside_generation") is True for s in told),
         names_updates=info.get("names_updates") is True,
         num_refused=sum(count for count in counts if isinstance(count, int) and count > 0),
-        tells_checksums=info.get("engine") == "embedded" or cpu,
+        layout=layout_of(info, num_ranks),
         nccl=_nccl(info, told[0]),
     )
 

@@ -45,7 +45,7 @@ class PublishConfig(Section):
         1, ge=0, description="publications between verifications of the weights that engines hold; 0 = none"
     )
     canary_tolerance: float = Field(
-        0.0, ge=0, description="largest mean gap of the canary's logprobs; 0 = 0.001 in float32, 0.5 in bfloat16"
+        0.0, ge=0, description="largest mean gap of the canary's logprobs; 0 = five times the largest that passed"
     )
 
 

@@ -22,8 +22,8 @@ def publisher(policy, folder, ranks):
 @pytest.mark.slow
 def test_every_parameter_of_an_honest_engine_is_covered_in_time(folder, policy, publisher):
     names = {name for name, _ in policy.named_weights()}
-    seen = []
-    real, publisher.verifier._compare = publisher.verifier._compare, lambda theirs: seen.extend(theirs) or real(theirs)
+    seen, kept = [], publisher.verifier._kept
+    real, kept.compare = kept.compare, lambda theirs, *how: seen.extend(theirs[0]) or real(theirs, *how)
     with running_engine(folder) as (url, _):
         for version in range(len({part_of(name) for name in names})):
             move(policy, 0.01)
@@ -63,7 +63,7 @@ def test_a_parameter_that_did_not_arrive_is_named_and_stops_the_run(folder, poli
 def test_an_engine_whose_checksums_lie_is_found_by_the_canary(folder, policy, publisher):
     with running_engine(folder) as (url, app):
         app.updates.loader.load = lambda flat, entries: None
-        app.updates.loader.snapshot = lambda skip: list(publisher.verifier._kept.items())
+        app.updates.loader.snapshot = lambda skip: list(publisher.verifier._kept._values.items())
         move(policy, 0.05)
         with pytest.raises(WrongWeights, match=f"{url}, version 8: the canary prompt's logprobs are"):
             publisher.publish(8, [url])
