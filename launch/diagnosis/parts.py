@@ -30,7 +30,7 @@ from learner.plan import check_recipe
 from learner.setup import build_publisher, build_trainer
 from learner.weights.canary import Canary, gap
 from learner.weights.publisher import Publisher
-from learner.weights.verify import TOLERANCE
+from learner.weights.tolerance import CEILING
 from shared.config import Recipe
 from shared.engine_api import EngineClient
 from shared.keys import read_api_key
@@ -104,7 +104,7 @@ class Round:
         engine = self.recipe.engine
         if self._engine is not None:
             wait_until_serving(self._urls, [self._engine], self._facts, engine.start_timeout_s, self._key)
-        off, limit = self._gap(), TOLERANCE[self.trainer.policy.dtype]
+        off, limit = self._gap(), CEILING[self.trainer.policy.dtype]
         if self.ranks.is_main and off > limit:
             raise ValueError(
                 f"of the same files in {self.recipe.model.path}, engine and learner do not compute the same: the "
