@@ -1,7 +1,8 @@
 """What went wrong elsewhere with images and tokens, each under its public address, shown not to go wrong here.
 
 `project#number` is an issue or pull request on GitHub: verl-project/verl, langfengQ/verl-agent, THUDM/slime,
-huggingface/trl, sgl-project/sglang, vllm-project/vllm.
+huggingface/trl, StarsfieldAI/R1-V, sgl-project/sglang, vllm-project/vllm. SGLang's server: tests/test_engine_check.py,
+tests/sglang/test_weights.py.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ def spelled(renderer):
 
 def test_an_answer_that_spells_an_image_token_is_no_image(folder, spec, renderer, threads):
     """verl#3469, verl-agent#202: after some steps the learner dies of "Image features and image tokens do not match:
-    tokens: 1297, features 1296", because an answer counts as an image's token once its text is tokenised anew."""
+    tokens: 1297, features 1296". An answer that spells an image's token does that where its text is tokenised anew."""
     trajectory, _ = play(renderer, threads, [spelled(renderer), "end"])
     assert trajectory.ending is Ending.COMPLETED and len(trajectory.images) == 2
     assert trajectory.token_ids.tolist().count(renderer.image_id) == 2
@@ -74,8 +75,8 @@ def test_an_environment_that_repeats_a_spelled_image_token_ends_its_own_episode(
 def test_a_policy_that_would_write_image_tokens_writes_none_and_learns_from_what_it_wrote(
     folder, spec, renderer, threads, tmp_path
 ):
-    """trl#3847: a model writes an image token, for which the learner has no image's features. Nothing is removed from
-    what was sampled, which R1-V's users do: engine and learner both normalise without the vision tokens."""
+    """trl#3847, R1-V#91: a model writes an image token, for which the learner has no features; users take it out
+    of what was sampled. Nothing is taken out here: engine and learner both normalise without the vision tokens."""
     model = load_model(folder)
     towards = torch.randn(model.config.text_config.hidden_size, generator=torch.Generator().manual_seed(0))
     wanted = [model.config.image_token_id, model.config.video_token_id]
