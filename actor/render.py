@@ -100,12 +100,16 @@ class Renderer:
 
     def _observation_text(self, message: str) -> str:
         """What the template writes after a model's turn that `message` answers: the newline owed, the message, and the
-        generation prompt. Templates of thinking models leave out the thoughts of earlier turns; that is before it."""
+        generation prompt. Templates of thinking models leave out the thoughts of earlier turns; that is before it.
+        ValueError if the template ends turns otherwise."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
         text = self._render([*turn, json.loads(message)], generate=True)
         _, found, after = text.partition(ANSWER + END_OF_TURN)
         if not found:
-            raise ValueError("the chat template does not end the model's turns with <|im_end|>; it cannot be continued")
+            raise ValueError(
+                "the chat template does not end the model's turns with <|im_end|>, so that a conversation cannot be "
+                "continued; give the model another in chat_template.jinja"
+            )
         return after
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:

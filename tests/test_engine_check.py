@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer
 
 from launch.engines.probe import ModelFacts
 from launch.engines.supervisor import check_router, wait_until_serving
@@ -25,15 +26,17 @@ def facts():
     return ModelFacts.load(MODEL, VisionSpec.load(MODEL))
 
 
-def passes_on(engine, *, without=(), busy=0):
-    """A proxy of /generate that drops some sampling parameters, and says 503 at first."""
-    left = [busy]
+def passes_on(engine, *, without=(), busy=0, anew=False):
+    """A proxy of /generate that drops some sampling parameters, says 503 at first, and tokenises prompts anew."""
+    left, tokenizer = [busy], Tokenizer.from_file(f"{MODEL}/tokenizer.json")
 
     def answer(request, body):
         if left[0]:
             left[0] -= 1
             return says({"error": "no workers yet"}, 503)(request, body)
         kept = {name: value for name, value in body["sampling_params"].items() if name not in without}
+        if anew:
+            body["input_ids"] = tokenizer.encode(tokenizer.decode(body["input_ids"], skip_special_tokens=False)).ids
         says(call(engine, "/generate", body | {"sampling_params": kept}, 30.0))(request, body)
 
     return {"/generate": answer, "/health": says(b"OK")}
@@ -53,6 +56,16 @@ def test_a_proxy_that_loses_bans_is_refused(engine, facts):
     with (
         false_engine(passes_on(engine, without=["logit_bias"])) as (url, _),
         pytest.raises(EngineError, match="loses logit_bias"),
+    ):
+        check_router(url, facts, 30.0)
+
+
+def test_an_engine_that_tokenises_prompts_anew_is_refused(engine, facts):
+    """sglang#26555: a server decodes a prompt with an image and encodes it again, so that it continues other tokens
+    than the policy wrote. SGLang 0.5.23 does not, unless its variable SGLANG_MM_AVOID_RETOKENIZE is set to 0."""
+    with (
+        false_engine(passes_on(engine, anew=True)) as (url, _),
+        pytest.raises(EngineError, match=r"makes 8 tokens of 10: .* SGLANG_MM_AVOID_RETOKENIZE left on"),
     ):
         check_router(url, facts, 30.0)
 

@@ -78,30 +78,6 @@ def test_flushing_with_the_update_forgets_what_the_old_weights_computed(folder, 
     assert (reused == 0 and gap < 1e-4) if flush else (reused == len(longer) - 3 and gap > 1e-3)
 
 
-def test_a_changed_vision_tower_is_seen_at_once(folder, spec, engine):
-    """No image's features outlive the weights that made them."""
-    url, _ = engine
-    new = load_model(folder)
-    with torch.no_grad():
-        for name, parameter in new.named_parameters():
-            if ".visual." in name:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    drawn = draw_image(64, 64, 1)
-    prompt = [21, spec.image_token_id, 22, 31]
-
-    async def main():
-        publisher = await Publisher.connected(url)
-        client = EngineClient(url)
-        images = [Image.of(png(drawn))]
-        await client.generate(prompt, images, Sampling(max_new_tokens=3))
-        await publisher.publish(new, "1")
-        return await client.generate(prompt, images, Sampling(max_new_tokens=9), banned_ids=spec.banned_ids)
-
-    out = asyncio.run(main())
-    expected = logprobs_under(new, spec, prompt, out.token_ids, [drawn])
-    torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
-
-
 def test_torchs_own_group_constructor_meets_the_engine(folder, engine):
     """The other end may be built as SGLang builds it, from torch's helper beside a default group."""
     url, app = engine

@@ -1,6 +1,7 @@
 """The stream of fragments and sampled tokens equals the chat template's rendering of the whole conversation."""
 
 import io
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -9,9 +10,14 @@ from hypothesis import strategies as st
 
 from actor.render import Renderer
 from learner.images import rgb_of
+from learner.model.policy import load_policy
 from shared.types import Image
 from shared.vision import VisionSpec
-from tests.support.tiny import draw_image, png, tiny_model_dir, tiny_tokenizer
+from tests.support.episodes import gap
+from tests.support.rollout_rig import play_briefly, threads
+from tests.support.tiny import draw_image, png, running_engine, tiny_model_dir, tiny_tokenizer
+
+__all__ = ["threads"]  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +174,31 @@ def test_a_thinking_models_turns_begin_inside_its_thoughts_and_keep_them(rendere
     stream = [*first.token_ids, *sampled(written), *own.observation(user("and now?", draw_image())).token_ids]
     after = "\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>and now?<|im_end|>\n"
     assert own.transcript(stream) == f"{expected}{written}<|im_end|>{after}<|im_start|>assistant\n<think>\n"
+    messages += [{"role": "assistant", "content": written}, user("and now?", draw_image())]
+    anew = own.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert "left is free" not in anew and anew.count("<think>") == 1  # written anew, the beginning would be another
+
+
+def test_a_thinking_models_thoughts_are_read_by_engine_and_learner_as_they_were_sampled(renderer, folder, threads):
+    own = renderer_of(THINKING, renderer)
+    with running_engine(folder, max_context=1024) as (url, app):
+        trajectory, client = play_briefly(url, own, threads)
+        reused = app.scheduler.tokens_reused
+    requests, sampled = [ids for ids, _ in client.requests], [list(answer.token_ids) for answer in client.answers]
+    for earlier, answer, later in zip(requests, sampled, requests[1:], strict=False):
+        assert later[: len(earlier) + len(answer)] == earlier + answer
+    assert reused >= len(requests[0]) + len(requests[1])  # of which the engine computes nothing again
+    assert trajectory.token_ids.tolist() == requests[2] + sampled[2]
+    assert trajectory.token_ids[trajectory.loss_mask == 1].tolist() == [*chain(*sampled)]  # without what opens thoughts
+    opened = own.tokenizer.encode("<|im_start|>assistant\n<think>\n")
+    assert all(request[-len(opened) :] == opened for request in requests)
+    assert gap(load_policy(str(folder), own.spec), trajectory) < 1e-4
 
 
 def test_a_template_that_does_not_end_turns_is_refused(renderer):
-    with pytest.raises(ValueError, match="cannot be continued"):
+    with pytest.raises(ValueError, match="cannot be continued; give the model another") as refused:
         renderer_of("{%- for message in messages -%}{{- message.role -}}: ?{%- endfor -%}", renderer)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP"])

@@ -120,6 +120,7 @@ def test_the_token_budget_of_the_episode_bounds_each_turn(renderer, threads):
 
 
 def test_an_observation_that_does_not_fit_is_not_begun(renderer, threads):
+    """verl#4050: the tokens of what does not fit are left out and its image is not, which the learner dies of."""
     whole, _ = play(renderer, threads, ["up", "end"])
     needed = int(whole.metrics["expanded_tokens"]) - len(completion("end").token_ids)
     for room, fits in ((needed, False), (needed + 1, True)):

@@ -15,18 +15,22 @@ from shared.types import Image
 from shared.vision import VisionSpec
 
 PROBE = "Image 12: <answer>up, left</answer> \u00e9\u6f22<|im_end|>"
+SPELLED = "answer"  # one token or a few in any vocabulary; a policy may write it letter by letter
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What an engine can be asked about its model. `probe_ids`: the tokens of PROBE; `image_ids`: those of an image
-    in the compact stream."""
+    in the compact stream; `spelled_ids`: SPELLED letter by letter, `num_spelled`: its tokens as a tokenizer makes
+    them."""
 
     path: str
     model_type: str
     vocab_size: int
     probe_ids: tuple[int, ...]
     image_ids: tuple[int, int, int]
+    spelled_ids: tuple[int, ...]
+    num_spelled: int
     vision: VisionSpec
 
     @staticmethod
@@ -36,10 +40,12 @@ class ModelFacts:
         file = Path(path) / "tokenizer.json"
         if not file.exists():
             raise ValueError(f"model.path = {path!r} has no tokenizer.json")
-        ids = tuple(Tokenizer.from_file(str(file)).encode(PROBE).ids)
+        tokenizer = Tokenizer.from_file(str(file))
+        ids, letters = tuple(tokenizer.encode(PROBE).ids), tuple(i for c in SPELLED for i in tokenizer.encode(c).ids)
         vocab_size = config["text_config"]["vocab_size"]
         image = (config["vision_start_token_id"], vision.image_token_id, config["vision_end_token_id"])
-        return ModelFacts(path, config["model_type"], vocab_size, ids, image, vision)
+        num_spelled = len(tokenizer.encode(SPELLED).ids)
+        return ModelFacts(path, config["model_type"], vocab_size, ids, image, letters, num_spelled, vision)
 
 
 async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
@@ -58,18 +64,27 @@ async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float
 
 
 async def check_answers(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
-    """What every way to an engine must keep: an image's size, and the bans of tokens. EngineError if it does not."""
+    """What every way to an engine must keep: an image's size, each of the prompt's tokens, and the bans of tokens.
+    EngineError if it does not."""
     width, height = 2 * model.vision.patch_size * model.vision.merge_size, model.vision.patch_size
     image = _image(width, height)
-    num_tokens, likeliest = await client.warm_up(model.image_ids, [image], timeout_s)
-    expected = model.vision.num_tokens(model.vision.grid(width, height)) + 2
+    prompt = (*model.image_ids, *model.spelled_ids)
+    num_tokens, likeliest = await client.warm_up(prompt, [image], timeout_s)
+    image_tokens = model.vision.num_tokens(model.vision.grid(width, height)) + 2
+    expected = image_tokens + len(model.spelled_ids)
+    if num_tokens == image_tokens + model.num_spelled != expected:
+        raise EngineError(
+            client.url,
+            f"makes {num_tokens} tokens of {expected}: it decodes a prompt with an image and encodes it anew, and "
+            "would continue other tokens than were sampled; use SGLang 0.5.23 with SGLANG_MM_AVOID_RETOKENIZE left on",
+        )
     if num_tokens != expected:
         raise EngineError(
             client.url,
             f"makes {num_tokens} tokens of a prompt with an image, the learner {expected}; give it "
             "the bounds model.min_pixels and model.max_pixels, as launch/engines/commands.py does",
         )
-    if (await client.warm_up(model.image_ids, [image], timeout_s, (likeliest,)))[1] == likeliest:
+    if (await client.warm_up(prompt, [image], timeout_s, (likeliest,)))[1] == likeliest:
         raise EngineError(
             client.url,
             "samples a token that the request bans: it loses logit_bias (sglang-router 0.3.2 does), "

@@ -157,7 +157,7 @@ def load_weights(policy: Policy, path: str, device: torch.device, *, offload: bo
     """
     parameters, tied = dict(policy.named_weights()), "lm_head.weight"
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    files = WeightFiles.open(path, shapes, also=(tied,))
+    files = WeightFiles.open(path, FAMILIES[policy.vlm.config.model_type], shapes, also=(tied,))
     try:
         materialize(policy, policy.vlm, device, offload=offload)
         for name, parameter in policy.named_weights():

@@ -1,7 +1,6 @@
 """A model's safetensors files, read piece by piece: names and shapes from their headers, values a tensor at a time.
 
-Tensors are known by the names and shapes of transformers' models; files may have the published ones, which differ in
-Qwen2.5-VL's names and in how mixtures' stacks of experts lie.
+Tensors are known by the names and shapes of transformers' models; files may have those or the family's published ones.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from shared.weights.families import Family
+
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
-RENAMED = (  # Qwen2.5-VL as published -> as transformers names it
-    (re.compile(r"^visual\."), "model.visual."),
-    (re.compile(r"^model\.(?!language_model\.|visual\.)"), "model.language_model."),
-)
-EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")  # published [E,in,out], here [E,out,in]
 RECOMPUTED = re.compile(r"\.inv_freq$")  # older checkpoints hold what is no weight
 Index = tuple[slice, ...]
 
@@ -49,13 +45,16 @@ class WeightFiles:
         self.folder, self.stored, self._opened, self.close = folder, stored, opened, stack.close
 
     @staticmethod
-    def open(folder: str | Path, shapes: Mapping[str, Sequence[int]], also: Iterable[str] = ()) -> WeightFiles:
+    def open(
+        folder: str | Path, family: Family, shapes: Mapping[str, Sequence[int]], also: Iterable[str] = ()
+    ) -> WeightFiles:
         """Of a model with these parameters. `also`: names that may be there besides, without being read.
 
         ValueError, in one line: there are no weights, a file cannot be read, or a tensor is missing, of another shape
         or dtype, or not the model's.
         """
         folder, opened, stored = Path(folder), dict[Path, Any](), dict[str, Stored]()
+        own = {family.published_name(name): name for name in shapes}
         with ExitStack() as stack:
             for path in _files(folder):
                 try:
@@ -64,8 +63,8 @@ class WeightFiles:
                     raise ValueError(f"model.path: {path} cannot be read as safetensors: {_line(error)}") from error
                 for name in sorted(file.keys()):
                     part = file.get_slice(name)
-                    stored[_renamed(name)] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
-            stored = _turned(stored, shapes)
+                    stored[own.get(name, name)] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+            stored = _turned(family, stored, shapes)
             _check(folder, stored, shapes, {*also})
             return WeightFiles(folder, stored, opened, stack.pop_all())
 
@@ -109,16 +108,10 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _renamed(name: str) -> str:
-    for pattern, replacement in RENAMED:
-        name = pattern.sub(replacement, name)
-    return name
-
-
-def _turned(stored: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
+def _turned(family: Family, stored: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
     """With the stacks of experts marked if they lie as they are published. All of a model's lie alike, so that one
     whose two sizes are equal is known by the others."""
-    experts = [name for name in stored if EXPERTS.search(name) and name in shapes]
+    experts = [name for name in stored if family.is_turned(name) and name in shapes]
     published = any(
         stored[name].shape != tuple(shapes[name]) and stored[name].shape == _swapped(shapes[name]) for name in experts
     )

@@ -9,7 +9,8 @@ import pytest
 from launch.engines.probe import ModelFacts
 from shared.types import Image, Sampling
 from tests.support.engines import ask
-from tests.support.sglang_rig import ENDS, TOLERANCE, gap, move, play, surprise, versions, vision_of
+from tests.support.episodes import gap
+from tests.support.sglang_rig import ENDS, TOLERANCE, move, play, surprise, versions, vision_of
 from tests.support.tiny import draw_image, png
 
 

@@ -13,7 +13,8 @@ import pytest
 from learner.weights import publisher as publisher_module
 from shared.engine_api import EngineError
 from tests.support.engines import ask
-from tests.support.sglang_rig import TOLERANCE, gap, move, play, tickets, versions, with_player
+from tests.support.episodes import gap
+from tests.support.sglang_rig import TOLERANCE, move, play, tickets, versions, with_player
 
 
 def answers(url):

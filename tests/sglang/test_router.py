@@ -16,8 +16,9 @@ from launch.engines.supervisor import check_router
 from launch.processes.children import cpu_env
 from shared.engine_api import EngineError
 from tests.support.engines import wait_healthy
+from tests.support.episodes import gap
 from tests.support.machine import free_port
-from tests.support.sglang_rig import TOLERANCE, gap, tickets, versions, vision_of, with_player
+from tests.support.sglang_rig import TOLERANCE, tickets, versions, vision_of, with_player
 
 
 @contextmanager

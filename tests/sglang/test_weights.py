@@ -85,7 +85,7 @@ def test_an_update_in_the_middle_of_a_request_yields_two_spans_of_two_weights(
 
 
 def test_an_image_seen_before_an_update_is_not_served_from_old_embeddings(servers, recipe, policy, publisher, prompt):
-    """Another prefix, so that nothing of the prompt is cached but what is kept of the image alone."""
+    """sglang#36468. Another prefix, so that nothing of the prompt is cached but what is kept of the image alone."""
     url, spec = servers.urls[0], vision_of(recipe)
     publisher.publish(20, [url])
     asyncio.run(generate(url, [50, *prompt], 4))

@@ -90,6 +90,13 @@ def packed(policy: Policy, trajectories: Sequence[Trajectory]) -> Microbatch:
     return pack(episodes, decoder, torch.device("cpu"))
 
 
+@torch.no_grad()
+def gap(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> float:
+    """The largest difference between the engine's logprobs and the learner's of the same tokens."""
+    batch = packed(policy, [trajectory])
+    return float((policy(batch, temperature).logprobs - batch.behaviour_logprobs).abs().max())
+
+
 def plain_logprobs(model: Any, trajectory: Trajectory, spec: VisionSpec, temperature: float = 1.0) -> torch.Tensor:
     """Of the sampled tokens, by one forward of transformers with the vision ids banned."""
     images = [PILImage.open(io.BytesIO(image.data)).convert("RGB") for image in trajectory.images]

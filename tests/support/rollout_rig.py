@@ -12,7 +12,7 @@ from actor.rewards import EnvReward
 from actor.rollout import Player
 from shared.codec import TokenRules, check_trajectory
 from shared.engine_api import EngineClient
-from shared.types import Completion, Sample, Sampling, Ticket, VersionSpan
+from shared.types import Completion, Ending, Sample, Sampling, Ticket, VersionSpan
 from shared.vision import VisionSpec
 from tests.support.tiny import draw_image, tiny_tokenizer
 
@@ -46,6 +46,21 @@ class Scripted(EngineClient):
         if isinstance(answer, str):
             answer = completion(answer, version=len(self.requests))
         return answer
+
+
+class Brief(EngineClient):
+    """A real engine's, whose turns have a few tokens even from a model that writes noise: every fourth id ends one.
+    It keeps what was asked and what was answered."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.requests, self.answers = [], []
+
+    async def generate(self, token_ids, images, sampling, **settings):
+        self.requests.append((list(token_ids), list(images)))
+        settings["stop_ids"] = range(0, 640, 4)
+        self.answers.append(await super().generate(token_ids, images, sampling, **settings))
+        return self.answers[-1]
 
 
 def completion(text, version=1, reason="stop"):
@@ -93,6 +108,20 @@ def play(renderer, threads, answers, env=Counting, limits=None, episode_reward=N
     trajectory = asyncio.run(player.play(ticket(**changes)))
     check(renderer, trajectory)
     return trajectory, engine
+
+
+def play_briefly(url, renderer, threads, max_turns=3):
+    """An episode of short turns on the engine at `url`, and the client that played it."""
+
+    async def main():
+        async with Brief(url) as client:
+            player = Player(Counting, renderer, EnginePool([client]), EpisodeLimits(max_turns=max_turns), threads)
+            return await player.play(ticket(seed=1)), client
+
+    trajectory, client = asyncio.run(main())
+    check(renderer, trajectory)
+    assert trajectory.ending is Ending.MAX_TURNS, trajectory.error
+    return trajectory, client
 
 
 def check(renderer, trajectory):

@@ -119,13 +119,6 @@ def tickets(recipe: Recipe, count: int, version: int, temperature: float = 1.0, 
 
 
 @torch.no_grad()
-def gap(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> float:
-    """The largest difference between the engine's logprobs and the learner's of the same tokens."""
-    batch = packed(policy, [trajectory])
-    return float((policy(batch, temperature).logprobs - batch.behaviour_logprobs).abs().max())
-
-
-@torch.no_grad()
 def surprise(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
     """`surprise_z` of the tokens that an engine sampled at temperature 1 with these weights."""
     batch = packed(policy, trajectories)
