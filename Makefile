@@ -1,6 +1,6 @@
 # make train         fresh machine -> environment -> trains the small Sokoban model here
 # make check         format, lint, types and the fast tests: for every edit
-# make test          all that runs on a CPU; make test-learning: small problems with known answers; make test-watching:
+# make test          all that runs on a CPU; make test-learning: what learns to a known answer; make test-watching:
 #                    the dashboard in a browser; make test-sglang: against SGLang's server; make test-chaos: under
 #                    faults; make test-hostile: under hostile input; make test-long: a million mutated messages
 PYTHON ?= python3
@@ -93,7 +93,7 @@ test: lint
 	$(PYTEST) -m "not learning and not browser" $(ARGS)
 
 test-learning: env
-	$(PYTEST) --dist worksteal -m learning tests/test_stability.py $(ARGS)
+	$(PYTEST) --dist worksteal -m learning tests/test_stability.py tests/test_end_to_end.py tests/test_tasks_end_to_end.py $(ARGS)
 
 # The dashboard's pages in the system's Chromium; screenshots go to build/screenshots.
 test-watching: env

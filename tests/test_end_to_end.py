@@ -16,6 +16,7 @@ from tests.support.machine import children_of
 from tests.support.runs import command, finished, local, metrics, places, refused
 
 
+@pytest.mark.learning
 @pytest.mark.slow
 def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
     fields = {"eval.every_steps": 15, "learner.checkpoint.keep": 1}

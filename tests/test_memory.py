@@ -9,6 +9,7 @@ from learner.distributed import init_ranks
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
+from shared.sections import GuardConfig
 from tests.support.episodes import learner_config, random_groups
 
 
@@ -49,7 +50,8 @@ def test_a_setting_gives_the_weights_of_plain_adamw(folder, spec, ranks, plain, 
 
 @pytest.mark.slow
 def test_compiled_blocks_give_the_weights_of_plain_adamw(folder, spec, ranks, plain):
-    assert distance(weights(trained(folder, spec, ranks, compile=True)), plain) < 1e-5
+    guard = GuardConfig(max_kl=0.0)  # else there are graphs without gradients too, for its forward
+    assert distance(weights(trained(folder, spec, ranks, compile=True, guard=guard)), plain) < 1e-5
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ def run(recipe: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return finished(command("local", arguments, f"launch/recipes/{recipe}.toml"))
 
 
+@pytest.mark.learning
 @pytest.mark.slow
 def test_v_trace_teaches_a_small_model_to_name_colours_from_chance(tmp_path: Path) -> None:
     objective = {"name": "vtrace", "vtrace_clip": "true"}
@@ -34,6 +35,7 @@ def test_v_trace_teaches_a_small_model_to_name_colours_from_chance(tmp_path: Pat
         assert picture.format == "PNG"
 
 
+@pytest.mark.learning
 @pytest.mark.slow
 def test_a_small_geometry_model_learns_to_call_the_tool_in_the_right_form(tmp_path: Path) -> None:
     run("geo3k_multi_turn_tiny", places(tmp_path, **{"learner.total_steps": 30}))
