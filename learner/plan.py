@@ -67,7 +67,7 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
         logits_bytes=0.1 * gpu_bytes,
         activation_checkpointing=parallel.activation_checkpointing,
         offload=parallel.offload,
-        reference=objective.kl_coef != 0,
+        reference=objective.has_reference,
         optimizer=optimizer.name,
         freeze=optimizer.freeze,
         episodes=recipe.learner.groups_per_step * recipe.learner.group_size,

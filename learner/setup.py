@@ -40,7 +40,7 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     torch.manual_seed(recipe.run.seed)
     policy = build_policy(recipe, ranks, recipe.learner.objective.critic_width)
     reference = None
-    if recipe.learner.objective.kl_coef:
+    if recipe.learner.objective.has_reference:
         reference = build_policy(recipe, ranks).requires_grad_(False)
     return Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
 

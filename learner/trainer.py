@@ -27,8 +27,8 @@ from learner.model.expert_load import RouterLoad
 from learner.model.policy import Policy, PolicyOutput
 from learner.model.sharding import copy_weights, forward_only
 from learner.model.sizes import sizes_of
+from learner.objective.columns import tokens_of
 from learner.objective.objectives import loss_of
-from learner.objective.records import Tokens
 from learner.objective.survey import Survey
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
 from learner.recording.columns import Watched, recorded_columns
@@ -48,17 +48,18 @@ class Trainer:
         temperature: float = 1.0,
         reference: Policy | None = None,
     ) -> None:
-        """`reference`: the frozen initial policy, sharded as `policy` is; needed where the KL's weight is not 0. Its
-        weights become the policy's every `kl_reference_every` steps."""
+        """`reference`: the frozen initial policy, sharded as `policy` is; needed where the KL or the hold has a weight.
+        Its weights become the policy's every `kl_reference_every` steps."""
         if temperature <= 0:
             raise ValueError(f"sampling.temperature = {temperature}: training needs a temperature above 0")
-        kl_coef = config.objective.kl_coef
-        if (kl_coef != 0) != (reference is not None):
+        weights = {name: getattr(config.objective, name) for name in ("kl_coef", "hold_coef")}
+        if config.objective.has_reference != (reference is not None):
             raise ValueError(
-                f"learner.objective.kl_coef = {kl_coef} and {reference and 'a'} reference policy do not fit"
+                f"learner.objective: {weights} and {'a' if reference else 'no'} reference policy do not fit"
             )
         self.policy = policy.train()
         self.reference = reference
+        self._same_tower = not any(p.requires_grad for p in policy.vlm.model.visual.parameters())
         self.config = config
         self.ranks = ranks
         self.temperature = temperature
@@ -179,8 +180,11 @@ class Trainer:
             work.flops += self._flops(batch)
             work.clock.lap("prepare")
             self.router.counting = not batch.empty
-            output = self.policy(batch, self.temperature)
-            loss, *others = self._loss(batch, output, divisor, work)
+            said, known = self._reference_says(batch), {}
+            if said is not None:
+                known = {"vision": said.vision if self._same_tower else None, "labels": said.labels}
+            output = self.policy(batch, self.temperature, **known)
+            loss, *others = self._loss(batch, output, said, divisor, work)
             sums += torch.stack([loss.detach(), *others])
             work.last = batch
             work.clock.lap("forward")
@@ -223,7 +227,7 @@ class Trainer:
         """This rank's microbatches. Episodes whose loss is exactly 0 take no part; the token count still has them."""
         useful = list(range(len(episodes)))
         config, objective = self.config, self.config.objective
-        if objective.group_relative and objective.entropy_coef == 0 and objective.kl_coef == 0:
+        if objective.group_relative and objective.entropy_coef == 0 and not objective.has_reference:
             useful = [i for i in useful if episodes[i].advantage != 0.0]
         if not useful:
             return []  # on every rank
@@ -239,32 +243,27 @@ class Trainer:
         harmless_id = next(i for i in range(len(banned) + 1) if i not in banned)
         return empty_microbatch(self.decoder, harmless_id, self.ranks.device)
 
-    def _loss(self, batch: Microbatch, output: PolicyOutput, divisor: int, work: Work) -> list[Tensor]:
-        """This microbatch's share of the update's loss, to be differentiated; what it drops; `_divergence`."""
-        objective, reference, reference_entropies = self.config.objective, batch.reference_logprobs, None
-        if self.reference is not None and not self._survey.reference:
-            said = forward_only(self.reference, batch, self.temperature, output.vision)
-            reference, reference_entropies = said.logprobs, said.entropies
+    def _reference_says(self, batch: Microbatch) -> PolicyOutput | None:
+        """None without a reference, and where all that is wanted of it was computed before the step's first update."""
+        objective = self.config.objective
+        if self.reference is None or (self._survey.reference and not objective.hold_coef):
+            return None
+        sure = objective.hold_probability if objective.hold_coef else None
+        return forward_only(self.reference, batch, self.temperature, sure=sure)
+
+    def _loss(
+        self, batch: Microbatch, output: PolicyOutput, said: PolicyOutput | None, divisor: int, work: Work
+    ) -> list[Tensor]:
+        """This microbatch's share of the update's loss, to be differentiated; what it drops; `_divergence`. `said`: by
+        the reference."""
+        objective = self.config.objective
         unused = 0.0 * (output.logprobs.sum() + output.entropies.sum() + output.values.sum())
         if batch.empty:
             return [unused, torch.zeros_like(unused), *self._divergence(batch, output.logprobs)]
         proximal = None
         if objective.proximal == "learner":  # in a step's only update the policy is still what it was
             proximal = batch.proximal_logprobs if self._survey.policy else output.logprobs.detach()
-        tokens = Tokens(
-            logprobs=output.logprobs,
-            entropies=output.entropies,
-            values=output.values,
-            behaviour_logprobs=batch.behaviour_logprobs,
-            rewards=batch.rewards,
-            turn_end=batch.turn_end,
-            episode_end=batch.episode_end,
-            advantages=batch.advantages,
-            weights=1.0 / batch.episode_tokens if self._per_episode else torch.ones_like(batch.episode_tokens),
-            reference_logprobs=reference,
-            reference_entropies=reference_entropies,
-            proximal_logprobs=proximal,
-        )
+        tokens = tokens_of(batch, output, said, proximal, per_episode=self._per_episode)
         loss = loss_of(tokens, objective, work.scaling)
         work.stats.add(work.version - batch.versions, loss_columns(tokens, loss))
         if work.watched is not None:

@@ -109,6 +109,11 @@ def test_a_reference_on_several_ranks_adds_the_divergence_from_it(results):
     assert held["reference/kl"] > 0.01 and plain.get("reference/kl", 0.0) == 0.0
 
 
+def test_what_a_reference_is_sure_of_is_held_on_several_ranks(results):
+    first, *_, last = [metrics["reference/hold"] for metrics in results[2]["frozen"]["metrics"]]
+    assert 0.1 < last < first and results[2]["vtrace"]["metrics"][0].get("reference/hold", 0.0) == 0.0
+
+
 def test_experts_are_sharded_over_ranks_and_their_load_is_measured(results):
     assert all(local == 4 and whole == 8 for local, whole in results[2]["expert_shards"])
     for metrics in results[2]["experts"]["metrics"]:

@@ -14,6 +14,7 @@ from learner.loop import check_step
 from learner.model.policy import load_policy
 from learner.model.sharding import freeze
 from learner.trainer import Trainer
+from shared.sections import GuardConfig
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group
 from tests.support.episodes import learner_config, on_policy, random_groups
@@ -216,8 +217,9 @@ def test_a_tower_that_is_not_trained_sees_once_for_policy_and_reference(folder, 
             policy.vlm.lm_head.weight.mul_(1.1)
         freeze(policy, parts)
         calls = []
-        reference.vlm.model.visual.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        trainer = Trainer(policy, learner_config(kl_coef=0.1), ranks, reference=reference)
+        policy.vlm.model.visual.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        config = learner_config(kl_coef=0.1, guard=GuardConfig(max_kl=0.0))
+        trainer = Trainer(policy, config, ranks, reference=reference)
         kl[parts] = trainer.step(groups, version=0)["reference/kl"]
         assert bool(calls) == (not parts)
     assert kl[()] == pytest.approx(kl["vision", "projector"], rel=1e-6)
@@ -225,8 +227,9 @@ def test_a_tower_that_is_not_trained_sees_once_for_policy_and_reference(folder, 
 
 
 def test_a_reference_is_asked_for_only_where_its_weight_is_not_zero(policy, ranks):
-    with pytest.raises(ValueError, match="kl_coef"):
-        Trainer(policy, learner_config(kl_coef=0.1), ranks)
+    for name in ("kl_coef", "hold_coef"):
+        with pytest.raises(ValueError, match=name):
+            Trainer(policy, learner_config(**{name: 0.1}), ranks)
     with pytest.raises(ValueError, match="kl_coef"):
         Trainer(policy, learner_config(), ranks, reference=policy)
 

@@ -17,7 +17,7 @@ from learner.model.sharding import freeze
 from learner.objective.survey import Survey
 from learner.trainer import Trainer
 from shared.config import Recipe
-from shared.sections import EnvConfig, ModelConfig
+from shared.sections import EnvConfig, GuardConfig, ModelConfig
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group
 from tests.support.episodes import learner_config, on_policy, packed, random_groups
@@ -92,8 +92,9 @@ def test_the_reference_speaks_within_updates_as_it_would_beforehand(folder, spec
             policy.vlm.lm_head.weight.mul_(1.1)
         freeze(policy, ("vision", "projector"))
         calls = []
-        reference.vlm.model.visual.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        trainer = Trainer(policy, learner_config(kl_coef=0.5, minibatches=2, lr=1e-3), ranks, reference=reference)
+        policy.vlm.model.visual.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        config = learner_config(kl_coef=0.5, minibatches=2, lr=1e-3, guard=GuardConfig(max_kl=0.0))
+        trainer = Trainer(policy, config, ranks, reference=reference)
         assert not trainer._survey.reference
         trainer._survey = Survey(policy=False, reference=beforehand)
         trainer.optimizer = torch.optim.SGD([{"params": [*policy.parameters()], "base_lr": 0.1}], lr=0.1)

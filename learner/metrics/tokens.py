@@ -22,7 +22,7 @@ TURNS = ("1", "2", "3", "4", "5", "6", "7", "8", "9+")
 _EDGES = (1, 2, 3, 5, 9)
 COLUMNS = (
     "tokens", "abs_gap", "ratio", "ratio_sq", "chi_square", "kl", "clipped", "entropy", "policy_loss", "reference_kl",
-    "value_weight", "error", "error_sq", "vs", "vs_sq", "advantage_sq", "trace", "whole_trace", "masked_token",
+    "hold", "value_weight", "error", "error_sq", "vs", "vs_sq", "advantage_sq", "trace", "whole_trace", "masked_token",
     "masked_sequence", "masked_veto",
 )  # fmt: skip
 TURN_COLUMNS = ("tokens", "advantage", "advantage_sq", "value_weight", "error", "error_sq", "vs", "vs_sq")
@@ -55,6 +55,7 @@ def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
         "entropy": tokens.entropies,
         "policy_loss": loss.policy_N,
         "reference_kl": loss.kl_N,
+        "hold": nothing if loss.hold_N is None else loss.hold_N,
         "value_weight": weights,
         "error": weights * error,
         "error_sq": weights * error.square(),
@@ -113,6 +114,7 @@ class TokenStats:
             "loss/policy": total["policy_loss"] / tokens,
             "loss/value": 0.5 * total["error_sq"] / tokens,
             "reference/kl": total["reference_kl"] / tokens,
+            "reference/hold": total["hold"] / tokens,
             "policy/advantage_rms": (total["advantage_sq"] / tokens) ** 0.5,
             "value/target_mean": total["vs"] / tokens,
         }

@@ -18,7 +18,9 @@ from learner.batch import Microbatch
 from learner.model.adapt import adapt, materialize
 from learner.model.attention import packing_of, window_lengths
 from learner.model.critic import DeepCritic, LinearCritic, Listener, chosen_layers
+from learner.model.labels import sure_labels
 from learner.model.weight_files import WeightFiles, local_part
+from learner.objective.records import Labels
 from learner.vtrace import turn_indices
 from shared.vision import VisionSpec
 from shared.weights.families import FAMILIES
@@ -31,6 +33,8 @@ class PolicyOutput(NamedTuple):
     entropies: Tensor
     values: Tensor
     vision: Vision | None = None  # what a tower that is not trained made of the images
+    labels: Labels | None = None  # what it is sure of, where `sure` asks for it
+    label_logprobs: Tensor | None = None  # float32 [K], differentiable: of the labels that were not sampled
 
 
 Vision = tuple[Tensor, list[Tensor]]
@@ -59,21 +63,38 @@ class Policy(nn.Module):
         window = getattr(vlm.config.vision_config, "window_size", 0)  # pixels; 0 = no block looks through windows
         self.window_tokens = window // (spec.patch_size * spec.merge_size)
 
-    def forward(self, batch: Microbatch, temperature: float, vision: Vision | None = None) -> PolicyOutput:
-        """`vision`: of a policy whose tower is the same; it is not computed again."""
+    def forward(
+        self,
+        batch: Microbatch,
+        temperature: float,
+        vision: Vision | None = None,
+        *,
+        sure: float | None = None,
+        labels: Labels | None = None,
+    ) -> PolicyOutput:
+        """`vision`: of a policy whose tower is the same; it is not computed again. `sure`: the probability of a token
+        from which on it is a label. `labels`: of another policy, whose logprobs are wanted."""
         if self.listener:
             self.listener.listen(batch.predictors)
         vision = self._vision(batch) if vision is None else vision
         hidden_NH = self._hidden(batch, vision)
+        head, banned = self.vlm.lm_head.weight, self.banned_ids
         logprobs, entropies = linear_logprob(
-            hidden_NH, self.vlm.lm_head.weight, batch.target_ids, temperature=temperature, banned_ids=self.banned_ids
+            hidden_NH, head, batch.target_ids, temperature=temperature, banned_ids=banned
         )
+        own, of_labels = None, None
+        if sure is not None:
+            own = sure_labels(hidden_NH, head, logprobs, least=sure, temperature=temperature, banned_ids=banned)
+        if labels is not None:
+            rows_KH = hidden_NH[labels.rows_K]
+            of_labels, _ = linear_logprob(rows_KH, head, labels.ids_K, temperature=temperature, banned_ids=banned)
         if self.listener:
             turns_N = turn_indices(batch.turn_end, batch.episode_end)
             values = self.value_head([*self.listener.take(), hidden_NH.detach()], turns_N)
         else:
             values = self.value_head(hidden_NH)
-        return PolicyOutput(logprobs, entropies, values, None if vision[0].requires_grad else vision)
+        vision_kept = None if vision[0].requires_grad else vision
+        return PolicyOutput(logprobs, entropies, values, vision_kept, own, of_labels)
 
     def _hidden(self, batch: Microbatch, vision: Vision) -> Tensor:
         """Final hidden states [N,H] that predict the sampled tokens."""

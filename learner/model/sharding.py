@@ -40,9 +40,11 @@ def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
 
 
 @torch.no_grad()
-def forward_only(policy: Policy, batch: Microbatch, temperature: float, vision: Vision | None = None) -> PolicyOutput:
+def forward_only(
+    policy: Policy, batch: Microbatch, temperature: float, vision: Vision | None = None, *, sure: float | None = None
+) -> PolicyOutput:
     """A forward that no backward follows, which would leave a sharded policy's own parameters gathered, in `dtype`."""
-    output = policy(batch, temperature, vision)
+    output = policy(batch, temperature, vision, sure=sure)
     if isinstance(policy, FSDPModule):
         policy.reshard()
     return output

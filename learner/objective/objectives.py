@@ -205,10 +205,14 @@ def _loss(
             kl_N = kl_N.masked_fill(tokens.reference_entropies > config.kl_max_entropy, 0.0)
         if not config.kl_in_reward:
             per_token_N = per_token_N + config.kl_coef * kl_N
+    if tokens.hold is not None:
+        per_token_N = per_token_N + config.hold_coef * tokens.hold
     if config.entropy_coef:
         per_token_N = per_token_N - config.entropy_coef * tokens.entropies
     vs_N, value_weights_N = tokens.values.detach(), torch.ones_like(tokens.values)
     if targets is not None:
         vs_N, value_weights_N = targets.vs, targets.value_weights
     total = (tokens.weights * per_token_N).sum() + value
-    return Loss(total, term.loss_N.detach(), term.clipped_N, kl_N.detach(), advantages_N, vs_N, value_weights_N)
+    hold_N = None if tokens.hold is None else tokens.hold.detach()
+    columns = (term.loss_N.detach(), term.clipped_N, kl_N.detach(), advantages_N, vs_N, value_weights_N, hold_N)
+    return Loss(total, *columns)

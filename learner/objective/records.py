@@ -8,6 +8,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class Labels(NamedTuple):
+    """What the reference is sure of, for N sampled tokens."""
+
+    agrees_N: Tensor  # bool: it is sure of the sampled token
+    rows_K: Tensor  # int64: of other tokens at these places
+    ids_K: Tensor  # int64: namely of these
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """Sampled tokens of whole episodes, one after another; all [N]. The first three are differentiable."""
@@ -24,6 +32,7 @@ class Tokens:
     reference_logprobs: Tensor | None = None  # of the frozen reference policy
     reference_entropies: Tensor | None = None  # where `kl_max_entropy` asks for them
     proximal_logprobs: Tensor | None = None  # of the policy as the step began; None: clips act on pi/mu
+    hold: Tensor | None = None  # -log pi of what the reference is sure of, 0 elsewhere; differentiable
 
 
 class Dropped(NamedTuple):
@@ -48,6 +57,7 @@ class Loss(NamedTuple):
     advantages_N: Tensor  # before any weight
     vs_N: Tensor  # the value's targets
     value_weights_N: Tensor  # of each token in the value's term; their mean is 1
+    hold_N: Tensor | None = None  # -log pi of what the reference is sure of; None where nothing is held
     trace_N: Tensor | None = None  # tokens that V-trace's trace of each spans; None without traces
     whole_trace_N: Tensor | None = None  # the same if every ratio were 1
     dropped: Dropped | None = None  # None: the recipe masks nothing

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from learner.objective.records import Labels
+
 
 class PolicyTerm(NamedTuple):
     loss_N: Tensor
@@ -72,6 +74,17 @@ def kl_term(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: str) ->
             return 0.5 * difference_N.square()
         case _:
             return torch.expm1(-difference_N) + difference_N
+
+
+def hold_term(logprobs_N: Tensor, labels: Labels, label_logprobs_K: Tensor) -> Tensor:
+    """-log pi of the token that the reference is sure of, [N]; 0 where it is sure of none.
+
+    It is the cross entropy to the reference's one word, and has no noise of sampling: where the policy says something
+    else, the right word is pulled up, and where both agree it is made surer by 1 - pi. `labels`: of the reference;
+    `label_logprobs_K`: log pi of the tokens that were not sampled.
+    """
+    held_N = torch.where(labels.agrees_N, -logprobs_N, torch.zeros_like(logprobs_N))
+    return held_N.index_add(0, labels.rows_K, -label_logprobs_K)
 
 
 def value_term(values_N: Tensor, vs_N: Tensor, clip: float | None) -> Tensor:

@@ -85,6 +85,14 @@ class ObjectiveConfig(Section):
     kl_reference_every: int = Field(
         0, ge=0, description="steps after which the reference becomes the policy of then; 0 = always the initial policy"
     )
+    hold_coef: float = Field(
+        0.0,
+        ge=0,
+        description="weight of -log policy of the token that the reference is sure of, said or not; 0 = none",
+    )
+    hold_probability: float = Field(
+        0.9, gt=0.5, lt=1, description="hold_coef: the reference is sure of a token of at least this probability"
+    )
     kl_in_reward: bool = Field(
         False, description="the KL, as k1, is taken off the rewards that returns are made of; it is no term of the loss"
     )
@@ -122,6 +130,11 @@ class ObjectiveConfig(Section):
     def group_relative(self) -> bool:
         """Whether advantages compare the episodes of one sample, and no critic is trained."""
         return self.name in get_args(GroupRelative)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen reference policy takes part."""
+        return self.kl_coef != 0 or self.hold_coef != 0
 
     @model_validator(mode="after")
     def _no_setting_contradicts_another(self) -> Self:
@@ -196,7 +209,7 @@ class ObjectiveConfig(Section):
             ("kl_max_entropy", self.kl_max_entropy),
         ):
             yield (
-                bool(value) and self.kl_coef == 0,
+                bool(value) and self.kl_coef == 0 and not (name == "kl_reference_every" and self.hold_coef),
                 f"{name} = {value} with kl_coef = 0: no KL is computed; set kl_coef",
             )
         yield (

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "uneven": ({"microbatch_tokens": 400, "max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
     "muon": ({"optimizer": "muon"}, 3),
     "reference": ({"kl_coef": 0.5, "objective": "grpo"}, 3),
-    "frozen": ({"freeze": ("vision",)}, 2),
+    "frozen": ({"freeze": ("vision", "projector"), "hold_coef": 0.5, "hold_probability": 0.6}, 2),
     "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
     "updates": ({"passes": 2, "minibatches": 2, "critic_width": 16, "activation_checkpointing": True}, 3),
     "ppo": ({"objective": "ppo", "proximal": "learner", "minibatches": 2, "mask_token_ratio": (0.03, 2.0)}, 3),
@@ -73,16 +73,19 @@ def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     config = learner_config(**settings | changes)
     ranks = replace(ranks, mesh=make_mesh("cpu", ranks.size, config.parallel.shard_size))
     parallelize(policy, ranks, config, torch.float32)
-    reference = reference_of(folder, ranks, config) if config.objective.kl_coef else None
+    reference = reference_of(folder, ranks, config) if config.objective.has_reference else None
     return Trainer(policy, config, ranks, reference=reference)
 
 
 def reference_of(folder: str, ranks: Ranks, config: LearnerConfig) -> Policy:
-    """Other weights than the policy's, so that the first gradient has a part of it."""
+    """Other weights than the policy's, so that the first gradient has a part of it; sure of what it says where it is to
+    hold that."""
     reference = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
     with torch.no_grad():
         for p in reference.vlm.parameters():
             p.mul_(1.1)
+        if config.objective.hold_coef:
+            reference.vlm.get_output_embeddings().weight.mul_(30)
     parallelize(reference, ranks, config, torch.float32)
     return reference.requires_grad_(False)
 
