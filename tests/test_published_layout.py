@@ -99,7 +99,7 @@ def test_the_embedded_engine_takes_a_mixture_as_it_is_published_and_shows_that_i
             assert found["publish/canary_gap"] < 1e-4
         assert_same(app, policy)
         wrong = Entry(f"{EXPERTS}.gate_up_proj", torch.float32, (NUM_EXPERTS, 2 * EXPERT_SIZE, 64))
-        with pytest.raises(ValueError, match=r"has the shape \[5, 64, 48\], not \[5, 48, 64\]"):
+        with pytest.raises(ValueError, match=r"has the shape \[6, 64, 48\], not \[6, 48, 64\]"):
             app.updates.loader.check([wrong])
 
 

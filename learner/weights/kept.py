@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from learner.weights.gpu_hash import MAX_BYTES, gpu_hash
+from learner.weights.shards import EXPERTS, Heads, held
 from shared.weights.checksums import checksums, engine_name
 from shared.weights.layout import Layout
 
-_VOCABULARIES = ("embed_tokens.weight", "lm_head.weight", "pos_embed.weight")
-VOCABULARY_UNIT = 64  # a server fills these up to a multiple of it
-EXPERTS = ".mlp.experts."  # a server on a GPU lays these out as its kernels want them
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_UNTOLD = "it does not tell how it holds them"
+_TOO_LARGE = f"SGLang hashes no parameter of {MAX_BYTES >> 30} GB or more on a GPU"
 
 Sums = tuple[dict[str, str], ...]
 """Checksums by the server's names, of each tensor-parallel rank."""
@@ -23,7 +23,8 @@ Sums = tuple[dict[str, str], ...]
 class KeptWeights:
     """The sampled parameters of one publication, by the published names; `compare` tells whether an engine has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: Heads) -> None:
+        self._heads = heads
         self._values: dict[str, Tensor] = {}
         self._sums: dict[tuple[Layout, torch.dtype], Sums] = {}
 
@@ -37,47 +38,59 @@ class KeptWeights:
 
     def compare(
         self, theirs: Sequence[Mapping[str, str]] | None, layout: Layout, dtype: torch.dtype
-    ) -> tuple[list[str], set[str]]:
-        """The server's parameters that differ from what was sent as `dtype`, and those that cannot be compared: which
+    ) -> tuple[list[str], dict[str, str]]:
+        """The server's parameters that differ from what was sent as `dtype`, and why others cannot be compared: what
         the engine does not tell, or whose layout or checksum the learner does not know."""
         every = {engine_name(name) for name in self._values}
+        if why := layout.unknown or ("" if layout.hashed else _UNTOLD):
+            return [], dict.fromkeys(every, why)
+        if theirs is None or len(theirs) != layout.num_ranks:
+            return [], dict.fromkeys(every, f"it tells no checksums of {layout.num_ranks} ranks")
         own = self._own(layout, dtype)
-        if theirs is None or len(theirs) != len(own):
-            return [], every
-        known = {name for name in every if all(name in sums for sums in (*own, *theirs))}
-        different = sorted(known)
+        unknown = {name: self._why(name, layout) for name in every if not all(name in sums for sums in own)}
+        unknown |= dict.fromkeys(
+            (name for name in every - unknown.keys() if not all(name in sums for sums in theirs)), "it does not tell it"
+        )
+        different = sorted(every - unknown.keys())
         for cast in (dtype, *_DTYPES):  # the engine may hold what it was sent in a dtype of its own
             if different:
-                own = self._own(layout, cast)
-                pairs = list(zip(own, theirs, strict=True))
+                pairs = list(zip(self._own(layout, cast), theirs, strict=True))
                 different = [name for name in different if any(mine[name] != its[name] for mine, its in pairs)]
-        return different, every - known
+        return different, unknown
+
+    def laid_out(self, layout: Layout, rank: int) -> dict[str, Tensor]:
+        """By the server's names, all that the rank holds; without those whose layout is not known."""
+        return dict(_joined(self._parts(layout, rank)))
 
     # ------------------------------------------------------------------ what it is made of
 
     def _own(self, layout: Layout, dtype: torch.dtype) -> Sums:
-        """Once for all engines of a layout; no rank's where the checksums are of a kind that is not known here."""
-        if not layout.hashed or layout.num_ranks > 1:
-            return ()
+        """Once for all engines of a layout."""
         if (layout, dtype) not in self._sums:
-            self._sums[layout, dtype] = (self._hashed(layout, dtype),)
+            ranks = range(layout.num_ranks)
+            self._sums[layout, dtype] = tuple(self._hashed(layout, dtype, rank) for rank in ranks)
         return self._sums[layout, dtype]
 
-    def _hashed(self, layout: Layout, dtype: torch.dtype) -> dict[str, str]:
-        parts = ((name, values.to(dtype)) for name, values in self._laid_out(layout))
+    def _hashed(self, layout: Layout, dtype: torch.dtype, rank: int) -> dict[str, str]:
+        parts = ((name, values.to(dtype)) for name, values in self._parts(layout, rank))
         if layout.hashed == "sha256":
             return checksums((name, part.cpu().flatten().view(torch.uint8).numpy().data) for name, part in parts)
         return {name: gpu_hash(values) for name, values in _joined(parts) if values.nbytes < MAX_BYTES}
 
-    def _laid_out(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-        """Those whose layout is known."""
+    def _parts(self, layout: Layout, rank: int) -> Iterator[tuple[str, Tensor]]:
+        """Of each published name, what the rank holds."""
         for name, values in self._values.items():
-            if layout.hashed == "gpu" and EXPERTS in name:
+            if EXPERTS in name and layout.unknown_experts:
                 continue
-            missing = -len(values) % VOCABULARY_UNIT
-            if layout.fills_vocabulary and name.endswith(_VOCABULARIES) and missing:
-                values = torch.nn.functional.pad(values, (0, 0, 0, missing))
-            yield name, values
+            part = held(name, values, layout, self._heads, rank)
+            if part is not None:
+                yield name, part
+
+    def _why(self, name: str, layout: Layout) -> str:
+        """A parameter has no checksum of ours."""
+        if EXPERTS in name and layout.unknown_experts:
+            return layout.unknown_experts
+        return _TOO_LARGE if name in self.laid_out(layout, 0) else "no rule says how it is cut"
 
 
 def _joined(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

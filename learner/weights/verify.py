@@ -8,6 +8,7 @@ side of it.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from learner.distributed import Ranks, broadcast_flag
@@ -16,8 +17,9 @@ from learner.weights.agreement import Witness, disagreements
 from learner.weights.buckets import Bucket
 from learner.weights.canary import Canary, gap
 from learner.weights.group import Members
-from learner.weights.kept import EXPERTS, KeptWeights
+from learner.weights.kept import KeptWeights
 from learner.weights.link import EngineLink
+from learner.weights.shards import EXPERTS, Heads
 from learner.weights.tolerance import CanaryTolerance
 from shared.engine_api import EngineClient, EngineError, each
 from shared.engine_messages import EngineTraits
@@ -62,7 +64,8 @@ class WeightVerifier:
         self._parts = sorted({part_of(name) for name in self._names})
         self._turn = 0
         self._publications = 0
-        self._kept = KeptWeights()
+        self._kept = KeptWeights(Heads.of(policy.vlm.config))
+        self._told: set[tuple[str, str]] = set()  # of which engines it was said why they are not compared
         self._run = uuid.uuid4().hex
 
     def due(self) -> bool:
@@ -100,6 +103,7 @@ class WeightVerifier:
             different, unknown = self._kept.compare(answer.checksums, layout, self._policy.dtype)
             witnesses[engine.url] = Witness(layout.kind, answer.checksums, unknown)
             num_skipped += len(unknown)
+            self._tell(engine, unknown)
             if different:
                 wrong[engine.url] = f"holds other values of {', '.join(different[:3])} than it was sent"
             elif reason := self._canary_fault(answer, gaps[engine], limits[-1], weights):
@@ -137,6 +141,15 @@ class WeightVerifier:
             except EngineError as error:
                 self._log.debug("%s tells no checksums: %s", engine.url, error.reason)
         return EngineWeights(logprobs, version, checksums)
+
+    def _tell(self, engine: EngineClient, unknown: Mapping[str, str]) -> None:
+        """Says once for each reason why checksums are not compared with the learner's."""
+        for reason in sorted(set(unknown.values())):
+            if (engine.url, reason) not in self._told:
+                self._told.add((engine.url, reason))
+                name = min(name for name, why in unknown.items() if why == reason)
+                words = "checksums of engine %s, such as that of %s, are not compared with the learner's: %s"
+                self._log.info(words, engine.url, name, reason)
 
     def _canary_fault(self, answer: EngineWeights, value: float, limit: float, weights: str) -> str:
         if answer.version not in (None, weights):

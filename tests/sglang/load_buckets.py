@@ -1,6 +1,7 @@
-"""In SGLang's environment: builds its own class of the model in FOLDER/export and loads FOLDER/sent.safetensors by that
-class's `load_weights`. Prints one JSON object: parameters that then differ from FOLDER/expected.safetensors, and those
-that only one side has.
+"""In SGLang's environment: builds its own class of the model in FOLDER/export as each rank of a server has it, and
+loads FOLDER/sent.safetensors by that class's `load_weights`. FOLDER/cases.json names the servers. Prints one JSON
+object: of each case and rank, parameters that then differ from FOLDER/CASE_RANK.safetensors, and those that only one
+side has.
 
     .venv-sglang/bin/python -P tests/sglang/load_buckets.py FOLDER
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,41 +21,82 @@ from safetensors.torch import load_file
 from sglang.benchmark import one_batch as sglang
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
+from sglang.srt.layers import linear
+from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
 from sglang.srt.model_loader import get_model
+from sglang.srt.models import registry
+from sglang.srt.runtime_context import get_parallel
 
+MODELS = registry.ModelRegistry
+"""All of SGLang's models, imported once for all ranks."""
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-overlap-schedule")
 SIZES = ("--skip-server-warmup", "--max-total-tokens", "1000", "--mem-fraction-static", "0.1")
 
 
-def built(folder: Path) -> Any:
-    """As one of the server's model processes builds it, with the weights of the folder."""
-    parser = argparse.ArgumentParser()
-    sglang.ServerArgs.add_cli_args(parser)
-    arguments = parser.parse_args(["--model-path", str(folder), *FLAGS, *SIZES])
-    settings = sglang.ServerArgs.from_cli_args(arguments)
+def built(settings: Any, port: int, rank: int, like: str) -> Any:
+    """As one of the server's model processes builds it, with the weights of the folder. `like` a GPU: the loaders take
+    the branches that they take there, and sizes stay those of the model."""
     sglang._set_envs_and_config(settings)
-    ports = sglang.PortArgs.init_new(settings)
-    rank = sglang.spawn_world_rank(settings, tp_rank=0, pp_rank=0)
-    sglang.publish(settings, role="scheduler", ranks=sglang.SpawnRanks(world_rank=rank, gpu_id=0))
+    world_rank = sglang.spawn_world_rank(settings, tp_rank=rank, pp_rank=0)
+    sglang.publish(settings, role="scheduler", ranks=sglang.SpawnRanks(world_rank=world_rank, gpu_id=rank))
     sglang._init_process_global_configs()
     config = sglang.ModelConfig.from_server_args(settings)
-    sglang.bootstrap.init_parallel_runtime(server_args=settings, device="cpu", dist_port=ports.nccl_port)
+    sglang.bootstrap.init_parallel_runtime(server_args=settings, device="cpu", dist_port=port)
     sglang.bootstrap.init_layer_runtime(model_config=config)
+    if like == "gpu":
+        linear._is_cpu = fused_moe._is_cpu = False
+    else:
+        config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), get_parallel().tp_size)
     return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
 
 
-def main(folder: Path) -> None:
+def load(folder: Path, case: dict[str, Any], settings: Any, port: int, rank: int) -> None:
     torch.set_num_threads(1)
-    model = built(folder / "export")
+    model = built(settings, port, rank, case["like"])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
     model.load_weights(load_file(folder / "sent.safetensors").items())
-    expected = load_file(folder / "expected.safetensors")
+    expected = load_file(folder / f"{case['name']}_{rank}.safetensors")
     own = dict(model.named_parameters())
-    different = [n for n in own.keys() & expected.keys() if not torch.equal(own[n].flatten(), expected[n])]
+    different = [n for n in own.keys() & expected.keys() if not equal(own[n], expected[n])]
     alone = sorted(own.keys() ^ expected.keys())
-    print(json.dumps({"class": type(model).__name__, "different": different, "alone": alone, "count": len(own)}))
+    found = {"class": type(model).__name__, "different": sorted(different), "alone": alone, "count": len(own)}
+    (folder / f"{case['name']}_{rank}.json").write_text(json.dumps(found))
+
+
+def equal(own: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Byte for byte."""
+    return own.shape == expected.shape and torch.equal(own.view(torch.uint8), expected.view(torch.uint8))
+
+
+def by_ranks(folder: Path, case: dict[str, Any]) -> None:
+    """A process for each rank; SystemExit where one fails."""
+    parser, fork = argparse.ArgumentParser(), multiprocessing.get_context("fork")
+    sglang.ServerArgs.add_cli_args(parser)
+    flags = ("--model-path", str(folder / "export"), *FLAGS, *SIZES, "--tp-size", str(case["ranks"]), *case["flags"])
+    settings = sglang.ServerArgs.from_cli_args(parser.parse_args(flags))
+    port = sglang.PortArgs.init_new(settings).nccl_port
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * case["ranks"])
+    ranks = [fork.Process(target=load, args=(folder, case, settings, port, rank)) for rank in range(case["ranks"])]
+    for process in ranks:
+        process.start()
+    while any(process.is_alive() for process in ranks):
+        ranks[0].join(0.2)
+        if any(process.exitcode for process in ranks):
+            for process in ranks:
+                process.kill()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(f"case {case['name']}: a rank failed: {[process.exitcode for process in ranks]}")
+
+
+def main(folder: Path) -> None:
+    cases = json.loads((folder / "cases.json").read_text())
+    for case in cases:
+        by_ranks(folder, case)
+    names = [f"{case['name']}_{rank}" for case in cases for rank in range(case["ranks"])]
+    print(json.dumps({name: json.loads((folder / f"{name}.json").read_text()) for name in names}))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""SGLang's own class of each family takes the learner's buckets by its own `load_weights`, every parameter of them."""
+"""SGLang's own class of each family takes the learner's buckets by its own `load_weights`, and each rank of a server
+then holds what the learner takes checksums of, byte for byte."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,47 +16,112 @@ from safetensors.torch import save_file
 from launch.engines.commands import STAND_INS
 from learner.export import export
 from learner.model.policy import Policy, load_policy
-from learner.weights.buckets import buckets, gathered
+from learner.weights.buckets import Bucket, buckets, gathered
+from learner.weights.verify import WeightVerifier
 from shared.vision import VisionSpec
-from shared.weights.checksums import engine_name
-from shared.weights.families import FAMILIES as LAYOUTS
-from tests.support.small.families import FAMILIES
+from shared.weights.layout import Layout, layout_of
+from tests.support.small.families import FAMILIES, as_mixture
+from tests.support.tiny import tiny_model_dir
 
 PYTHON = Path(".venv-sglang/bin/python")
 
 
-def sent(policy: Policy) -> dict[str, torch.Tensor]:
-    """What the engines get, by name."""
-    found = {}
-    for bucket in buckets(gathered(policy), torch.float32, 100_000):
-        for (name, values), shape in zip(bucket.values(), bucket.shapes, strict=True):
-            found[name] = values.view(shape).clone()
-    return found
+@dataclass(frozen=True)
+class Case:
+    """A server: how many ranks it has, as on which device its loaders cut, and its further settings."""
+
+    name: str
+    ranks: int
+    like: str
+    settings: tuple[tuple[str, int | bool], ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        device = {"cpu": "cpu", "gpu": "cuda"}[self.like]
+        info = {"version": "0.5.23", "device": device, "dtype": "float32", "tp_size": self.ranks}
+        return layout_of(info | dict(self.settings), self.ranks)
+
+    @property
+    def flags(self) -> list[str]:
+        names = [(f"--{name.replace('_', '-')}", value) for name, value in self.settings]
+        return [part for name, value in names for part in ([name] if value is True else [name, str(value)])]
 
 
-def expected(policy: Policy) -> dict[str, torch.Tensor]:
-    """What SGLang's parameters must hold: what checksums are taken of."""
-    layout, parts = LAYOUTS[policy.vlm.config.model_type], dict[str, list[torch.Tensor]]()
-    for name, parameter in policy.named_weights():
-        parts.setdefault(engine_name(layout.published_name(name)), []).append(parameter.detach().flatten())
-    return {name: torch.cat(part) for name, part in parts.items()}
+CASES = {
+    family: (
+        Case("cpu1", 1, "cpu"),
+        Case("cpu2", 2, "cpu"),
+        Case("gpu1", 1, "gpu"),
+        Case("gpu2", 2, "gpu"),
+        *more,
+    )
+    for family, more in {
+        "Qwen2.5-VL": (Case("cpu3", 3, "cpu"), Case("tower2", 2, "gpu", (("mm_enable_dp_encoder", True),))),
+        "Qwen3-VL": (Case("tower4", 4, "gpu", (("mm_enable_dp_encoder", True),)),),
+        "Qwen3-VL-MoE": (
+            Case("groups2", 2, "gpu", (("ep_size", 2),)),
+            Case("groups4", 4, "gpu", (("ep_size", 2), ("mm_enable_dp_encoder", True))),
+        ),
+    }.items()
+}
+"""Ranks are as many as the heads of keys, fewer and more."""
+
+
+def made(family: str, folder: Path) -> Path:
+    """Four heads of queries and two of keys; Qwen2.5-VL's: two and one."""
+    if family == "Qwen2.5-VL":
+        return FAMILIES[family][0](folder)
+    dense = tiny_model_dir(folder, hidden=128)
+    return dense if family == "Qwen3-VL" else as_mixture(dense, folder / "mixture")
+
+
+def sent(policy: Policy) -> list[Bucket]:
+    return list(buckets(gathered(policy), torch.float32, 100_000))
+
+
+def expected(policy: Policy, folder: Path, ranks, cases: tuple[Case, ...]) -> dict[str, dict[str, torch.Tensor]]:
+    """What the learner takes checksums of, for each rank of each server, of the whole model."""
+    verifier, found = WeightVerifier(policy, str(folder), ranks), {case.name: [] for case in cases}
+    for part in verifier._parts:
+        assert verifier.part == part
+        for bucket in sent(policy):
+            verifier.keep(bucket)
+        for case in cases:
+            found[case.name].append([verifier._kept.laid_out(case.layout, rank) for rank in range(case.ranks)])
+        verifier._kept.clear()
+        verifier._turn += 1
+    return {
+        f"{case.name}_{rank}": {name: held for part in found[case.name] for name, held in part[rank].items()}
+        for case in cases
+        for rank in range(case.ranks)
+    }
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_sglangs_class_holds_every_parameter_as_the_learner_does(family, tmp_path):
-    folder = FAMILIES[family][0](tmp_path / "model")
+def test_each_rank_of_sglangs_class_holds_what_the_learner_takes_checksums_of(family, tmp_path, ranks):
+    folder, cases = made(family, tmp_path / "model"), CASES[family]
     policy = load_policy(str(folder), VisionSpec.load(folder))
     export(tmp_path / "export", gathered(policy), model_path=str(folder))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in policy.vlm.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    save_file(sent(policy), tmp_path / "sent.safetensors")
-    save_file(expected(policy), tmp_path / "expected.safetensors")
+    whole = {
+        name: values.view(shape).clone()
+        for bucket in sent(policy)
+        for (name, values), shape in zip(bucket.values(), bucket.shapes, strict=True)
+    }
+    save_file(whole, tmp_path / "sent.safetensors")
+    for name, values in expected(policy, folder, ranks, cases).items():
+        save_file({key: value.contiguous() for key, value in values.items()}, tmp_path / f"{name}.safetensors")
+    described = [{"name": c.name, "ranks": c.ranks, "like": c.like, "flags": c.flags} for c in cases]
+    (tmp_path / "cases.json").write_text(json.dumps(described))
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(STAND_INS)}
     command = [PYTHON, "-P", "tests/sglang/load_buckets.py", tmp_path]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout.splitlines()[-1])
-    assert found["class"] == FAMILIES[family][1].__name__
-    assert (found["different"], found["alone"]) == ([], []) and found["count"] > 50
+    assert len(found) == sum(case.ranks for case in cases)
+    for name, rank in found.items():
+        assert rank["class"] == FAMILIES[family][1].__name__
+        assert (rank["different"], rank["alone"]) == ([], []) and rank["count"] > 50, name

@@ -21,11 +21,12 @@ from transformers import (
 
 from tests.support.tiny import tiny_model_dir, tiny_tokenizer
 
-NUM_EXPERTS, EXPERT_SIZE = 5, 24  # beside a hidden size of 64 or 128
+NUM_EXPERTS, EXPERT_SIZE = 6, 24  # beside a hidden size of 64 or 128
 
 
 def qwen25(folder: Path) -> Path:
-    """A tiny Qwen2.5-VL: patches of 14, windows of 2 x 2 visual tokens in all blocks but the last, no deepstack."""
+    """A tiny Qwen2.5-VL: patches of 14, windows of 2 x 2 visual tokens in all blocks but the last, no deepstack; the
+    tower's hidden layer is no multiple of 8, as in the published ones."""
     token = tiny_tokenizer().convert_tokens_to_ids
     text = {
         "vocab_size": 640,
@@ -40,7 +41,7 @@ def qwen25(folder: Path) -> Path:
     vision = {
         "depth": 3,
         "hidden_size": 32,
-        "intermediate_size": 48,
+        "intermediate_size": 44,
         "num_heads": 2,
         "patch_size": 14,
         "window_size": 56,
