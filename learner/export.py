@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -88,7 +89,9 @@ def export_checkpoint(checkpoint: Path, out: Path, *, model_path: str, dtype: to
     path = model_path or json.loads((checkpoint / "meta.json").read_text())["recipe"]["model"]["path"]
     policy = load_policy(path, VisionSpec.load(path))
     state = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("value_head.")}
-    dcp.load({"model": state}, checkpoint_id=str(checkpoint / "dcp"), no_dist=True)  # in place, whatever the critic
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is the intent
+        dcp.load({"model": state}, checkpoint_id=str(checkpoint / "dcp"), no_dist=True)  # in place, whatever the critic
     export(out, gathered(policy), model_path=path, dtype=dtype)
 
 

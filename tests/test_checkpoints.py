@@ -16,6 +16,7 @@ from learner.checkpoints.restoring import Restored, load_checkpoint
 from learner.checkpoints.saver import Saver
 from learner.checkpoints.state import copied, training_state
 from learner.export import export, export_checkpoint
+from learner.export import main as export_main
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
@@ -232,10 +233,13 @@ def test_the_exported_folder_is_loaded_by_transformers(new_trainer, folder, tmp_
     assert others == {p.name for p in out.iterdir()} - {p.name for p in weights} - {"model.safetensors.index.json"}
 
 
-def test_a_checkpoint_is_exported_without_a_trainer(new_trainer, folder, ranks, tmp_path):
+def test_a_checkpoint_is_exported_without_a_trainer_and_a_word(new_trainer, folder, ranks, tmp_path, capfd, recwarn):
     trainer = moved(new_trainer())
     path = save(trainer, ranks, tmp_path / "run")
-    export_checkpoint(path, tmp_path / "export", model_path=str(folder), dtype=None)
+    capfd.readouterr()
+    recwarn.clear()
+    assert export_main([str(path), "--out", str(tmp_path / "export"), "--model", str(folder)]) == 0
+    assert (capfd.readouterr(), recwarn.list) == (("", ""), [])
     loaded = dict(load_model(tmp_path / "export").named_parameters())
     assert all(torch.equal(loaded[name], p) for name, p in trainer.policy.vlm.named_parameters())
     with pytest.raises(ValueError, match="is no checkpoint"):
