@@ -147,6 +147,9 @@ class EngineConfig(Section):
     stage_weights: Literal["auto", "on", "off"] = Field(
         "auto", description="sglang: receives weights beside generation, in host memory; auto = where it runs on a CPU"
     )
+    drain_pauses: bool = Field(
+        True, description="sglang: a pause in place waits for the forward under way, so that its tokens are named right"
+    )
     start_timeout_s: float = Field(300.0, gt=0, description="how long an engine may take until its first answer")
     request_timeout_s: float = Field(300.0, gt=0, description="longest wait for one turn")
     turn_tries: int = Field(

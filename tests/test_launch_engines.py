@@ -79,9 +79,25 @@ def test_sglang_is_started_for_the_recipes_model_on_a_cpu(sglang_env):
 
 
 def test_sglang_receives_weights_beside_generation_where_the_recipe_wants_it(sglang_env):
-    for value, folders in (("auto", ["plugin", "stand_ins"]), ("off", ["stand_ins"]), ("on", ["plugin", "stand_ins"])):
+    for value, staged in (("auto", "1"), ("off", "0"), ("on", "1")):
         (spec,) = sglang_specs(sglang_env, "--engine.stage_weights", value)  # on a CPU
-        assert [Path(path).name for path in spec.env["PYTHONPATH"].split(":")] == folders
+        assert [Path(path).name for path in spec.env["PYTHONPATH"].split(":")] == ["plugin", "stand_ins"]
+        assert (spec.env["PRONK_STAGE_WEIGHTS"], spec.env["PRONK_DRAIN_PAUSES"]) == (staged, "1")
+    (spec,) = sglang_specs(sglang_env, "--engine.drain_pauses", False)
+    assert spec.env["PRONK_DRAIN_PAUSES"] == "0"
+
+
+def test_each_rank_of_sglang_on_a_cpu_has_cores(sglang_env, monkeypatch):
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    for cores, shares in (({0, 1, 2, 3}, "0,2|1,3"), ({5}, "5|5")):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
+        (spec,) = sglang_specs(sglang_env, "--engine.tensor_parallel", 2)
+        assert spec.env["SGLANG_CPU_OMP_THREADS_BIND"] == shares
+    (spec,) = sglang_specs(sglang_env)
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in spec.env
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0-1|2-3")
+    (spec,) = sglang_specs(sglang_env, "--engine.tensor_parallel", 2)
+    assert spec.env.get("SGLANG_CPU_OMP_THREADS_BIND", "0-1|2-3") == "0-1|2-3"
 
 
 def test_engines_sample_with_seeds_of_their_own(sglang_env):

@@ -97,10 +97,12 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> Eng
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # a server whose model process died ends at once
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }
-    paths = [PLUGIN] if stages_weights(recipe) else []
+    env |= {"PRONK_STAGE_WEIGHTS": str(int(stages_weights(recipe)))}
+    env |= {"PRONK_DRAIN_PAUSES": str(int(recipe.engine.drain_pauses))}
+    paths = [PLUGIN]
     if recipe.engine.device == "cpu":
         # compiling costs minutes at the first images and gains nothing on a CPU
-        env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", **_cores(recipe.engine.tensor_parallel)}
         paths.append(STAND_INS)
     env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     return EngineSpec(
@@ -207,6 +209,15 @@ def _flags(flags: Mapping[str, Any]) -> list[str]:
 
 def _on_gpus(gpus: tuple[str, ...]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **variables.settings(os.environ)} if gpus else {}
+
+
+def _cores(num_ranks: int) -> dict[str, str]:
+    """SGLang wants to know which cores each rank on a CPU has, where there is more than one."""
+    if num_ranks == 1 or os.environ.get("SGLANG_CPU_OMP_THREADS_BIND"):
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank::num_ranks] or cores for rank in range(num_ranks)]
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares)}
 
 
 def last_lines(log: Path | None, count: int = 12) -> str:

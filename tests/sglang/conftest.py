@@ -9,9 +9,7 @@ from learner.model.policy import load_policy
 from learner.weights.publisher import PublishSettings
 from tests.support.machine import free_port
 from tests.support.publishing import publishing
-from tests.support.sglang_rig import Servers, recipe_of, vision_of
-
-START_S = 600  # two servers at once, on a machine that has more to do
+from tests.support.sglang_rig import START_S, Servers, recipe_of, vision_of
 
 
 def pytest_collection_modifyitems(items):

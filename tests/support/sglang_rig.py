@@ -17,7 +17,6 @@ from actor.render import Renderer
 from actor.rollout import Player
 from actor.worker import make_player
 from launch.actors import check
-from launch.engines.commands import STAND_INS
 from launch.engines.supervisor import Engine, wait_until_serving
 from launch.processes.children import stop_all
 from launch.task_samples import held_out_samples
@@ -29,6 +28,7 @@ from shared.vision import VisionSpec
 from tests.support.engines import surprise_z
 from tests.support.episodes import packed
 
+START_S = 600  # several servers at once, on a machine that has more to do
 TOLERANCE = 1e-4  # of a logprob
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 MODEL = "launch/models/sokoban_tiny"
@@ -43,7 +43,7 @@ def recipe_of(tmp: Path, **fields: object) -> Recipe:
 
 @dataclass(slots=True)
 class Servers:
-    """Two engines, started as launch/actors.py starts them: the first is paused for its weights, the second is not."""
+    """Engines, started as launch/actors.py starts them: the first is paused for its weights, a second one is not."""
 
     recipe: Recipe
     engines: list[Engine]
@@ -51,7 +51,7 @@ class Servers:
     @staticmethod
     def start(recipe: Recipe) -> Servers:
         model, specs = check(recipe)
-        specs = (replace(specs[0], env=specs[0].env | {"PYTHONPATH": str(STAND_INS)}), *specs[1:])
+        specs = (replace(specs[0], env=specs[0].env | {"PRONK_STAGE_WEIGHTS": "0"}), *specs[1:])
         servers = Servers(recipe, [Engine(spec, recipe.engine) for spec in specs])
         try:
             for engine in servers.engines:

@@ -9,13 +9,15 @@ thread of its own receives them into host memory, and `end_weight_update` instal
 
 An update is whole when its last bucket, which alone carries a `weight_version`, has been announced; one that is not
 whole, or that failed, is forgotten at its end, and the weights stay what they are. No pause is needed, and no token is
-computed by a mixture. It costs the memory of one copy of the model on the host.
+computed by a mixture: the forward that the overlap scheduler has under way is waited for. It costs the memory of one
+copy of the model on the host. PRONK_STAGE_WEIGHTS=0 turns it off.
 
 Goes when SGLang itself receives weights beside generation.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from concurrent.futures import Future
@@ -146,6 +148,9 @@ class Hooks:
             staging.close()
 
     def _install(self, manager: Any, buckets: list[Any], last: Any) -> tuple[bool, str]:
+        from pronk_drained_pauses import drain
+
+        drain(manager.scheduler)
         begun = self.begin_original(manager, self.module.BeginWeightUpdateReqInput())
         if not begun.success:
             return False, begun.message
@@ -166,13 +171,15 @@ class Hooks:
             self.staging.close()
         self.staging = None
 
-    def state(self, result: Any, *_: Any) -> Any:
-        import torch
 
-        result.internal_state["updates_beside_generation"] = True
-        if torch.version.cuda:
-            result.internal_state["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        return result
+def told(result: Any, *_: Any) -> Any:
+    """What each model process says of itself in /server_info, besides SGLang's own."""
+    import torch
+
+    result.internal_state["updates_beside_generation"] = _wanted()
+    if torch.version.cuda:
+        result.internal_state["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return result
 
 
 # ---------------------------------------------------------------------- in the process that speaks HTTP
@@ -206,17 +213,23 @@ def _merged(results: Any) -> tuple[bool, str]:
     return FanOutCommunicator.merge_results(results)
 
 
+def _wanted() -> bool:
+    return os.environ.get("PRONK_STAGE_WEIGHTS") != "0"
+
+
 def register() -> None:
     """Called by SGLang in each of its processes, before it serves."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+    HookRegistry.register(f"{state}.get_internal_state", told, HookType.AFTER)
+    if not _wanted():
+        return
     hooks, front, managers = Hooks(), Front(), "sglang.srt.managers"
     updater = f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    state = f"{managers}.scheduler_components.internal_state.SchedulerInternalStateController"
     control = f"{managers}.tokenizer_control_mixin.TokenizerControlMixin"
     HookRegistry.register(f"{updater}.begin_weight_update", hooks.begin, HookType.AROUND)
     HookRegistry.register(f"{updater}.update_weights_from_distributed", hooks.update, HookType.AROUND)
     HookRegistry.register(f"{updater}.end_weight_update", hooks.end, HookType.AROUND)
-    HookRegistry.register(f"{state}.get_internal_state", hooks.state, HookType.AFTER)
     HookRegistry.register(f"{control}.update_weights_from_distributed", front.update, HookType.AROUND)
     HookRegistry.register(f"{control}._weight_update_session_call", front.begin_or_end, HookType.AROUND)

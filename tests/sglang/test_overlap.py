@@ -1,0 +1,77 @@
+"""With the overlap scheduler, as on a GPU: a forward that is under way when weights change is named by the old ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from launch.engines.probe import ModelFacts
+from learner.model.policy import load_policy
+from learner.weights.publisher import PublishSettings
+from shared.engine_api import EngineClient
+from shared.types import Image, Sampling
+from tests.support.engines import call
+from tests.support.machine import free_port
+from tests.support.publishing import publishing
+from tests.support.sglang_rig import ENDS, START_S, TOLERANCE, Servers, move, recipe_of, vision_of
+from tests.support.tiny import continued, draw_image, load_model, logprobs_under, png
+
+SETTINGS = PublishSettings(timeout_s=60.0, call_timeout_s=60.0, health_timeout_s=30.0)
+SIZE = (64, 96)
+LENGTHS = (240, 300, 360, 420)
+
+
+@pytest.fixture(scope="module")
+def overlapping(tmp_path_factory):
+    flags = json.dumps({"disable-overlap-schedule": False})
+    fields = {"engine.flags": flags, "engine.count": 2, "engine.port": free_port(in_a_row=2)}
+    fields["engine.start_timeout_s"] = START_S
+    running = Servers.start(recipe_of(tmp_path_factory.mktemp("overlap"), **fields))
+    yield running
+    running.stop()
+
+
+async def completions(url, prompts, lengths, banned, meanwhile):
+    """All at once; `meanwhile` runs in a thread once they are under way."""
+    async with EngineClient(url, timeout_s=400) as client:
+        images = [Image.of(png(draw_image(*SIZE)))]
+        asked = [
+            asyncio.create_task(client.generate(prompt, images, Sampling(max_new_tokens=length), banned_ids=banned))
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
+        while not any(
+            load["num_running_reqs"] for load in (await client.request("GET", "/v1/loads", timeout_s=30.0))["loads"]
+        ):
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(meanwhile)
+        return await asyncio.gather(*asked)
+
+
+@pytest.mark.parametrize("engine", [0, 1])
+def test_each_token_belongs_to_the_weights_that_it_names(overlapping, ranks, engine):
+    url, recipe = overlapping.urls[engine], overlapping.recipe
+    assert call(url, "/server_info")["disable_overlap_schedule"] is False
+    spec = vision_of(recipe)
+    facts, banned = ModelFacts.load(recipe.model.path, spec), (*ENDS, *spec.banned_ids)
+    prompts = [[40 + i, 41, *facts.image_ids, 30, 31] for i in range(len(LENGTHS))]
+    policy = load_policy(recipe.model.path, spec)
+    with publishing(policy, ranks, SETTINGS) as publisher:
+        assert publisher.publish(10, [url])["publish/engines"] == 1
+        old = load_model(recipe.model.path)
+        move(policy, 1)
+        found = asyncio.run(completions(url, prompts, LENGTHS, banned, lambda: publisher.publish(11, [url])))
+    new, image = load_model(recipe.model.path), draw_image(*SIZE)
+    with torch.no_grad():
+        for parameter, moved in zip(new.parameters(), policy.vlm.parameters(), strict=True):
+            parameter.copy_(moved)
+    for prompt, length, out in zip(prompts, LENGTHS, found, strict=True):
+        first, second = out.spans
+        assert (first.version, second.version, second.end) == (10, 11, length)
+        told, tokens = torch.tensor(out.logprobs), list(out.token_ids)
+        by_old = logprobs_under(old, spec, prompt, tokens, [image], banned)
+        by_new = continued(old, new, spec, prompt, tokens, first.end, image, banned)
+        assert (told - by_old)[: first.end].abs().max() < TOLERANCE
+        assert (told[first.end :] - by_new).abs().max() < TOLERANCE
