@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 
 import pytest
 import torch
@@ -75,3 +76,25 @@ def test_each_token_belongs_to_the_weights_that_it_names(overlapping, ranks, eng
         by_new = continued(old, new, spec, prompt, tokens, first.end, image, banned)
         assert (told - by_old)[: first.end].abs().max() < TOLERANCE
         assert (told[first.end :] - by_new).abs().max() < TOLERANCE
+
+
+def test_no_request_is_lost_however_often_it_is_paused(overlapping, ranks):
+    """Requests end, begin and go on at every pause."""
+    chance, recipe = random.Random(0), overlapping.recipe
+    spec = vision_of(recipe)
+    facts, banned = ModelFacts.load(recipe.model.path, spec), (*ENDS, *spec.banned_ids)
+    lengths = [chance.randint(1, 60) for _ in range(24)]
+    prompts = [[40 + i, *[41] * chance.randint(1, 30), *facts.image_ids, 30] for i in range(24)]
+    policy = load_policy(recipe.model.path, spec)
+    with publishing(policy, ranks, SETTINGS) as publisher:
+        for url in overlapping.urls:
+            publisher.publish(20, [url])
+
+            def meanwhile(url=url):
+                for version in range(21, 27):
+                    assert publisher.publish(version, [url])["publish/engines"] == 1
+
+            found = asyncio.run(completions(url, prompts, lengths, banned, meanwhile))
+            assert [len(out.token_ids) for out in found] == lengths
+            assert {out.finish_reason for out in found} == {"length"}
+            assert len({span.version for out in found for span in out.spans}) > 1
