@@ -10,6 +10,7 @@ import socket
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from launch.dashboard import main
@@ -19,6 +20,7 @@ from launch.dashboard_server.runs import Runs
 from shared.recordings.reading import RecordingError, read_step
 from tests.support.dashboard.asked import asked
 from tests.support.dashboard.recorded_run import HOSTILE, make_run
+from tests.support.dashboard.report import held, scripts
 
 EPISODE = "runs/sokoban/steps/10/10-0/1"
 
@@ -170,20 +172,39 @@ def test_a_report_stands_alone_and_no_text_of_a_run_is_markup_in_it(whole: Path,
     text = out.read_text()
     assert HOSTILE not in text and "<img" not in text and text.count("<script") == 3
     assert not re.findall(r'(?:src|href)="[^"]', text) and "default-src 'none'" in text
-    data = json.loads(re.search(r'id="embedded">(.*?)</script>', text, re.DOTALL)[1])
+    data = held(out)
+    assert HOSTILE in json.dumps(data, ensure_ascii=False)
     episodes = [path for path in data["answers"] if re.fullmatch(r"runs/sokoban/steps/10/[^/]+/\d", path)]
     assert len(episodes) == 8
     shown = {f"sokoban/{image['file']}" for path in episodes for image in data["answers"][path]["images"]}
     assert shown == data["images"].keys()
     assert all(base64.b64decode(uri.partition(",")[2])[:4] == b"\x89PNG" for uri in data["images"].values())
+    assert len(data["answers"]["runs/sokoban/series"]["axes"]["step"]) == 20
+
+
+@pytest.mark.parametrize("episode", ["", "10-1/2"])
+def test_a_report_has_each_script_that_its_pages_import(whole: Path, tmp_path: Path, episode: str) -> None:
+    out = tmp_path / "report.html"
+    assert main([str(whole), "--export", str(out), *(["--episode", episode] if episode else [])]) == 0
+    texts, pages = scripts(out), held(out)["pages"]
+    imported = {name for text in texts.values() for name in re.findall(r'(?:from|import) "([^"]+)"', text)}
+    loaded = set(re.findall(r'import\("([^"]+)"\)', texts["pronk/app.js"]))
+    assert {f"pronk/{page}.js" for page in pages} == loaded & texts.keys()
+    assert texts.keys() == imported | {"pronk/app.js"} | (loaded & texts.keys())
+    assert len(loaded) == 5 and ("pronk/uplot/uPlot.esm.js" in texts) == (not episode)
 
 
 def test_a_report_of_one_episode_holds_it_alone(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "report.html"
     assert main([str(whole), "--export", str(out), "--episode", "10-1/2"]) == 0
-    data = json.loads(re.search(r'id="embedded">(.*?)</script>', out.read_text(), re.DOTALL)[1])
+    data, runs = held(out), Runs([whole])
     assert [path for path in data["answers"] if path.count("/") == 5] == ["runs/sokoban/steps/10/10-1/2"]
     assert data["start"] == "#/episode/sokoban/10/10-1/2"
+    for path in ("runs/sokoban/steps/10/10-1/2", "runs/sokoban/steps/10"):
+        assert data["answers"][path] == json.loads(msgspec.json.encode(answer(runs, path, {}))), "as the server says it"
+    shown = data["answers"]["runs/sokoban/steps/10/10-1/2"]["images"]
+    assert data["images"].keys() == {f"sokoban/{image['file']}" for image in shown} and shown
+    assert str(whole) not in json.dumps(data) and len(out.read_bytes()) < 150_000
     assert main([str(whole), "--export", str(tmp_path / "none.html"), "--episode", "no/1"]) == 2
     assert "TICKET/INDEX" in capsys.readouterr().err and not (tmp_path / "none.html").exists()
 

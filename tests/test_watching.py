@@ -189,18 +189,62 @@ def test_dark_and_light_keys_and_a_wrong_address(page, address: str) -> None:
     opened(page, address, "#/nothing", "h1:has-text('This cannot be shown')")
 
 
-def test_a_report_opens_from_a_file_without_any_server(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    make_run(tmp_path / "sokoban", steps=20, recorded=(10,), groups=2)
-    report = tmp_path / "report.html"
-    subprocess.run([sys.executable, "launch/dashboard.py", str(tmp_path), "--export", str(report)], check=True)
-    page, wrong = browser.new_page(), []
+@pytest.fixture
+def report(browser, tmp_path: Path) -> Iterator[tuple[Path, object]]:  # type: ignore[no-untyped-def]
+    """Where to write a report, and a page that fails its test where it asked for anything but that file."""
+    path, wrong = tmp_path / "report.html", []
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
     page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(report.as_uri())
+    page.on("request", lambda asked: wrong.append(asked.url) if not asked.url.startswith(inside) else None)
+    inside = ("data:", path.as_uri())
+    yield path, page
+    page.close()
+    assert wrong == []
+
+
+def exported(folder: Path, path: Path, *more: str) -> str:
+    subprocess.run([sys.executable, "launch/dashboard.py", str(folder), "--export", str(path), *more], check=True)
+    return path.as_uri()
+
+
+def test_a_report_opens_from_a_file_without_any_server(report, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    path, page = report
+    address = exported(folder, path)
+    page.goto(address)
     page.wait_for_selector(".chart canvas")
-    page.goto(f"{report.as_uri()}#/episode/sokoban/10/10-0/1")
+    page.keyboard.press("m")
+    page.wait_for_selector(".metric canvas")
+    page.goto(f"{address}#/step/sokoban/20")
+    page.wait_for_selector("a.episode-row")
+    page.locator("a.episode-row").last.click()
     page.wait_for_selector(".turn figure img")
     assert all_images_are_there(page)
-    assert wrong == [] and [url for url in asked if not url.startswith(("data:", report.as_uri()))] == []
+    page.keyboard.press("h")
+    page.get_by_text("A report holds no logs.").wait_for()
+
+
+def test_a_report_of_one_episode_shows_it_whole_and_leads_nowhere_else(report, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    path, page = report
+    page.goto(exported(folder, path, "--episode", "20-0/1"))
+    page.wait_for_selector(".turn figure img")
+    assert page.locator(".verdict h2").inner_text().startswith("No success: it ran out of turns")
+    assert all_images_are_there(page) and page.locator(".turn").count() == 6
+    for mode in MODES:
+        assert page.locator(".choice [aria-pressed=true]").inner_text() == mode
+        page.keyboard.press("t")
+    for key in ("ArrowRight", "ArrowLeft", "ArrowDown", "ArrowUp", "o", "m"):
+        page.keyboard.press(key)
+    assert page.locator(".bar .code").first.inner_text() == "20-0/1"
+    assert page.locator("nav a").all_inner_texts() == ["Step", "Episode", "Health"]
+    page.keyboard.press("g")
+    page.wait_for_selector("table.side")
+    page.keyboard.press("s")
+    page.wait_for_selector("a.episode-row")
+    assert page.locator(".episode-row").count() == 16 and page.locator("a.episode-row").count() == 1
+    page.keyboard.press("h")
+    page.get_by_text("A report holds no logs.").wait_for()
+    links = page.locator("a").evaluate_all("all => all.map((link) => link.getAttribute('href'))")
+    assert not [link for link in links if "metrics" in link or link == "#/"]
+    page.locator("a.brand").click()
+    page.wait_for_selector(".turn figure img")
