@@ -19,25 +19,12 @@ from launch.dashboard_server.catalogue import bounds
 from launch.dashboard_server.runs import Runs
 from shared.recordings.reading import RecordingError, read_step
 from tests.support.dashboard.asked import asked
+from tests.support.dashboard.folders import own, whole
 from tests.support.dashboard.recorded_run import HOSTILE, make_run
 from tests.support.dashboard.report import held, scripts
 
+__all__ = ["own", "whole"]  # fixtures
 EPISODE = "runs/sokoban/steps/10/10-0/1"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs that no test changes."""
-    folder = tmp_path_factory.mktemp("whole")
-    make_run(folder / "sokoban", steps=20, recorded=(10,), groups=2)
-    return folder
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    """The same, for a test to damage."""
-    make_run(tmp_path / "sokoban", steps=5, recorded=(10,), groups=2)
-    return tmp_path
 
 
 def test_a_run_is_told_in_a_line_with_its_alarms_and_recordings(whole: Path) -> None:
