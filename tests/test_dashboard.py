@@ -207,6 +207,7 @@ def test_a_mistake_gets_one_line(whole: Path, tmp_path: Path, capsys: pytest.Cap
             ([str(whole), "--host", "192.0.2.1"], "cannot listen"),
             ([str(whole), "--episode", "1/1"], "--export"),
             ([str(whole), "--token-file", str(tmp_path / "none")], "No such file"),
+            ([str(whole), "--export", str(tmp_path / "none/report.html")], "is no folder; make it first"),
         ):
             assert main(arguments) == 2
             lines = capsys.readouterr().err.splitlines()

@@ -28,7 +28,9 @@ _IMPORT = re.compile(r'(from\s+|import\s+|import\()"\./([\w./-]+)"')
 
 
 def export(runs: Runs, path: Path, episode_id: str = "") -> None:
-    """Writes the report to `path`. ValueError where there is no such episode."""
+    """Writes the report to `path`. ValueError where there is no such episode, or no folder to write to."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: {path.parent} is no folder; make it first")
     known = [runs.get(run.name) for run in runs.all()]
     chosen = [found(known, episode_id)] if episode_id else [each for run in known for each in some(run, len(known))]
     pages, start = ALL_PAGES, ""
