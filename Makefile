@@ -98,7 +98,7 @@ test-learning: env
 # The dashboard's pages in the system's Chromium; screenshots go to build/screenshots.
 test-watching: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group watch
-	$(PY) -m pytest -m browser tests/test_watching.py $(ARGS)
+	$(PY) -m pytest -m browser tests/test_watching.py tests/test_watching_run.py $(ARGS)
 
 test-sglang: env sglang-env
 	PRONK_ENGINE__SGLANG_ENV=$(SGLANG_VENV) $(PY) -m pytest tests/sglang $(ARGS)

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import argparse
 import json
 import os
-import shlex
 from contextlib import nullcontext
 from random import Random
 from typing import Any
@@ -44,7 +43,6 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error)
     show_random_policy(recipe)
     raise_on_signals()
-    LOG.info("watch the run: python launch/dashboard.py %s", recipe.run.dir)
     folder = Path(recipe.run.dir) / recipe.run.name
     result = folder / "result.json"
     result.unlink(missing_ok=True)
@@ -53,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         code = run(recipe, options, progress, result)
     if code == 0:
         curve = curve_of(folder)
-        say_the_end(folder, json.loads(result.read_text()), progress.state)
+        say_the_end(json.loads(result.read_text()), progress.state)
         print(json.dumps(json.loads(result.read_text()) | {"curve": curve}), flush=True)
     return code
 
@@ -111,13 +109,12 @@ def curve_of(folder: Path) -> str | None:
     return str(path)
 
 
-def say_the_end(folder: Path, result: dict[str, Any], state: RunState) -> None:
-    """What was reached, what is wrong, and how to look at it."""
+def say_the_end(result: dict[str, Any], state: RunState) -> None:
+    """What was reached, and what is wrong."""
     steps = f"{result['optimizer_steps']} steps, {result['episodes']} episodes in {result['minutes']:.1f} minutes"
     before, after = result.get("success_before"), result.get("success_after")
     held_out = f"success on held-out samples {before:.3f} -> {after:.3f}; " if None not in (before, after) else ""
     LOG.info("%s%s; alarms: %s", held_out, steps, ", ".join(state.alarms) or "none")
-    LOG.info("to look at the run: python launch/dashboard.py %s", shlex.quote(str(folder)))
 
 
 def show_random_policy(recipe: Recipe) -> None:

@@ -7,7 +7,9 @@ failure, and no others, are what they would be.
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import tomllib
 from collections.abc import Callable, Iterable
 from copy import deepcopy
@@ -21,19 +23,20 @@ import torch
 from msgspec.structs import replace
 
 from learner.alarms.judge import Judge
-from learner.alarms.replay import read_steps, recipe_of
+from learner.alarms.replay import read_steps, recipe_of, replay
 from learner.alarms.rules import RULES
 from learner.distributed import Ranks
 from learner.guards.variance import VarianceGuard
 from learner.metrics.episodes import rollout_metrics
 from learner.trainer import Trainer
 from shared.types import Ending, Group, Trajectory
+from tests.support.alarms import healthy_run
 from tests.support.episodes import learner_config
 from tests.support.small.policy import SmallPolicy
 from tests.support.small.problems import PROBLEMS, UNTEACHABLE, Problem
 from tests.support.small.runs import EPISODES, play
 
-HEALTHY = Path("tests/data/alarms")  # a run's folder, of the metrics that rules look at
+HEALTHY = Path("tests/data/alarms")  # made of a run by tests/support/alarms/healthy_run.py
 Row = dict[str, float | None]
 Raised = dict[str, str]  # rule -> level
 
@@ -197,6 +200,32 @@ def test_a_healthy_run_of_make_train_raises_none() -> None:
     rows = healthy()
     assert len(rows) >= 30
     assert judged(recipe_of(HEALTHY), rows) == {}
+
+
+def test_the_folder_that_is_made_of_a_run_raises_what_the_run_raises(tmp_path: Path) -> None:
+    """The same alarms at the same steps, of rules on single steps and on long series, and nothing else of the run."""
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(HEALTHY / "recipe.json", run)
+    rows = [
+        row | {"step": step, "other/metric": 1.0, "policy/clip_fraction": 0.9 if step > 15 else 0.1234567890123}
+        for step, row in enumerate(2 * edited(value__explained_variance=1e-3, behaviour__kl=None), 1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "damaged\n")
+    healthy_run.make(run, tmp_path / "made")
+    (judge, found), (judge_made, found_made) = replay(run), replay(tmp_path / "made")
+    assert [rule.name for rule in judge.raised] == [rule.name for rule in judge_made.raised]
+    assert {alarm.rule for alarm in found} >= {"policies_apart", "critic_explains_nothing"} and len(found) >= 3
+    assert [(alarm.step, alarm.rule, alarm.level) for alarm in found_made] == [
+        (alarm.step, alarm.rule, alarm.level) for alarm in found
+    ]
+    made = (tmp_path / "made/metrics.jsonl").read_text()
+    assert "other/metric" not in made and '"policy/clip_fraction": 0.1234568,' in made
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(row | {"step": n}) + "\n" for n in range(500) for row in rows[:1])
+    )
+    with pytest.raises(ValueError, match="500 steps take"):
+        healthy_run.make(run, tmp_path / "long")
 
 
 def test_every_metric_of_a_rule_stands_in_the_catalogue_and_every_ending_exists() -> None:

@@ -10,6 +10,7 @@ import socket
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from launch.dashboard import main
@@ -18,24 +19,12 @@ from launch.dashboard_server.catalogue import bounds
 from launch.dashboard_server.runs import Runs
 from shared.recordings.reading import RecordingError, read_step
 from tests.support.dashboard.asked import asked
+from tests.support.dashboard.folders import own, whole
 from tests.support.dashboard.recorded_run import HOSTILE, make_run
+from tests.support.dashboard.report import held, scripts
 
+__all__ = ["own", "whole"]  # fixtures
 EPISODE = "runs/sokoban/steps/10/10-0/1"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs that no test changes."""
-    folder = tmp_path_factory.mktemp("whole")
-    make_run(folder / "sokoban", steps=20, recorded=(10,), groups=2)
-    return folder
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    """The same, for a test to damage."""
-    make_run(tmp_path / "sokoban", steps=5, recorded=(10,), groups=2)
-    return tmp_path
 
 
 def test_a_run_is_told_in_a_line_with_its_alarms_and_recordings(whole: Path) -> None:
@@ -170,20 +159,39 @@ def test_a_report_stands_alone_and_no_text_of_a_run_is_markup_in_it(whole: Path,
     text = out.read_text()
     assert HOSTILE not in text and "<img" not in text and text.count("<script") == 3
     assert not re.findall(r'(?:src|href)="[^"]', text) and "default-src 'none'" in text
-    data = json.loads(re.search(r'id="embedded">(.*?)</script>', text, re.DOTALL)[1])
+    data = held(out)
+    assert HOSTILE in json.dumps(data, ensure_ascii=False)
     episodes = [path for path in data["answers"] if re.fullmatch(r"runs/sokoban/steps/10/[^/]+/\d", path)]
     assert len(episodes) == 8
     shown = {f"sokoban/{image['file']}" for path in episodes for image in data["answers"][path]["images"]}
     assert shown == data["images"].keys()
     assert all(base64.b64decode(uri.partition(",")[2])[:4] == b"\x89PNG" for uri in data["images"].values())
+    assert len(data["answers"]["runs/sokoban/series"]["axes"]["step"]) == 20
+
+
+@pytest.mark.parametrize("episode", ["", "10-1/2"])
+def test_a_report_has_each_script_that_its_pages_import(whole: Path, tmp_path: Path, episode: str) -> None:
+    out = tmp_path / "report.html"
+    assert main([str(whole), "--export", str(out), *(["--episode", episode] if episode else [])]) == 0
+    texts, pages = scripts(out), held(out)["pages"]
+    imported = {name for text in texts.values() for name in re.findall(r'(?:from|import) "([^"]+)"', text)}
+    loaded = set(re.findall(r'import\("([^"]+)"\)', texts["pronk/app.js"]))
+    assert {f"pronk/{page}.js" for page in pages} == loaded & texts.keys()
+    assert texts.keys() == imported | {"pronk/app.js"} | (loaded & texts.keys())
+    assert len(loaded) == 5 and ("pronk/uplot/uPlot.esm.js" in texts) == (not episode)
 
 
 def test_a_report_of_one_episode_holds_it_alone(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "report.html"
     assert main([str(whole), "--export", str(out), "--episode", "10-1/2"]) == 0
-    data = json.loads(re.search(r'id="embedded">(.*?)</script>', out.read_text(), re.DOTALL)[1])
+    data, runs = held(out), Runs([whole])
     assert [path for path in data["answers"] if path.count("/") == 5] == ["runs/sokoban/steps/10/10-1/2"]
     assert data["start"] == "#/episode/sokoban/10/10-1/2"
+    for path in ("runs/sokoban/steps/10/10-1/2", "runs/sokoban/steps/10"):
+        assert data["answers"][path] == json.loads(msgspec.json.encode(answer(runs, path, {}))), "as the server says it"
+    shown = data["answers"]["runs/sokoban/steps/10/10-1/2"]["images"]
+    assert data["images"].keys() == {f"sokoban/{image['file']}" for image in shown} and shown
+    assert str(whole) not in json.dumps(data) and len(out.read_bytes()) < 150_000
     assert main([str(whole), "--export", str(tmp_path / "none.html"), "--episode", "no/1"]) == 2
     assert "TICKET/INDEX" in capsys.readouterr().err and not (tmp_path / "none.html").exists()
 
@@ -199,6 +207,7 @@ def test_a_mistake_gets_one_line(whole: Path, tmp_path: Path, capsys: pytest.Cap
             ([str(whole), "--host", "192.0.2.1"], "cannot listen"),
             ([str(whole), "--episode", "1/1"], "--export"),
             ([str(whole), "--token-file", str(tmp_path / "none")], "No such file"),
+            ([str(whole), "--export", str(tmp_path / "none/report.html")], "is no folder; make it first"),
         ):
             assert main(arguments) == 2
             lines = capsys.readouterr().err.splitlines()

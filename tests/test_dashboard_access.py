@@ -13,24 +13,11 @@ from launch.dashboard_server.api import answer
 from launch.dashboard_server.runs import Runs, Unknown
 from launch.dashboard_server.security import COOKIE
 from tests.support.dashboard.asked import asked
+from tests.support.dashboard.folders import own, whole
 from tests.support.dashboard.recorded_run import make_run
 
+__all__ = ["own", "whole"]  # fixtures
 TOKEN = "a-token-of-the-test-0123"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs that no test changes."""
-    folder = tmp_path_factory.mktemp("whole")
-    make_run(folder / "sokoban", steps=20, recorded=(10,), groups=2)
-    return folder
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Path:
-    """The same, for a test to damage."""
-    make_run(tmp_path / "sokoban", steps=5, recorded=(10,), groups=2)
-    return tmp_path
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "localhost@evil.example:80"])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from launch.dashboard_server.runs import Runs
 from launch.local import say_the_end
 from launch.terminal.follow import Tail
 from launch.terminal.progress import Progress
@@ -115,19 +116,38 @@ def test_the_table_of_processes_says_what_runs_and_what_starts_again() -> None:
     assert lines == ["engine 0 runs 2 min", "actor 0 starts again 2 restarts", "actor 1 done"]
 
 
-def test_the_end_says_what_was_reached_and_how_to_look_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(get_logger("local"), "info", lambda text, *values: said.append(text % values))
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the process `local` logs."""
+    lines: list[str] = []
+    monkeypatch.setattr(get_logger("local"), "info", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def test_how_to_look_at_a_run_is_told_once_and_not_before_there_is_one(tmp_path: Path, said: list[str]) -> None:
+    progress = Progress(recipe_of(tmp_path / "my runs"))
+    progress.show()
+    assert said == []
+    (tmp_path / "my runs/run").mkdir(parents=True)
+    (tmp_path / "my runs/run/recipe.json").write_text("{}")
+    for final in (False, False, True):
+        progress.show(final=final)
+    say_the_end({"optimizer_steps": 17, "episodes": 1088, "minutes": 2.5}, progress.state)
+    assert [line for line in said if "dashboard" in line] == [
+        f"look at the run, now or later: python launch/dashboard.py '{tmp_path}/my runs/run'"
+    ]
+    assert [run.name for run in Runs([tmp_path / "my runs/run"]).all()] == ["run"]  # the command opens by then
+
+
+def test_the_end_says_what_was_reached(tmp_path: Path, said: list[str]) -> None:
     state = RunState(recipe_of(tmp_path))
     state.add_alarm(ALARM)
     result = {"success_before": 0.25, "success_after": 0.75, "optimizer_steps": 17, "episodes": 1088, "minutes": 2.51}
-    say_the_end(Path("my runs/a"), result, state)
-    say_the_end(Path("runs/b"), result | {"success_before": None}, RunState(recipe_of(tmp_path)))
+    say_the_end(result, state)
+    say_the_end(result | {"success_before": None}, RunState(recipe_of(tmp_path)))
     assert said == [
         "success on held-out samples 0.250 -> 0.750; 17 steps, 1088 episodes in 2.5 minutes; alarms: truncation",
-        "to look at the run: python launch/dashboard.py 'my runs/a'",
         "17 steps, 1088 episodes in 2.5 minutes; alarms: none",
-        "to look at the run: python launch/dashboard.py runs/b",
     ]
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.dashboard.browser import (
+    MODES,
+    address,
+    all_images_are_there,
+    browser,
+    exported,
+    kept,
+    opened,
+    page,
+    report,
+    sync_api,
+)
 from tests.support.dashboard.recorded_run import make_run
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="pip install --group watch")
+__all__ = ["address", "browser", "page", "report"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
-SCREENSHOTS = Path("build/screenshots")
-MODES = ["advantage", "logprob", "gap of engine and learner", "ratio", "entropy", "version", "mask"]
 
 
 @pytest.fixture(scope="module")
@@ -28,58 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "other/metrics.jsonl").open("a") as lines:
         lines.write("damaged\n")
     return folder
-
-
-@pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
-    command = [sys.executable, "launch/dashboard.py", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout
-        found = re.search(r"http://\S+", server.stdout.readline())
-        try:
-            assert found, "the dashboard did not start"
-            yield found[0]
-        finally:
-            server.terminate()
-            assert server.wait(20) == 0
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert path, "no Chromium is installed: apt-get install chromium"
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser, address: str) -> Iterator[object]:  # type: ignore[no-untyped-def]
-    """A page that fails its test where anything went wrong in it, or it asked for anything of elsewhere."""
-    page = browser.new_page(viewport={"width": 1400, "height": 900})
-    wrong: list[str] = []
-    page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda asked: wrong.append(asked.url) if not asked.url.startswith((address, "data:")) else None)
-    yield page
-    page.close()
-    assert wrong == []
-
-
-def opened(page, address: str, place: str, wait_for: str) -> None:  # type: ignore[no-untyped-def]
-    page.goto(f"{address}{place}")
-    page.wait_for_selector(wait_for)
-
-
-def all_images_are_there(page) -> bool:  # type: ignore[no-untyped-def]
-    page.wait_for_load_state("networkidle")
-    return page.evaluate("document.images.length > 0 && [...document.images].every((image) => image.naturalWidth > 0)")
-
-
-def kept(page, name: str) -> None:  # type: ignore[no-untyped-def]
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
 def test_the_overview_compares_runs_and_leads_to_what_an_alarm_is_about(page, address: str) -> None:
@@ -189,18 +142,43 @@ def test_dark_and_light_keys_and_a_wrong_address(page, address: str) -> None:
     opened(page, address, "#/nothing", "h1:has-text('This cannot be shown')")
 
 
-def test_a_report_opens_from_a_file_without_any_server(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    make_run(tmp_path / "sokoban", steps=20, recorded=(10,), groups=2)
-    report = tmp_path / "report.html"
-    subprocess.run([sys.executable, "launch/dashboard.py", str(tmp_path), "--export", str(report)], check=True)
-    page, wrong = browser.new_page(), []
-    page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(report.as_uri())
+def test_a_report_opens_from_a_file_without_any_server(report, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    path, page = report
+    address = exported(folder, path)
+    page.goto(address)
     page.wait_for_selector(".chart canvas")
-    page.goto(f"{report.as_uri()}#/episode/sokoban/10/10-0/1")
+    page.keyboard.press("m")
+    page.wait_for_selector(".metric canvas")
+    page.goto(f"{address}#/step/sokoban/20")
+    page.wait_for_selector("a.episode-row")
+    page.locator("a.episode-row").last.click()
     page.wait_for_selector(".turn figure img")
     assert all_images_are_there(page)
-    assert wrong == [] and [url for url in asked if not url.startswith(("data:", report.as_uri()))] == []
+    page.keyboard.press("h")
+    page.get_by_text("A report holds no logs.").wait_for()
+
+
+def test_a_report_of_one_episode_shows_it_whole_and_leads_nowhere_else(report, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    path, page = report
+    page.goto(exported(folder, path, "--episode", "20-0/1"))
+    page.wait_for_selector(".turn figure img")
+    assert page.locator(".verdict h2").inner_text().startswith("No success: it ran out of turns")
+    assert all_images_are_there(page) and page.locator(".turn").count() == 6
+    for mode in MODES:
+        assert page.locator(".choice [aria-pressed=true]").inner_text() == mode
+        page.keyboard.press("t")
+    for key in ("ArrowRight", "ArrowLeft", "ArrowDown", "ArrowUp", "o", "m"):
+        page.keyboard.press(key)
+    assert page.locator(".bar .code").first.inner_text() == "20-0/1"
+    assert page.locator("nav a").all_inner_texts() == ["Step", "Episode", "Health"]
+    page.keyboard.press("g")
+    page.wait_for_selector("table.side")
+    page.keyboard.press("s")
+    page.wait_for_selector("a.episode-row")
+    assert page.locator(".episode-row").count() == 16 and page.locator("a.episode-row").count() == 1
+    page.keyboard.press("h")
+    page.get_by_text("A report holds no logs.").wait_for()
+    links = page.locator("a").evaluate_all("all => all.map((link) => link.getAttribute('href'))")
+    assert not [link for link in links if "metrics" in link or link == "#/"]
+    page.locator("a.brand").click()
+    page.wait_for_selector(".turn figure img")

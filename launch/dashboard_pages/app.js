@@ -2,16 +2,18 @@
 
 import * as api from "./api.js";
 import { h, show } from "./dom.js";
-import { episodePage } from "./episode.js";
-import { healthPage } from "./health.js";
-import { metricsPage } from "./metrics.js";
-import { overviewPage } from "./overview.js";
 import { current, link } from "./route.js";
-import { stepPage } from "./step.js";
 
 const LOOK_AGAIN_MS = 3000;
 const page = document.getElementById("page"), top = document.getElementById("top");
-const PAGES = { "": overviewPage, metrics: metricsPage, step: stepPage, episode: episodePage, health: healthPage };
+const PAGES = { // loaded when first shown; a report has only some of them
+  overview: async () => (await import("./overview.js")).overviewPage,
+  metrics: async () => (await import("./metrics.js")).metricsPage,
+  step: async () => (await import("./step.js")).stepPage,
+  episode: async () => (await import("./episode.js")).episodePage,
+  health: async () => (await import("./health.js")).healthPage,
+};
+const home = api.hasPage("overview") ? link([]) : api.start;
 const state = { runs: null, seen: "", view: null, turn: 0, lost: false };
 
 function theme(next) {
@@ -24,10 +26,10 @@ function theme(next) {
 }
 
 function navigation() {
-  const { parts } = current(), name = parts[0] || "", runs = state.runs?.runs || [];
+  const { parts } = current(), name = parts[0] || "overview", runs = state.runs?.runs || [];
   const run = runs.find((r) => r.name === parts[1]) || runs.find((r) => r.recorded) || runs[0];
   const step = parts[1] === run?.name && parts[2] ? parts[2] : run?.recorded_last;
-  const tabs = [["", "Overview", link([])], ["metrics", "Metrics", link(["metrics"])]];
+  const tabs = [["overview", "Overview", home], ["metrics", "Metrics", link(["metrics"])]];
   if (run) {
     tabs.push(["step", "Step", link(["step", run.name, ...(step === null || step === undefined ? [] : [step])])]);
     if (name === "episode") tabs.push(["episode", "Episode", location.hash]);
@@ -37,8 +39,8 @@ function navigation() {
     location.hash = name === "health" ? link(["health", e.target.value]) : link(["step", e.target.value]);
   } }, runs.map((r) => h("option", { value: r.name, selected: r.name === parts[1] }, r.name))) : parts[1] ? h("span", { class: "run-name" }, parts[1]) : "";
   show(top,
-    h("a", { class: "brand", href: link([]) }, "Pronk"),
-    h("nav", {}, tabs.map(([key, text, href]) => h("a", { href, "aria-current": key === name ? "page" : null }, text))),
+    h("a", { class: "brand", href: home }, "Pronk"),
+    h("nav", {}, tabs.filter(([key]) => api.hasPage(key)).map(([key, text, href]) => h("a", { href, "aria-current": key === name ? "page" : null }, text))),
     pick,
     h("span", { class: "grow" }),
     api.isReport ? h("span", { class: "quiet" }, api.title) : h("span", { class: state.lost ? "live lost" : "live", title: "looks again every three seconds" }, state.lost ? "server not reached" : "live"),
@@ -55,18 +57,19 @@ function toggle() {
 async function draw() {
   const turn = ++state.turn, { parts, query } = current();
   navigation();
-  const make = PAGES[parts[0] || ""];
+  const name = parts[0] || "overview";
   state.view?.leave?.();
   state.view = null;
   try {
-    if (!make) throw new Error("there is no such page");
-    const view = await make({ parts: parts.slice(1), query, runs: state.runs });
+    if (!Object.hasOwn(PAGES, name)) throw new Error("there is no such page");
+    if (!api.hasPage(name)) throw new Error("this page is not in the report");
+    const view = await (await PAGES[name]())({ parts: parts.slice(1), query, runs: state.runs });
     if (turn !== state.turn) return view.leave?.();
     state.view = view;
     show(page, view.element);
     document.title = `${view.title || "Overview"} · Pronk`;
   } catch (error) {
-    if (turn === state.turn) show(page, h("section", { class: "damaged" }, h("h1", {}, "This cannot be shown"), h("p", {}, error.message), h("p", {}, h("a", { href: link([]) }, "To the overview"))));
+    if (turn === state.turn) show(page, h("section", { class: "damaged" }, h("h1", {}, "This cannot be shown"), h("p", {}, error.message), h("p", {}, h("a", { href: home }, api.hasPage("overview") ? "To the overview" : "To the episode"))));
   }
 }
 

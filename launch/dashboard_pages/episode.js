@@ -1,12 +1,11 @@
 // One episode: why it ended so, each turn's image beside its answer, tokens coloured by choice, its group side by side.
 
-import { getEpisode, getStep, imageUrl } from "./api.js";
+import { getEpisode, getStep, hasEpisode, imageUrl } from "./api.js";
 import { choice, count, duration, h, known, num, pill, show, signed } from "./dom.js";
-import { endingKind } from "./overview.js";
 import { current, episodeLink, link, set } from "./route.js";
 import { filterOf, fits } from "./step.js";
 import { MODES, legend, modesOf, paint, prepare, tips, token } from "./tokens.js";
-import { advantageOf, denied, leaves, valueBefore, verdict } from "./verdict.js";
+import { advantageOf, denied, endingKind, leaves, valueBefore, verdict } from "./verdict.js";
 
 const MAX_SIDE = 12; // episodes side by side
 let kept = { colour: "advantage", raw: false }; // while the page is open
@@ -15,12 +14,12 @@ export async function episodePage({ parts, query }) {
   const [run, step, ticket, index] = parts, id = `${ticket}/${index}`;
   const [data, batch] = await Promise.all([getEpisode(run, step, id).then(prepare), getStep(run, step)]);
   data.doubtful = new Set(denied(data.turns).map(([name]) => name));
-  const modes = modesOf(data), filter = filterOf(query), listed = batch.episodes.filter((e) => fits(e, filter, batch.header.version));
+  const modes = modesOf(data), filter = filterOf(query), has = (e) => hasEpisode(run, step, e.id), listed = batch.episodes.filter((e) => has(e) && fits(e, filter, batch.header.version));
   kept.colour = query.get("colour") || kept.colour;
   if (!modes.includes(kept.colour)) kept.colour = modes[0];
   const at = listed.findIndex((e) => e.id === id), element = h("div", { class: "episode" }), turns = h("div", { class: "turns" }), colours = h("div", { class: "bar sticky" });
   const go = (e) => { if (e) location.hash = episodeLink(run, step, e.id, { ...filter, view: current().query.get("view") }); return true; };
-  const inGroup = data.group.findIndex((e) => e.id === id);
+  const group = data.group.filter(has), inGroup = group.findIndex((e) => e.id === id);
   let selected = -1;
 
   function bar() {
@@ -49,8 +48,8 @@ export async function episodePage({ parts, query }) {
   const key = (name) => {
     if (name === "ArrowLeft") return go(listed[at - 1]);
     if (name === "ArrowRight") return go(at < 0 ? listed[0] : listed[at + 1]);
-    if (name === "ArrowUp") return data.group.length > 1 && go(data.group[inGroup - 1]);
-    if (name === "ArrowDown") return data.group.length > 1 && go(data.group[inGroup + 1]);
+    if (name === "ArrowUp") return group.length > 1 && go(group[inGroup - 1]);
+    if (name === "ArrowDown") return group.length > 1 && go(group[inGroup + 1]);
     if (name === "j") return pick(selected + 1);
     if (name === "k") return pick(selected - 1);
     if (name === "t") { recolour(modes[(modes.indexOf(kept.colour) + 1) % modes.length]); return true; }
@@ -114,14 +113,14 @@ function info(said, answer, doubtful) {
 
 function groupBar(run, step, data, filter, side) {
   if (data.group.length < 2) return null;
-  return h("div", { class: "bar group-bar" }, h("span", { class: "label" }, `its group of ${data.group.length}`), data.group.map((e) => h("a", { class: `chip ${e.success > 0 ? "good" : "bad"}`, "aria-current": e.id === data.id ? "true" : null, href: episodeLink(run, step, e.id, filter), title: e.ending }, `#${e.index}  ${signed(e.reward)}`)),
+  return h("div", { class: "bar group-bar" }, h("span", { class: "label" }, `its group of ${data.group.length}`), data.group.map((e) => h("a", { class: `chip ${e.success > 0 ? "good" : "bad"}`, "aria-current": e.id === data.id ? "true" : null, href: hasEpisode(run, step, e.id) ? episodeLink(run, step, e.id, filter) : null, title: e.ending }, `#${e.index}  ${signed(e.reward)}`)),
     h("a", { class: "small button", href: episodeLink(run, step, data.id, { ...filter, view: side ? "" : "group" }) }, side ? "this episode alone" : "side by side"));
 }
 
 async function sideBySide(run, step, data) {
   const all = await Promise.all(data.group.slice(0, MAX_SIDE).map((e) => (e.id === data.id ? data : getEpisode(run, step, e.id).then(prepare, (error) => ({ failed: error.message, id: e.id, turns: [], summary: e })))));
   const rows = Math.max(...all.map((d) => d.turns.length));
-  const heads = all.map((d) => h("th", { class: d.id === data.id ? "selected" : "" }, h("a", { href: episodeLink(run, step, d.id) }, `#${d.summary.index}`), " ", pill(d.summary.success > 0 ? "success" : "no success", d.summary.success > 0 ? "good" : "bad"), h("br"), h("small", {}, `${signed(d.summary.reward)}, ${d.failed || d.summary.ending}`)));
+  const heads = all.map((d) => h("th", { class: d.id === data.id ? "selected" : "" }, h("a", { href: hasEpisode(run, step, d.id) ? episodeLink(run, step, d.id) : null }, `#${d.summary.index}`), " ", pill(d.summary.success > 0 ? "success" : "no success", d.summary.success > 0 ? "good" : "bad"), h("br"), h("small", {}, `${signed(d.summary.reward)}, ${d.failed || d.summary.ending}`)));
   const cell = (d, i) => { const t = d.turns[i]; return h("td", {}, t ? [imagesOf(d, t).slice(-1).map((image) => picture(run, image, true)), h("pre", { class: "answer" }, t.answer), h("small", { class: t.reward < 0 ? "bad-text" : "good-text" }, signed(t.reward))] : null); };
   return h("div", { class: "scroll" }, h("table", { class: "side" }, h("thead", {}, h("tr", {}, h("th", {}, "turn"), heads)), h("tbody", {}, Array.from({ length: rows }, (_, i) => h("tr", {}, h("th", {}, i + 1), all.map((d) => cell(d, i)))))));
 }

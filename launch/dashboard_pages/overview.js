@@ -4,11 +4,11 @@ import { getSeries } from "./api.js";
 import { AXES, chart, colour, line } from "./charts.js";
 import { choice, clock, count, duration, h, num, percent, pill, show, sparkline } from "./dom.js";
 import { episodeLink, link, set } from "./route.js";
+import { endingKind } from "./verdict.js";
 
 const CURVES = [["rollout/success", "Success in training"], ["eval/success", "Success on held-out samples"], ["rollout/reward", "Reward"], ["policy/entropy", "Entropy of the policy"], ["behaviour/kl", "Gap between engine and learner (KL)"], ["optim/grad_norm", "Gradient norm"]];
 const LEVELS = { critical: "bad", error: "bad", warning: "warn", info: "" };
 const STATES = { running: "good", finished: "accent", stopped: "warn" };
-const GOOD = ["completed"], LIMITS = ["max_turns", "out_of_tokens", "context_full"];
 
 export async function overviewPage({ query, runs }) {
   const element = h("div", {}), settings = { x: query.get("x") || "step", off: new Set((query.get("off") || "").split(",").filter(Boolean)) };
@@ -63,10 +63,6 @@ function episodeOf(alarm, episode) {
   const id = typeof episode === "object" && episode ? String(episode.id || episode.episode || "") : String(episode);
   const step = (typeof episode === "object" && episode?.step) || alarm.step;
   return h("a", { class: "chip", href: id.includes("/") ? episodeLink(alarm.run, step, id) : link(["step", alarm.run, step]) }, id);
-}
-
-export function endingKind(ending) {
-  return GOOD.includes(ending) ? "good" : LIMITS.includes(ending) ? "warn" : "bad";
 }
 
 function endings(runs) {

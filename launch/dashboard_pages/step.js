@@ -1,9 +1,9 @@
 // One step's batch: every recorded episode a row, by groups, with when it was played, by which version, and how it ended.
 
-import { getStep, getSteps } from "./api.js";
+import { getStep, getSteps, hasEpisode } from "./api.js";
 import { clock, count, duration, h, known, num, percent, pill, select, show, signed } from "./dom.js";
-import { endingKind } from "./overview.js";
 import { episodeLink, link, set } from "./route.js";
+import { endingKind } from "./verdict.js";
 
 const SHADES = ["#0f766e", "#3b82a0", "#7c6bb0", "#b5678f", "#cf6b4f", "#b9442f"];
 export const versionColour = (lag) => SHADES[Math.max(0, Math.min(SHADES.length - 1, lag))];
@@ -108,7 +108,8 @@ function groupRows(run, step, group, span, version, filter) {
 function row(run, step, e, span, version, filter) {
   const share = (s) => `${(100 * s) / span.length}%`, lag = version - e.oldest, busy = e.generate_s + e.env_s + e.wait_s;
   const before = span.timed && e.started ? e.started - span.from : 0, rest = span.timed ? Math.max(0, e.seconds - busy) : 0;
-  return h("a", { class: "episode-row", href: episodeLink(run, step, e.id, filter), title: e.error || e.refused || null },
+  const shown = hasEpisode(run, step, e.id);
+  return h(shown ? "a" : "div", { class: "episode-row", href: shown ? episodeLink(run, step, e.id, filter) : null, title: e.error || e.refused || (shown ? null : "this episode is not in the report") },
     h("span", { class: "code" }, `#${e.index}`), pill(e.success > 0 ? "success" : e.has_failed ? "not trained" : "no success", e.success > 0 ? "good" : "bad"),
     h("span", { class: "amount" }, signed(e.reward)), pill(e.ending, endingKind(e.ending)), h("span", { class: "quiet" }, `${count(e.turns, "turn")}, ${e.tokens} tokens`),
     h("span", { class: "time-line", title: `engine ${duration(e.generate_s)}, environment ${duration(e.env_s)}, waiting ${duration(e.wait_s)}; version ${e.oldest === e.newest ? e.oldest : `${e.oldest} to ${e.newest}`}` },

@@ -8,6 +8,8 @@ const ENDINGS = {
   env_error: "the environment failed", env_timeout: "the environment took too long", reward_error: "the reward function failed",
   reward_timeout: "the reward function took too long", wire_error: "it broke the contract of the wire",
 };
+const GOOD = ["completed"], LIMITS = ["max_turns", "out_of_tokens", "context_full"];
+export const endingKind = (ending) => (GOOD.includes(ending) ? "good" : LIMITS.includes(ending) ? "warn" : "bad");
 
 const listed = (numbers) => {
   const parts = [];

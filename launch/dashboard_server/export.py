@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import os
 import re
@@ -13,6 +14,7 @@ from urllib.parse import quote
 import msgspec
 
 from launch.dashboard_server.api import answer, series
+from launch.dashboard_server.overview import overview
 from launch.dashboard_server.recorded import image_file, opened, recorded_steps
 from launch.dashboard_server.runs import Run, Runs, Unknown
 from launch.dashboard_server.web import PAGES
@@ -20,34 +22,52 @@ from shared.recordings.reading import RecordingError
 from shared.recordings.records import Summary
 
 NUM_EPISODES = 10
-_IMPORT = re.compile(r'(from\s+|import\s+)"\./([\w./-]+)"')
+ALL_PAGES: tuple[str, ...] = ("overview", "metrics", "step", "episode", "health")
+EPISODE_PAGES = ("step", "episode", "health")  # without curves, and so without what draws them
+_IMPORT = re.compile(r'(from\s+|import\s+|import\()"\./([\w./-]+)"')
 
 
 def export(runs: Runs, path: Path, episode_id: str = "") -> None:
-    """Writes the report to `path`. ValueError where there is no such episode."""
+    """Writes the report to `path`. ValueError where there is no such episode, or no folder to write to."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: {path.parent} is no folder; make it first")
     known = [runs.get(run.name) for run in runs.all()]
     chosen = [found(known, episode_id)] if episode_id else [each for run in known for each in some(run, len(known))]
-    answers = {"runs": answer(runs, "runs", {})}
+    pages, start = ALL_PAGES, ""
+    if episode_id:
+        ((run, step, _),) = chosen
+        known, pages = [run], EPISODE_PAGES
+        start = f"#/episode/{quote(run.name, safe='')}/{step}/{quote(episode_id, safe='/')}"
+    answers, images = told(runs, known, chosen, curves="metrics" in pages)
+    title = f"{', '.join(run.name for run in known)[:100]}"
+    write(path, html({"answers": answers, "images": images, "title": title, "start": start, "pages": pages}))
+
+
+def told(
+    runs: Runs, known: list[Run], chosen: list[tuple[Run, int, Summary]], *, curves: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the server would answer about these episodes and their runs, by path, and the images that they show."""
+    steps = {run.name: sorted({step for each, step, _ in chosen if each is run}) for run in known}
+    answers: dict[str, Any] = {"runs": overview(known, steps)}
     images: dict[str, str] = {}
     for run in known:
         base = f"runs/{quote(run.name, safe='')}"
-        for part in ("metrics", "steps"):
-            answers[f"{base}/{part}"] = answer(runs, f"runs/{run.name}/{part}", {})
-        names = [*run.metrics.steps.columns, *run.metrics.evaluations.columns]
-        answers[f"{base}/series"] = series(run, names, limit=len(names))
+        answers[f"{base}/steps"] = {"steps": steps[run.name]}
         answers[f"{base}/health"] = answer(runs, f"runs/{run.name}/health", {}) | {"logs": []}
+        if curves:
+            names = [*run.metrics.steps.columns, *run.metrics.evaluations.columns]
+            answers[f"{base}/metrics"] = answer(runs, f"runs/{run.name}/metrics", {})
+            answers[f"{base}/series"] = series(run, names, limit=len(names))
     for run, step, summary in chosen:
         base = f"runs/{quote(run.name, safe='')}/steps/{step}"
-        answers[base] = answer(runs, f"runs/{run.name}/steps/{step}", {})
+        answers[base] = answer(runs, f"runs/{run.name}/steps/{step}", {}) | {"steps": steps[run.name]}
         try:
             page = answer(runs, f"runs/{run.name}/steps/{step}/{summary.id}", {})
         except RecordingError:
             continue  # the step's page names it
         answers[f"{base}/{'/'.join(quote(part, safe='') for part in summary.id.split('/'))}"] = page
         images |= pictures(run, page)
-    start = f"#/episode/{quote(chosen[0][0].name, safe='')}/{chosen[0][1]}/{episode_id}" if episode_id else ""
-    title = f"{', '.join(run.name for run in known)[:100]}"
-    write(path, html({"answers": answers, "images": images, "title": title, "start": start}))
+    return answers, images
 
 
 def some(run: Run, num_runs: int) -> list[tuple[Run, int, Summary]]:
@@ -88,20 +108,29 @@ def pictures(run: Run, page: dict[str, Any]) -> dict[str, str]:
     return shown
 
 
+def modules(pages: tuple[str, ...]) -> dict[str, str]:
+    """The scripts that these pages need, by name, their imports renamed so that an import map finds them."""
+    texts, waiting = {}, ["app.js"]
+    while waiting:
+        name = waiting.pop()
+        if name in texts:
+            continue
+        texts[name] = (PAGES / name).read_text(encoding="utf-8")
+        for how, target in _IMPORT.findall(texts[name]):
+            if not how.endswith("(") or Path(target).stem in pages:  # a page is imported when it is first shown
+                waiting.append(target)
+    return {f"pronk/{name}": _IMPORT.sub(r'\1"pronk/\2"', text) for name, text in sorted(texts.items())}
+
+
 def html(report: dict[str, Any]) -> str:
-    modules = {
-        f"pronk/{path.relative_to(PAGES)}": data_uri(
-            _IMPORT.sub(r'\1"pronk/\2"', path.read_text(encoding="utf-8")).encode(), "text/javascript"
-        )
-        for path in sorted(PAGES.rglob("*.js"))
-    }
-    style = "\n".join((PAGES / name).read_text(encoding="utf-8") for name in ("uplot/uPlot.min.css", "style.css"))
-    imports, start = msgspec.json.encode({"imports": modules}).decode(), 'import "pronk/app.js";'
-    scripts = " ".join(digest(text) for text in (imports, start))
-    policy = (
-        f"default-src 'none'; script-src {scripts} data:; style-src {digest(style)}; img-src data:; base-uri 'none'"
-    )
-    data = msgspec.json.encode(report).decode().replace("<", "\\u003c")
+    scripts = modules(report["pages"])
+    sheets = ("uplot/uPlot.min.css", "style.css") if "pronk/uplot/uPlot.esm.js" in scripts else ("style.css",)
+    style = "\n".join((PAGES / name).read_text(encoding="utf-8") for name in sheets)
+    uris = {name: data_uri(text.encode(), "text/javascript") for name, text in scripts.items()}
+    imports, start = msgspec.json.encode({"imports": uris}).decode(), 'import "pronk/app.js";'
+    hashes = " ".join(digest(text) for text in (imports, start))
+    policy = f"default-src 'none'; script-src {hashes} data:; style-src {digest(style)}; img-src data:; base-uri 'none'"
+    data = base64.b64encode(gzip.compress(msgspec.json.encode(report), mtime=0)).decode()
     page = (PAGES / "index.html").read_text(encoding="utf-8")
     body = page[page.index("<body>") : page.index("</body>")]
     return (
@@ -109,7 +138,7 @@ def html(report: dict[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style>'
         f'<script type="importmap">{imports}</script></head>{body}'
-        f'<script type="application/json" id="embedded">{data}</script>'
+        f'<script type="application/gzip" id="embedded">{data}</script>'
         f'<script type="module">{start}</script></body></html>\n'
     )
 

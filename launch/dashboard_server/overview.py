@@ -33,7 +33,6 @@ def summary(run: Run, recorded: list[int]) -> dict[str, Any]:
     said |= {name: steps.last(metric) for name, metric in LATEST.items()}
     said |= {
         "name": run.name,
-        "folder": str(run.folder),
         "state": run.state(),
         "step": step,
         "total_steps": total,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,9 @@ from launch.terminal.screen import Screen
 from launch.terminal.state import RunState
 from launch.terminal.table import run_table
 from shared.config import Recipe
+from shared.log import get_logger
 
+LOG = get_logger("local")
 LINE_EVERY_S = 30.0
 TABLE_EVERY_S = 1.0
 
@@ -20,13 +23,17 @@ class Progress:
     def __init__(self, recipe: Recipe, screen: Screen | None = None) -> None:
         folder, resumed = Path(recipe.run.dir) / recipe.run.name, recipe.learner.resume != "never"
         self.state = RunState(recipe)
+        self._folder, self._told = folder, False
         self._screen = screen
         self._metrics = Tail(folder / "metrics.jsonl", resumed=resumed)
         self._alarms = Tail(folder / "alarms.jsonl", resumed=resumed)
         self._shown = 0.0
 
     def show(self, *, final: bool = False) -> None:
-        """To be called again and again."""
+        """To be called again and again. How to look at the run is told once, as soon as there is something to see."""
+        if not self._told and (self._folder / "recipe.json").exists():
+            self._told = True
+            LOG.info("look at the run, now or later: python launch/dashboard.py %s", shlex.quote(str(self._folder)))
         for alarm in self._alarms.new():
             self.state.add_alarm(alarm)
         fresh = sum(self.state.add_row(row) for row in self._metrics.new()) > 0
