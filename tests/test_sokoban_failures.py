@@ -12,7 +12,7 @@ from envs.boards.solver import optimal_first_moves, solve
 from envs.sokoban import build_env
 from shared.recordings.records import Array, Episode, RecordedTurn
 from shared.types import Sample
-from tests.bench.failures import why
+from tests.bench.sokoban.failures import why
 
 ARGS = {"grid_size": [6, 6], "reading": "frame", "max_actions_per_step": 3}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}

@@ -1,6 +1,6 @@
 """Why recorded Sokoban episodes fail: each is played again with its answers, beside the solver.
 
-    python -m tests.bench.failures RUN [--from-step N]
+    python -m tests.bench.sokoban.failures RUN [--from-step N]
 
 A failed episode is of one class. It is `lost` where a push left no solution, by what was wrong of that turn: what
 <think> told of the board (`misread`), else what <answer> told of its moves (`misforeseen`), else the choice alone

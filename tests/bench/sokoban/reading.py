@@ -1,6 +1,6 @@
 """How well a small Sokoban model reads held-out boards: what probability it gives to each true word, by kind and turn.
 
-    python -m tests.bench.reading MODEL --games 100 [--walls 0.05 0.3] [--task sokoban_frames]
+    python -m tests.bench.sokoban.reading MODEL --games 100 [--walls 0.05 0.3] [--task sokoban_frames]
 
 Episodes are played at random, good moves among the random ones within reach, and the model is asked for every word
 after the true ones before it (teacher-forced). A word is read right where it has more than half of the probability.

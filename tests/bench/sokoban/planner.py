@@ -1,0 +1,249 @@
+"""How well Sokoban can be played by a policy that reads every board right: what planning alone costs in episodes.
+
+    python -m tests.bench.sokoban.planner [--reading frame] [--steps 180] [--lr 1e-3] [--walls 0.05 0.15]
+
+A perceptron gets the words that the small models write down in <think>, read without a mistake, and chooses one move at
+a time, up to three a turn and eight turns, as they do. It is first taught good moves within three of the solution,
+then trained by the environment's reward with V-trace, so its success is what a model of the same words could reach with
+as many episodes. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from envs.boards import frames, reading
+from envs.boards.board import MOVES, Board
+from envs.boards.generate import BoardSpec, make_board
+from envs.boards.solver import optimal_first_moves
+from envs.sokoban import BLOCKED_REWARD, ON_TARGET_REWARD, STEP_REWARD
+from learner.vtrace import token_vtrace
+
+TURNS, MOVES_A_TURN, REACH, EXPERTISE = 8, 3, 3, 0.8
+MOST_WORDS, WIDTH = 2048, 256
+CLASSES = {"1_3": (1, 3), "4_6": (4, 6), "7_9": (7, 9), "10_up": (10, 10_000)}
+HELD_OUT, TAUGHT = 1_000_000, 2_000_000  # first seeds; training boards begin at 0
+WARM_UP, FINAL_SHARE, CLIP = 10, 0.02, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A position as the perceptron sees it: its words' numbers, and the move that each of its choices stands for."""
+
+    words: tuple[int, ...]
+    moves: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    seen: Seen
+    choice: int
+    logprob: float
+    reward: float
+    turn: int
+
+
+class Reader:
+    """Numbers the words of positions; each is read once."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._numbers: dict[tuple[int | str, str], int] = {}
+        self._seen: dict[Board, Seen] = {}
+
+    def __call__(self, board: Board) -> Seen:
+        if board not in self._seen:
+            words, moves = self._framed(board) if self._kind == "frame" else self._cells(board)
+            numbers = (self._numbers.setdefault(word, len(self._numbers)) for word in words)
+            self._seen[board] = Seen(tuple(numbers), moves)
+        return self._seen[board]
+
+    def _framed(self, board: Board) -> tuple[list[tuple[int | str, str]], tuple[str, ...]]:
+        """What reads alike however the board is turned: all but the cells and the frame's name; sides and corners also
+        one by one."""
+        _, _, _, player, target, sides, corners, *far = frames.state(board).split()
+        whole = list(enumerate((player, target, sides, corners, *far)))
+        single = [("side", side) for side in sides[1:]] + [("corner", corner) for corner in corners[1:]]
+        return whole + single, frames.frame_of(board.width, board.boxes[0], board.targets[0], board.player).moves
+
+    def _cells(self, board: Board) -> tuple[list[tuple[int | str, str]], tuple[str, ...]]:
+        target, *rest = reading.reading(board).split()
+        state = reading.state(board).split()
+        walls = rest[: len(rest) - len(state)]
+        return [("target", target), *(("wall", wall) for wall in walls), *enumerate(state)], MOVES
+
+
+class Perceptron(nn.Module):
+    """Sums what its words mean, then two residual layers."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(MOST_WORDS, WIDTH, mode="sum")
+        nn.init.normal_(self.words.weight, std=0.3)
+        self.turns = nn.Embedding(TURNS, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)
+        )
+        self.leave = nn.Linear(WIDTH, outputs)
+        for weight in (self.turns.weight, self.leave.weight, self.leave.bias):
+            nn.init.zeros_(weight)
+
+    def forward(self, seen: Sequence[Seen], turns: Tensor | None = None) -> Tensor:
+        counts = torch.tensor([0, *(len(each.words) for each in seen[:-1])])
+        hidden = self.words(torch.tensor([word for each in seen for word in each.words]), counts.cumsum(0))
+        if turns is not None:
+            hidden = hidden + self.turns(turns)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.leave(functional.gelu(hidden))
+
+
+def boards(first: int, count: int, split: str, walls: Sequence[float]) -> list[Board]:
+    """One after the other of each share of walls."""
+    specs = [BoardSpec(wall_chance=chance, split=split) for chance in walls]
+    return [make_board(seed, specs[seed % len(specs)]) for seed in range(first, first + count)]
+
+
+def teach(policy: Perceptron, reader: Reader, count: int = 6000, steps: int = 600) -> None:
+    """Good moves where the solution is within reach, none preferred elsewhere."""
+    rng = np.random.default_rng(0)
+    shown: list[tuple[Seen, list[float]]] = []
+    for board in boards(TAUGHT, count, "train", (0.05,)):
+        for _ in range(TURNS):
+            best = optimal_first_moves(board)
+            seen, wanted = reader(board), [1 / 4] * 4
+            if 0 < len(best) <= REACH:
+                wanted = [(1 - EXPERTISE) / 4 + EXPERTISE * (move == best[0]) for move in seen.moves]
+            shown.append((seen, wanted))
+            board = board.moved(best[0] if best and rng.random() < 0.35 else MOVES[rng.integers(4)])
+            if board.solved:
+                break
+    optimizer = torch.optim.Adam(policy.parameters(), 1e-3)
+    for _ in range(steps):
+        chosen = [shown[i] for i in rng.integers(len(shown), size=256)]
+        logprobs = policy([seen for seen, _ in chosen]).log_softmax(-1)
+        loss = -(torch.tensor([wanted for _, wanted in chosen]) * logprobs).sum(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def play(policy: Perceptron, reader: Reader, starts: Sequence[Board], *, greedy: bool) -> list[list[Step]]:
+    """Whole episodes; one whose last step's reward is more than a step's ended well."""
+    positions, episodes = list(starts), [list[Step]() for _ in starts]
+    for move in range(TURNS * MOVES_A_TURN):
+        live = [i for i, board in enumerate(positions) if not board.solved]
+        if not live:
+            break
+        seen = [reader(positions[i]) for i in live]
+        logprobs = policy(seen).log_softmax(-1)
+        choices = logprobs.argmax(-1) if greedy else torch.multinomial(logprobs.exp(), 1)[:, 0]
+        for row, i in enumerate(live):
+            choice = int(choices[row])
+            after = positions[i].moved(seen[row].moves[choice])
+            reward = BLOCKED_REWARD if after is positions[i] else STEP_REWARD + ON_TARGET_REWARD * after.solved
+            logprob = float(logprobs[row, choice])
+            episodes[i].append(Step(seen[row], choice, logprob, reward, move // MOVES_A_TURN))
+            positions[i] = after
+    return episodes
+
+
+def solved(episodes: Sequence[list[Step]]) -> np.ndarray:
+    return np.array([episode[-1].reward > 0.5 for episode in episodes])
+
+
+def update(policy: Perceptron, critic: Perceptron, episodes: list[list[Step]], scale: float, gamma: float, lam: float,
+           entropy_coef: float) -> tuple[Tensor, float]:  # fmt: skip
+    """The loss, and the advantages' running deviation: V-trace by moves, discount and lambda between turns."""
+    steps = [step for episode in episodes for step in episode]
+    seen, turns = [step.seen for step in steps], torch.tensor([step.turn for step in steps])
+    ends = np.cumsum([len(episode) for episode in episodes]) - 1
+    episode_end = torch.zeros(len(steps), dtype=torch.bool)
+    episode_end[ends] = True
+    turn_end = episode_end | torch.cat([turns[1:] != turns[:-1], torch.ones(1, dtype=torch.bool)])
+    logprobs_N4 = policy(seen).log_softmax(-1)
+    logprobs = logprobs_N4.gather(1, torch.tensor([[step.choice] for step in steps]))[:, 0]
+    values = critic(seen, turns)[:, 0]
+    log_rhos = logprobs.detach() - torch.tensor([step.logprob for step in steps])
+    rewards = torch.tensor([step.reward for step in steps])
+    found = token_vtrace(log_rhos, rewards, values.detach(), turn_end, episode_end, gamma=gamma, lam=lam)
+    deviation = float(found.advantages.std())
+    scale = deviation if scale == 0.0 else 0.9 * scale + 0.1 * deviation
+    advantages = (found.advantages - found.advantages.mean()) / scale
+    ratios = log_rhos.exp()
+    clipped = torch.where(advantages > 0, ratios > 1 + CLIP, ratios < 1 - CLIP)
+    weights = ratios.clamp(max=1.0).masked_fill(clipped, 0.0)
+    entropies = -(logprobs_N4.exp() * logprobs_N4).sum(-1)
+    policy_loss = -(weights * advantages * logprobs).mean() - entropy_coef * entropies.mean()
+    return policy_loss + (values - found.vs).square().mean(), scale
+
+
+def measure(options: argparse.Namespace) -> dict[str, object]:
+    torch.manual_seed(options.seed)
+    rng, reader = np.random.default_rng(options.seed), Reader(options.reading)
+    held = boards(HELD_OUT, options.boards, "heldout", (0.05,))
+    lengths = np.array([len(optimal_first_moves(board)) for board in held])
+
+    def evaluated(policy: Perceptron, *, greedy: bool) -> dict[str, float]:
+        won = solved(play(policy, reader, held, greedy=greedy))
+        parts = {name: (lengths >= low) & (lengths <= high) for name, (low, high) in CLASSES.items()}
+        found = {"success": won.mean()} | {f"success_{name}": won[part].mean() for name, part in parts.items()}
+        return {name: round(float(share), 3) for name, share in found.items()}
+
+    policy, critic = Perceptron(4), Perceptron(1)
+    teach(policy, reader)
+    start = deepcopy(policy)
+    optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], options.lr, betas=(0.9, 0.98))
+    scale, turns, began = 0.0, 0, time.monotonic()
+    for step in range(options.steps):
+        rate = min(1.0, (step + 1) / WARM_UP) * (1 - (1 - FINAL_SHARE) * step / options.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * rate
+        starts = boards(step * options.episodes, options.episodes, "train", options.walls)
+        episodes = play(policy, reader, starts, greedy=False)
+        turns += sum(episode[-1].turn + 1 for episode in episodes)
+        for part in np.array_split(rng.permutation(len(episodes)), options.minibatches):
+            chosen = [episodes[i] for i in part]
+            loss, scale = update(policy, critic, chosen, scale, options.gamma, options.lam, options.entropy_coef)
+            optimizer.zero_grad()
+            loss.backward()
+            for net in (policy, critic):
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        if (step + 1) % 20 == 0:
+            print(f"step {step + 1}  success {solved(episodes).mean():.2f}", flush=True)
+    return vars(options) | {
+        "turns": turns,
+        "seconds": round(time.monotonic() - began),
+        "sampled_before": evaluated(start, greedy=False),
+        "greedy_before": evaluated(start, greedy=True),
+        "sampled_after": evaluated(policy, greedy=False),
+        "greedy_after": evaluated(policy, greedy=True),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reading", choices=("cells", "frame"), default="frame", help="the words that it gets")
+    for name, default in (("steps", 180), ("episodes", 64), ("minibatches", 4), ("boards", 500), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, value in (("lr", 1e-3), ("gamma", 0.95), ("lam", 0.8), ("entropy-coef", 0.01)):
+        parser.add_argument(f"--{name}", type=float, default=value)
+    parser.add_argument("--walls", type=float, nargs="+", default=[0.05, 0.15], help="of training boards, in turns")
+    torch.set_num_threads(1)
+    print(json.dumps(measure(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

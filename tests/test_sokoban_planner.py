@@ -1,0 +1,54 @@
+"""The perceptron that plans Sokoban from words read without a mistake."""
+
+from __future__ import annotations
+
+import torch
+
+from envs.boards.board import MOVES, Board, board_from_config
+from envs.boards.solver import optimal_first_moves
+from tests.bench.sokoban.planner import Perceptron, Reader, play, solved, teach, update
+
+WALL, FLOOR, TARGET = 0, 1, 2
+
+
+def board(rows: list[list[int]], box: tuple[int, int], player: tuple[int, int]) -> Board:
+    closed = [[WALL] * 6, *([WALL, *row, WALL] for row in rows), [WALL] * 6]
+    return board_from_config({"initial_base_grid": closed, "initial_boxes": [box], "initial_player": player})
+
+
+NEAR = board([[1, 1, 1, 1], [1, 1, 1, 2], [1, 1, 1, 1], [1, 0, 1, 1]], (2, 3), (2, 1))
+TURNED = board([[1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 2, 1]], (3, 3), (1, 3))
+
+
+def test_a_turned_board_reads_alike_in_its_boxs_frame_and_in_its_cells_it_does_not():
+    framed, cells = Reader("frame"), Reader("cells")
+    assert framed(NEAR).words == framed(TURNED).words
+    assert framed(NEAR).moves[0] == "right" and framed(TURNED).moves[0] == "down"
+    assert cells(NEAR).words != cells(TURNED).words and cells(NEAR).moves == MOVES
+
+
+def test_what_was_taught_is_played_and_nothing_beyond_it():
+    torch.manual_seed(0)
+    policy, reader = Perceptron(4), Reader("frame")
+    assert 0 < len(optimal_first_moves(NEAR)) <= 3
+    teach(policy, reader, count=300, steps=150)
+    episodes = play(policy, reader, [NEAR, TURNED], greedy=True)
+    assert solved(episodes).all()
+    assert [step.turn for step in episodes[0]] == [0] * len(episodes[0])
+
+
+def test_moves_that_won_become_likelier():
+    torch.manual_seed(0)
+    policy, critic, reader = Perceptron(4), Perceptron(1), Reader("frame")
+    episodes = play(policy, reader, [NEAR] * 64, greedy=False)
+    won = solved(episodes)
+    assert 0 < won.sum() < len(won)
+    optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], 3e-3)
+    scale = 0.0
+    for _ in range(20):
+        loss, scale = update(policy, critic, episodes, scale, 0.95, 0.8, 0.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    good = reader(NEAR).moves.index(optimal_first_moves(NEAR)[0])
+    assert policy([reader(NEAR)]).softmax(-1)[0, good] > 0.3
