@@ -82,7 +82,7 @@ lint: env
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/mypy
 
-PYTEST := $(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(PY) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 check: lint
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -59,7 +59,8 @@ class Trainer:
             )
         self.policy = policy.train()
         self.reference = reference
-        self._same_tower = not any(p.requires_grad for p in policy.vlm.model.visual.parameters())
+        trains_tower = reference and any(p.requires_grad for p in policy.vlm.model.visual.parameters())
+        self._same_tower = not trains_tower  # as the reference's
         self.config = config
         self.ranks = ranks
         self.temperature = temperature

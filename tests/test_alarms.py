@@ -198,7 +198,7 @@ def test_a_learner_that_is_starved_raises_its_own_alarm() -> None:
 
 def test_a_healthy_run_of_make_train_raises_none() -> None:
     rows = healthy()
-    assert len(rows) >= 30
+    assert len(rows) >= 180
     assert judged(recipe_of(HEALTHY), rows) == {}
 
 
@@ -209,7 +209,7 @@ def test_the_folder_that_is_made_of_a_run_raises_what_the_run_raises(tmp_path: P
     shutil.copy(HEALTHY / "recipe.json", run)
     rows = [
         row | {"step": step, "other/metric": 1.0, "policy/clip_fraction": 0.9 if step > 15 else 0.1234567890123}
-        for step, row in enumerate(2 * edited(value__explained_variance=1e-3, behaviour__kl=None), 1)
+        for step, row in enumerate(edited(value__explained_variance=1e-3, behaviour__kl=None)[:120], 1)
     ]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows) + "damaged\n")
     healthy_run.make(run, tmp_path / "made")
@@ -222,9 +222,9 @@ def test_the_folder_that_is_made_of_a_run_raises_what_the_run_raises(tmp_path: P
     made = (tmp_path / "made/metrics.jsonl").read_text()
     assert "other/metric" not in made and '"policy/clip_fraction": 0.1234568,' in made
     (run / "metrics.jsonl").write_text(
-        "".join(json.dumps(row | {"step": n}) + "\n" for n in range(500) for row in rows[:1])
+        "".join(json.dumps(row | {"step": n}) + "\n" for n in range(600) for row in rows[:1])
     )
-    with pytest.raises(ValueError, match="500 steps take"):
+    with pytest.raises(ValueError, match="600 steps take"):
         healthy_run.make(run, tmp_path / "long")
 
 

@@ -34,7 +34,9 @@ class SmallPolicy(nn.Module):
         self.banned_ids: tuple[int, ...] = ()
         self.listener = None  # no critic on several layers
 
-    def forward(self, batch: Microbatch, temperature: float, vision: None = None) -> PolicyOutput:
+    def forward(
+        self, batch: Microbatch, temperature: float, vision: None = None, *, sure: None = None, labels: None = None
+    ) -> PolicyOutput:
         back_NC = batch.predictors[:, None] - torch.arange(CONTEXT)
         seen_NC = batch.position_ids[0, 0][batch.predictors][:, None] >= torch.arange(CONTEXT)
         tokens_NC = torch.where(seen_NC, batch.input_ids[0][back_NC.clamp(min=0)], VOCAB_SIZE)
