@@ -78,9 +78,11 @@ def test_bytes_that_do_not_come_are_not_waited_for_without_end(plugin, staging, 
     gate.set()
 
 
-def test_the_plugin_is_found_by_its_entry_point(plugin):
-    (point,) = importlib.metadata.entry_points(group="sglang.srt.plugins")
-    assert point.load() is plugin.register
+def test_the_plugins_are_found_by_their_entry_points(plugin):
+    points = {point.name: point.load() for point in importlib.metadata.entry_points(group="sglang.srt.plugins")}
+    assert points["pronk_staged_weights"] is plugin.register
+    assert points.keys() == {"pronk_staged_weights", "pronk_drained_pauses"}
+    assert points["pronk_drained_pauses"].__module__ == "pronk_drained_pauses"
 
 
 @pytest.mark.parametrize(
