@@ -88,10 +88,13 @@ PYTEST := $(PY) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorde
 check: lint
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# Tests start some two hundred processes, which need not compile the modules again.
-test: lint
+# Tests start some two hundred processes, which need not compile the modules again. Lint, on one core, runs beside them.
+test: env
 	$(PY) -m compileall -q actor envs kernels launch learner shared tests
-	$(PYTEST) -m "not learning and not browser" $(ARGS)
+	@$(MAKE) --no-print-directory lint & lint=$$!; \
+	$(PYTEST) -m "not learning and not browser" $(ARGS); tests=$$?; \
+	wait $$lint || { echo "error: lint failed; what it found stands above, make lint shows it alone" >&2; exit 1; }; \
+	exit $$tests
 
 test-learning: env
 	$(PYTEST) --dist worksteal -m learning tests/test_stability.py tests/test_end_to_end.py tests/test_tasks_end_to_end.py $(ARGS)
