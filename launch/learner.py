@@ -28,7 +28,7 @@ from learner.shutdown import ShutdownRequested
 from learner.tickets.server import check_address
 from learner.tickets.sources import SeedSource
 from shared.config import Recipe, fail, parse, recipe_parser
-from shared.guards.memory import bound_kernel_caches, use_one_heap
+from shared.guards.memory import bound_kernel_caches, kept_for_ever, use_one_heap
 from shared.keys import learner_security, read_api_key
 from shared.log import get_logger
 from shared.nccl import variables
@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
 
             print(json.dumps(run_recorded(recipe, Path(options.from_recording))), flush=True)
             return 0
-        from learner.loop import run  # torch and transformers, after the cheap checks
+        with kept_for_ever():
+            from learner.loop import run  # torch and transformers, after the cheap checks
 
         samples = (training_samples(recipe), held_out_samples(recipe)) if rank == 0 else (SeedSource(), [])
         result = run(recipe, *samples)

@@ -61,10 +61,8 @@ def run(recipe: Recipe, options: argparse.Namespace, progress: Progress, result:
     children: list[Child] = []
     try:
         arguments = ["--config", options.config, *options.overrides]
-        torchrun = [sys.executable, script("processes/torchrun"), "--standalone", f"--nproc-per-node={options.ranks}"]
-        children.append(
-            start("learner", [*torchrun, script("learner"), *arguments], env=cpu_env(recipe.learner.threads), mute=True)
-        )
+        learner = [*starter(options.ranks), script("learner"), *arguments]
+        children.append(start("learner", learner, env=cpu_env(recipe.learner.threads), mute=True))
         children.append(start("actors", [sys.executable, script("actors"), *arguments]))
         return watch(children, progress, result)
     except Stopped as signal:
@@ -72,6 +70,13 @@ def run(recipe: Recipe, options: argparse.Namespace, progress: Progress, result:
         return 130
     finally:
         stop_all(children)
+
+
+def starter(ranks: int) -> list[str]:
+    """What starts the learner's ranks. One alone needs no torchrun, whose own import of torch takes seconds."""
+    if ranks == 1:
+        return [sys.executable, "-u"]
+    return [sys.executable, script("processes/torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def script(name: str) -> str:

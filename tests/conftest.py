@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from learner.distributed import close_ranks, init_ranks
 from shared.vision import VisionSpec
 from tests.support.tiny import tiny_model_dir
+
+gc.disable()  # until all is collected: what is imported stays, and is not looked through again and again
 
 # Two tests run at a time, and products as small as theirs take longest where threads wait for one another.
 torch.set_num_threads(1)
@@ -21,6 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of which all tests are fast come last, so that no worker is busy long after the other has ended."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries say at the end that they leak
 
 
 @pytest.fixture(scope="module")

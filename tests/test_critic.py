@@ -121,8 +121,8 @@ def weights(trainer: Trainer) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"offload": True}, {"compile": True}])
 def test_a_use_of_memory_changes_nothing_for_the_deep_critic(folder, spec, ranks, settings, monkeypatch):
-    """Compiled blocks are traced and differentiated as ever, but not built in C++: test_memory does that."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    """Compiled blocks are traced, as often as ever, but not built: test_memory does that."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     got, plain = (weights(trained(folder, spec, ranks, **chosen)) for chosen in (settings, {}))
     assert float((got - plain).double().norm() / plain.double().norm()) < 1e-5
 

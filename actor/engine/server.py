@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from actor.engine.settings import EngineSettings, parse_arguments  # first: it notes the parent
+from shared.guards.memory import kept_for_ever
 from shared.keys import is_local, read_api_key
 
 log = logging.getLogger("engine")
@@ -32,8 +33,9 @@ async def serve(settings: EngineSettings) -> int:
             f"--host {settings.host!r} is not loopback, and there is no API key: whoever reaches it could replace the "
             "weights; make one with python -m shared.keys FOLDER --engine and give --api-key-file FOLDER/engine.key"
         )
-    from actor.engine.app import EngineApp
-    from actor.engine.http import HttpServer
+    with kept_for_ever():
+        from actor.engine.app import EngineApp
+        from actor.engine.http import HttpServer
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,12 +1,14 @@
-"""What a process has freed goes back to the system."""
+"""What a process has freed goes back to the system, and what it keeps for ever is not searched for garbage."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from shared.guards.threads import start_thread
 
@@ -31,6 +33,20 @@ def bound_kernel_caches() -> None:
     last 1,024 shapes are kept otherwise, half a megabyte each, and a learner's batches have ever new shapes."""
     for name in KERNEL_CACHES:
         os.environ.setdefault(name, KEPT_KERNELS)
+
+
+@contextmanager
+def kept_for_ever() -> Iterator[None]:
+    """What the body makes is never garbage: modules of torch and transformers, whose objects the collector would look
+    through again and again while they are imported, a tenth of the time that a learner takes to start."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()
 
 
 def give_back_memory() -> None:

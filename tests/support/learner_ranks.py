@@ -8,10 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ from learner.distributed import BACKENDS, Ranks, barrier, broadcast_groups, clos
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import parallelize
-from learner.optim import MuonAdamW
+from learner.optim import MuonAdamW, clip_
 from learner.recording.columns import watch
 from learner.trainer import Trainer
 from learner.weights.buckets import gathered
@@ -122,25 +125,25 @@ def recorded(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[int, np.nd
     return {place: watched.columns(place) for place in watched.places}
 
 
-def first_gradients(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[str, torch.Tensor]:
-    """The gradient of one step, and no change of weights."""
+@contextmanager
+def first_gradients_noted(trainer: Trainer) -> Iterator[dict[str, torch.Tensor]]:
+    """Filled when the trainer first clips them, with the gradients as they are before."""
     found: dict[str, torch.Tensor] = {}
 
-    def note(*_: object) -> None:
-        found.update({name: whole(p.grad) for name, p in trainer.policy.named_parameters() if p.requires_grad})
+    def note(*arguments: Any) -> None:
+        if not found:
+            found.update({name: whole(p.grad) for name, p in trainer.policy.named_parameters() if p.requires_grad})
+        clip_(*arguments)
 
-    optimizer = trainer.config.optimizer.model_copy(update={"max_grad_norm": 1e9})
-    trainer.config = trainer.config.model_copy(update={"optimizer": optimizer})
-    trainer.optimizer.step = note  # type: ignore[method-assign]
-    train(trainer, ranks, range(1), num_groups)
-    return found
+    with patch("learner.trainer.clip_", note):
+        yield found
 
 
 def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> tuple[Trainer, dict[str, Any]]:
     """First gradients; weights and metrics after three steps."""
-    gradients = first_gradients(trainer_of(folder, ranks, **changes), ranks, num_groups)
     trainer = trainer_of(folder, ranks, **changes)
-    metrics = train(trainer, ranks, range(3), num_groups)
+    with first_gradients_noted(trainer) as gradients:
+        metrics = train(trainer, ranks, range(3), num_groups)
     weights = {n: t.clone() for n, t in gathered(trainer.policy)}
     weights |= {n: whole(p) for n, p in trainer.policy.value_head.named_parameters(prefix="value_head")}
     return trainer, {"gradients": gradients, "metrics": metrics, "weights": weights}
