@@ -6,7 +6,7 @@ Shape suffixes: G = episodes of one group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -172,6 +172,16 @@ class RunningScale:
     def follow(self, moments: np.ndarray) -> None:
         """After a step, with its sums, float64 [turns, MOMENTS]. Without a token, or not finite, they count nothing."""
         self.moments = self._mixed(self.moments, moments)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run goes on from, as plain JSON values."""
+        kept = {"advantage_moments": self.moments, "return_moments": self.returns}
+        return {name: None if moments is None else moments.tolist() for name, moments in kept.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """What a checkpoint lacks starts anew."""
+        kept = (state.get(name) for name in ("advantage_moments", "return_moments"))
+        self.moments, self.returns = (None if moments is None else np.array(moments) for moments in kept)
 
     def _mixed(self, before: np.ndarray | None, moments: np.ndarray) -> np.ndarray | None:
         if not moments[:, 0].sum() > 0 or not np.isfinite(moments).all():

@@ -134,15 +134,13 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides parameters and optimizer."""
-        moments = None if self.scale.moments is None else self.scale.moments.tolist()
-        own = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "advantage_moments": moments}
+        own = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **self.scale.state()}
         own["guard"] = asdict(self.guard)
         return own | ({"has_reference": True} if self.config.objective.kl_reference_every else {})
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
-        moments = state.get("advantage_moments")
-        self.scale.moments = None if moments is None else np.array(moments)
+        self.scale.load_state(state)
         self.guard = GuardState(**state.get("guard", {}))
 
     # ------------------------------------------------------------------ what a step is made of

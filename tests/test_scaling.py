@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,6 +71,18 @@ def test_the_first_step_starts_from_its_returns():
     found = scale([episode(1.0, 4.0), episode(-1.0, 2.0)])
     assert found.centres is not None and found.centres[:2].tolist() == [1.5, 3.0]  # returns 3 and 0, then 4 and 2
     assert found.factor == pytest.approx(np.mean([1.5**2, 1.0]) ** -0.5)
+
+
+def test_a_resumed_run_scales_the_next_step_as_the_uninterrupted_one():
+    """Returns vary more and more, under a critic that errs by more than they do: both have a say in the rate."""
+    scale, resumed = (RunningScale(ObjectiveConfig()) for _ in range(2))
+    for spread in (0.1, 0.2):
+        scale([episode(spread), episode(-spread)])
+        scale.follow(moments([[0.9, -0.9]]))
+    resumed.load_state(json.loads(json.dumps(scale.state())))
+    expected, found = (one([episode(0.3), episode(-0.3)]) for one in (scale, resumed))
+    assert 0.1 < found.rate < 0.9 and (found.factor, found.rate) == (expected.factor, expected.rate)
+    assert torch.equal(found.centres, expected.centres)
 
 
 def test_turns_beyond_the_last_that_is_kept_share_its_mean():
