@@ -22,6 +22,7 @@ from typing import Any
 from envs.loader import load_env, load_module
 from launch.engines.commands import check_host
 from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
+from launch.processes.run_logs import RunLogs
 from launch.task_samples import held_out_samples, ready
 from launch.terminal.progress import Progress
 from launch.terminal.screen import Screen, is_terminal
@@ -57,21 +58,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(recipe: Recipe, options: argparse.Namespace, progress: Progress, result: Path) -> int:
-    """Learner and actors, until they have ended; the exit code."""
+    """Learner and actors, until they have ended; the exit code. What they say is kept in the run's folder too."""
+    arguments = ["--config", options.config, *options.overrides]
+    torchrun = [sys.executable, script("processes/torchrun"), "--standalone", f"--nproc-per-node={options.ranks}"]
+    learner, env = [*torchrun, script("learner"), *arguments], cpu_env(recipe.learner.threads)
     children: list[Child] = []
-    try:
-        arguments = ["--config", options.config, *options.overrides]
-        torchrun = [sys.executable, script("processes/torchrun"), "--standalone", f"--nproc-per-node={options.ranks}"]
-        children.append(
-            start("learner", [*torchrun, script("learner"), *arguments], env=cpu_env(recipe.learner.threads), mute=True)
-        )
-        children.append(start("actors", [sys.executable, script("actors"), *arguments]))
-        return watch(children, progress, result)
-    except Stopped as signal:
-        LOG.info("%s: stopping", signal)
-        return 130
-    finally:
-        stop_all(children)
+    with RunLogs(result.parent) as logs:
+        try:
+            with logs.stderr("learner") as stderr:
+                children.append(start("learner", learner, env=env, mute=True, stderr=stderr))
+            with logs.stderr("actors") as stderr:
+                children.append(start("actors", [sys.executable, script("actors"), *arguments], stderr=stderr))
+            return watch(children, progress, result)
+        except Stopped as signal:
+            LOG.info("%s: stopping", signal)
+            return 130
+        finally:
+            stop_all(children)
 
 
 def script(name: str) -> str:
