@@ -22,7 +22,7 @@ export async function overviewPage({ query, runs }) {
     const shown = now.runs.map((run, i) => ({ run, i })).filter(({ run }) => !settings.off.has(run.name));
     const all = await Promise.all(shown.map(({ run }) => getSeries(run.name, CURVES.map(([name]) => name))));
     show(curves, CURVES.map(([name, text]) => {
-      const lines = shown.map(({ run, i }, at) => ({ ...line(all[at], name, settings.x), label: run.name, colour: colour(i) })).filter((l) => l.x);
+      const lines = shown.map(({ run, i }, at) => ({ ...line(all[at], name, settings.x), label: run.name, colour: colour(i) })).filter((l) => l.x && l.y.some((v) => v !== null));
       if (!lines.length) return null;
       const one = shown.length === 1;
       return h("section", { class: "card" }, h("h3", {}, text, h("a", { class: "quiet code", href: link(["metrics"], { q: name }) }, name)),
@@ -47,7 +47,7 @@ function runTable(runs, off, flip) {
     h("td", { class: r.learner_idle > 0.5 ? "warn-text" : "" }, percent(r.learner_idle)), h("td", { class: r.actors_idle > 0.5 ? "warn-text" : "" }, percent(r.actors_idle)),
     h("td", {}, r.state === "running" && r.left_s ? duration(r.left_s) : "–"),
     h("td", {}, r.alarm_count ? pill(String(r.alarm_count), r.alarms.some((a) => a.over === null && LEVELS[a.level] === "bad") ? "bad" : "warn") : "0"),
-    h("td", {}, r.recorded ? h("a", { href: link(["step", r.name, r.recorded_last]) }, count(r.recorded, "step")) : h("span", { class: "quiet" }, "not recorded")))))));
+    h("td", {}, r.recorded ? h("a", { href: link(["step", r.name, r.recorded_last]) }, count(r.recorded, "step")) : r.evaluations ? null : h("span", { class: "quiet" }, "not recorded"), r.recorded && r.evaluations ? h("br") : null, r.evaluations ? h("a", { href: link(["step", r.name, r.evaluation_last]) }, count(r.evaluations, "evaluation")) : null))))));
 }
 
 function alarms(runs) {
