@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_overview_compares_runs_and_leads_to_what_an_alarm_is_about(page, address: str) -> None:
     opened(page, address, "", ".chart canvas")
     assert page.locator("table.runs tbody tr").count() == 2
-    assert page.get_by_text("1 damaged lines").is_visible()
+    assert page.get_by_text("1 damaged line").is_visible()
     assert page.locator("canvas").count() == 6
     kept(page, "overview")
     page.get_by_role("button", name="episodes").click()
@@ -105,6 +105,7 @@ def test_an_episode_is_stepped_through_by_keys_and_its_tokens_are_coloured_by_ch
     page.keyboard.press("j")
     page.keyboard.press("j")
     assert page.locator(".turn.selected h3").inner_text().startswith("Turn 2")
+    assert "turn=2" in page.url
     page.keyboard.press("r")
     assert "<|vision_start|>" in page.locator(".stream").first.inner_text()
     for key, place in (
@@ -118,6 +119,13 @@ def test_an_episode_is_stepped_through_by_keys_and_its_tokens_are_coloured_by_ch
     page.keyboard.press("g")
     page.wait_for_selector("table.side")
     assert page.locator("table.side thead th").count() == 5
+
+
+def test_a_turn_has_an_address_of_its_own(page, address: str) -> None:
+    opened(page, address, "#/episode/sokoban/20/20-0/1?turn=4&colour=entropy", ".turn.selected")
+    assert page.locator(".turn.selected h3").inner_text().startswith("Turn 4")
+    assert page.locator(".choice [aria-pressed=true]").inner_text() == "entropy"
+    sync_api.expect(page.locator(".turn.selected")).to_be_in_viewport()
 
 
 def test_an_evaluation_s_failures_are_led_to_and_say_why(page, address: str) -> None:

@@ -33,6 +33,7 @@ export async function episodePage({ parts, query }) {
     selected = Math.max(0, Math.min(data.turns.length - 1, to));
     turns.querySelectorAll(".turn").forEach((t, i) => t.classList.toggle("selected", i === selected));
     turns.children[selected]?.scrollIntoView({ block: "center", behavior: "instant" });
+    set({ turn: selected + 1 });
     return true;
   }
 
@@ -45,6 +46,7 @@ export async function episodePage({ parts, query }) {
   if (side) element.append(await sideBySide(run, step, data));
   else { fill(); bar(); tips(turns, data); element.append(colours, turns, h("details", {}, h("summary", {}, "All that is recorded of it"), facts(data))); }
 
+  if (!side && Number(query.get("turn")) > 0) requestAnimationFrame(() => element.isConnected && pick(Number(query.get("turn")) - 1));
   const key = (name) => {
     if (name === "ArrowLeft") return go(listed[at - 1]);
     if (name === "ArrowRight") return go(at < 0 ? listed[0] : listed[at + 1]);
