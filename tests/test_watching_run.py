@@ -92,8 +92,7 @@ def test_the_health_page_ends_each_log_with_what_was_said_last(page, address: st
 def test_the_evaluations_of_a_run_are_recorded_with_all_that_they_reached(page, address: str, folder: Path) -> None:
     result = json.loads((folder / "result.json").read_text())
     for name, place in (("before", "0-before"), ("after", f"{STEPS}-after")):
-        opened(page, address, f"#/step/colour_tiny/{place}", "a.episode-row")
-        assert page.locator("h1").inner_text() == f"Evaluation {name} training"
+        opened(page, address, f"#/step/colour_tiny/{place}", f"h1:has-text('Evaluation {name} training')")
         sync_api.expect(page.locator("a.episode-row")).to_have_count(8)
         won = page.locator("a.episode-row").filter(has=page.get_by_text("success", exact=True)).count()
         assert won / 8 == pytest.approx(result[f"success_{name}"], abs=1e-3)

@@ -33,7 +33,8 @@ class Table:
         row, which is of the same step, it keeps that one's values of other names."""
         steps, step = self.columns["step"], row["step"] or 0.0
         if joins and len(steps) and steps[-1] == step:
-            row = {name: column[-1] for name, column in self.columns.items()} | row
+            last: dict[str, float | None] = {name: column[-1] for name, column in self.columns.items()}
+            row = last | row
         length = len(steps)
         while length and steps[length - 1] >= step:
             length -= 1
