@@ -15,13 +15,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import argparse
 import json
 import os
-from contextlib import nullcontext
+import subprocess
+from contextlib import nullcontext, suppress
 from random import Random
 from typing import Any
 
+from actor.loop import EXIT_NO_LEARNER
 from envs.loader import load_env, load_module
 from launch.engines.commands import check_host
 from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
+from launch.processes.run_logs import RunLogs
 from launch.task_samples import held_out_samples, ready
 from launch.terminal.progress import Progress
 from launch.terminal.screen import Screen, is_terminal
@@ -30,6 +33,7 @@ from shared.config import Recipe, fail, parse, recipe_parser
 from shared.log import get_logger
 
 LOG = get_logger("local")
+LEARNER_LEAVES_S = 60.0  # longest between the end of its actors and its own
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,19 +61,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(recipe: Recipe, options: argparse.Namespace, progress: Progress, result: Path) -> int:
-    """Learner and actors, until they have ended; the exit code."""
+    """Learner and actors, until they have ended; the exit code. What they say is kept in the run's folder too."""
+    arguments = ["--config", options.config, *options.overrides]
+    learner, env = [*starter(options.ranks), script("learner"), *arguments], cpu_env(recipe.learner.threads)
     children: list[Child] = []
-    try:
-        arguments = ["--config", options.config, *options.overrides]
-        learner = [*starter(options.ranks), script("learner"), *arguments]
-        children.append(start("learner", learner, env=cpu_env(recipe.learner.threads), mute=True))
-        children.append(start("actors", [sys.executable, script("actors"), *arguments]))
-        return watch(children, progress, result)
-    except Stopped as signal:
-        LOG.info("%s: stopping", signal)
-        return 130
-    finally:
-        stop_all(children)
+    with RunLogs(result.parent) as logs:
+        try:
+            with logs.stderr("learner") as stderr:
+                children.append(start("learner", learner, env=env, mute=True, stderr=stderr))
+            with logs.stderr("actors") as stderr:
+                children.append(start("actors", [sys.executable, script("actors"), *arguments], stderr=stderr))
+            return watch(children, progress, result)
+        except Stopped as signal:
+            LOG.info("%s: stopping", signal)
+            return 130
+        finally:
+            stop_all(children)
 
 
 def starter(ranks: int) -> list[str]:
@@ -87,9 +94,10 @@ def watch(children: list[Child], progress: Progress, result: Path) -> int:
     """Until the learner has ended; the exit code is its own, or that of what failed first."""
     ended = wait_for_any(children, progress.show)
     progress.show(final=True)
-    if ended.name == "actors" and ended.process.returncode == 0:  # they heard of the end first
-        children[0].process.wait(60)
-        ended = children[0]
+    if ended.name == "actors" and ended.process.returncode in (0, EXIT_NO_LEARNER):  # they heard of the end first
+        with suppress(subprocess.TimeoutExpired):
+            children[0].process.wait(LEARNER_LEAVES_S)
+            ended = children[0]
     code = ended.process.returncode
     if code == 0 and not result.exists():
         code = 1

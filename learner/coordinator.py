@@ -125,7 +125,7 @@ class Coordinator(Follower):
         self.alarms = Alarms(recipe, self.metrics, steps_done)
         self.ledger = Ledger(self.run_dir / "ledger.jsonl", unwritten)
         self.results: dict[str, dict[str, float]] = {}  # by the evaluation's name
-        self._running: list[str] = []  # evaluations
+        self._running: list[tuple[str, int]] = []  # evaluations, each with the step that it came after
         self._episodes = self._turns = 0
         self._idle_s = self._busy_s = 0.0
         self._actor_idle: list[float] = []
@@ -234,7 +234,7 @@ class Coordinator(Follower):
         for each, (at_temperature, repeats) in plans.items():
             sampling = Sampling(at_temperature, 1.0, -1, max_tokens)
             self.ticket_server.start_evaluation(each, self.held_out, sampling, repeats)
-            self._running.append(each)
+            self._running.append((each, self._kept[0]))
 
     def finish_evaluations(self, step: int) -> None:
         """Waits for all open evaluations; not when asked to shut down. TimeoutError for one without progress. A
@@ -245,11 +245,12 @@ class Coordinator(Follower):
 
     def _finish_evaluations(self, step: int) -> None:
         while self._running:
-            name = self._running.pop(0)
+            name, after = self._running.pop(0)
             limit_s, on = self.recipe.learner.wait_timeout_s, partial(broadcast_flag, True, self.ranks)
             result = result_in_time(self.ticket_server, name, limit_s, self._shutdown, on)
             values = evaluation_metrics(result)
             self.results[name] = values
+            self._recorder.evaluation(name, after, result, values)
             kind = "eval_greedy" if name.startswith("greedy") else "eval"
             self.metrics.scalars(step, {f"{kind}/{key}": value for key, value in values.items()})
             self.log.info("evaluation %s: %s", name, in_words(values, len(self.held_out)))

@@ -69,7 +69,7 @@ def _replay_step(path: Path, policy: Policy, decoder: ImageDecoder, ranks: Ranks
     objective = objective_of(header, path)
     for episode in episodes(path, found.damages):
         try:
-            columns = columns_of(episode, path.parent, policy, decoder, header.temperature, objective, ranks)
+            columns = columns_of(episode, path.parent, policy, decoder, header.temperature or 1.0, objective, ranks)
         except ValueError as error:
             found.skipped[str(error)[:300]] += 1
         else:

@@ -185,6 +185,11 @@ class RecordConfig(Section):
     failures: int = Field(
         8, ge=0, description="episodes of any step that ended badly and are written down, at most; 0 = none"
     )
+    evaluations: int = Field(
+        32,
+        ge=0,
+        description="episodes of each evaluation that are written down, the worst and a few of the best; 0 = none",
+    )
     max_gb: float = Field(2.0, gt=0, description="GB of disk that recordings may take; the oldest go first")
 
 

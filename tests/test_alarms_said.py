@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from learner.alarms.__main__ import main
 from learner.alarms.alarms import Alarms
@@ -59,10 +60,12 @@ def receiving(status: int) -> Iterator[tuple[str, list[Any]]]:
         server.server_close()
 
 
-def alarms_of(tmp_path: Path, steps_done: int = 0, **alarms: str) -> tuple[Alarms, MetricLogger]:
+def alarms_of(
+    tmp_path: Path, steps_done: int = 0, *, tensorboard: bool = False, **alarms: str
+) -> tuple[Alarms, MetricLogger]:
     run = RunConfig(dir=str(tmp_path), name="run")
     recipe = Recipe(model=ModelConfig(path="m"), env=EnvConfig(module="e"), run=run, alarms=AlarmsConfig(**alarms))
-    metrics = MetricLogger(tmp_path / "run", tensorboard=False)
+    metrics = MetricLogger(tmp_path / "run", tensorboard=tensorboard)
     return Alarms(recipe, metrics, steps_done), metrics
 
 
@@ -82,6 +85,19 @@ def test_an_alarm_is_written_once_with_its_episodes_until_it_is_over(tmp_path: P
     assert first["episodes"] == ["7-n/0"] and first["values"]["rollout/ending/env_error"] == 0.5
     assert first.keys() == {each.name for each in fields(Alarm)}
     assert (second["step"], second["rule"], second["level"]) == (35, "environment_failing", "cleared")
+
+
+def test_tensorboard_has_an_alarm_as_text_with_its_cause_and_cure(tmp_path: Path) -> None:
+    alarms, metrics = alarms_of(tmp_path, tensorboard=True)
+    for step in range(1, 7):
+        alarms.step(step, FAILING, [Group("7-n", "a", (BROKEN,))])
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("alarms/environment_failing/text_summary")
+    (line,) = (tmp_path / "run/alarms.jsonl").read_text().splitlines()
+    shown = text.tensor_proto.string_val[0].decode()
+    assert text.step == 5 and all(json.loads(line)[name] in shown for name in ("message", "cause", "cure"))
 
 
 def test_a_resumed_run_does_not_say_again_what_goes_on(tmp_path: Path) -> None:

@@ -65,6 +65,21 @@ def test_steps_that_a_restart_made_again_stand_there_once_and_episodes_go_on(own
     assert {"step": 4, "kind": "resumed", "text": "the learner was started again"} in said["events"]
 
 
+def test_evaluations_of_one_step_stand_beside_each_other_and_a_restart_undoes_later_ones(own: Path) -> None:
+    def after(*rows: tuple[int, str, float]) -> dict[str, list[float | None]]:
+        with (own / "sokoban/metrics.jsonl").open("a") as lines:
+            for step, kind, value in rows:
+                lines.write(json.dumps({"step": step, "time": 1.0, f"{kind}/success": value}) + "\n")
+        said = answer(Runs([own]), "runs/sokoban/series", {"names": "eval/success,eval_greedy/success"})
+        return {"step": said["evaluation_axes"]["step"], **said["evaluations"]}
+
+    found = after((5, "eval", 0.5), (5, "eval_greedy", 0.25), (9, "eval", 0.75))
+    assert found == {"step": [5, 9], "eval/success": [0.5, 0.75], "eval_greedy/success": [0.25, None]}
+    found = after((5, "eval", 0.625))
+    assert found == {"step": [5], "eval/success": [0.625], "eval_greedy/success": [None]}
+    assert answer(Runs([own]), "runs", {})["runs"][0]["held_out"] == 0.625
+
+
 @pytest.mark.parametrize(
     "line", ["{", "[]", '{"step": "x"}', '{"step": null}', '{"time": 1}', "\xff", '{"step": 1e99}']
 )
@@ -151,6 +166,27 @@ def test_a_damaged_recording_is_named_and_the_rest_is_shown(own: Path) -> None:
     assert len(said["episodes"]) == 7 and len(said["damages"]) == 1
     path.write_bytes(b"no recording")
     assert asked(own, "/api/runs/sokoban/steps/10")[0] == 422
+
+
+def test_episodes_of_an_evaluation_are_listed_and_shown_beside_those_of_steps(own: Path, tmp_path_factory) -> None:
+    make_run(own / "evaluated", steps=5, recorded=(5,), groups=2, evaluated=(5,))
+    runs, base = Runs([own]), "runs/evaluated/steps"
+    run = next(run for run in answer(runs, "runs", {})["runs"] if run["name"] == "evaluated")
+    assert (run["recorded"], run["evaluations"], run["evaluation_last"]) == (1, 1, "5-step_5")
+    assert answer(runs, base, {}) == {"steps": [5], "evaluations": ["5-step_5"]}
+    page = answer(runs, f"{base}/5-step_5", {})
+    assert (page["header"]["evaluation"], page["header"]["played"], len(page["episodes"])) == ("step_5", 16, 8)
+    shown = answer(runs, f"{base}/5-step_5/step_5/5-0/1", {})
+    assert shown["id"] == "step_5/5-0/1" and len(shown["group"]) == 4
+    assert "advantage" not in shown["tokens"] and "engine_logprob" in shown["tokens"]
+    for path in ("5-step_6", "5-../5", "5-step_5/5-0/1", "5-step_5/1"):
+        assert asked(own, f"/api/{base}/{path}")[0] == 404, path
+    out = tmp_path_factory.mktemp("reports") / "report.html"
+    assert main([str(own / "evaluated"), "--export", str(out)]) == 0
+    places = [path.split("/")[3] for path in held(out)["answers"] if path.startswith(base) and path.count("/") > 4]
+    assert places.count("5") == places.count("5-step_5") == 5
+    assert main([str(own / "evaluated"), "--export", str(out), "--episode", "step_5/5-0/1"]) == 0
+    assert held(out)["start"] == "#/episode/evaluated/5-step_5/step_5/5-0/1"
 
 
 def test_a_report_stands_alone_and_no_text_of_a_run_is_markup_in_it(whole: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer
 
@@ -44,6 +46,19 @@ def passes_on(engine, *, without=(), busy=0, anew=False):
 
 def test_an_engine_that_keeps_bans_and_images_serves(engine, facts):
     wait_until_serving((engine,), [], facts, 30.0)
+    assert call(engine, "/server_info")["refused"] == {}, "nothing that a sound start asks is refused, or warned of"
+
+
+def test_an_engine_with_another_vocabulary_is_refused(engine, facts):
+    other = replace(facts, probe_ids=facts.probe_ids[:-1])
+    with pytest.raises(EngineError, match="other tokens of the same text"):
+        wait_until_serving((engine,), [], other, 30.0)
+
+
+def test_a_text_that_is_too_long_is_not_tokenised(engine):
+    with pytest.raises(EngineError, match="the limit is 65536"):
+        call(engine, "/tokenize", {"prompt": "a" * 70_000})
+    assert call(engine, "/tokenize", {"prompt": "", "add_special_tokens": False}) == {"tokens": [], "count": 0}
 
 
 def test_a_proxy_that_passes_requests_on_is_waited_for_and_taken(engine, facts):

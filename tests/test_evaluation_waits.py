@@ -60,7 +60,7 @@ def test_an_evaluation_that_goes_on_may_take_longer_than_the_limit(tmp_path, tol
 
 def test_one_that_brings_nothing_for_so_long_is_an_error_that_says_what_it_waited_for(tmp_path, told):
     coordinator = coordinator_of(tmp_path, episodes=1, each_s=1e6)
-    coordinator._running.append("before")
+    coordinator._running.append(("before", 0))
     with pytest.raises(TimeoutError, match=r"'before' has brought nothing for 0.05 s .*: two actors play"):
         coordinator.finish_evaluations(3)
     assert told and all(told)

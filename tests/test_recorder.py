@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,43 +14,25 @@ from msgspec.structs import replace
 
 from learner.model.policy import load_policy
 from learner.recording.columns import watch
-from learner.recording.recorder import QUEUED_STEPS, Recorder
+from learner.recording.recorder import QUEUED, Recorder
 from learner.replay import replay, tell
 from learner.trainer import Trainer
 from shared.config import Recipe
 from shared.log import get_logger
 from shared.recordings.reading import read_image, read_step, steps
-from shared.sections import EnvConfig, ModelConfig, RecordConfig, RunConfig
-from shared.types import Ending, Group, Image, Sample, Sampling, Ticket, TurnNote
+from shared.sections import RecordConfig
+from shared.types import Ending, Group, Image, TurnNote
 from tests.support.checkpoints import save
-from tests.support.episodes import learner_config, on_policy, random_groups
+from tests.support.episodes import on_policy, random_groups
 from tests.support.machine import until
+from tests.support.small.recorder import folder_of, recipe, ticket_of
 
-SETTINGS = {"lr": 1e-3, "microbatch_tokens": 300}
-
-
-@pytest.fixture
-def recipe(folder, tmp_path):
-    def make(record: RecordConfig | None = None, **learner) -> Recipe:
-        return Recipe(
-            run=RunConfig(dir=str(tmp_path), name="run"),
-            model=ModelConfig(path=str(folder), min_pixels=1024, max_pixels=1 << 20),
-            env=EnvConfig(module="envs.colour"),
-            learner=learner_config(**SETTINGS | learner),
-            record=record or RecordConfig(every=1),
-        )
-
-    return make
+__all__ = ["recipe"]  # a fixture
 
 
 @pytest.fixture
 def trainer(folder, spec, ranks):
     return lambda recipe: Trainer(load_policy(str(folder), spec), recipe.learner, ranks)
-
-
-def ticket_of(group: Group) -> Ticket:
-    sample = Sample("sample-1", ({"role": "system", "content": "Play."},), label="4", metadata={"seed": 9})
-    return Ticket(group.ticket_id, sample, len(group.trajectories), 0, Sampling(), 60.0, seed=17)
 
 
 def trained(recipe: Recipe, trainer: Trainer, groups: list[Group], **more) -> Recorder:
@@ -61,10 +42,6 @@ def trained(recipe: Recipe, trainer: Trainer, groups: list[Group], **more) -> Re
     recorder.step(1, 0, groups, [ticket_of(group) for group in groups], watched, **more)
     recorder.close(60)
     return recorder
-
-
-def folder_of(recipe: Recipe) -> Path:
-    return Path(recipe.run.dir) / recipe.run.name / "recordings"
 
 
 @pytest.mark.parametrize(
@@ -255,13 +232,13 @@ def test_a_disk_that_hangs_costs_the_steps_that_do_not_fit_in_the_queue(recipe, 
     os.mkfifo(pipe)  # whoever writes there waits until somebody reads
     recorder.step(1, 0, groups, watched=watch(groups, 1, made.record))
     until(lambda: recorder._queue.empty())
-    for step in range(2, 3 + QUEUED_STEPS):
+    for step in range(2, 3 + QUEUED):
         recorder.step(step, 0, groups, watched=watch(groups, step, made.record))
     assert recorder.metrics()["record/dropped"] == 1
     recorder.close(0.2)
     with pipe.open("rb") as reader:
         reader.read()
-    until(lambda: recorder.metrics()["record/episodes"] == 1 + QUEUED_STEPS)
+    until(lambda: recorder.metrics()["record/episodes"] == 1 + QUEUED)
 
 
 def test_what_a_replay_cannot_compute_is_left_out_and_a_user_is_told_why(recipe, spec, ranks, tmp_path):

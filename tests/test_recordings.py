@@ -15,6 +15,7 @@ import xxhash
 from shared.recordings.reading import (
     FRAME,
     START,
+    Place,
     RecordingError,
     decode,
     episodes,
@@ -22,6 +23,7 @@ from shared.recordings.reading import (
     read_episode,
     read_image,
     read_step,
+    recordings,
     steps,
 )
 from shared.recordings.records import Array, Episode, ImageRef, RecordedTurn, StepHeader, StepImages
@@ -197,6 +199,19 @@ def test_a_record_that_claims_more_than_there_is_costs_no_memory(tmp_path: Path)
     many = msgspec.msgpack.encode([0] * (2**19 + 1))
     with pytest.raises(RecordingError, match="more than 524288 items"):
         decode(many)
+
+
+def test_the_place_of_a_recording_is_its_address_and_its_file_name(tmp_path: Path) -> None:
+    for text, name in (("12", "step_00000012.rec"), ("12-step_12", "evaluation_00000012_step_12.rec")):
+        place = Place.parse(text)
+        assert str(place) == text and place.path(tmp_path) == tmp_path / name and Place.of(tmp_path / name) == place
+        (tmp_path / name).touch()
+    for name in ("step_x.rec", "evaluation_00000001_.rec", "evaluation_1_A.rec", "step_00000001.idx", "other"):
+        (tmp_path / name).touch()
+    assert recordings(tmp_path) == [Place(12), Place(12, "step_12")] and recordings(tmp_path / "none") == []
+    for text in ("", "x", "-1", "12-", "12-../a", "1" * 13, "12-a/b", "\u0661"):
+        with pytest.raises(ValueError, match="is no step"):
+            Place.parse(text)
 
 
 def test_a_step_recorded_anew_leaves_the_file_of_before_to_those_who_read_it(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.browser]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs, one of them with damage."""
     folder = tmp_path_factory.mktemp("runs")
-    make_run(folder / "sokoban")
+    make_run(folder / "sokoban", evaluated=(20,))
     make_run(folder / "other", steps=30, recorded=())
     with (folder / "other/metrics.jsonl").open("a") as lines:
         lines.write("damaged\n")
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_overview_compares_runs_and_leads_to_what_an_alarm_is_about(page, address: str) -> None:
     opened(page, address, "", ".chart canvas")
     assert page.locator("table.runs tbody tr").count() == 2
-    assert page.get_by_text("1 damaged lines").is_visible()
+    assert page.get_by_text("1 damaged line").is_visible()
     assert page.locator("canvas").count() == 6
     kept(page, "overview")
     page.get_by_role("button", name="episodes").click()
@@ -105,6 +105,7 @@ def test_an_episode_is_stepped_through_by_keys_and_its_tokens_are_coloured_by_ch
     page.keyboard.press("j")
     page.keyboard.press("j")
     assert page.locator(".turn.selected h3").inner_text().startswith("Turn 2")
+    assert "turn=2" in page.url
     page.keyboard.press("r")
     assert "<|vision_start|>" in page.locator(".stream").first.inner_text()
     for key, place in (
@@ -118,6 +119,36 @@ def test_an_episode_is_stepped_through_by_keys_and_its_tokens_are_coloured_by_ch
     page.keyboard.press("g")
     page.wait_for_selector("table.side")
     assert page.locator("table.side thead th").count() == 5
+
+
+def test_a_turn_has_an_address_of_its_own(page, address: str) -> None:
+    opened(page, address, "#/episode/sokoban/20/20-0/1?turn=4&colour=entropy", ".turn.selected")
+    assert page.locator(".turn.selected h3").inner_text().startswith("Turn 4")
+    assert page.locator(".choice [aria-pressed=true]").inner_text() == "entropy"
+    sync_api.expect(page.locator(".turn.selected")).to_be_in_viewport()
+
+
+def test_an_evaluation_s_failures_are_led_to_and_say_why(page, address: str) -> None:
+    opened(page, address, "", ".chart canvas")
+    page.get_by_role("link", name="1 evaluation").click()
+    page.wait_for_selector("h1:has-text('Evaluation after step 20')")
+    kept(page, "evaluation")
+    said = page.locator("main").inner_text()
+    assert "16 of its 32 episodes are recorded" in said and "75 %" in said and "variance" not in said
+    page.get_by_label("outcome").select_option("failure")
+    page.locator("a.episode-row").first.click()
+    page.wait_for_selector(".verdict.bad")
+    assert "20-step_20/step_20/20-" in page.url and all_images_are_there(page)
+    for mode in ("logprob", "version", "mask"):
+        assert page.locator(".choice [aria-pressed=true]").inner_text() == mode
+        page.keyboard.press("t")
+    place = page.locator(".bar .code").first.inner_text()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("place => document.querySelector('.bar .code').innerText !== place", arg=place)
+    page.locator(".bar a").first.click()
+    page.wait_for_selector("a.episode-row")
+    page.get_by_label("recording").select_option("10")
+    page.wait_for_selector("h1:has-text('Step 10')")
 
 
 def test_no_text_of_a_recording_or_a_log_is_markup(page, address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -72,6 +73,30 @@ def test_every_page_shows_a_run_without_a_gap(page, address: str, folder: Path, 
     assert {re.sub(r"/lag_\d+$", "", name) for name in written} == {re.sub(r"/lag_\d+$", "", name) for name in names}
     page.locator(".metric").last.scroll_into_view_if_needed()
     page.locator(".metric").last.locator("canvas").wait_for()
+
+
+def test_the_health_page_ends_each_log_with_what_was_said_last(page, address: str, folder: Path) -> None:
+    opened(page, address, "#/health/colour_tiny", "pre.log")
+    assert page.locator("[data-log]").evaluate_all("all => all.map((log) => log.dataset.log)") == [
+        "actors.log",
+        "learner.log",
+    ]
+    for name, words in (("actors", "the learner says stop"), ("learner", f"{STEPS} steps, ")):
+        (line,) = [line for line in (folder / f"logs/{name}.log").read_text().splitlines() if words in line]
+        box = page.locator(f"[data-log='{name}.log'] pre")
+        assert line in box.inner_text()
+        page.wait_for_function("e => e.scrollTop + e.clientHeight > e.scrollHeight - 8", arg=box.element_handle())
+    assert page.locator(".pill.warn").count() == 0, "nothing of a sound run is warned of"
+
+
+def test_the_evaluations_of_a_run_are_recorded_with_all_that_they_reached(page, address: str, folder: Path) -> None:
+    result = json.loads((folder / "result.json").read_text())
+    for name, place in (("before", "0-before"), ("after", f"{STEPS}-after")):
+        opened(page, address, f"#/step/colour_tiny/{place}", f"h1:has-text('Evaluation {name} training')")
+        sync_api.expect(page.locator("a.episode-row")).to_have_count(8)
+        won = page.locator("a.episode-row").filter(has=page.get_by_text("success", exact=True)).count()
+        assert won / 8 == pytest.approx(result[f"success_{name}"], abs=1e-3)
+    kept(page, "run_evaluation")
 
 
 def test_filters_leave_the_episodes_that_the_recording_says(page, address: str, last: RecordedStep) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from msgspec import Struct
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
@@ -25,6 +27,7 @@ from shared.vision import VisionSpec
 
 log = logging.getLogger("engine")
 MAX_OPEN_REQUESTS = 4096
+MAX_TEXT = 2**16  # characters to tokenise
 
 
 def load_model(settings: EngineSettings) -> Any:
@@ -51,6 +54,20 @@ def eos_ids(settings: EngineSettings, config: Any) -> frozenset[int]:
         found = GenerationConfig.from_pretrained(folder).eos_token_id
     found = config.get_text_config().eos_token_id if found is None else found
     return frozenset([found] if isinstance(found, int) else found or [])
+
+
+@cache
+def tokenizer_of(model_path: str) -> Tokenizer:
+    """HttpError where the model has none."""
+    file = Path(model_path) / "tokenizer.json"
+    if not file.is_file():
+        raise HttpError(404, f"no tokenizer.json in {model_path!r}")
+    return Tokenizer.from_file(str(file))
+
+
+class TokenizeBody(Struct, frozen=True):
+    prompt: str
+    add_special_tokens: bool = True
 
 
 class AbortBody(Struct, frozen=True):
@@ -104,6 +121,7 @@ class EngineApp:
             "GET /flush_cache": self.flush_cache,
             "POST /pause_generation": self.pause,
             "POST /continue_generation": self.resume,
+            "POST /tokenize": self.tokenize,
             "GET /health": self.health,
             "POST /health": self.health,
             "GET /model_info": self.model_info,
@@ -164,6 +182,14 @@ class EngineApp:
             "weight_version": self.scheduler.weight_version,
             "vocab_size": self.vocab_size,
         }
+
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """The tokens of a text, by which a client tells whether the engine has its vocabulary."""
+        if len(body.prompt) > MAX_TEXT:
+            raise ValueError(f"a prompt of {len(body.prompt)} characters, the limit is {MAX_TEXT}")
+        tokenizer = await asyncio.to_thread(tokenizer_of, self.settings.model_path)
+        ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens).ids
+        return {"tokens": ids, "count": len(ids)}
 
     async def server_info(self, _: AnyObject) -> dict[str, Any]:
         s = self.scheduler

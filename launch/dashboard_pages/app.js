@@ -28,7 +28,7 @@ function theme(next) {
 function navigation() {
   const { parts } = current(), name = parts[0] || "overview", runs = state.runs?.runs || [];
   const run = runs.find((r) => r.name === parts[1]) || runs.find((r) => r.recorded) || runs[0];
-  const step = parts[1] === run?.name && parts[2] ? parts[2] : run?.recorded_last;
+  const step = parts[1] === run?.name && parts[2] ? parts[2] : run?.recorded_last ?? run?.evaluation_last;
   const tabs = [["overview", "Overview", home], ["metrics", "Metrics", link(["metrics"])]];
   if (run) {
     tabs.push(["step", "Step", link(["step", run.name, ...(step === null || step === undefined ? [] : [step])])]);
@@ -74,7 +74,7 @@ async function draw() {
 }
 
 // What of the runs would change a page.
-const signature = (runs) => JSON.stringify(runs.runs.map((r) => [r.name, r.step, r.state, r.alarm_count, r.recorded, r.damaged]));
+const signature = (runs) => JSON.stringify(runs.runs.map((r) => [r.name, r.step, r.state, r.alarm_count, r.recorded, r.evaluations, r.damaged]));
 
 async function look() {
   try {

@@ -64,6 +64,12 @@ function marks(events, low, high) {
   };
 }
 
+// Of the y axis; values that are all alike lie in the middle, or on the ground where they are 0.
+function heights(_, low, high) {
+  if (low === null || (low === 0 && high === 0)) return [0, 1];
+  return low === high ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 // `lines`: {label, colour, x, y, dash, sparse}, a sparse one is not smoothed; `events`: see `events` of overview.py, with `series` for their place.
 export function chart({ lines, series, axis, window = 1, events = [], low, high, height = 170, key = "" }) {
   const box = h("div", { class: "chart" }), note = h("div", { class: "chart-note" });
@@ -74,7 +80,7 @@ export function chart({ lines, series, axis, window = 1, events = [], low, high,
   const options = {
     width: 300, height, legend: { show: true, live: true, markers: { width: 2 } },
     cursor: { sync: key ? { key } : undefined, points: { size: 5 }, drag: { x: true, y: false } },
-    scales: { x: { time: false } },
+    scales: { x: { time: false }, y: { range: heights } },
     axes: [
       { stroke: css("--quiet"), grid: { show: false }, ticks: { stroke: css("--line"), size: 4 }, font: "11px system-ui", size: 26, label: undefined },
       { stroke: css("--quiet"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 46, values: (_, ticks) => ticks.map((t) => num(t, 4)) },

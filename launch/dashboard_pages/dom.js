@@ -28,7 +28,7 @@ export function num(value, digits = 3) {
   if (!known(value)) return "–";
   const size = Math.abs(value);
   if (size < 1e-12) return "0";
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(1).replace("e+", "e").replaceAll("-", "−");
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(1).replace("e+", "e").replaceAll("-", "−");
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(digits))).replace("-", "−");
 }
@@ -48,6 +48,15 @@ export function duration(seconds) {
 }
 
 export const clock = (time) => (time ? new Date(1000 * time).toLocaleTimeString("en-GB") : "–");
+
+// What a recording is of: `12` is a step, `12-NAME` an evaluation after it.
+export function placeText(place) {
+  const [step, name] = String(place).split("-");
+  if (!name) return `step ${step}`;
+  const kind = name.replace(/^greedy_/, ""), when = { before: "before training", after: "after training" }[kind] || (kind === `step_${step}` ? `after step ${step}` : `“${kind}” after step ${step}`);
+  return `${kind === name ? "" : "greedy "}evaluation ${when}`;
+}
+export const capital = (text) => text.replace(/^./, (c) => c.toUpperCase());
 
 export function pill(text, kind = "", title = "") {
   return h("span", { class: `pill ${kind}`, title: title || null }, text);

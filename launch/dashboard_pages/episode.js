@@ -1,7 +1,7 @@
 // One episode: why it ended so, each turn's image beside its answer, tokens coloured by choice, its group side by side.
 
 import { getEpisode, getStep, hasEpisode, imageUrl } from "./api.js";
-import { choice, count, duration, h, known, num, pill, show, signed } from "./dom.js";
+import { choice, count, duration, h, known, num, pill, placeText, show, signed } from "./dom.js";
 import { current, episodeLink, link, set } from "./route.js";
 import { filterOf, fits } from "./step.js";
 import { MODES, legend, modesOf, paint, prepare, tips, token } from "./tokens.js";
@@ -11,7 +11,7 @@ const MAX_SIDE = 12; // episodes side by side
 let kept = { colour: "advantage", raw: false }; // while the page is open
 
 export async function episodePage({ parts, query }) {
-  const [run, step, ticket, index] = parts, id = `${ticket}/${index}`;
+  const [run, step, ...rest] = parts, id = rest.join("/"); // a ticket's id may hold slashes
   const [data, batch] = await Promise.all([getEpisode(run, step, id).then(prepare), getStep(run, step)]);
   data.doubtful = new Set(denied(data.turns).map(([name]) => name));
   const modes = modesOf(data), filter = filterOf(query), has = (e) => hasEpisode(run, step, e.id), listed = batch.episodes.filter((e) => has(e) && fits(e, filter, batch.header.version));
@@ -33,18 +33,20 @@ export async function episodePage({ parts, query }) {
     selected = Math.max(0, Math.min(data.turns.length - 1, to));
     turns.querySelectorAll(".turn").forEach((t, i) => t.classList.toggle("selected", i === selected));
     turns.children[selected]?.scrollIntoView({ block: "center", behavior: "instant" });
+    set({ turn: selected + 1 });
     return true;
   }
 
   const said = verdict(data), s = data.summary, side = query.get("view") === "group";
   show(element,
-    h("div", { class: "bar" }, h("a", { href: link(["step", run, step], filter) }, `‹ step ${step}`), h("h1", {}, s.sample_id || id), h("span", { class: "quiet code" }, id), h("span", { class: "grow" }),
+    h("div", { class: "bar" }, h("a", { href: link(["step", run, step], filter) }, `‹ ${placeText(step)}`), h("h1", {}, s.sample_id || id), h("span", { class: "quiet code" }, id), h("span", { class: "grow" }),
       h("button", { type: "button", class: "small", disabled: at < 1, title: "←", onclick: () => go(listed[at - 1]) }, "‹ previous"), h("span", { class: "quiet" }, at < 0 ? "not in the filter" : `${at + 1} of ${listed.length}`), h("button", { type: "button", class: "small", disabled: at < 0 || at + 1 >= listed.length, title: "→", onclick: () => go(listed[at + 1]) }, "next ›")),
     h("section", { class: `verdict ${said.kind}` }, h("h2", {}, said.headline), said.error ? h("pre", { class: "error" }, said.error) : null, h("ul", {}, said.reasons.map((r) => h("li", {}, r)))),
     strip(run, data, pick), groupBar(run, step, data, filter, side));
   if (side) element.append(await sideBySide(run, step, data));
   else { fill(); bar(); tips(turns, data); element.append(colours, turns, h("details", {}, h("summary", {}, "All that is recorded of it"), facts(data))); }
 
+  if (!side && Number(query.get("turn")) > 0) requestAnimationFrame(() => element.isConnected && pick(Number(query.get("turn")) - 1));
   const key = (name) => {
     if (name === "ArrowLeft") return go(listed[at - 1]);
     if (name === "ArrowRight") return go(at < 0 ? listed[0] : listed[at + 1]);
@@ -126,6 +128,6 @@ async function sideBySide(run, step, data) {
 }
 
 function facts(data) {
-  const s = data.summary, said = { ending: s.ending, "policy versions": s.oldest === s.newest ? s.oldest : `${s.oldest} to ${s.newest}`, "trained at version": data.header.version, weights: data.weights.join(", "), actor: s.actor, seed: s.seed, "tokens written": s.tokens, "tokens with images": s.expanded, "played in": duration(s.seconds), "its group in": duration(data.group_s), label: data.label, ...data.metrics };
+  const s = data.summary, said = { ending: s.ending, "policy versions": s.oldest === s.newest ? s.oldest : `${s.oldest} to ${s.newest}`, [data.header.evaluation ? "evaluated version" : "trained at version"]: data.header.version, weights: data.weights.join(", "), actor: s.actor, seed: s.seed, "tokens written": s.tokens, "tokens with images": s.expanded, "played in": duration(s.seconds), "its group in": duration(data.group_s), label: data.label, ...data.metrics };
   return h("div", {}, h("dl", { class: "facts-list" }, Object.entries(said).filter(([, v]) => v !== "" && v !== null).map(([name, v]) => [h("dt", {}, name), h("dd", {}, typeof v === "number" ? num(v, 8) : String(v))])), data.metadata ? h("pre", { class: "seen" }, JSON.stringify(data.metadata, null, 1)) : null, pill(s.ending, endingKind(s.ending)));
 }

@@ -5,16 +5,19 @@ import { bytes, count, duration, h, known, num, percent, pill, show } from "./do
 import { link } from "./route.js";
 
 export async function healthPage({ parts, runs }) {
-  const run = parts[0] || runs.runs[0]?.name, element = h("div", {}), open = new Set();
-  const again = async () => draw(element, run, await getHealth(run), open);
+  const run = parts[0] || runs.runs[0]?.name, element = h("div", {}), logs = new Map();
+  const again = async () => draw(element, run, await getHealth(run), logs);
   await again();
   return { element, update: again, title: `Health of ${run}` };
 }
 
+const MAX_OPEN = 4; // logs that are open at first
+const NO_LOGS = "No log is in the run's folder. launch/local.py keeps what learner, actors and engines say in logs/; parts that are started one by one say it where they were started, and SGLang's servers in engines/ beside the run's folder, which is read where the dashboard is given the folder of all runs. What lies in the run's logs/ as NAME.log is shown here.";
 const card = (title, ...children) => h("section", { class: "card" }, h("h3", {}, title), ...children);
 const rows = (entries) => h("table", { class: "plain-table" }, h("tbody", {}, entries.filter(([, v]) => v !== null && v !== undefined).map(([name, value, kind]) => h("tr", {}, h("td", {}, name), h("td", { class: `amount ${kind || ""}` }, value)))));
 
-function draw(element, run, d, open) {
+function draw(element, run, d, logs) {
+  keepPlaces(element, logs);
   const at = (name) => d.latest[name], some = (prefix) => Object.entries(d.latest).filter(([name, v]) => name.startsWith(prefix) && known(v)), bad = (v) => (v > 0 ? "bad-text" : "");
   const trouble = Object.entries(d.worst).filter(([name, v]) => v > 0 && !/ending\/(completed|max_turns)$/.test(name));
   show(element, h("h1", {}, `Health of ${run}`), h("div", { class: "grid" },
@@ -26,8 +29,23 @@ function draw(element, run, d, open) {
     card("Faults, the worst step of each", trouble.length ? rows(trouble.map(([name, v]) => [name.replace("rollout/", ""), v <= 1 && name.includes("ending") ? percent(v) : num(v), "bad-text"])) : h("p", { class: "good-text" }, "none")),
     card("Refused, by reason", refused([...some("wire/"), ...some("tickets/refused/"), ...some("tickets/dropped/")]), d.rejected.length ? h("details", {}, h("summary", {}, `${count(d.rejected.length, "message")} kept in ${run}/rejected`), h("ul", { class: "code" }, d.rejected.map((name) => h("li", {}, name)))) : null),
     card("Checkpoints", rows([["kept", num(d.checkpoints.length)], ["newest", d.checkpoints.length ? `step ${d.checkpoints.at(-1)}` : "none"], ["best", d.best?.step !== undefined ? `step ${d.best.step} (${num(d.best.value)})` : null], ["not written", num(at("checkpoint/failed")), bad(at("checkpoint/failed"))]]), toMetrics("checkpoint", "its metrics"))),
-  h("h2", {}, "Logs"), d.logs.length ? d.logs.map((log) => h("details", { open: open.has(log.name) || d.logs.length === 1, ontoggle: (e) => (e.target.open ? open.add(log.name) : open.delete(log.name)) }, h("summary", {}, log.name, " ", warnings(log.lines)), h("pre", { class: "log" }, log.lines.map((text) => h("span", { class: /ERROR|Traceback/.test(text) ? "bad-text" : /WARNING/.test(text) ? "warn-text" : null }, `${text}\n`))))) : h("p", { class: "quiet" }, isReport ? "A report holds no logs." : "No log is in the given folders. Engines write theirs beside the run's folder, in engines/: start the dashboard on the folder of all runs."),
+  h("h2", {}, "Logs"), d.logs.length ? d.logs.map((log) => logBox(log, logs.get(log.name) ?? { open: d.logs.length <= MAX_OPEN })) : h("p", { class: "quiet" }, isReport ? "A report holds no logs." : NO_LOGS),
   h("h2", {}, "Recipe and software"), h("div", { class: "columns" }, d.software ? card("Software", rows(Object.entries(d.software).map(([k, v]) => [k, String(v)]))) : null, ...Object.entries(d.recipe).map(([section, fields]) => card(section, rows(flat(fields).map(([k, v]) => [k, v]))))));
+}
+
+function logBox(log, { open, top }) {
+  const lines = h("pre", { class: "log", tabindex: 0, "aria-label": log.name }, log.lines.map((text) => h("span", { class: /ERROR|Traceback/.test(text) ? "bad-text" : /WARNING/.test(text) ? "warn-text" : null }, `${text}\n`)));
+  const place = () => { lines.scrollTop = top ?? lines.scrollHeight; };
+  requestAnimationFrame(place);
+  return h("details", { open, "data-log": log.name, ontoggle: place }, h("summary", {}, h("span", { class: "code" }, log.name), h("span", { class: "quiet" }, ` its last ${count(log.lines.length, "line")} `), warnings(log.lines)), lines);
+}
+
+// Which logs are open and how far they are read; one that is read at its end stays there.
+function keepPlaces(element, logs) {
+  for (const box of element.querySelectorAll("[data-log]")) {
+    const lines = box.querySelector("pre"), atEnd = !box.open || lines.scrollTop + lines.clientHeight > lines.scrollHeight - 8;
+    logs.set(box.dataset.log, { open: box.open, top: atEnd ? undefined : lines.scrollTop });
+  }
 }
 
 const toMetrics = (q, text) => (hasPage("metrics") ? h("p", {}, h("a", { href: link(["metrics"], { q }) }, text)) : null);

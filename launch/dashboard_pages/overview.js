@@ -7,6 +7,7 @@ import { episodeLink, link, set } from "./route.js";
 import { endingKind } from "./verdict.js";
 
 const CURVES = [["rollout/success", "Success in training"], ["eval/success", "Success on held-out samples"], ["rollout/reward", "Reward"], ["policy/entropy", "Entropy of the policy"], ["behaviour/kl", "Gap between engine and learner (KL)"], ["optim/grad_norm", "Gradient norm"]];
+const SMOOTH = 5; // steps
 const LEVELS = { critical: "bad", error: "bad", warning: "warn", info: "" };
 const STATES = { running: "good", finished: "accent", stopped: "warn" };
 
@@ -22,16 +23,16 @@ export async function overviewPage({ query, runs }) {
     const shown = now.runs.map((run, i) => ({ run, i })).filter(({ run }) => !settings.off.has(run.name));
     const all = await Promise.all(shown.map(({ run }) => getSeries(run.name, CURVES.map(([name]) => name))));
     show(curves, CURVES.map(([name, text]) => {
-      const lines = shown.map(({ run, i }, at) => ({ ...line(all[at], name, settings.x), label: run.name, colour: colour(i) })).filter((l) => l.x);
+      const lines = shown.map(({ run, i }, at) => ({ ...line(all[at], name, settings.x), label: run.name, colour: colour(i) })).filter((l) => l.x && l.y.some((v) => v !== null));
       if (!lines.length) return null;
       const one = shown.length === 1;
       return h("section", { class: "card" }, h("h3", {}, text, h("a", { class: "quiet code", href: link(["metrics"], { q: name }) }, name)),
-        chart({ lines, axis: settings.x, window: 5, series: all[0], events: one ? all[0].events : [], key: "overview" }));
+        chart({ lines, axis: settings.x, window: SMOOTH, series: all[0], events: one ? all[0].events : [], key: "overview" }));
     }));
   }
 
-  show(element, h("section", {}, h("h1", {}, "Runs"), table), first,
-    h("div", { class: "bar" }, h("h2", {}, "Curves"), choice("against", Object.entries(AXES), settings.x, (x) => { set({ x }); dispatchEvent(new HashChangeEvent("hashchange")); })), curves, h("h2", {}, "Episodes and recipes"), rest);
+  show(element, h("section", {}, h("div", { class: "bar" }, h("h1", {}, "Runs"), h("span", { class: "quiet" }, "success, reward, speed and idle times: means of the last ten steps")), table), first,
+    h("div", { class: "bar" }, h("h2", {}, "Curves"), choice("against", Object.entries(AXES), settings.x, (x) => { set({ x }); dispatchEvent(new HashChangeEvent("hashchange")); }), h("span", { class: "quiet" }, "means of five steps")), curves, h("h2", {}, "Episodes and recipes"), rest);
   await draw(runs);
   return { element, update: draw, title: "Overview" };
 }
@@ -40,14 +41,14 @@ function runTable(runs, off, flip) {
   const heads = ["", "run", "progress", "success", "held-out", "reward", "version", "turns/s", "learner idle", "actors idle", "time left", "alarms", "episodes"];
   return h("div", { class: "scroll" }, h("table", { class: "runs" }, h("thead", {}, h("tr", {}, heads.map((text) => h("th", {}, text)))), h("tbody", {}, runs.map((r, i) => h("tr", {},
     h("td", {}, h("input", { type: "checkbox", checked: !off.has(r.name), title: "show its curves", "aria-label": `curves of ${r.name}`, style: { "accent-color": colour(i) }, onchange: () => flip(r.name) })),
-    h("td", {}, h("a", { href: link(["health", r.name]) }, h("strong", {}, r.name)), " ", pill(r.state, STATES[r.state]), r.damaged ? pill(`${r.damaged} damaged lines`, "warn", "lines of metrics.jsonl or alarms.jsonl that could not be read") : null),
+    h("td", {}, h("a", { href: link(["health", r.name]) }, h("strong", {}, r.name)), " ", pill(r.state, STATES[r.state]), r.damaged ? pill(count(r.damaged, "damaged line"), "warn", "lines of metrics.jsonl or alarms.jsonl that could not be read") : null),
     h("td", {}, h("div", { class: "progress", title: `${num(r.minutes)} minutes of training` }, h("i", { style: { width: `${r.total_steps ? Math.min(100, (100 * r.step) / r.total_steps) : 0}%` } })), h("small", {}, `${num(r.step, 6)}${r.total_steps ? ` / ${num(r.total_steps, 6)}` : ""} steps`)),
     h("td", {}, h("div", { class: "with-spark" }, h("strong", {}, percent(r.success)), sparkline(r.spark))),
     h("td", {}, percent(r.held_out)), h("td", {}, num(r.reward)), h("td", {}, num(r.version, 6)), h("td", {}, num(r.speed)),
     h("td", { class: r.learner_idle > 0.5 ? "warn-text" : "" }, percent(r.learner_idle)), h("td", { class: r.actors_idle > 0.5 ? "warn-text" : "" }, percent(r.actors_idle)),
     h("td", {}, r.state === "running" && r.left_s ? duration(r.left_s) : "–"),
     h("td", {}, r.alarm_count ? pill(String(r.alarm_count), r.alarms.some((a) => a.over === null && LEVELS[a.level] === "bad") ? "bad" : "warn") : "0"),
-    h("td", {}, r.recorded ? h("a", { href: link(["step", r.name, r.recorded_last]) }, count(r.recorded, "step")) : h("span", { class: "quiet" }, "not recorded")))))));
+    h("td", {}, r.recorded ? h("a", { href: link(["step", r.name, r.recorded_last]) }, count(r.recorded, "step")) : r.evaluations ? null : h("span", { class: "quiet" }, "not recorded"), r.recorded && r.evaluations ? h("br") : null, r.evaluations ? h("a", { href: link(["step", r.name, r.evaluation_last]) }, count(r.evaluations, "evaluation")) : null))))));
 }
 
 function alarms(runs) {

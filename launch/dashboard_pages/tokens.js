@@ -17,7 +17,7 @@ export const MODES = {
   ratio: ["ratio", (d, i) => { const v = d.tokens.ratio?.[i]; return known(v) && v > 0 ? shade(v < 1 ? BLUE : RED, Math.abs(Math.log(v)) / Math.log(3)) : ""; }, () => [["⅓: rarer by now", shade(BLUE, 1)], ["1", ""], ["3: likelier by now", shade(RED, 1)]], "ratio"],
   entropy: ["entropy", (d, i) => { const v = d.tokens.entropy?.[i]; return known(v) ? shade(BLUE, v / 2) : ""; }, () => [["0: no doubt", ""], ["1 nat", shade(BLUE, 0.5)], ["≥ 2 nats", shade(BLUE, 1)]], "entropy"],
   version: ["version", (d, i) => { const v = d.tokens.version?.[i]; return known(v) && d.mask[i] ? `${versionColour(d.header.version - v)}88` : ""; }, (d) => [...new Set(d.tokens.version.filter(known))].sort((a, b) => b - a).map((v) => [`version ${v}${v === d.header.version ? " (newest)" : ""}`, `${versionColour(d.header.version - v)}88`]), "version"],
-  mask: ["mask", (d, i) => (!d.mask[i] ? "" : d.tokens.masked?.[i] ? shade(RED, 0.8) : d.tokens.clipped?.[i] ? shade(ORANGE, 0.8) : shade(GREEN, 0.45)), () => [["given: no loss", ""], ["trained on", shade(GREEN, 0.45)], ["clipped: no gradient", shade(ORANGE, 0.8)], ["masked: left out", shade(RED, 0.8)]], "version"],
+  mask: ["mask", (d, i) => (!d.mask[i] ? "" : d.tokens.masked?.[i] ? shade(RED, 0.8) : d.tokens.clipped?.[i] ? shade(ORANGE, 0.8) : shade(GREEN, 0.45)), (d) => (d.header.evaluation ? [["given", ""], ["written by the model", shade(GREEN, 0.45)]] : [["given: no loss", ""], ["trained on", shade(GREEN, 0.45)], ["clipped: no gradient", shade(ORANGE, 0.8)], ["masked: left out", shade(RED, 0.8)]]), "version"],
 };
 
 export const modesOf = (data) => Object.keys(MODES).filter((name) => MODES[name][3] in data.tokens);

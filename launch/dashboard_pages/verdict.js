@@ -44,7 +44,7 @@ export function denied(turns) {
 // {kind, headline, reasons}: the reasons are sentences about turns, counted from 1.
 export function verdict(data) {
   const s = data.summary, turns = data.turns, reasons = [], won = s.success > 0;
-  const headline = `${won ? "Success" : s.has_failed ? "Not trained on" : "No success"}: ${ENDINGS[s.ending] || s.ending} (${count(turns.length, "turn")}, reward ${signed(s.reward)}).`;
+  const headline = `${won ? "Success" : s.has_failed ? (data.header.evaluation ? "Ended by a fault" : "Not trained on") : "No success"}: ${ENDINGS[s.ending] || s.ending} (${count(turns.length, "turn")}, reward ${signed(s.reward)}).`;
   if (s.refused) reasons.push(`Its group was refused: ${s.refused}.`);
   const others = data.group.filter((e) => e.id !== s.id);
   if (others.length) reasons.push(`Of the ${count(others.length, "other")} of its group, ${others.filter((e) => e.success > 0).length} succeeded; their mean reward is ${num(others.reduce((a, e) => a + e.reward, 0) / others.length)}.`);

@@ -8,8 +8,9 @@ from typing import Any
 from launch.dashboard_server.catalogue import LAG, described
 from launch.dashboard_server.health import health
 from launch.dashboard_server.overview import events, overview
-from launch.dashboard_server.recorded import episode_page, recorded_steps, step_page
+from launch.dashboard_server.recorded import episode_page, listed, recorded, step_page
 from launch.dashboard_server.runs import Run, Runs, Unknown
+from shared.recordings.reading import Place
 
 MAX_NAMES = 64  # of metrics in one question
 AXES = ("step", "time", "progress/minutes", "progress/episodes")
@@ -20,7 +21,7 @@ def answer(runs: Runs, path: str, query: Mapping[str, str]) -> Any:
     parts = path.strip("/").split("/")
     if parts == ["runs"]:
         known = [runs.get(run.name) for run in runs.all()]
-        return overview(known, {run.name: recorded_steps(run) for run in known})
+        return overview(known, {run.name: recorded(run) for run in known})
     if parts[0] != "runs" or len(parts) < 3:
         raise Unknown(f"no page {path}")
     run = runs.get(parts[1])
@@ -30,20 +31,21 @@ def answer(runs: Runs, path: str, query: Mapping[str, str]) -> Any:
         case ["series"]:
             return series(run, query.get("names", "").split(","))
         case ["steps"]:
-            return {"steps": recorded_steps(run)}
+            return listed(recorded(run))
         case ["steps", step]:
-            return step_page(run, number(step))
-        case ["steps", step, ticket, index]:
-            return episode_page(run, number(step), f"{ticket}/{index}")
+            return step_page(run, place(step))
+        case ["steps", step, *ticket, index] if ticket:  # a ticket's id may hold slashes
+            return episode_page(run, place(step), "/".join([*ticket, index]))
         case ["health"]:
             return health(run)
     raise Unknown(f"no page {path}")
 
 
-def number(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 12:
-        raise Unknown(f"no step {text[:20]!r}")
-    return int(text)
+def place(text: str) -> Place:
+    try:
+        return Place.parse(text)
+    except ValueError as error:
+        raise Unknown(str(error)) from None
 
 
 def names(run: Run) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import msgspec
 
 from launch.dashboard_server.api import answer, series
 from launch.dashboard_server.overview import overview
-from launch.dashboard_server.recorded import image_file, opened, recorded_steps
+from launch.dashboard_server.recorded import image_file, listed, opened, recorded
 from launch.dashboard_server.runs import Run, Runs, Unknown
 from launch.dashboard_server.web import PAGES
-from shared.recordings.reading import RecordingError
+from shared.recordings.reading import Place, RecordingError
 from shared.recordings.records import Summary
 
 NUM_EPISODES = 10
@@ -35,34 +35,34 @@ def export(runs: Runs, path: Path, episode_id: str = "") -> None:
     chosen = [found(known, episode_id)] if episode_id else [each for run in known for each in some(run, len(known))]
     pages, start = ALL_PAGES, ""
     if episode_id:
-        ((run, step, _),) = chosen
+        ((run, place, _),) = chosen
         known, pages = [run], EPISODE_PAGES
-        start = f"#/episode/{quote(run.name, safe='')}/{step}/{quote(episode_id, safe='/')}"
+        start = f"#/episode/{quote(run.name, safe='')}/{place}/{quote(episode_id, safe='/')}"
     answers, images = told(runs, known, chosen, curves="metrics" in pages)
     title = f"{', '.join(run.name for run in known)[:100]}"
     write(path, html({"answers": answers, "images": images, "title": title, "start": start, "pages": pages}))
 
 
 def told(
-    runs: Runs, known: list[Run], chosen: list[tuple[Run, int, Summary]], *, curves: bool
+    runs: Runs, known: list[Run], chosen: list[tuple[Run, Place, Summary]], *, curves: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """What the server would answer about these episodes and their runs, by path, and the images that they show."""
-    steps = {run.name: sorted({step for each, step, _ in chosen if each is run}) for run in known}
-    answers: dict[str, Any] = {"runs": overview(known, steps)}
+    places = {run.name: sorted({place for each, place, _ in chosen if each is run}) for run in known}
+    answers: dict[str, Any] = {"runs": overview(known, places)}
     images: dict[str, str] = {}
     for run in known:
         base = f"runs/{quote(run.name, safe='')}"
-        answers[f"{base}/steps"] = {"steps": steps[run.name]}
+        answers[f"{base}/steps"] = listed(places[run.name])
         answers[f"{base}/health"] = answer(runs, f"runs/{run.name}/health", {}) | {"logs": []}
         if curves:
             names = [*run.metrics.steps.columns, *run.metrics.evaluations.columns]
             answers[f"{base}/metrics"] = answer(runs, f"runs/{run.name}/metrics", {})
             answers[f"{base}/series"] = series(run, names, limit=len(names))
-    for run, step, summary in chosen:
-        base = f"runs/{quote(run.name, safe='')}/steps/{step}"
-        answers[base] = answer(runs, f"runs/{run.name}/steps/{step}", {}) | {"steps": steps[run.name]}
+    for run, place, summary in chosen:
+        base = f"runs/{quote(run.name, safe='')}/steps/{place}"
+        answers[base] = answer(runs, f"runs/{run.name}/steps/{place}", {})
         try:
-            page = answer(runs, f"runs/{run.name}/steps/{step}/{summary.id}", {})
+            page = answer(runs, f"runs/{run.name}/steps/{place}/{summary.id}", {})
         except RecordingError:
             continue  # the step's page names it
         answers[f"{base}/{'/'.join(quote(part, safe='') for part in summary.id.split('/'))}"] = page
@@ -70,29 +70,38 @@ def told(
     return answers, images
 
 
-def some(run: Run, num_runs: int) -> list[tuple[Run, int, Summary]]:
-    """Episodes of the newest recorded step: the worst ones first, and two in five that did best."""
-    count = max(1, NUM_EPISODES // num_runs)
-    for step in reversed(recorded_steps(run)):
+def some(run: Run, num_runs: int) -> list[tuple[Run, Place, Summary]]:
+    """Episodes of the newest recorded step, as many of the newest evaluation where one is recorded."""
+    count, places = max(1, NUM_EPISODES // num_runs), list(reversed(recorded(run)))
+    evaluations = [place for place in places if place.evaluation]
+    if not evaluations:
+        return extremes(run, places, count)
+    of_steps = extremes(run, [place for place in places if not place.evaluation], count - count // 2)
+    return of_steps + extremes(run, evaluations, count - len(of_steps))
+
+
+def extremes(run: Run, places: list[Place], count: int) -> list[tuple[Run, Place, Summary]]:
+    """Of the first recording that can be read: the worst episodes first, and two in five that did best."""
+    for place in places:
         try:
-            by_reward = sorted(opened(run, step).summaries, key=lambda summary: summary.reward)
+            by_reward = sorted(opened(run, place).summaries, key=lambda summary: summary.reward)
         except (RecordingError, Unknown):
             continue
         best = by_reward[max(count - 2 * count // 5, len(by_reward) - 2 * count // 5) :]
-        return [(run, step, each) for each in [*by_reward[: count - len(best)], *best]]
+        return [(run, place, each) for each in [*by_reward[: count - len(best)], *best]]
     return []
 
 
-def found(runs: list[Run], episode_id: str) -> tuple[Run, int, Summary]:
+def found(runs: list[Run], episode_id: str) -> tuple[Run, Place, Summary]:
     for run in runs:
-        for step in reversed(recorded_steps(run)):
+        for place in reversed(recorded(run)):
             try:
-                summaries = opened(run, step).summaries
+                summaries = opened(run, place).summaries
             except (RecordingError, Unknown):
                 continue
             for summary in summaries:
                 if summary.id == episode_id:
-                    return run, step, summary
+                    return run, place, summary
     raise ValueError(f"no recording of these runs has an episode {episode_id!r}; write it as TICKET/INDEX")
 
 

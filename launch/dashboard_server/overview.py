@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from launch.dashboard_server.recorded import listed
 from launch.dashboard_server.runs import MAX_RUNS, RECENT, Run
 from launch.dashboard_server.series import clean
+from shared.recordings.reading import Place
 
 SPARK = 60  # points of the small curve in a table
 SHOWN = {
@@ -20,15 +22,16 @@ SHOWN = {
 LATEST = {"version": "policy_version", "minutes": "progress/minutes", "episodes": "progress/episodes"}
 
 
-def overview(runs: list[Run], steps_of: dict[str, list[int]]) -> dict[str, Any]:
-    """`steps_of`: the recorded steps of each run."""
-    return {"runs": [summary(run, steps_of[run.name]) for run in runs], "recipes": differences(runs)}
+def overview(runs: list[Run], places_of: dict[str, list[Place]]) -> dict[str, Any]:
+    """`places_of`: the recordings of each run."""
+    return {"runs": [summary(run, listed(places_of[run.name])) for run in runs], "recipes": differences(runs)}
 
 
-def summary(run: Run, recorded: list[int]) -> dict[str, Any]:
+def summary(run: Run, places: dict[str, Any]) -> dict[str, Any]:
     steps, evaluations, total = run.metrics.steps, run.metrics.evaluations, run.total_steps()
     step = steps.last("step") or 0.0
     alarms, damaged_alarms = run.alarms()
+    recorded, evaluations_recorded = places["steps"], places["evaluations"]
     said: dict[str, Any] = {name: steps.mean(metric, RECENT) for name, metric in SHOWN.items()}
     said |= {name: steps.last(metric) for name, metric in LATEST.items()}
     said |= {
@@ -46,6 +49,9 @@ def summary(run: Run, recorded: list[int]) -> dict[str, Any]:
         "recorded": len(recorded),
         "recorded_first": recorded[0] if recorded else None,
         "recorded_last": recorded[-1] if recorded else None,
+        "evaluations": len(evaluations_recorded),
+        "evaluation_last": next((e for e in reversed(evaluations_recorded) if "-greedy" not in e), None)
+        or (evaluations_recorded[-1] if evaluations_recorded else None),
         "endings": endings(run),
     }
     return said

@@ -1,4 +1,5 @@
-"""A run's recordings as the pages show them: steps, summaries, episodes with their tokens, images that were checked."""
+"""A run's recordings as the pages show them: steps and evaluations, summaries, episodes with their tokens, images that
+were checked."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from launch.dashboard_server.runs import Run, Unknown, modified, numbered, size_of
+from launch.dashboard_server.runs import Run, Unknown, modified, size_of
 from launch.dashboard_server.series import clean, from_json
 from learner.images import rgb_of
 from shared.guards.kept import Kept
@@ -16,17 +17,16 @@ from shared.recordings.reading import (
     FOLDER,
     IMAGES,
     INDEX_SUFFIX,
-    SUFFIX,
+    Place,
     RecordedStep,
     RecordingError,
     read_image,
     read_step,
-    step_path,
+    recordings,
 )
 from shared.recordings.records import COLUMNS, Episode, ImageRef, Summary
 from shared.types import Image
 
-STEP = re.compile(rf"step_(\d{{1,12}}){re.escape(SUFFIX)}")
 IMAGE = re.compile(r"([0-9a-f]{32})\.(png|jpeg|webp)")
 MAX_KEPT_BYTES = 32 << 20
 MAX_SHOWN_TOKENS = 1 << 17
@@ -37,30 +37,38 @@ _steps: Kept[tuple[str, object], RecordedStep] = Kept(
 _checked: Kept[str, bool] = Kept(1 << 20, lambda _, __: 100)  # images that were decoded without a fault
 
 
-def recorded_steps(run: Run) -> list[int]:
+def recorded(run: Run) -> list[Place]:
+    """By step; those that cannot be read have none."""
     try:
-        return numbered(run.inside(run.folder / FOLDER), STEP)
-    except Unknown:
+        return recordings(run.inside(run.folder / FOLDER))
+    except (OSError, Unknown):
         return []
 
 
-def opened(run: Run, step: int) -> RecordedStep:
-    """Unknown where the step was not recorded; RecordingError where its file is none."""
+def listed(places: list[Place]) -> dict[str, Any]:
+    """As the pages name them: steps by their numbers, evaluations as `STEP-NAME`."""
+    return {
+        "steps": [place.step for place in places if not place.evaluation],
+        "evaluations": [str(place) for place in places if place.evaluation],
+    }
+
+
+def opened(run: Run, place: Place) -> RecordedStep:
+    """Unknown where there is no such recording; RecordingError where its file is none."""
     try:
-        path = run.file(step_path(run.folder / FOLDER, step))
+        path = run.file(place.path(run.folder / FOLDER))
         state = tuple((modified(each), size_of(each)) for each in (path, path.with_suffix(INDEX_SUFFIX)))
     except (OSError, Unknown):
-        raise Unknown(f"run {run.name} has no recording of step {step}") from None
+        raise Unknown(f"run {run.name} has no recording of step {place}") from None
     return _steps.get((str(path), state), lambda: read_step(path))
 
 
-def step_page(run: Run, step: int) -> dict[str, Any]:
-    known = opened(run, step)
+def step_page(run: Run, place: Place) -> dict[str, Any]:
+    known = opened(run, place)
     return {
         "header": msgspec.structs.asdict(known.header),
         "episodes": [shown(summary) for summary in known.summaries],
         "damages": list(known.damages),
-        "steps": recorded_steps(run),
     }
 
 
@@ -69,16 +77,16 @@ def shown(summary: Summary) -> dict[str, Any]:
     return {**values, "id": summary.id, "has_failed": summary.failed, "ending": str(summary.ending)}
 
 
-def summary_of(run: Run, step: int, episode_id: str) -> tuple[RecordedStep, Summary]:
-    known = opened(run, step)
+def summary_of(run: Run, place: Place, episode_id: str) -> tuple[RecordedStep, Summary]:
+    known = opened(run, place)
     for summary in known.summaries:
         if summary.id == episode_id:
             return known, summary
-    raise Unknown(f"step {step} of run {run.name} has no episode {episode_id}")
+    raise Unknown(f"step {place} of run {run.name} has no episode {episode_id}")
 
 
-def episode_page(run: Run, step: int, episode_id: str) -> dict[str, Any]:
-    known, summary = summary_of(run, step, episode_id)
+def episode_page(run: Run, place: Place, episode_id: str) -> dict[str, Any]:
+    known, summary = summary_of(run, place, episode_id)
     episode = known.episode(summary)
     return {
         "summary": shown(summary),

@@ -28,9 +28,13 @@ class Table:
     def __len__(self) -> int:
         return len(self.columns["step"])
 
-    def add(self, row: dict[str, float | None]) -> None:
-        """A step that stands there again undoes its earlier rows and all that followed them."""
+    def add(self, row: dict[str, float | None], *, joins: bool = False) -> None:
+        """A step that stands there again undoes its earlier rows and all that followed them; where it `joins` the last
+        row, which is of the same step, it keeps that one's values of other names."""
         steps, step = self.columns["step"], row["step"] or 0.0
+        if joins and len(steps) and steps[-1] == step:
+            last: dict[str, float | None] = {name: column[-1] for name, column in self.columns.items()}
+            row = last | row
         length = len(steps)
         while length and steps[length - 1] >= step:
             length -= 1
@@ -116,7 +120,7 @@ class MetricsFile:
             self.num_damaged += 1
             return
         if OF_A_STEP not in row:
-            self.evaluations.add(row)
+            self.evaluations.add(row, joins=True)  # sampled and greedy evaluations of one step are rows of their own
             return
         again = False
         for name in _PROGRESS:

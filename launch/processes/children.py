@@ -48,12 +48,21 @@ class Child:
         self.process.wait()
 
 
-def start(name: str, command: Sequence[str], *, env: dict[str, str] | None = None, mute: bool = False) -> Child:
-    """Starts `command` (no shell); `mute` discards its stdout. The kernel of Linux ends it when its parent dies."""
+def start(
+    name: str,
+    command: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    mute: bool = False,
+    stderr: int | None = None,
+) -> Child:
+    """Starts `command` (no shell); `mute` discards its stdout, `stderr` is a file descriptor for it in place of this
+    process's own. The kernel of Linux ends it when its parent dies."""
     process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         stdout=subprocess.DEVNULL if mute else None,
+        stderr=stderr,
         preexec_fn=die_with_parent,
     )
     return Child(name, process)

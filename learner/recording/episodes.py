@@ -88,6 +88,22 @@ class Played:
         return self.group.trajectories[self.index]
 
 
+def worst_and_best(groups: Sequence[tuple[Ticket, Group]], most: int) -> list[tuple[Ticket, Group]]:
+    """Groups of an evaluation with `most` episodes, or one group: all of them in their order where they are as few;
+    else those with the least success, and then the least reward, and a quarter of those with the most."""
+    count = max(1, most // len(groups[0][1].trajectories)) if groups else 0
+    if len(groups) <= count:
+        return list(groups)
+    order = sorted(range(len(groups)), key=lambda i: _merit(groups[i][1]))
+    chosen = order[: count - count // 4] + order[len(order) - count // 4 :]
+    return [groups[i] for i in sorted(chosen)]
+
+
+def _merit(group: Group) -> tuple[float, float]:
+    success = [t.metrics.get("success", float(t.reward > 0)) for t in group.trajectories]
+    return sum(success), sum(t.reward for t in group.trajectories)
+
+
 def record_of(played: Played, texts: TokenTexts, spec: VisionSpec, *, group_relative: bool) -> Episode:
     t, ticket = played.trajectory, played.ticket
     images = tuple(image_ref(image, spec) for image in t.images)

@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import structs
+
 from learner.recording.columns import Watched, column_names
 from learner.recording.disk import Disk
-from learner.recording.episodes import Played, TokenTexts, record_of
+from learner.recording.episodes import Played, TokenTexts, record_of, worst_and_best
+from learner.tickets.records import EvaluationResult
 from shared.config import Recipe
 from shared.log import get_logger
-from shared.recordings.reading import FOLDER
+from shared.recordings.reading import FOLDER, Place
 from shared.recordings.records import Episode, StepHeader, StepImages
 from shared.recordings.writing import StepWriter
 from shared.types import Group, PolicyVersion, Ticket
 from shared.vision import VisionSpec
 
-QUEUED_STEPS = 2  # their groups are kept in memory meanwhile
+QUEUED = 4  # steps and evaluations, whose groups are kept in memory meanwhile
 CLOSE_S = 5.0
 Failed = tuple[Ticket, Group, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Recording:
     header: StepHeader
     episodes: list[Played]
+
+    @property
+    def place(self) -> Place:
+        return Place(self.header.step, self.header.evaluation)
+
+    def __str__(self) -> str:
+        name = self.header.evaluation
+        return f"evaluation {name}" if name else f"step {self.header.step}"
 
 
 class Recorder:
@@ -40,7 +52,7 @@ class Recorder:
         self._recipe, self._spec = recipe, spec
         self._folder = Path(recipe.run.dir) / recipe.run.name / FOLDER
         self._log = get_logger("recordings")
-        self._queue: queue.Queue[_Step | None] = queue.Queue(QUEUED_STEPS)
+        self._queue: queue.Queue[_Recording | None] = queue.Queue(QUEUED)
         self._disk: Disk | None = None
         self._texts: TokenTexts | None = None
         self._episodes = self._dropped = self._bytes = 0  # written by one thread each, but for _dropped
@@ -64,12 +76,30 @@ class Recorder:
         """Hands over what of a step is to be recorded. `version`: of the policy that it trained; `failed`: groups that
         were not trained on, and why. Returns at once."""
         episodes = self._chosen(groups, tickets, watched, failed)
-        if not episodes:
-            return
+        if episodes:
+            self._hand_over(_Recording(self._header(step, version), episodes))
+
+    def evaluation(self, name: str, step: int, result: EvaluationResult, metrics: Mapping[str, float]) -> None:
+        """The same of an evaluation after `step`; `metrics` are those of all of its episodes."""
+        groups = worst_and_best(result.groups, most) if (most := self._recipe.record.evaluations) else []
+        if groups:
+            ticket, _ = groups[0]
+            header = structs.replace(
+                self._header(step, ticket.version),
+                evaluation=name,
+                played=sum(len(group.trajectories) for _, group in result.groups),
+                metrics={key: value for key, value in metrics.items() if math.isfinite(value)},
+                temperature=ticket.sampling.temperature,
+                columns=(),
+            )
+            episodes = [Played(group, i, ticket) for ticket, group in groups for i in range(len(group.trajectories))]
+            self._hand_over(_Recording(header, episodes))
+
+    def _hand_over(self, recording: _Recording) -> None:
         try:
-            self._queue.put_nowait(_Step(self._header(step, version), episodes))
+            self._queue.put_nowait(recording)
         except queue.Full:
-            self._drop(len(episodes), f"the disk is slower than the steps: step {step} is not recorded")
+            self._drop(len(recording.episodes), f"the disk is slower than the steps: {recording} is not recorded")
 
     def metrics(self) -> dict[str, float]:
         """Since the process began."""
@@ -131,34 +161,34 @@ class Recorder:
     # -------------------------------------------------------------- the recorder's thread
 
     def _run(self) -> None:
-        while (step := self._queue.get()) is not None:
+        while (recording := self._queue.get()) is not None:
             began, before = time.thread_time(), self._episodes
             try:
-                self._write(step)
+                self._write(recording)
                 self._told = ""
             except Exception as error:  # noqa: BLE001 - a recording that fails is told, and never ends a run
-                lost = len(step.episodes) - (self._episodes - before)
-                self._drop(lost, f"step {step.header.step} is not recorded: {type(error).__name__}: {error}")
+                lost = len(recording.episodes) - (self._episodes - before)
+                self._drop(lost, f"{recording} is not recorded: {type(error).__name__}: {error}")
             self._spent_s += time.thread_time() - began
 
-    def _write(self, step: _Step) -> None:
+    def _write(self, recording: _Recording) -> None:
         if self._disk is None:
             self._disk = Disk(self._folder, int(self._recipe.record.max_gb * 1e9))
         if self._texts is None:
             self._texts = TokenTexts(self._recipe.model.path)
-        how = {"group_relative": step.header.group_relative}
-        records = [record_of(played, self._texts, self._spec, **how) for played in step.episodes]
-        data = {image.content_hash: image.data for played in step.episodes for image in played.trajectory.images}
+        header, played = recording.header, recording.episodes
+        records = [record_of(p, self._texts, self._spec, group_relative=header.group_relative) for p in played]
+        data = {image.content_hash: image.data for p in played for image in p.trajectory.images}
         images = {ref.file_name: data[ref.hash] for record in records for ref in record.images}
-        self._disk.make_room(step.header.step)
-        self._bytes += self._disk.add_images(images, step.header.step)
-        writer = StepWriter(self._folder, step.header, StepImages(names=tuple(images)))
+        self._disk.make_room(recording.place)
+        self._bytes += self._disk.add_images(images, recording.place)
+        writer = StepWriter(self._folder, header, StepImages(names=tuple(images)))
         try:
             for record in records:
                 self._add(writer, record)
         finally:
             writer.close()
-            self._disk.add_step(step.header.step, writer.num_bytes)
+            self._disk.add(recording.place, writer.num_bytes)
             self._bytes += writer.num_bytes
 
     def _add(self, writer: StepWriter, record: Episode) -> None:

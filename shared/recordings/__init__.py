@@ -2,6 +2,7 @@
 
     RUN/recordings/step_00000012.rec     StepHeader, then an Episode for each recorded episode
     RUN/recordings/step_00000012.idx     StepHeader, StepImages, then a Summary for each of these episodes
+    RUN/recordings/evaluation_00000012_NAME.rec, .idx    the same of an evaluation after that step
     RUN/recordings/images/HASH.FORMAT    each distinct image of the run once, as the engine was given it
 
 A file of records is MAGIC, the format's version (u32), then for each record its length (u32), a checksum (XXH3, 64

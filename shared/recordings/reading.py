@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import xxhash
@@ -32,6 +33,8 @@ MAX_RECORD_BYTES = 256 * 2**20
 MAX_IMAGE_BYTES = 256 * 2**20
 MAX_ITEMS = 2**19  # of one record's msgpack
 MAX_DAMAGES = 100  # of one file, before its rest is given up
+_STEM = re.compile(r"step_([0-9]{8,12})|evaluation_([0-9]{8,12})_([a-z0-9_]{1,64})")
+_PLACE = re.compile(r"([0-9]{1,12})(?:-([a-z0-9_]{1,64}))?")
 START, FRAME = struct.Struct("<8sI"), struct.Struct("<IQ")
 _DECODER: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
 
@@ -40,17 +43,50 @@ class RecordingError(ValueError):
     """What is asked for is no recording, one of another format, or damaged; one line that names the file."""
 
 
+class Place(NamedTuple):
+    """Which recording of a run: that of a step, or of an evaluation after it. As text `12` or `12-NAME`."""
+
+    step: int
+    evaluation: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.step}-{self.evaluation}" if self.evaluation else str(self.step)
+
+    @staticmethod
+    def parse(text: str) -> Place:
+        """ValueError for a text that is no place."""
+        if not (found := _PLACE.fullmatch(text)):
+            raise ValueError(f"{text[:100]!r} is no step like 12, nor an evaluation after one like 12-step_12")
+        return Place(int(found[1]), found[2] or "")
+
+    @staticmethod
+    def of(path: Path) -> Place | None:
+        """Of a recording's file; None for a file of another name."""
+        if found := _STEM.fullmatch(path.stem):
+            return Place(int(found[1] or found[2]), found[3] or "")
+        return None
+
+    def path(self, folder: Path) -> Path:
+        stem = f"evaluation_{self.step:08d}_{self.evaluation}" if self.evaluation else f"step_{self.step:08d}"
+        return folder / f"{stem}{SUFFIX}"
+
+
 def step_path(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:08d}{SUFFIX}"
+    return Place(step).path(folder)
+
+
+def recordings(folder: Path) -> list[Place]:
+    """All of a run's folder `recordings`: by step, those of evaluations behind the step's own."""
+    try:
+        paths = [Path(entry.name) for entry in os.scandir(folder) if entry.name.endswith(SUFFIX)]
+    except FileNotFoundError:
+        return []
+    return sorted(place for path in paths if (place := Place.of(path)))
 
 
 def steps(folder: Path) -> list[Path]:
-    """The recordings of a run's folder `recordings`, by step."""
-    try:
-        names = [entry.name for entry in os.scandir(folder)]
-    except FileNotFoundError:
-        return []
-    return [folder / name for name in sorted(names) if name.startswith("step_") and name.endswith(SUFFIX)]
+    """The recordings of a run's folder `recordings` that are of steps, in their order."""
+    return [place.path(folder) for place in recordings(folder) if not place.evaluation]
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,11 +93,14 @@ class RecordedTurn(Record, frozen=True, kw_only=True):
     info: Json = ""  # what the environment's step said of the answer, as bounded JSON
 
 
+EvaluationName = Annotated[str, Meta(pattern="^[a-z0-9_]{0,64}$")]
+
+
 class StepHeader(Tagged, frozen=True, kw_only=True):
     """The first record of every file."""
 
     step: Natural
-    version: Natural  # of the policy that the step trained, as it began
+    version: Natural  # of the policy that the step trained, as it began; or of the one that was evaluated
     time: NonNegative  # seconds since 1970
     run: Short = ""
     task: Short = ""  # env.module
@@ -110,6 +113,9 @@ class StepHeader(Tagged, frozen=True, kw_only=True):
     max_pixels: Natural = 0
     temperature: NonNegative = 1.0
     columns: Annotated[tuple[ColumnName, ...], Meta(max_length=32)] = ()
+    evaluation: EvaluationName = ""  # its name, for episodes of an evaluation after the step; "" = the step's own
+    played: Natural = 0  # episodes of the evaluation, of which some are recorded
+    metrics: Annotated[dict[str, Finite], Meta(max_length=4096)] = {}  # of all of them
 
 
 class StepImages(Tagged, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Self
 import msgspec
 import xxhash
 
-from shared.recordings.reading import FRAME, INDEX_SUFFIX, MAGIC, START, decode, step_path
+from shared.recordings.reading import FRAME, INDEX_SUFFIX, MAGIC, START, Place, decode
 from shared.recordings.records import FORMAT_VERSION, AnyRecord, Episode, StepHeader, StepImages, summary_of
 
 
@@ -48,10 +48,10 @@ class RecordWriter:
 
 
 class StepWriter:
-    """Writes the recording of one step with its index into `folder`, which exists."""
+    """Writes the recording of one step, or of one evaluation, with its index into `folder`, which exists."""
 
     def __init__(self, folder: Path, header: StepHeader, images: StepImages) -> None:
-        self.path = step_path(folder, header.step)
+        self.path = Place(header.step, header.evaluation).path(folder)
         self._index = RecordWriter(self.path.with_suffix(INDEX_SUFFIX))
         try:
             self._records = RecordWriter(self.path)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 from PIL import Image
 
 from envs.boards.solver import solve
@@ -26,8 +27,16 @@ HOSTILE = "<img src=x onerror=alert(1)><script>document.title='owned'</script>"
 NOW = 1_790_000_000.0
 
 
-def make_run(folder: Path, *, steps: int = 40, recorded: tuple[int, ...] = (10, 20), groups: int = 4) -> Path:
-    """A run of `steps` steps, of which those `recorded` have `groups` groups of four."""
+def make_run(
+    folder: Path,
+    *,
+    steps: int = 40,
+    recorded: tuple[int, ...] = (10, 20),
+    groups: int = 4,
+    evaluated: tuple[int, ...] = (),
+) -> Path:
+    """A run of `steps` steps, of which those `recorded` have `groups` groups of four; evaluations came after the steps
+    `evaluated`."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(steps, sorted(recorded))))
     recipe = {"run": {"name": folder.name}, "learner": {"total_steps": steps, "optimizer": {"lr": 3e-4}}}
@@ -38,6 +47,8 @@ def make_run(folder: Path, *, steps: int = 40, recorded: tuple[int, ...] = (10, 
     (folder / FOLDER / IMAGES).mkdir(parents=True)
     for step in recorded:
         record(folder / FOLDER, step, groups)
+    for step in evaluated:
+        record(folder / FOLDER, step, groups, f"step_{step}")
     if not recorded:
         return folder
     alarm = {
@@ -67,8 +78,9 @@ def rows(steps: int, evaluated: list[int]) -> Iterator[dict[str, float]]:
             yield {"step": step, "time": NOW + 30 * step, "eval/success": success, "eval/reward": 2 * success - 1}
 
 
-def record(folder: Path, step: int, groups: int) -> None:
-    """The recording of one step; the last group's episodes all fail alike, and one episode's environment has raised."""
+def record(folder: Path, step: int, groups: int, evaluation: str = "") -> None:
+    """The recording of one step, or of an evaluation of twice as many episodes after it; the last group's episodes all
+    fail alike, and one episode's environment has raised."""
     images: dict[str, bytes] = {}
     played = [
         play(images, step, group, index, skill=0.0 if group == groups - 1 else 0.35 * index)
@@ -77,6 +89,10 @@ def record(folder: Path, step: int, groups: int) -> None:
     ]
     columns = ("logprob", "entropy", "value", "target", "advantage", "ratio", "clipped", "masked")
     header = StepHeader(step=step, version=step, time=NOW + 30 * step, run=folder.parent.name, columns=columns)
+    if evaluation:
+        played = [replace(each, ticket_id=f"{evaluation}/{each.ticket_id}", columns={}) for each in played]
+        metrics = {"success": 0.75, "reward": 0.5, "turns": 4.0, "failed": 0.0}
+        header = replace(header, evaluation=evaluation, played=2 * len(played), metrics=metrics, columns=())
     writer = StepWriter(folder, header, StepImages(names=tuple(images)))
     for name, data in images.items():
         (folder / IMAGES / name).write_bytes(data)

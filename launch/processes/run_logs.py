@@ -1,0 +1,124 @@
+"""What a run's processes write to stderr, kept in files of the run's folder and passed on as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shared.log import get_logger
+
+FOLDER = "logs"
+MAX_BYTES = 16 << 20  # of a file; then it becomes NAME.1.log, in place of an older one
+MAX_EARLY_BYTES = 1 << 20  # that are kept in memory until the run's folder is there
+MAX_LINE_BYTES = 1 << 16
+DRAIN_S = 2.0
+
+
+class RunLogs:
+    """Of one run, whose learner makes its folder ready by writing `recipe.json`: what is said before comes into the
+    files then. A disk that refuses costs the files, and nothing of what is passed on."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._before = run, _written(run)
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
+        """Takes what processes that have ended still said; waits `DRAIN_S` for those that have not."""
+        for thread in self._threads:
+            thread.join(DRAIN_S)
+
+    @contextlib.contextmanager
+    def stderr(self, name: str) -> Iterator[int]:
+        """A file descriptor for a process that is started meanwhile; it is kept in logs/NAME.log."""
+        reading, writing = os.pipe()
+        file = LogFile(self._run / FOLDER / f"{name}.log")
+        thread = threading.Thread(target=self._pass_on, args=(reading, file), name=f"log of {name}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        try:
+            yield writing
+        finally:
+            os.close(writing)
+
+    def _pass_on(self, reading: int, file: LogFile) -> None:
+        """By whole lines, so that those of two processes do not mix."""
+        waiting, early = b"", b""
+        while part := os.read(reading, MAX_LINE_BYTES):
+            lines, end, waiting = (waiting + part).rpartition(b"\n")
+            if len(waiting) > MAX_LINE_BYTES:
+                lines, waiting = lines + end + waiting, b""
+            early = self._take(lines + end, early, file)
+        self._take(waiting, early, file)
+        os.close(reading)
+        file.close()
+
+    def _take(self, text: bytes, early: bytes, file: LogFile) -> bytes:
+        """What is still to be written to the file."""
+        _write(2, text)
+        early += text
+        if early and _written(self._run) not in (0, self._before):
+            self._before = -1  # from here on it is the run's own
+            file.add(early)
+            return b""
+        return early[-MAX_EARLY_BYTES:]
+
+
+class LogFile:
+    """Appends to `path`, its owner's alone."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        self._path, self._max_bytes = path, max_bytes
+        self._fd = -1
+        self._size = 0
+        self._refused = False
+
+    def add(self, text: bytes) -> None:
+        if self._refused:
+            return
+        try:
+            if self._fd < 0 or self._size > self._max_bytes:
+                self._open()
+            _write_all(self._fd, text)
+            self._size += len(text)
+        except OSError as error:
+            self._refused = True
+            get_logger("local").warning("%s is not written any more: %s", self._path, error.strerror)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        self.close()
+        if self._size > self._max_bytes:
+            os.replace(self._path, self._path.with_suffix(".1.log"))
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._size = os.fstat(self._fd).st_size
+
+
+def _written(run: Path) -> int:
+    """When the run's recipe was, in nanoseconds; 0 = there is none."""
+    with contextlib.suppress(OSError):
+        return (run / "recipe.json").stat().st_mtime_ns
+    return 0
+
+
+def _write(fd: int, text: bytes) -> None:
+    """To whoever may be gone."""
+    with contextlib.suppress(OSError):
+        _write_all(fd, text)
+
+
+def _write_all(fd: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(fd, text) :]
