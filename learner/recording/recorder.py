@@ -10,10 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from learner.recording.columns import Watched, column_names
 from learner.recording.disk import Disk
-from learner.recording.episodes import Played, TokenTexts, record_of
+from learner.recording.episodes import Played, TokenTexts, evenly, record_of
+from learner.recording.names import column_names
 from shared.config import Recipe
 from shared.log import get_logger
 from shared.recordings.reading import FOLDER
@@ -21,6 +22,9 @@ from shared.recordings.records import Episode, StepHeader, StepImages
 from shared.recordings.writing import StepWriter
 from shared.types import Group, PolicyVersion, Ticket
 from shared.vision import VisionSpec
+
+if TYPE_CHECKING:
+    from learner.recording.columns import Watched  # which needs torch
 
 QUEUED_STEPS = 2  # their groups are kept in memory meanwhile
 CLOSE_S = 5.0
@@ -63,7 +67,21 @@ class Recorder:
     ) -> None:
         """Hands over what of a step is to be recorded. `version`: of the policy that it trained; `failed`: groups that
         were not trained on, and why. Returns at once."""
-        episodes = self._chosen(groups, tickets, watched, failed)
+        self._hand_over(step, version, self._chosen(groups, tickets, watched, failed))
+
+    def evaluation(self, step: int, version: PolicyVersion, groups: Sequence[tuple[Ticket, Group]]) -> None:
+        """The same of episodes that nothing is trained on: `record.groups` groups at even distances, and failures."""
+        chosen = evenly(self._recipe.record.groups, len(groups))
+        found, failures = list[Played](), list[Played]()
+        for number, (ticket, group) in enumerate(groups):
+            for index, trajectory in enumerate(group.trajectories):
+                if number in chosen:
+                    found.append(Played(group, index, ticket))
+                elif not trajectory.trainable:
+                    failures.append(Played(group, index, ticket))
+        self._hand_over(step, version, found + failures[: self._recipe.record.failures])
+
+    def _hand_over(self, step: int, version: PolicyVersion, episodes: list[Played]) -> None:
         if not episodes:
             return
         try:
