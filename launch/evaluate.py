@@ -125,7 +125,7 @@ def evaluate(
     results: list[EvaluationResult] = []
     told: list[dict[str, Any]] = []
     for policy, name in zip(policies, ("model", "against"), strict=False):
-        LOG.info("%s: %d samples, %d episodes of each%s", policy.given, len(samples), plan.repeats, greedily(plan))
+        LOG.info("%s plays %d samples %s", policy.given, len(samples), in_words(plan))
         (out / name).mkdir()
         with TemporaryDirectory(prefix=".weights-", dir=out) as weights:
             folder = policy.export(Path(weights), recipe.model.dtype)
@@ -146,8 +146,9 @@ def evaluate(
     return said
 
 
-def greedily(plan: Plan) -> str:
-    return ", greedy" if plan.sampling.temperature == 0 else f", temperature {plan.sampling.temperature:g}"
+def in_words(plan: Plan) -> str:
+    times = "once" if plan.repeats == 1 else f"{plan.repeats} times"
+    return f"{times}, greedily" if not plan.sampling.temperature else f"{times}, at {plan.sampling.temperature:g}"
 
 
 def of_model(recipe: Recipe, folder: str) -> Recipe:

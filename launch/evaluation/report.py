@@ -10,6 +10,7 @@ from learner.tickets.book import EvaluationResult
 
 DIGITS = 6
 ENDING = "ending/"
+FIRST = ("success", "reward")
 
 
 def record_of(result: EvaluationResult) -> dict[str, Any]:
@@ -53,13 +54,19 @@ def values(estimate: Estimate) -> dict[str, float | None]:
 
 
 def lines_of(record: Mapping[str, Any], *, signed: bool = False) -> Iterator[str]:
-    """A line for each number of a record of the two above: its name, its value, its interval of 95 %."""
+    """A line for each number of a record of the two above: its name, its value, its interval of 95 %. Seconds are left
+    out, and what is 0 throughout."""
     success = {"value": record["success"], "low": record["low"], "high": record["high"]}
     endings = {f"ended: {name}": said for name, said in record.get("endings", {}).items()}
     named = {"success": success, **record["metrics"], **endings}
-    width = max(map(len, named))
-    for name, said in named.items():
-        if said["value"] is not None and not name.endswith("_s"):
-            number = "{:+9.3f}" if signed else "{:9.3f}"
-            interval = "" if said["low"] is None else f"[{said['low']:.3f}, {said['high']:.3f}]"
-            yield f"{name:{width}} {number.format(said['value'])}  {interval}".rstrip()
+    first = {name: said for name, said in named.items() if name in FIRST or name.startswith("pass@")}
+    shown = {
+        name: said
+        for name, said in {**first, **named}.items()
+        if said["value"] is not None and not name.endswith("_s") and (name in FIRST or any(said.values()))
+    }
+    width = max(map(len, shown), default=0)
+    for name, said in shown.items():
+        number = f"{said['value']:+9.3f}" if signed else f"{said['value']:9.3f}"
+        interval = "" if said["low"] is None else f"[{said['low']:.3f}, {said['high']:.3f}]"
+        yield f"{name:{width}} {number}  {interval}".rstrip()
