@@ -1,4 +1,4 @@
-"""A checkpoint holds its weights as a Hugging Face folder too where the recipe says so, and an export is of its model."""
+"""A checkpoint holds its weights as a Hugging Face folder too where the recipe says so; an export is of its model."""
 
 from __future__ import annotations
 
