@@ -81,7 +81,7 @@ def test_an_export_reads_a_part_at_a_time_and_refuses_another_model(trainer, ran
     export_stored(path / "dcp", tmp_path / "out", model_path=str(folder), dtype=None, file_bytes=file_bytes)
     loaded = dict(load_model(tmp_path / "out").named_parameters())
     assert all(torch.equal(loaded[name], p) for name, p in trainer.policy.vlm.named_parameters())
-    other = tiny_model_dir(tmp_path, hidden=32)
+    other = tiny_model_dir(tmp_path, hidden=128)
     with pytest.raises(ValueError, match="is of another model than"):
         export_checkpoint(path, tmp_path / "other", model_path=str(other), dtype=None)
     assert not (tmp_path / "other").exists()
