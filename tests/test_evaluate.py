@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +205,39 @@ def test_two_known_models_are_told_apart(tmp_path):
     assert found["difference"]["pairs"] == 64 and found["metrics"]["pass@2"]["value"] >= found["success"]
     assert "the policies differ" in ended.stderr
     assert {run.name for run in Runs([Path(found["folder"]).parent]).all()} == {"model", "against"}
+
+
+INTERRUPTED = """
+import sys, time
+from pathlib import Path
+from launch.processes.children import Stopped, raise_on_signals, start, stop_all
+
+CHILD = '''
+import os, pathlib, signal, sys, time
+
+def end(*_):
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(0.5)
+    os._exit(7)
+
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(100)
+'''
+raise_on_signals()
+child = start("child", [sys.executable, "-c", CHILD, sys.argv[1]])
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+try:
+    stop_all([child], last=False)
+except Stopped as signal:
+    print(signal, child.process.returncode)
+"""
+
+
+def test_ctrl_c_between_two_policies_is_heard_when_the_first_ones_processes_have_ended(tmp_path):
+    arguments = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "up")]
+    assert finished(arguments, timeout_s=120).stdout.split() == ["SIGINT", "7"]
 
 
 @pytest.mark.slow
