@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import logging
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from tempfile import TemporaryDirectory
 
 from launch.engines.commands import EngineSpec, check_host
@@ -23,6 +25,7 @@ from launch.engines.probe import ModelFacts
 from launch.engines.supervisor import Engine, check_router, wait_until_serving
 from launch.processes.actor_supervisor import ActorFailed, ActorProcess
 from launch.processes.children import Stopped, raise_on_signals, stop_all
+from launch.processes.own_server import OwnServer
 from launch.processes.restarts import Supervised
 from launch.recording import Recording, with_own_weights
 from launch.task_samples import ready
@@ -36,6 +39,7 @@ from shared.log import get_logger
 from shared.vision import VisionSpec
 
 LOG = get_logger("actors")
+MakeServer = Callable[[Recipe, TokenRules], OwnServer]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as cleanup:
         screen = cleanup.enter_context(Screen()) if is_terminal() else None
         try:
-            return run(recipe, options.record, cleanup, screen)
+            record = partial(Recording, Path(options.record)) if options.record else None
+            return run(recipe, cleanup, record, screen)
         except ActorFailed as failure:
             LOG.error("%s; stopping the others", failure)
             return failure.code
@@ -56,14 +61,22 @@ def main(argv: list[str] | None = None) -> int:
             return 130
 
 
-def run(recipe: Recipe, folder: str, cleanup: ExitStack, screen: Screen | None = None) -> int:
-    """Starts engines, then actors, and keeps them alive until the run is over. Groups go into `folder`, if one is
-    given. `cleanup` ends all that was started."""
+def run(
+    recipe: Recipe,
+    cleanup: ExitStack,
+    make_server: MakeServer | None = None,
+    screen: Screen | None = None,
+    *,
+    last: bool = True,
+) -> int:
+    """Starts engines, then actors, and keeps them alive until the run is over. They play what the learner asks for, or,
+    with the weights that the engines load, what a server asks for that is made here. `cleanup` ends all that was
+    started; signals are ignored from then on, unless more is to be started and this is not the `last`."""
     recipe = ready(recipe)
     actor_security(recipe.transport, recipe.actor.learner)  # what is wrong with the keys is said now
     api_key = read_api_key(recipe.engine.api_key_file)
     model, specs = check(recipe)
-    if folder:
+    if make_server:
         specs = tuple(with_own_weights(spec) for spec in specs)
     raise_on_signals()
     for lock in [lock for spec in specs for lock in claim(spec.gpus, spec.name)]:
@@ -73,7 +86,7 @@ def run(recipe: Recipe, folder: str, cleanup: ExitStack, screen: Screen | None =
         journals = cleanup.enter_context(TemporaryDirectory(prefix="pronk-journal-", ignore_cleanup_errors=True))
     engines = [Engine(spec, recipe.engine) for spec in specs]
     started: list[Supervised] = [*engines]
-    cleanup.callback(lambda: stop_all([each.child for each in started if each.child]))
+    cleanup.callback(lambda: stop_all([each.child for each in started if each.child], last=last))
     for engine in engines:
         engine.start()
     if screen is not None:
@@ -82,22 +95,27 @@ def run(recipe: Recipe, folder: str, cleanup: ExitStack, screen: Screen | None =
     wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s, api_key)
     if recipe.engine.router:
         check_router(recipe.engine.router, model, recipe.engine.start_timeout_s, api_key)
-    if folder:
-        rules = TokenRules(model.vision.image_token_id, model.vision.banned_ids, model.vocab_size)
-        recording = Recording(recipe, Path(folder), rules)
-        cleanup.callback(recording.close)
-        recipe = recording.recipe
+    if make_server:
+        server = make_server(recipe, TokenRules(model.vision.image_token_id, model.vision.banned_ids, model.vocab_size))
+        cleanup.callback(server.close)
+        server.begin()
+        recipe = server.recipe
     actors = [ActorProcess(recipe, index, urls, journals) for index in range(recipe.actor.processes)]
     started += actors
     for actor in actors:
         actor.start()
-    while not all(actor.done for actor in actors):  # which is the end of the run
+    keep_alive(started, actors, screen)
+    return 0
+
+
+def keep_alive(started: Sequence[Supervised], actors: Sequence[Supervised], screen: Screen | None) -> None:
+    """Until all actors are done, which is the end of the run."""
+    while not all(actor.done for actor in actors):
         for each in started:
             each.keep_alive()
         if screen is not None:
             screen.update(process_table(started, time.monotonic()))
         time.sleep(0.2)
-    return 0
 
 
 def check(recipe: Recipe) -> tuple[ModelFacts, tuple[EngineSpec, ...]]:

@@ -10,9 +10,10 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 DATA_FILES = ("*.parquet", "*.jsonl")
 
 
-def local_model(path: str) -> str:
-    """`path` itself if it is a folder, else the folder of the hub's model of that name. ValueError if it has none."""
-    return path if Path(path).exists() else str(_download(path, "model", MODEL_FILES, "model.path", "a folder"))
+def local_model(path: str, what: str = "model.path") -> str:
+    """`path`, which `what` names, if it is a folder, else the folder of the hub's model of that name. ValueError if it
+    has none."""
+    return path if Path(path).exists() else str(_download(path, "model", MODEL_FILES, what, "a folder"))
 
 
 def with_local_model(recipe: Recipe) -> Recipe:

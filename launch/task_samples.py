@@ -64,6 +64,25 @@ def held_out_samples(recipe: Recipe) -> list[Sample]:
     return rows(recipe, recipe.data.eval_source)[:count] if count else []
 
 
+def chosen_samples(recipe: Recipe, dataset: str, count: int | None) -> list[Sample]:
+    """What an evaluation by itself plays: the first `count` samples of a dataset file, or all of them; of the held-out
+    samples where none is named, as many as `eval.samples` says. ValueError if there is none, or the environment cannot
+    be built and reset with the first."""
+    samples = rows(recipe, dataset)[:count] if dataset else held_out_samples(recipe)
+    if not samples:
+        raise ConfigError("eval.samples = 0: there is nothing to play; say how many with --samples N")
+    try:
+        env = load_env(recipe.env.module)(
+            sample=samples[0], args={**recipe.env.args, "max_turns": recipe.env.max_turns}
+        )
+        env.reset()
+        env.close()
+    except Exception as error:
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"env.module = {recipe.env.module!r} cannot play sample {samples[0].id}: {words}") from error
+    return samples
+
+
 def rows(recipe: Recipe, path: str) -> list[Sample]:
     """A dataset's usable rows; what was left out is logged. ValueError for a missing file or column."""
     text = system_prompt(load_module(recipe.env.module), recipe.env.args)

@@ -19,19 +19,14 @@ from typing import Any
 
 from learner.alarms.alarms import Alarms
 from learner.distributed import Ranks, broadcast_flag, broadcast_groups
-from learner.metrics.episodes import (
-    RunResult,
-    evaluation_metrics,
-    held_out_metrics,
-    in_words,
-    middle_half,
-    rollout_metrics,
-)
+from learner.metrics.episodes import RunResult, held_out_metrics, middle_half, rollout_metrics
+from learner.metrics.evaluation import evaluation_metrics, in_words
 from learner.metrics.services import services_of
 from learner.metrics.shown import show
 from learner.metrics.writer import MetricLogger
 from learner.recording.columns import Watched
 from learner.recording.recorder import Recorder as StepRecorder
+from learner.tickets.evaluations import Plan
 from learner.tickets.ledger import Ledger
 from learner.tickets.patience import result_in_time
 from learner.tickets.records import number_of
@@ -40,7 +35,7 @@ from shared.config import Recipe
 from shared.engine_messages import weight_name
 from shared.log import get_logger
 from shared.recordings.groups import Recorder
-from shared.types import Group, PolicyVersion, Sample, Sampling, Stop, Ticket
+from shared.types import Group, PolicyVersion, Sample, Stop, Ticket
 
 KEPT_BAD_BATCHES = 10
 
@@ -229,11 +224,9 @@ class Coordinator(Follower):
         waits for them."""
         if not self.held_out:
             return
-        temperature, max_tokens = self.recipe.sampling.temperature, self.recipe.env.turn_tokens
-        plans = {name: (temperature, self.recipe.eval.repeats)} | ({f"greedy_{name}": (0.0, 1)} if greedy else {})
-        for each, (at_temperature, repeats) in plans.items():
-            sampling = Sampling(at_temperature, 1.0, -1, max_tokens)
-            self.ticket_server.start_evaluation(each, self.held_out, sampling, repeats)
+        plans = {name: Plan.of(self.recipe)} | ({f"greedy_{name}": Plan.of(self.recipe, greedy=True)} if greedy else {})
+        for each, plan in plans.items():
+            self.ticket_server.start_evaluation(each, self.held_out, plan.sampling, plan.repeats)
             self._running.append((each, self._kept[0]))
 
     def finish_evaluations(self, step: int) -> None:

@@ -12,16 +12,21 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from learner.model.policy import load_policy
-from learner.weights.buckets import gathered
+from learner.checkpoints.wholeness import check_alone
+from learner.model.policy import Policy, empty_policy
+from learner.weights.buckets import published
 from shared.vision import VisionSpec
 
 FILE_BYTES = 4 * 2**30
@@ -37,10 +42,10 @@ def export(
     is_main: bool = True,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Writes `weights`, which `learner.weights.buckets.gathered` gives, and `model_path`'s other files to `folder`.
+    """Writes `weights`, named and laid out as published, and `model_path`'s other files to `folder`.
 
     A collective where gathering the weights is one; rank 0 alone writes. At most
-    `file_bytes`, or one parameter that is larger, is held at once.
+    `file_bytes`, or one parameter that is larger, is held at once. OSError when the disk refuses.
     """
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,20 +84,50 @@ def _name_files(folder: Path, place: dict[str, int], count: int, total: int) -> 
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, model_path: str, dtype: torch.dtype | None) -> None:
-    """In one process, without an optimizer. ValueError: no such checkpoint, or of another model."""
+    """In one process, without an optimizer. ValueError: no checkpoint, a damaged one, or one of another model."""
     if not (checkpoint / "meta.json").exists():
         raise ValueError(f"{checkpoint} is no checkpoint: it has no meta.json; give one like checkpoints/step_00000050")
-    path = model_path or json.loads((checkpoint / "meta.json").read_text())["recipe"]["model"]["path"]
-    policy = load_policy(path, VisionSpec.load(path))
-    state = {name: tensor for name, tensor in policy.state_dict().items() if not name.startswith("value_head.")}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is the intent
-        dcp.load({"model": state}, checkpoint_id=str(checkpoint / "dcp"), no_dist=True)  # in place, whatever the critic
-    export(out, gathered(policy), model_path=path, dtype=dtype)
+    meta = check_alone(checkpoint)
+    export_stored(checkpoint / "dcp", out, model_path=model_path or meta["recipe"]["model"]["path"], dtype=dtype)
+
+
+def export_stored(
+    stored: Path, out: Path, *, model_path: str, dtype: torch.dtype | None, file_bytes: int = FILE_BYTES
+) -> None:
+    """From a checkpoint's folder `dcp`, whatever its critic; no collective, and no more memory than `export` takes
+    twice. ValueError: of another model than that of `model_path`."""
+    policy = empty_policy(model_path, VisionSpec.load(model_path))
+    shapes: dict[str, Any] = {
+        name: known.size
+        for name, known in FileSystemReader(stored).read_metadata().state_dict_metadata.items()
+        if isinstance(known, TensorStorageMetadata)
+    }
+    wrong = [n for n, parameter in policy.named_weights() if shapes.get(f"model.vlm.{n}") != parameter.shape]
+    if wrong:
+        raise ValueError(f"{stored.parent} is of another model than {model_path}: its {wrong[0]} differs or is missing")
+    export(out, _read(policy, stored, file_bytes), model_path=model_path, dtype=dtype, file_bytes=file_bytes)
+
+
+def _read(policy: Policy, stored: Path, most_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters of the stored policy, as published; at most so many bytes, or one, are read at once."""
+    held: dict[str, Tensor] = {}
+    for name, parameter in [*policy.named_weights(), ("", None)]:
+        full = parameter is None or sum(t.nbytes for t in held.values()) + parameter.nbytes > most_bytes
+        if full and held:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # it is the intent
+                dcp.load({"model": {f"vlm.{n}": t for n, t in held.items()}}, checkpoint_id=str(stored), no_dist=True)
+            yield from (published(policy, n, t) for n, t in held.items())
+            held = {}
+        if parameter is not None:
+            held[name] = torch.empty(parameter.shape, dtype=parameter.dtype)
 
 
 def main(argv: list[str] | None = None) -> int:

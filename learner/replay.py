@@ -30,8 +30,9 @@ from learner.model.policy import Policy, load_policy
 from learner.model.sharding import forward_only, parallelize
 from learner.objective.objectives import loss_of
 from learner.objective.records import Tokens
-from learner.recording.columns import as_arrays, recorded_columns
+from learner.recording.columns import recorded_columns
 from learner.recording.mismatch import Mismatch
+from learner.recording.names import as_arrays
 from shared.codec import TokenRules, check_trajectory
 from shared.config import fail
 from shared.learner_config import LearnerConfig

@@ -53,6 +53,10 @@ class CheckpointConfig(Section):
     every: int = Field(50, ge=0, description="steps between checkpoints; 0 = only at the end")
     in_background: bool = Field(True, description="train on while one is written; costs a copy in CPU memory")
     keep: int = Field(2, gt=0, description="older ones are removed")
+    export: bool = Field(
+        False,
+        description="each holds a folder hf too: its weights in model.dtype as transformers and engines load them",
+    )
 
 
 class ParallelConfig(Section):

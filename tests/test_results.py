@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from learner.checkpoints.best import Best
-from learner.metrics.episodes import RunResult, evaluation_metrics, held_out_metrics, middle_half, pass_at_k
+from learner.metrics.episodes import RunResult, held_out_metrics, middle_half
+from learner.metrics.evaluation import evaluation_metrics, pass_at_k
 from learner.tickets.book import EvaluationResult
 from shared.types import Ending, Group, Sample, Sampling, Ticket
 from tests.support.wires import episode, failed_episode

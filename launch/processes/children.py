@@ -113,13 +113,23 @@ def wait_for_any(children: Sequence[Child], tick: Callable[[], None]) -> Child:
         time.sleep(0.2)
 
 
-def stop_all(children: Sequence[Child]) -> None:
+def stop_all(children: Sequence[Child], *, last: bool = True) -> None:
     """SIGTERM to all that still run, SIGKILL to those that have not ended in time, and collects them.
 
-    Signals are ignored from here on: the end is under way already.
+    Signals are ignored from here on: the end is under way already. Where these children are not the `last`, one that
+    arrives is raised as `Stopped` when all of them have ended.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if last:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        _end(children)
+    except Stopped:
+        _end(children)
+        raise
+
+
+def _end(children: Sequence[Child]) -> None:
     running = [child for child in children if child.process.poll() is None]
     for child in running:
         child.process.send_signal(signal.SIGTERM)

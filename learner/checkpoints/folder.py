@@ -20,6 +20,7 @@ import shutil
 from pathlib import Path
 
 PREFIX = "step_"
+EXPORT = "hf"  # of a checkpoint: its weights as a Hugging Face folder, where learner.checkpoint.export wants it
 RESUMED = ".resumed"
 
 

@@ -2,6 +2,7 @@
 
 RUN/checkpoints/step_00000050/
     dcp/        parameters and optimizer, a reference that is refreshed, sharded (torch.distributed.checkpoint)
+    hf/         the weights as a Hugging Face folder, where learner.checkpoint.export wants it
     rng/        random state of each rank
     meta.json   model fingerprint, recipe, state of trainer and coordinator (`intake`), step, version, and the size and
                 SHA-256 of each other file, by which a damaged checkpoint is known
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from learner.checkpoints.best import Best
 from learner.checkpoints.folder import (
+    EXPORT,
     checkpoint_name,
     list_checkpoints,
     partial_of,
@@ -36,6 +38,7 @@ from learner.checkpoints.folder import (
 from learner.checkpoints.state import SCHEMA, copied, fingerprint, rng_state, training_state
 from learner.checkpoints.wholeness import Files, measured, with_digest
 from learner.distributed import Ranks, barrier
+from learner.export import export_stored
 from learner.guards.finite import all_of_training, check_finite
 from learner.trainer import Trainer
 from shared.config import Recipe
@@ -101,6 +104,7 @@ class Saver:
             lambda: self._begin(partial),
             lambda: torch.save(rng, partial / "rng" / f"rank_{self._ranks.rank}.pt"),
             lambda: dcp.save(state, checkpoint_id=str(partial / "dcp"), process_group=self._group),
+            lambda: self._export(partial),
             lambda: own.update(self._seal(partial)),
             lambda: self._finish(partial, final, meta, own),
         )
@@ -126,6 +130,21 @@ class Saver:
         if self._ranks.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "rng").mkdir(parents=True)
+
+    def _export(self, partial: Path) -> None:
+        """From what has just been written, so that it takes no collective and waits for no step. Where it fails the
+        checkpoint stays, without it."""
+        if not self._ranks.is_main or not self._recipe.learner.checkpoint.export:
+            return
+        model, out = self._recipe.model, partial / EXPORT
+        try:
+            export_stored(partial / "dcp", out, model_path=model.path, dtype=getattr(torch, model.dtype))
+            for path in out.iterdir():
+                sync_file(path)
+        except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+            reason = " ".join(str(error).split())[-300:]
+            get_logger("learner").error("%s has no export: %s", partial.name.strip(".").split(".")[0], reason)
+            shutil.rmtree(out, ignore_errors=True)
 
     def _seal(self, partial: Path) -> Files:
         """Syncs this rank's files, and measures them."""

@@ -34,6 +34,13 @@ def _digest_of(meta: dict[str, Any]) -> str:
 
 def read_meta(path: Path, ranks: Ranks) -> dict[str, Any]:
     """meta.json of a checkpoint, on all ranks. DamagedCheckpoint, on all, if one of them cannot read it."""
+    meta, reason = _meta_of(path)
+    _agree(path, reason, ranks)
+    return meta
+
+
+def _meta_of(path: Path) -> tuple[dict[str, Any], str]:
+    """With what is wrong with it."""
     meta: dict[str, Any] = {}
     reason = ""
     try:
@@ -46,7 +53,16 @@ def read_meta(path: Path, ranks: Ranks) -> dict[str, Any]:
         reason = "meta.json is missing"
     except (OSError, ValueError, RecursionError) as error:
         reason = f"meta.json cannot be read: {error}"
-    _agree(path, reason, ranks)
+    return meta, reason
+
+
+def check_alone(path: Path) -> dict[str, Any]:
+    """What meta.json of a checkpoint holds, in a process that is no rank. DamagedCheckpoint if a file is not what was
+    written."""
+    meta, reason = _meta_of(path)
+    faults = (_fault(path / name, name, *known) for name, known in sorted(meta.get("files", {}).items()))
+    if reason := reason or next(filter(None, faults), ""):
+        raise DamagedCheckpoint(_told(path, reason))
     return meta
 
 
@@ -86,4 +102,8 @@ def _agree(path: Path, reason: str, ranks: Ranks) -> None:
         reasons = [""] * ranks.size
         dist.all_gather_object(reasons, reason)
     if any(reasons):
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {' '.join(next(filter(None, reasons)).split())[:300]}")
+        raise DamagedCheckpoint(_told(path, next(filter(None, reasons))))
+
+
+def _told(path: Path, reason: str) -> str:
+    return f"checkpoint {path} is damaged: {' '.join(reason.split())[:300]}"

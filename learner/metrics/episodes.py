@@ -1,20 +1,15 @@
-"""What episodes amount to: metrics of a batch, of an evaluation, and of the whole run."""
+"""What episodes amount to: metrics of a batch and of the whole run."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import comb
-
-import numpy as np
 
 from learner.guards.variance import varies
+from learner.metrics.evaluation import episode_means
 from learner.metrics.tokens import lag_name
-from learner.tickets.book import EvaluationResult
 from shared.learner_config import LearnerConfig
-from shared.metrics import means
-from shared.types import TRAINABLE_ENDINGS, Group, PolicyVersion, Trajectory
+from shared.types import Group, PolicyVersion
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -45,59 +40,6 @@ def group_metrics(groups: Sequence[Group], version: PolicyVersion, config: Learn
     values["groups/without_variance"] = sum(equal) / len(equal)
     values["staleness/mixed_versions"] = sum(mixed) / len(mixed)
     return values
-
-
-def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Means over the evaluation's episodes, and how many tickets brought nothing."""
-    values = episode_means(t for _, group in result.groups for t in group.trajectories)
-    return {**values, **pass_at_k(result), "lost": float(sum(result.lost.values()))}
-
-
-def in_words(values: dict[str, float], num_samples: int) -> str:
-    """What `evaluation_metrics` says, in one line."""
-    numbers = "  ".join(f"{key} {values[key]:.3f}" for key in ("success", "reward", "turns") if key in values)
-    lost = f", {values['lost']:.0f} lost" if values["lost"] else ""
-    lost += f", {100 * values['failed']:.0f} % failed" if values.get("failed") else ""
-    return f"{numbers} ({num_samples} samples{lost})"
-
-
-def pass_at_k(result: EvaluationResult) -> dict[str, float]:
-    """`pass@k` for k = 1, 2, 4, ... and all: the chance that one of k episodes of a sample succeeds, mean over samples.
-
-    Of n episodes with c successes it is 1 - C(n-c, k) / C(n, k) (Chen et al., 2021, equation 1), without bias. Samples
-    with fewer than k sound episodes are left out; empty where every sample is played once.
-    """
-    counts = []
-    for _, group in result.groups:
-        sound = [_success(t) > 0 for t in group.trajectories if t.ending in TRAINABLE_ENDINGS]
-        counts.append((len(sound), sum(sound)))
-    most = max((n for n, _ in counts), default=0)
-    if most < 2:
-        return {}
-    ks = sorted({most, *(2**i for i in range(most.bit_length()) if 2**i <= most)})
-    chances = {k: [1 - comb(n - c, k) / comb(n, k) for n, c in counts if n >= k] for k in ks}
-    return {f"pass@{k}": sum(values) / len(values) for k, values in chances.items()}
-
-
-def _success(t: Trajectory) -> float:
-    return float(t.metrics.get("success", float(t.reward > 0)))
-
-
-def episode_means(episodes: Iterable[Trajectory]) -> dict[str, float]:
-    """Means over the episodes that did not fail, the share `failed` of those that did, and the share of each ending.
-    `success` is the environment's metric of that name, or 1 for a positive reward where it has none."""
-    episodes = list(episodes)
-    if not episodes:
-        return {}
-    rows = []
-    for t in episodes:
-        if t.ending not in TRAINABLE_ENDINGS:
-            continue
-        rows.append({**t.metrics, "success": _success(t), "reward": t.reward, "turns": len(t.turns)})
-        rows[-1]["model_tokens"] = float(np.count_nonzero(t.loss_mask))
-    endings = Counter(t.ending.value for t in episodes)
-    shares = {f"ending/{ending}": count / len(episodes) for ending, count in endings.items()}
-    return means(rows) | shares | {"failed": 1 - len(rows) / len(episodes)}
 
 
 @dataclass(frozen=True, slots=True)

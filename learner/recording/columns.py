@@ -15,16 +15,10 @@ from torch import Tensor
 from learner.batch import Microbatch
 from learner.distributed import Ranks, all_sum
 from learner.objective.records import Loss, Tokens
+from learner.recording.episodes import evenly
 from shared.recordings.records import COLUMNS, ColumnName
 from shared.sections import RecordConfig
 from shared.types import Group
-
-CRITIC_COLUMNS: frozenset[ColumnName] = frozenset({"value", "target"})
-FLAGS: frozenset[ColumnName] = frozenset({"clipped", "masked"})
-
-
-def column_names(*, group_relative: bool) -> tuple[ColumnName, ...]:
-    return tuple(name for name in COLUMNS if not (group_relative and name in CRITIC_COLUMNS))
 
 
 @torch.no_grad()
@@ -42,13 +36,6 @@ def recorded_columns(tokens: Tokens, loss: Loss) -> Tensor:
         "masked": dropped,
     }
     return torch.stack([columns[name].detach().float() for name in COLUMNS])
-
-
-def as_arrays(columns_CK: np.ndarray, *, group_relative: bool) -> dict[ColumnName, np.ndarray]:
-    """Rows of `recorded_columns` by name, flags as bytes."""
-    names = column_names(group_relative=group_relative)
-    rows = {name: row for name, row in zip(COLUMNS, columns_CK, strict=True) if name in names}
-    return {name: row.astype(np.uint8 if name in FLAGS else np.float32) for name, row in rows.items()}
 
 
 class Watched:
@@ -100,8 +87,7 @@ def watch(groups: Sequence[Group], step: int, config: RecordConfig) -> Watched |
     """What of the step on `groups` is to be recorded, the same on every rank: groups at even distances."""
     if not is_recorded(step, config):
         return None
-    count = min(config.groups, len(groups))
-    chosen = {number * len(groups) // count for number in range(count)} if count else set()
+    chosen = evenly(config.groups, len(groups))
     lengths: dict[int, int] = {}
     place = 0
     for number, group in enumerate(groups):

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image as PILImage
 from transformers import PreTrainedTokenizerFast
 
-from learner.recording.columns import as_arrays
+from learner.recording.names import as_arrays
 from shared.recordings.bounded import bounded_json
 from shared.recordings.records import Array, Episode, ImageRef, RecordedTurn
 from shared.types import Group, Image, Ticket, Trajectory, TurnNote
@@ -102,6 +102,12 @@ def worst_and_best(groups: Sequence[tuple[Ticket, Group]], most: int) -> list[tu
 def _merit(group: Group) -> tuple[float, float]:
     success = [t.metrics.get("success", float(t.reward > 0)) for t in group.trajectories]
     return sum(success), sum(t.reward for t in group.trajectories)
+
+
+def evenly(count: int, of: int) -> set[int]:
+    """`count` numbers below `of`, or all of them, at even distances."""
+    count = min(count, of)
+    return {number * of // count for number in range(count)}
 
 
 def record_of(played: Played, texts: TokenTexts, spec: VisionSpec, *, group_relative: bool) -> Episode:

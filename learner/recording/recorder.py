@@ -11,12 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from learner.recording.columns import Watched, column_names
 from learner.recording.disk import Disk
 from learner.recording.episodes import Played, TokenTexts, record_of, worst_and_best
+from learner.recording.names import column_names
 from learner.tickets.records import EvaluationResult
 from shared.config import Recipe
 from shared.log import get_logger
@@ -25,6 +26,9 @@ from shared.recordings.records import Episode, StepHeader, StepImages
 from shared.recordings.writing import StepWriter
 from shared.types import Group, PolicyVersion, Ticket
 from shared.vision import VisionSpec
+
+if TYPE_CHECKING:
+    from learner.recording.columns import Watched  # which needs torch
 
 QUEUED = 4  # steps and evaluations, whose groups are kept in memory meanwhile
 CLOSE_S = 5.0

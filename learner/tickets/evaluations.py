@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from learner.tickets.leases import Leases
 from learner.tickets.records import Evaluation, EvaluationResult, TicketState
+from shared.config import Recipe
 from shared.types import PolicyVersion, Sample, Sampling, Ticket
 
 ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How an evaluation plays each of its samples, and how often."""
+
+    sampling: Sampling
+    repeats: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, *, greedy: bool = False) -> Self:
+        """At the training temperature; a greedy one plays each sample once."""
+        temperature, repeats = (0.0, 1) if greedy else (recipe.sampling.temperature, recipe.eval.repeats)
+        return cls(Sampling(temperature, 1.0, -1, recipe.env.turn_tokens), repeats)
 
 
 class Evaluations:

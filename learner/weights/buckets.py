@@ -37,11 +37,15 @@ class Bucket:
 def gathered(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters on every rank, named and laid out as the published checkpoints of the model's family are, which
     is what engines and exports take. A collective where the policy is sharded."""
-    family = FAMILIES[policy.vlm.config.model_type]
     for name, parameter in policy.named_weights():
         tensor = parameter.detach()
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        yield family.published_name(name), tensor.mT if family.is_turned(name) else tensor
+        yield published(policy, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def published(policy: Policy, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """A whole parameter of the policy's model, with its name and in its layout there."""
+    family = FAMILIES[policy.vlm.config.model_type]
+    return family.published_name(name), tensor.mT if family.is_turned(name) else tensor
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int) -> Iterator[Bucket]:

@@ -1,0 +1,196 @@
+"""Plays a policy without training it, as a run plays its held-out samples, and tells how sure the result is:
+
+    python launch/evaluate.py --config launch/recipes/R.toml --model runs/R/checkpoints/step_00000180
+    python launch/evaluate.py --config R.toml --model MODEL_OR_CHECKPOINT --against OTHER [--samples N] [--repeats K]
+
+It starts engines and actors on this machine as launch/local.py does. Some episodes are recorded for the dashboard. The
+last line is one JSON object: `success` with its 95 % interval `low` and `high`, and all else that was measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import argparse
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from launch.engines.commands import check_host
+from launch.evaluation.playing import EvaluationFailed, play
+from launch.evaluation.policies import Named, named
+from launch.evaluation.report import difference_of, lines_of, record_of
+from launch.processes.actor_supervisor import ActorFailed
+from launch.processes.children import Stopped, raise_on_signals
+from launch.task_samples import chosen_samples, ready
+from launch.terminal.screen import Screen, is_terminal
+from learner.metrics.evaluation import compared, evaluation_metrics
+from learner.recording.recorder import Recorder
+from learner.tickets.book import EvaluationResult
+from learner.tickets.evaluations import Plan
+from shared.config import ConfigError, Recipe, fail, load, recipe_parser
+from shared.engine_api import EngineError
+from shared.log import get_logger
+from shared.types import Sample
+from shared.vision import VisionSpec
+
+LOG = get_logger("evaluate")
+LOOPBACK = "tcp://127.0.0.1:0"
+RECORDER_S = 60.0  # for what is still to be written at the end
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, overrides = command_line().parse_known_args(argv)
+    recipe = load(options.config, [*overrides, *shorthands(options)])
+    raise_on_signals()
+    try:
+        recipe, policies, samples = checked(recipe, options)
+        with Screen() if is_terminal() else nullcontext() as screen:
+            said = evaluate(recipe, policies, samples, options, screen)
+    except ActorFailed as failure:
+        LOG.error("%s", failure)
+        return failure.code
+    except (EngineError, EvaluationFailed, ValueError, OSError) as error:
+        return fail(error)
+    except Stopped as signal:
+        LOG.info("%s: stopping", signal)
+        return 130
+    print(json.dumps(said), flush=True)
+    return 0
+
+
+def command_line() -> argparse.ArgumentParser:
+    parser = recipe_parser(__doc__)
+    add = parser.add_argument
+    policy = "a checkpoint's folder, a model's, or a hub name"
+    add("--model", default="", metavar="MODEL_OR_CHECKPOINT", help=f"{policy}; without it, model.path")
+    add("--against", default="", metavar="OTHER", help=f"compare with this policy on the same samples: {policy}")
+    add("--dataset", default="", metavar="FILE", help="play this .parquet or .jsonl instead of the held-out samples")
+    add("--samples", metavar="N", help="samples to play; without it eval.samples, and all of a --dataset")
+    add("--repeats", metavar="K", help="episodes of each sample; without it eval.repeats. Gives pass@k")
+    add("--greedy", action="store_true", help="the likeliest token always; without it sampling.temperature")
+    add("--out", default="", metavar="FOLDER", help="where results go; without it RUN.DIR/evaluations/RUN.NAME-NUMBER")
+    return parser
+
+
+def shorthands(options: argparse.Namespace) -> list[str]:
+    """The options that are fields of a recipe."""
+    given = {"--eval.samples": options.samples, "--eval.repeats": options.repeats}
+    return [word for name, value in given.items() if value is not None for word in (name, value)]
+
+
+def checked(recipe: Recipe, options: argparse.Namespace) -> tuple[Recipe, list[Named], list[Sample]]:
+    """The recipe for this machine alone, the policies, what they play. ValueError, in one line, for all that can be
+    known to be wrong before anything heavy starts."""
+    if recipe.engine.urls:
+        raise ConfigError(
+            "engine.urls is set, but an evaluation starts engines of its own; set it to [] or leave it out"
+        )
+    if options.greedy and options.repeats not in (None, "1"):
+        raise ConfigError(
+            f"--greedy --repeats {options.repeats}: greedy episodes of one sample are equal; leave one out"
+        )
+    policies = [named("--model" if options.model else "model.path", options.model or recipe.model.path, recipe)]
+    policies += [named("--against", options.against, recipe)] if options.against else []
+    actor = recipe.actor.model_copy(update={"learner": LOOPBACK})
+    transport = recipe.transport.model_copy(update={"keys": ""})
+    recipe = of_model(recipe.model_copy(update={"actor": actor, "transport": transport}), policies[0].folder)
+    recipe = ready(recipe)
+    check_host(recipe)
+    count = recipe.eval.samples if options.samples is not None else None
+    if options.dataset and count == 0:
+        raise ConfigError("--samples 0: there is nothing to play")
+    samples = chosen_samples(recipe, options.dataset, count)
+    if count is not None and len(samples) < count:
+        LOG.warning("there are %d samples, not %d", len(samples), count)
+    return recipe, policies, samples
+
+
+def evaluate(
+    recipe: Recipe,
+    policies: Sequence[Named],
+    samples: Sequence[Sample],
+    options: argparse.Namespace,
+    screen: Screen | None,
+) -> dict[str, Any]:
+    """Plays one policy after the other; what is to be said. Each has a folder that the dashboard shows as a run."""
+    plan, out = Plan.of(recipe, greedy=options.greedy), make_folder(recipe, options.out)
+    results: list[EvaluationResult] = []
+    told: list[dict[str, Any]] = []
+    for policy, name in zip(policies, ("model", "against"), strict=False):
+        LOG.info("%s plays %d samples %s", policy.given, len(samples), in_words(plan))
+        (out / name).mkdir()
+        with TemporaryDirectory(prefix=".weights-", dir=out) as weights:
+            folder = policy.export(Path(weights), recipe.model.dtype)
+            own = of_model(recipe, policy.folder)  # which is still there afterwards
+            own = own.model_copy(update={"run": own.run.model_copy(update={"dir": str(out), "name": name})})
+            (out / name / "recipe.json").write_text(json.dumps(own.model_dump(mode="json"), indent=2) + "\n")
+            result = play(of_model(own, folder), samples, plan, screen, last=policy is policies[-1])
+        record(own, result)
+        results.append(result)
+        told.append({"model": policy.given, **record_of(result), "folder": str(out / name)})
+        for line in lines_of(told[-1]):
+            LOG.info("  %s", line)
+    said = {**told[0], "repeats": plan.repeats, "greedy": options.greedy}
+    if len(results) > 1:
+        said |= {"against": told[1], "difference": difference(results, policies)}
+    (out / "result.json").write_text(json.dumps(said, indent=2) + "\n")
+    LOG.info("episodes to look at: python launch/dashboard.py %s", out)
+    return said
+
+
+def in_words(plan: Plan) -> str:
+    times = "once" if plan.repeats == 1 else f"{plan.repeats} times"
+    return f"{times}, greedily" if not plan.sampling.temperature else f"{times}, at {plan.sampling.temperature:g}"
+
+
+def of_model(recipe: Recipe, folder: str) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": folder})})
+
+
+def make_folder(recipe: Recipe, out: str) -> Path:
+    """ConfigError for a folder that holds something already."""
+    parent = Path(recipe.run.dir) / "evaluations"
+    places = [Path(out)] if out else (parent / f"{recipe.run.name}-{number}" for number in itertools.count(1))
+    folder = next((each for each in places if not each.exists() or (out and not any(each.iterdir()))), None)
+    if folder is None:
+        raise ConfigError(f"--out {out} is not empty: choose another folder")
+    folder.mkdir(parents=True, exist_ok=bool(out))
+    return folder
+
+
+def record(recipe: Recipe, result: EvaluationResult) -> None:
+    """Writes `record.evaluations` episodes for the viewer, the worst and a few of the best."""
+    model = recipe.model
+    recorder = Recorder(recipe, VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels))
+    recorder.evaluation(result.name, 0, result, evaluation_metrics(result))
+    recorder.close(RECORDER_S)
+
+
+def difference(results: Sequence[EvaluationResult], policies: Sequence[Named]) -> dict[str, Any] | None:
+    """None where no sample has an episode of both policies."""
+    comparison = compared(*results)
+    if comparison is None:
+        LOG.warning("no sample has a sound episode of both policies: there is nothing to compare")
+        return None
+    found = difference_of(comparison)
+    LOG.info("%s minus %s, on %d samples:", policies[0].given, policies[1].given, comparison.pairs)
+    for line in lines_of(found, signed=True):
+        LOG.info("  %s", line)
+    low, high = found["low"], found["high"]
+    sure = low is not None and (low > 0 or high < 0)
+    verdict = "the policies differ" if sure else "no difference of success is shown"
+    LOG.info("better on %d samples, worse on %d: %s", comparison.better, comparison.worse, verdict)
+    return found
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.exit(main())

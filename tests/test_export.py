@@ -1,0 +1,99 @@
+"""A checkpoint holds its weights as a Hugging Face folder too where the recipe says so; an export is of its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from learner.checkpoints.folder import list_checkpoints
+from learner.checkpoints.restoring import load_checkpoint
+from learner.checkpoints.saver import Saver
+from learner.export import export_checkpoint, export_stored
+from learner.model.policy import load_policy
+from learner.trainer import Trainer
+from shared.config import Recipe
+from shared.sections import EnvConfig, ModelConfig
+from tests.support.checkpoints import config
+from tests.support.tiny import load_model, tiny_model_dir
+
+
+@pytest.fixture
+def trainer(folder, spec, ranks):
+    made = Trainer(load_policy(str(folder), spec), config(), ranks)
+    with torch.no_grad():
+        for p in made.policy.parameters():
+            p.add_(0.125)
+    return made
+
+
+def recipe_of(folder: Path, *, background: bool = False, keep: int = 2, dtype: str = "float32") -> Recipe:
+    made = config(checkpoint_in_background=background, keep_checkpoints=keep)
+    checkpoint = made.checkpoint.model_copy(update={"export": True})
+    learner = made.model_copy(update={"checkpoint": checkpoint})
+    return Recipe(
+        model=ModelConfig(path=str(folder), dtype=dtype), env=EnvConfig(module="envs.colour"), learner=learner
+    )
+
+
+def saved(trainer: Trainer, ranks, path: Path, recipe: Recipe) -> Path:
+    saver = Saver(path, trainer, ranks, recipe)
+    where = saver.save(1, {})
+    saver.wait()
+    saver.close()
+    return where
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_each_checkpoint_holds_what_transformers_loads_and_takes_it_along_when_it_goes(
+    trainer, ranks, folder, tmp_path, background
+):
+    recipe = recipe_of(folder, background=background, keep=1)
+    for step in (1, 2):
+        trainer.num_steps = step
+        path = saved(trainer, ranks, tmp_path / "run", recipe)
+    loaded = dict(load_model(path / "hf").named_parameters())
+    assert all(torch.equal(loaded[name], p) for name, p in trainer.policy.vlm.named_parameters())
+    assert (path / "hf" / "tokenizer.json").exists()
+    assert [each.name for each in list_checkpoints(tmp_path / "run")] == ["step_00000002"]
+    assert not list((tmp_path / "run").rglob("step_00000001*"))
+    assert load_checkpoint(path, trainer, ranks, recipe).version == 1
+
+
+def test_its_weights_have_the_dtype_that_engines_are_given(trainer, ranks, folder, tmp_path):
+    path = saved(trainer, ranks, tmp_path, recipe_of(folder, dtype="bfloat16"))
+    with safe_open(path / "hf" / "model.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+
+
+def test_a_checkpoint_whose_export_fails_stays_without_it(trainer, ranks, tmp_path, capfd):
+    path = saved(trainer, ranks, tmp_path, recipe_of(tmp_path / "gone"))
+    assert (path / "meta.json").exists() and not (path / "hf").exists()
+    assert "step_00000000 has no export: no config.json in" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("file_bytes", [1 << 30, 100_000])
+def test_an_export_reads_a_part_at_a_time_and_refuses_another_model(trainer, ranks, folder, tmp_path, file_bytes):
+    path = saved(trainer, ranks, tmp_path / "run", recipe_of(folder))
+    export_stored(path / "dcp", tmp_path / "out", model_path=str(folder), dtype=None, file_bytes=file_bytes)
+    loaded = dict(load_model(tmp_path / "out").named_parameters())
+    assert all(torch.equal(loaded[name], p) for name, p in trainer.policy.vlm.named_parameters())
+    other = tiny_model_dir(tmp_path, hidden=128)
+    with pytest.raises(ValueError, match="is of another model than"):
+        export_checkpoint(path, tmp_path / "other", model_path=str(other), dtype=None)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(trainer, ranks, folder, tmp_path):
+    path = saved(trainer, ranks, tmp_path / "run", recipe_of(folder))
+    (stored,) = (path / "dcp").glob("__0_*")
+    stored.write_bytes(stored.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"is damaged: dcp/__0_0.distcp has \d+ bytes instead of"):
+        export_checkpoint(path, tmp_path / "out", model_path=str(folder), dtype=None)
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({**meta, "version": 9}))
+    with pytest.raises(ValueError, match="other values than were written"):
+        export_checkpoint(path, tmp_path / "out", model_path=str(folder), dtype=None)
