@@ -23,6 +23,23 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True, slots=True)
+class Context:
+    """This process among the neighbouring ranks that share each microbatch; `group` is None where it is alone."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank counts what all of them know."""
+        return self.rank == 0
+
+
+ALONE = Context()
+
+
+@dataclass(frozen=True, slots=True)
 class Ranks:
     """This process among the learner's; `mesh` has one dimension over all of them, or two: replicas, shards."""
 
@@ -31,6 +48,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     on_cpu: dist.ProcessGroup | None = None  # gloo alone, for barriers: the default group has a backend for each device
+    context: Context = ALONE
 
     @property
     def replicas(self) -> int:
@@ -42,18 +60,17 @@ class Ranks:
         return self.rank == 0
 
 
-def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: int = 0) -> Ranks:
+def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: int = 0, context: int = 1) -> Ranks:
     """Joins torchrun's process group (a single process makes its own group of one).
 
     `timeout_s` bounds every collective, so it must exceed the longest wait of rank 0 for groups. `shard_size`: ranks
-    that share one copy of the parameters, 0 = all. ValueError: no such device, or ranks that it does not divide.
+    that share one copy of the parameters, 0 = all. `context`: ranks that share each microbatch. ValueError: no such
+    device, or ranks that one of these sizes does not divide.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if size % (shard_size or size):
-        raise ValueError(
-            f"learner.parallel.shard_size = {shard_size} does not divide the {size} ranks; choose one that does"
-        )
+    check_divides("shard_size", shard_size or size, size)
+    check_divides("context", context, size)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device = 'cuda' but torch sees no GPU; use device = 'cpu'")
     if device == "cuda" and local_rank >= torch.cuda.device_count():
@@ -68,7 +85,27 @@ def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: in
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     on_cpu = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
-    return Ranks(rank, size, place, make_mesh(place.type, size, shard_size), on_cpu)
+    mesh = make_mesh(place.type, size, shard_size)
+    return Ranks(rank, size, place, mesh, on_cpu, make_context(rank, size, context, timeout))
+
+
+def check_divides(setting: str, value: int, size: int) -> None:
+    """ValueError, with the next values that do, if one of learner.parallel does not divide the number of ranks."""
+    if size % value:
+        fitting = [n for n in range(1, size + 1) if size % n == 0]
+        near = [n for n in fitting if n < value][-1:] + [n for n in fitting if n > value][:1]
+        raise ValueError(
+            f"learner.parallel.{setting} = {value} does not divide the {size} ranks; "
+            f"set it to {' or '.join(map(str, near))}"
+        )
+
+
+def make_context(rank: int, size: int, context: int, timeout: timedelta) -> Context:
+    """Neighbouring ranks in groups of `context`; a collective of all ranks where that is above 1."""
+    if context == 1:
+        return ALONE
+    group, _ = dist.new_subgroups(context, timeout=timeout)
+    return Context(rank % context, context, group)
 
 
 def store_of_attempt(timeout: timedelta) -> dist.Store:

@@ -12,14 +12,15 @@ from learner.model.adapt import TRICKS
 
 
 class RouterLoad:
-    """Counts, per layer, the tokens that each expert got since the last `metrics`, while `counting`.
+    """Counts, per layer, the tokens that each expert got since the last `metrics`, while `counting`; those of the last
+    layer while `counting_last` too.
 
     Routers are the modules that have `num_experts` and `top_k` and whose output ends with the chosen experts
     [tokens, top_k]. A model without them has no metrics.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.counting = True
+        self.counting = self.counting_last = True
         routers = [m for m in model.modules() if hasattr(m, "num_experts") and hasattr(m, "top_k") and _is_leaf(m)]
         has_experts = getattr(getattr(model, "config", None), "model_type", "").endswith("_moe")
         TRICKS["routers"].require(bool(routers) or not has_experts)
@@ -30,7 +31,7 @@ class RouterLoad:
 
     def _count(self, layer: int, output: Any) -> None:
         chosen: Tensor = output[-1]
-        if self.counting:
+        if self.counting and (self.counting_last or layer < len(self.loads_LE) - 1):
             ones = torch.ones(chosen.numel(), dtype=torch.float64, device=chosen.device)
             self.loads_LE[layer].index_add_(0, chosen.flatten(), ones)
 
