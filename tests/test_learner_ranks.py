@@ -115,6 +115,14 @@ def test_work_that_ranks_share_is_even_and_on_one_rank_is_not_mentioned(results)
     assert not any(name.startswith("parallel/") for name in results[1]["vtrace"]["metrics"][0])
 
 
+def test_the_check_at_the_start_names_where_ranks_that_share_a_microbatch_begin_to_differ(results):
+    fine, positions, gradients = results[2]["check"]
+    assert fine == ""
+    assert "the first difference is in the output of decoder layer 0, by" in positions
+    assert "the first difference is in the gradient of vlm.model.language_model.layers" in gradients
+    assert all(said.endswith("= false to go on regardless") and "\n" not in said for said in (positions, gradients))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", ["grpo", "updates"])
 def test_what_is_recorded_of_an_episode_comes_from_the_rank_that_trained_it(results, case, size):

@@ -49,6 +49,7 @@ from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_groups
 from tests.support.machine import free_port
 from tests.support.ranks.cases import CASES, CASES_OF, MODES
+from tests.support.ranks.checks import said_by_the_check
 from tests.support.ranks.cuts import CUTS, groups_of
 
 
@@ -233,7 +234,9 @@ def compute(folder: str, out: Path, engine: str) -> None:
     for name, (size, case, settings) in MODES.items():
         if size == ranks.size:
             changes, num_groups = CASES[case]
-            _, result[name] = run(model_of(folder, case), ranks, changes | settings, num_groups)
+            trainer, result[name] = run(model_of(folder, case), ranks, changes | settings, num_groups)
+            if name == "context":
+                result["check"] = said_by_the_check(trainer.policy, trainer.ranks)
     result["cuts"] = gradients_of_cuts(folder, ranks) if ranks.size != 3 else {}
     if ranks.is_main:
         torch.save(result, out / f"{ranks.size}.pt")
