@@ -30,6 +30,7 @@ from learner.distributed import (
     close_ranks,
     init_ranks,
     make_context,
+    make_expert_mesh,
     make_mesh,
 )
 from learner.guards.finite import check_finite
@@ -42,7 +43,7 @@ from learner.weights.buckets import gathered
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import WeightVerifier
 from shared.config import Recipe
-from shared.learner_config import LearnerConfig
+from shared.learner_config import LearnerConfig, ParallelConfig
 from shared.sections import EnvConfig, ModelConfig, RecordConfig
 from shared.types import Group
 from shared.vision import VisionSpec
@@ -60,12 +61,18 @@ def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     torch.nn.init.constant_(policy.value_head.leave.weight if width else policy.value_head.weight, 0.01)
     settings = {"lr": 1e-3, "value_lr": 1e-2, "microbatch_tokens": 90, "entropy_coef": 0.01, "warmup_steps": 2}
     config = learner_config(**settings | changes)
-    mesh = make_mesh("cpu", ranks.size, config.parallel.shard_size)
-    context = make_context(ranks.rank, ranks.size, config.parallel.context, timedelta(seconds=60))
-    ranks = replace(ranks, mesh=mesh, context=context)
+    ranks = ranks_for(ranks, config.parallel)
     parallelize(policy, ranks, config, torch.float32)
     reference = reference_of(folder, ranks, config) if config.objective.has_reference else None
     return Trainer(policy, config, ranks, reference=reference)
+
+
+def ranks_for(ranks: Ranks, parallel: ParallelConfig) -> Ranks:
+    """The same processes, as a recipe groups them; a collective."""
+    mesh = make_mesh("cpu", ranks.size, parallel.shard_size)
+    context = make_context(ranks.rank, ranks.size, parallel.context, timedelta(seconds=60))
+    experts = make_expert_mesh("cpu", ranks.size, parallel.shard_size, parallel.expert)
+    return replace(ranks, mesh=mesh, context=context, experts=experts)
 
 
 def reference_of(folder: str, ranks: Ranks, config: LearnerConfig) -> Policy:
