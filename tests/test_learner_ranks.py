@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +14,11 @@ import torch
 from learner.checkpoints.restoring import load_checkpoint
 from learner.distributed import close_ranks, init_ranks
 from learner.weights.buckets import gathered
-from shared.vision import VisionSpec
 from tests.support.learner_ranks import recipe_of, train, trainer_of
 from tests.support.ranks.cases import CASES, CASES_OF, MODES
 from tests.support.ranks.cuts import CUTS
-from tests.support.tiny import moe_policy, running_engine, tiny_model_dir
+from tests.support.ranks.weights import distance
+from tests.support.tiny import mixture_dir, running_engine, tiny_model_dir
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,14 +31,7 @@ COMPARED = [(size, case) for size in (2, 3) for case in CASES_OF[size]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tiny_model_dir(tmp_path_factory.mktemp("ranks"), layers=3)  # more than the deepstack: the last is trimmed
-    policy = moe_policy(folder, VisionSpec.load(folder))
-    moe = shutil.copytree(folder, folder.parent / "moe")
-    with torch.no_grad():
-        for name, p in policy.vlm.named_parameters():
-            if p.ndim > 1 and "visual" not in name:
-                p.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
-    policy.vlm.config.text_config._attn_implementation = policy.vlm.config.vision_config._attn_implementation = "sdpa"
-    policy.vlm.save_pretrained(moe)
+    mixture_dir(folder)
     return folder
 
 
@@ -56,13 +48,6 @@ def results(folder, engine):
     ended = subprocess.run(command, cwd=ROOT, text=True, stdout=PIPE, stderr=STDOUT, timeout=280)
     assert ended.returncode == 0, ended.stdout[-3000:]
     return {size: torch.load(folder.parent / f"{size}.pt", weights_only=False) for size in (1, 2, 3, 4)}
-
-
-def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The norm of the difference over the norm."""
-    assert got.keys() == expected.keys()
-    difference = sum((got[name] - expected[name]).double().square().sum() for name in expected)
-    return float((difference / sum(t.double().square().sum() for t in expected.values())).sqrt())
 
 
 @pytest.mark.parametrize(("size", "case"), COMPARED)

@@ -5,14 +5,11 @@ python -m tests.support.learner_ranks MODEL OUT ENGINE
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +20,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from learner.checkpoints.saver import Saver
 from learner.distributed import (
-    BACKENDS,
     Ranks,
     barrier,
     broadcast_groups,
@@ -48,10 +44,10 @@ from shared.sections import EnvConfig, ModelConfig, RecordConfig
 from shared.types import Group
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_groups
-from tests.support.machine import free_port
 from tests.support.ranks.cases import CASES, CASES_OF, MODES
 from tests.support.ranks.checks import said_by_the_check
 from tests.support.ranks.cuts import CUTS, groups_of
+from tests.support.ranks.processes import in_processes
 
 
 def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
@@ -251,40 +247,6 @@ def compute(folder: str, out: Path, engine: str) -> None:
     close_ranks()
 
 
-def take_place(told: dict[str, str]) -> None:
-    """This process is that rank from now on. Its default group will have a backend for each device, as on GPUs."""
-    os.environ.update(told)
-    BACKENDS["cpu"] = "cpu:gloo,cuda:gloo"
-
-
-def as_rank(told: dict[str, str], *arguments: Any) -> None:
-    take_place(told)
-    compute(*arguments)
-
-
-def places(size: int) -> list[dict[str, str]]:
-    """What torchrun would tell each of so many ranks."""
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    return [{**group, "RANK": str(rank)} for rank in range(size)] if size > 1 else [{}]
-
-
-def main(folder: str, out: str, engine: str) -> int:
-    """Exit code 1 as soon as a rank has failed; those that wait for it end with this process."""
-    torch.set_num_threads(1)
-    fork = multiprocessing.get_context("fork")  # ten imports of torch would take most of the time
-    for sizes in ((1, 2), (3, 4)):
-        told = [place for size in sizes for place in places(size)]
-        ranks = [fork.Process(target=as_rank, args=(place, folder, Path(out), engine), daemon=True) for place in told]
-        for rank in ranks:
-            rank.start()
-        while ranks:
-            wait([rank.sentinel for rank in ranks])
-            ended = [rank for rank in ranks if rank.exitcode is not None]
-            if any(rank.exitcode for rank in ended):
-                return 1
-            ranks = [rank for rank in ranks if rank not in ended]
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    folder, out, engine = sys.argv[1:]
+    sys.exit(in_processes(((1, 2), (3, 4)), compute, folder, Path(out), engine))
