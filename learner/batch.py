@@ -7,15 +7,20 @@ tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from learner.advantages import equal, group_advantages, group_signal
-from learner.images import ImageDecoder, ImagePatches
+from learner.distributed import ALONE, Context
+from learner.images import ImageDecoder
+from learner.parallel.layout import deal
+from learner.parallel.share import Share, divide, filled
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Trajectory
 from shared.vision import VisionSpec, expand, mrope_positions
@@ -157,7 +162,11 @@ def cut(count: int, passes: int, minibatches: int, seed: int) -> Iterator[list[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """Packed documents, one after another, as tensors of one device. `empty` marks a stand-in without any episode."""
+    """Packed documents, one after another, as tensors of one device. `empty` marks a stand-in without any episode.
+
+    With a `share`, T, P, I and M are this rank's part of them: `predictors` are those of its tokens, [max(n,1)], and
+    `visual_rows` are rows of what the ranks exchange. `lengths` and what is [N] stay the microbatch's.
+    """
 
     input_ids: Tensor  # int64 [1,T]
     position_ids: Tensor  # int64 [4,1,T]
@@ -180,16 +189,21 @@ class Microbatch:
     places: tuple[int, ...] = ()  # of its episodes, in their order here
     proximal_logprobs: Tensor | None = None  # float32 [N], where the episodes have them
     reference_logprobs: Tensor | None = None  # float32 [N], where the episodes have them
+    share: Share | None = None  # of the rank among those that share the microbatch; None = it is alone
 
     @property
     def num_tokens(self) -> int:
         return 0 if self.empty else self.target_ids.shape[0]
 
 
-def pack(episodes: Sequence[Episode], decoder: ImageDecoder, device: torch.device) -> Microbatch:
-    """Packs episodes (shortest first, so that equal lengths are neighbours) into one microbatch."""
+def pack(
+    episodes: Sequence[Episode], decoder: ImageDecoder, device: torch.device, context: Context = ALONE
+) -> Microbatch:
+    """Packs episodes (shortest first, so that equal lengths are neighbours) into one microbatch, or into this rank's
+    share of it. No other rank's images are decoded."""
     episodes = sorted(episodes, key=lambda e: e.num_tokens)
-    images, visual_rows = _distinct_images(episodes, decoder)
+    pictures = _Pictures.of(episodes, decoder, context.size)
+    images = [decoder.get(image) for image in pictures.images[context.rank]]
     counts = np.array([len(e.targets) for e in episodes])
     starts = np.cumsum([0, *(e.num_tokens for e in episodes)])
     targets = np.concatenate([e.targets + start for e, start in zip(episodes, starts, strict=False)])
@@ -203,7 +217,7 @@ def pack(episodes: Sequence[Episode], decoder: ImageDecoder, device: torch.devic
         "patches": np.concatenate([np.zeros((0, 3, side, side), np.uint8), *(image.patches for image in images)]),
         "grids_thw": np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3),
         "visual_positions": np.flatnonzero(input_ids == decoder.spec.image_token_id),
-        "visual_rows": visual_rows,
+        "visual_rows": pictures.rows_M,
         "predictors": targets - 1,
         "target_ids": input_ids[targets],
         "episode_end": episode_end,
@@ -215,31 +229,47 @@ def pack(episodes: Sequence[Episode], decoder: ImageDecoder, device: torch.devic
     for name in ("proximal_logprobs", "reference_logprobs"):
         if getattr(episodes[0], name) is not None:
             arrays[name] = np.concatenate([getattr(e, name) for e in episodes])
+    lengths, share = tuple(e.num_tokens for e in episodes), None
+    if context.size > 1:
+        arrays, lengths = filled(arrays, lengths, context.size)
+        arrays, share = divide(arrays, lengths, pictures.visual_tokens, context, device)
     tensors = {
         name: torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
         for name, array in arrays.items()
     }
-    lengths, image_lengths = tuple(e.num_tokens for e in episodes), tuple(len(image.patches) for image in images)
-    places = tuple(e.place for e in episodes)
-    return Microbatch(lengths=lengths, image_lengths=image_lengths, empty=False, places=places, **tensors)
+    image_lengths, places = tuple(len(image.patches) for image in images), tuple(e.place for e in episodes)
+    return Microbatch(lengths=lengths, image_lengths=image_lengths, empty=False, places=places, share=share, **tensors)
 
 
-def _distinct_images(episodes: Sequence[Episode], decoder: ImageDecoder) -> tuple[list[ImagePatches], np.ndarray]:
-    """The distinct images of the episodes, and for each visual token its row in the tower's output over them."""
-    first_row: dict[str, int] = {}  # by the image's hash
-    distinct, rows, num_rows = [], [np.zeros(0, dtype=np.int64)], 0
-    for image in (image for e in episodes for image in e.images):
-        patches = decoder.get(image)
-        length = len(patches.patches) // decoder.spec.merge_size**2
-        if image.content_hash not in first_row:
-            first_row[image.content_hash] = num_rows
-            distinct.append(patches)
-            num_rows += length
-        rows.append(np.arange(first_row[image.content_hash], first_row[image.content_hash] + length))
-    return distinct, np.concatenate(rows)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pictures:
+    """The distinct images of some episodes, dealt to the ranks of a context group by their patches."""
+
+    images: list[list[Image]]  # of each rank
+    visual_tokens: list[int]  # of each rank's images
+    rows_M: np.ndarray  # int64, of each visual token among those of all images, rank by rank
+
+    @staticmethod
+    def of(episodes: Sequence[Episode], decoder: ImageDecoder, num_ranks: int) -> _Pictures:
+        distinct = {image.content_hash: image for e in episodes for image in e.images}
+        sizes = {key: math.prod(decoder.grid(image)) // decoder.spec.merge_size**2 for key, image in distinct.items()}
+        owners = deal(list(sizes.values()), num_ranks)
+        keys = [
+            [key for key, owner in zip(distinct, owners, strict=True) if owner == rank] for rank in range(num_ranks)
+        ]
+        order = list(chain(*keys))
+        first_row = dict(zip(order, accumulate((sizes[key] for key in order), initial=0), strict=False))
+        rows = [first_row[i.content_hash] + np.arange(sizes[i.content_hash]) for e in episodes for i in e.images]
+        return _Pictures(
+            [[distinct[key] for key in of_rank] for of_rank in keys],
+            [sum(sizes[key] for key in of_rank) for of_rank in keys],
+            np.concatenate([np.zeros(0, dtype=np.int64), *rows]),
+        )
 
 
-def empty_microbatch(decoder: ImageDecoder, token_id: int, device: torch.device) -> Microbatch:
+def empty_microbatch(
+    decoder: ImageDecoder, token_id: int, device: torch.device, context: Context = ALONE
+) -> Microbatch:
     """A stand-in of two tokens, so that a rank without episodes runs the same collectives; its loss counts 0."""
     ids = np.full(2, token_id, dtype=np.int64)
     episode = Episode(
@@ -253,4 +283,4 @@ def empty_microbatch(decoder: ImageDecoder, token_id: int, device: torch.device)
         turn_end=np.ones(1, dtype=bool),
         advantage=0.0,
     )
-    return replace(pack([episode], decoder, device), empty=True)
+    return replace(pack([episode], decoder, device, context), empty=True)

@@ -16,10 +16,28 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from shared.codec import decode, frames_of
+from shared.learner_config import ParallelConfig
 from shared.types import Group
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Of the default group, by the ranks' device. On GPUs it is mixed, and no gloo group: `Ranks.on_cpu` is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """This process among the neighbouring ranks that share each microbatch; `group` is None where it is alone."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank counts what all of them know."""
+        return self.rank == 0
+
+
+ALONE = Context()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +49,8 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     on_cpu: dist.ProcessGroup | None = None  # gloo alone, for barriers: the default group has a backend for each device
+    context: Context = ALONE
+    experts: DeviceMesh | None = None  # ([replicate,] expert_shard, expert), where experts are dealt over ranks
 
     @property
     def replicas(self) -> int:
@@ -42,18 +62,20 @@ class Ranks:
         return self.rank == 0
 
 
-def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: int = 0) -> Ranks:
+def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, parallel: ParallelConfig | None = None) -> Ranks:
     """Joins torchrun's process group (a single process makes its own group of one).
 
-    `timeout_s` bounds every collective, so it must exceed the longest wait of rank 0 for groups. `shard_size`: ranks
-    that share one copy of the parameters, 0 = all. ValueError: no such device, or ranks that it does not divide.
+    `timeout_s` bounds every collective, so it must exceed the longest wait of rank 0 for groups. `parallel`: how many
+    ranks share a copy of the parameters, a microbatch, a mixture's experts. ValueError: no such device, or ranks that
+    one of these sizes does not divide.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if size % (shard_size or size):
-        raise ValueError(
-            f"learner.parallel.shard_size = {shard_size} does not divide the {size} ranks; choose one that does"
-        )
+    parallel = parallel or ParallelConfig()
+    shards = parallel.shard_size or size
+    check_divides("shard_size", shards, size)
+    check_divides("context", parallel.context, size)
+    check_divides("expert", parallel.expert, shards, "that share a copy of the parameters")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device = 'cuda' but torch sees no GPU; use device = 'cpu'")
     if device == "cuda" and local_rank >= torch.cuda.device_count():
@@ -68,7 +90,27 @@ def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, shard_size: in
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     on_cpu = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
-    return Ranks(rank, size, place, make_mesh(place.type, size, shard_size), on_cpu)
+    mesh, experts = make_mesh(place.type, size, shards), make_expert_mesh(place.type, size, shards, parallel.expert)
+    return Ranks(rank, size, place, mesh, on_cpu, make_context(rank, size, parallel.context, timeout), experts)
+
+
+def check_divides(setting: str, value: int, size: int, which: str = "") -> None:
+    """ValueError, with the next values that do, if one of learner.parallel does not divide the number of ranks."""
+    if size % value:
+        fitting = [n for n in range(1, size + 1) if size % n == 0]
+        near = [n for n in fitting if n < value][-1:] + [n for n in fitting if n > value][:1]
+        raise ValueError(
+            f"learner.parallel.{setting} = {value} does not divide the {size} ranks{' ' * bool(which)}{which}; "
+            f"set it to {' or '.join(map(str, near))}"
+        )
+
+
+def make_context(rank: int, size: int, context: int, timeout: timedelta) -> Context:
+    """Neighbouring ranks in groups of `context`; a collective of all ranks where that is above 1."""
+    if context == 1:
+        return ALONE
+    group, _ = dist.new_subgroups(context, timeout=timeout)
+    return Context(rank % context, context, group)
 
 
 def store_of_attempt(timeout: timedelta) -> dist.Store:
@@ -87,6 +129,17 @@ def make_mesh(device_type: str, size: int, shard_size: int) -> DeviceMesh:
     if shard_size in (0, size):
         return init_device_mesh(device_type, (size,))
     return init_device_mesh(device_type, (size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def make_expert_mesh(device_type: str, size: int, shard_size: int, expert: int) -> DeviceMesh | None:
+    """[[replicas,] shards of an expert, ranks over which experts are dealt]; None for 1. A collective."""
+    if expert == 1:
+        return None
+    shards = shard_size or size
+    shape, names = (shards // expert, expert), ("expert_shard", "expert")
+    if shards < size:
+        return init_device_mesh(device_type, (size // shards, *shape), mesh_dim_names=("replicate", *names))
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def gpu_bytes(ranks: Ranks) -> float | None:

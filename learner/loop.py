@@ -41,7 +41,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
     torch.set_num_threads(config.threads)
     shutdown = Shutdown(config.leave_timeout_s)
     shutdown.guard()
-    ranks = init_ranks(config.device, timeout_s=config.wait_timeout_s + 600, shard_size=config.parallel.shard_size)
+    ranks = init_ranks(config.device, timeout_s=config.wait_timeout_s + 600, parallel=config.parallel)
     with ExitStack() as stack:  # its callbacks run last to first: the engines leave while the actors still keep them
         stack.callback(close_ranks)
         check_recipe(recipe, ranks.size, gpu_bytes(ranks))

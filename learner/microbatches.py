@@ -1,8 +1,7 @@
 """Which episodes go into which microbatch of which rank.
 
 Every microbatch costs a gathering of the parameters, and ranks wait for one another in each: there are few of them, and
-those that run at the same time hold about as many tokens. None holds more than `budget` tokens unless a single episode
-does.
+those that run at the same time cost about as much. None holds more than `budget` tokens unless a single episode does.
 """
 
 from __future__ import annotations
@@ -18,36 +17,45 @@ Bins = list[list[int]]  # indices of episodes
 MOST_EXTRA = 1 / 8  # microbatches, as a share, for images that are encoded once
 
 
-def plan(lengths: Sequence[int], num_ranks: int, budget: int) -> list[Bins]:
+def plan(lengths: Sequence[int], num_ranks: int, budget: int, costs: Sequence[float] | None = None) -> list[Bins]:
     """plan[rank][microbatch] = indices of `lengths`. Every rank gets as many microbatches; some may be empty.
 
     There are at most 3/2 times as many as needed, the bound of best-fit decreasing (Simchi-Levi, 1994), then rounded up
-    to the ranks.
+    to the ranks. `costs`: of each episode, in any unit; None: its tokens. They are even where the budget allows.
     """
     sizes = [min(length, budget) for length in lengths]  # one that is longer takes a microbatch of its own
+    costs = lengths if costs is None else costs
     per_rank = _per_rank(_best_fit(sizes, budget), num_ranks)
-    bins = _longest_first(sizes, per_rank * num_ranks)
-    if not _fits(bins, sizes, budget):
+    bins = _costliest_first(sizes, costs, per_rank * num_ranks, budget)
+    if bins is None:
+        bins = _costliest_first(sizes, sizes, per_rank * num_ranks, budget)
+    if bins is None:
         bins = _smallest(partial(_best_fit, sizes), sizes, per_rank * num_ranks, budget)
     bins += [[] for _ in range(per_rank * num_ranks - len(bins))]
-    bins.sort(key=lambda chosen: -sum(lengths[i] for i in chosen))
+    bins.sort(key=lambda chosen: -sum(costs[i] for i in chosen))
     return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def plan_together(lengths: Sequence[int], num_ranks: int, budget: int) -> list[Bins]:
+def plan_together(
+    lengths: Sequence[int], num_ranks: int, budget: int, costs: Sequence[float] | None = None
+) -> list[Bins]:
     """As `plan`, for episodes whose neighbours share images (those of a group): each microbatch is a stretch of them,
     so that an image is encoded once, but for groups at the seams. Where that takes more than `MOST_EXTRA` more
-    microbatches it is `plan`'s.
+    microbatches it is `plan`'s. With `costs`, microbatches of about equal ones run at the same time.
     """
     sizes = [min(length, budget) for length in lengths]
     per_rank = _per_rank(_stretches(sizes, budget), num_ranks)
     if per_rank > (1 + MOST_EXTRA) * _per_rank(_best_fit(sizes, budget), num_ranks):
-        return plan(lengths, num_ranks, budget)
-    bins = _even_stretches(sizes, per_rank * num_ranks)
+        return plan(lengths, num_ranks, budget, costs)
+    count = per_rank * num_ranks
+    bins = _even_stretches(sizes if costs is None else costs, count)
     if not _fits(bins, sizes, budget):
-        bins = _smallest(partial(_stretches, sizes), sizes, per_rank * num_ranks, budget)
-    bins += [[] for _ in range(per_rank * num_ranks - len(bins))]
-    return [bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
+        bins = _smallest(partial(_stretches, sizes), sizes, count, budget)
+    bins += [[] for _ in range(count - len(bins))]
+    if costs is None:
+        return [bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(num_ranks)]
+    bins.sort(key=lambda chosen: -sum(costs[i] for i in chosen))
+    return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def _per_rank(bins: Bins, num_ranks: int) -> int:
@@ -58,22 +66,32 @@ def _fits(bins: Bins, sizes: Sequence[int], budget: int) -> bool:
     return all(sum(sizes[i] for i in chosen) <= budget for chosen in bins)
 
 
-def _longest_first(sizes: Sequence[int], count: int) -> Bins:
-    """Each into the bin that is emptiest then: sums are most even, however large."""
+def _costliest_first(sizes: Sequence[int], costs: Sequence[float], count: int, budget: int) -> Bins | None:
+    """Each into the cheapest bin then that has room for it; None where none has."""
     bins: Bins = [[] for _ in range(count)]
-    heap = [(0, b) for b in range(count)]
-    for i in _decreasing(sizes):
-        tokens, b = heap[0]
+    room = [budget] * count
+    heap = [(0.0, b) for b in range(count)]
+    for i in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
+        full = []
+        while heap and room[heap[0][1]] < sizes[i]:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, b = heap[0]
         bins[b].append(i)
-        heapq.heapreplace(heap, (tokens + sizes[i], b))
+        room[b] -= sizes[i]
+        heapq.heapreplace(heap, (cost + costs[i], b))
+        for entry in full:
+            heapq.heappush(heap, entry)
     return bins
 
 
-def _even_stretches(sizes: Sequence[int], count: int) -> Bins:
+def _even_stretches(costs: Sequence[float], count: int) -> Bins:
     """Neighbours, in stretches that are even up to one episode, however large."""
     bins: Bins = [[] for _ in range(count)]
-    middles = np.cumsum(sizes) - np.asarray(sizes) / 2
-    for i, b in enumerate((middles * count // max(sum(sizes), 1)).astype(int).tolist()):
+    total = float(sum(costs)) or 1.0
+    middles = np.cumsum(costs) - np.asarray(costs) / 2
+    for i, b in enumerate((middles * count / total).astype(int).clip(max=count - 1).tolist()):
         bins[b].append(i)
     return bins
 

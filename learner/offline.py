@@ -38,7 +38,7 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
             f"--from-recording {recording} holds no recorded groups; make some with launch/actors.py --record"
         )
     torch.set_num_threads(config.threads)
-    ranks = init_ranks(config.device, timeout_s=600, shard_size=config.parallel.shard_size)
+    ranks = init_ranks(config.device, timeout_s=600, parallel=config.parallel)
     with ExitStack() as stack:
         stack.callback(close_ranks)
         check_recipe(recipe, ranks.size, gpu_bytes(ranks))

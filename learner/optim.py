@@ -20,23 +20,28 @@ HEAD_GROUP = 2  # among the optimizer's groups, the value head's
 
 
 def make_optimizer(policy: Policy, config: OptimizerConfig) -> AdamW:
-    """Groups: matrices (with weight decay), vectors (without), value head (own rate, without); with Muon, the matrices
-    of decoder layers make a fourth. Experts (stacks of matrices), embeddings and the vision tower stay AdamW's."""
+    """Groups: matrices (with weight decay), vectors (without), value head (own rate, without), experts (with; stacks of
+    matrices, which may lie on another mesh) where there are any; with Muon, the matrices of decoder layers make a last
+    one. Experts, embeddings and the vision tower stay AdamW's."""
     head = list(policy.value_head.parameters())
     body = {name: p for name, p in policy.vlm.named_parameters() if p.requires_grad}
     hidden = {name for name, p in body.items() if "language_model.layers." in name and p.ndim == 2}
     hidden = hidden if config.name == "muon" else set()
-    matrices = [p for name, p in body.items() if p.ndim >= 2 and name not in hidden]
+    experts = {name for name in body if ".experts." in name}
+    matrices = [p for name, p in body.items() if p.ndim >= 2 and name not in hidden | experts]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "base_lr": config.lr, "weight_decay": config.weight_decay},
         {"params": [p for p in body.values() if p.ndim < 2], "base_lr": config.lr, "weight_decay": 0.0},
         {"params": head, "base_lr": config.value_lr, "weight_decay": 0.0},
     ]
+    if experts:
+        own = [body[name] for name in body if name in experts]
+        groups.append({"params": own, "base_lr": config.lr, "weight_decay": config.weight_decay})
     if config.name == "adamw":
         return AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
     groups = [group | {"muon": False} for group in groups]
-    own = {"base_lr": config.lr, "weight_decay": config.weight_decay, "muon": True}
-    groups.append({"params": [body[name] for name in body if name in hidden], **own})
+    moved = {"base_lr": config.lr, "weight_decay": config.weight_decay, "muon": True}
+    groups.append({"params": [body[name] for name in body if name in hidden], **moved})
     return MuonAdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 

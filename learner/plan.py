@@ -63,7 +63,8 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
         gpus=num_ranks,
         shard_size=parallel.shard_size,
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
-        microbatch_tokens=max(parallel.microbatch_tokens, recipe.model.max_context),
+        context=parallel.context,
+        microbatch_tokens=max(parallel.microbatch_tokens, -(-recipe.model.max_context // parallel.context)),
         logits_bytes=0.1 * gpu_bytes,
         activation_checkpointing=parallel.activation_checkpointing,
         offload=parallel.offload,
@@ -117,8 +118,10 @@ def report(
     lines[0] += f" ({', '.join(f'{part} {count / 1e9:.3f}' for part, count in parts.items())})"
     lines.append(
         f"{setting.gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, {setting.shards} a copy; "
-        f"{setting.microbatch_tokens} tokens a microbatch, {setting.visual_share:.0%} of them images"
+        f"{setting.microbatch_tokens * setting.context} tokens a microbatch, {setting.visual_share:.0%} of them images"
     )
+    if setting.context > 1:
+        lines[-1] += f"; {setting.context} GPUs share each"
     lines += [f"  {kind:<12}{size / 1e9:>10.2f} GB" for kind, size in need.kinds.items()]
     lines.append(f"  {'total':<12}{need.total / 1e9:>10.2f} GB a rank, of {room / 1e9:.1f} that it may use")
     fits = need.total <= room
@@ -171,7 +174,8 @@ def options_parser() -> argparse.ArgumentParser:
     of_setting = parser.add_argument_group("setting", argument_default=argparse.SUPPRESS)
     of_setting.add_argument("--shard-size", type=int, help="GPUs that share one copy; 0 = all")
     of_setting.add_argument("--dtype", choices=DTYPE_BYTES, help="of forward and backward; bfloat16")
-    of_setting.add_argument("--microbatch-tokens", type=int)
+    of_setting.add_argument("--context", type=int, help="GPUs that share each microbatch; 1")
+    of_setting.add_argument("--microbatch-tokens", type=int, help="for each of its GPUs")
     of_setting.add_argument("--gpus-per-node", type=int, help="that share a host; 8")
     of_setting.add_argument("--episodes", type=int, help="of a step; a recipe's, or 128")
     of_setting.add_argument("--episode-tokens", type=int, help="of a mean episode; half of model.max_context, or 8192")
@@ -199,6 +203,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if setting.gpus < 1 or setting.gpus % setting.shards:
             raise ValueError(f"--shard-size {setting.shards} does not divide --gpus {setting.gpus}")
+        if setting.context < 1 or setting.gpus % setting.context:
+            raise ValueError(f"--context {setting.context} does not divide --gpus {setting.gpus}")
         if (
             min(
                 setting.gpus_per_node,

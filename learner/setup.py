@@ -18,6 +18,7 @@ from learner.guards.bad_groups import check_group
 from learner.model import attention_backend
 from learner.model.policy import Policy, empty_policy, load_weights
 from learner.model.sharding import parallelize
+from learner.parallel.check import check_context
 from learner.recording.recorder import Recorder
 from learner.tickets.book import BookSettings
 from learner.tickets.server import TicketServer, TicketServerSettings
@@ -35,14 +36,19 @@ from shared.vision import VisionSpec
 
 
 def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
-    """The policy on its device, sharded where there are several ranks, with its optimizer."""
+    """The policy on its device, sharded where there are several ranks, with its optimizer. ValueError where ranks that
+    share microbatches do not compute what one does."""
     attention_backend.activate(recipe.learner.parallel.attention, recipe.model.dtype, ranks.device)
     torch.manual_seed(recipe.run.seed)
     policy = build_policy(recipe, ranks, recipe.learner.objective.critic_width)
     reference = None
     if recipe.learner.objective.has_reference:
         reference = build_policy(recipe, ranks).requires_grad_(False)
-    return Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
+    trainer = Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
+    if recipe.learner.parallel.check:
+        trainer.router.counting = False
+        check_context(policy, ranks, min(recipe.learner.parallel.microbatch_tokens, recipe.model.max_context))
+    return trainer
 
 
 def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import RunningScale
-from learner.batch import Episode, Microbatch, cut, empty_microbatch, make_episodes, pack
+from learner.batch import Episode, Microbatch, cut, make_episodes
 from learner.distributed import Ranks, all_sum
 from learner.guards.state import GuardState
 from learner.images import ImageDecoder
@@ -22,7 +22,6 @@ from learner.metrics.episodes import group_metrics
 from learner.metrics.throughput import Clock
 from learner.metrics.tokens import TokenStats, loss_columns
 from learner.metrics.work import Work
-from learner.microbatches import plan, plan_together
 from learner.model.expert_load import RouterLoad
 from learner.model.policy import Policy, PolicyOutput
 from learner.model.sharding import copy_weights, forward_only
@@ -31,6 +30,7 @@ from learner.objective.columns import tokens_of
 from learner.objective.objectives import loss_of
 from learner.objective.survey import Survey
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
+from learner.parallel.packer import Packer
 from learner.recording.columns import Watched, recorded_columns
 from shared.learner_config import LearnerConfig
 from shared.types import Group, PolicyVersion
@@ -72,7 +72,8 @@ class Trainer:
         self.guard = GuardState()
         self.scale = RunningScale(config.objective)
         self.router = RouterLoad(policy.vlm, ranks.device)
-        self._sizes = sizes_of(policy.vlm.config.to_dict())
+        sizes = sizes_of(policy.vlm.config.to_dict())
+        self.packer = Packer(config, ranks, self.decoder, sizes, policy.banned_ids)
         self._per_episode = config.objective.aggregation == "sequence_mean"
         self._survey = Survey.of(config.objective)
         # A critic on detached states is clipped by itself: it moves nothing but itself, and scales nothing down either.
@@ -126,12 +127,6 @@ class Trainer:
         metrics["optim/bad_steps_in_a_row"] = float(self.num_bad_in_a_row)
         return metrics | group_metrics(groups, version, self.config) | work.done(episodes, self.ranks)
 
-    def _flops(self, batch: Microbatch) -> float:
-        """Of forward and backward; 0 for a model whose sizes are not known."""
-        if self._sizes is None or batch.empty:
-            return 0.0
-        return 3 * self._sizes.forward_flops(batch.lengths, batch.image_lengths, batch.num_tokens)
-
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides parameters and optimizer."""
         own = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **self.scale.state()}
@@ -153,13 +148,13 @@ class Trainer:
         starts = np.cumsum([0, *(len(e.targets) for e in episodes)])
         logprobs = torch.zeros(2, int(starts[-1]), device=self.ranks.device)
         self.router.counting = False
-        for chosen in self._plan(episodes):
+        for chosen in self.packer.plan(episodes):
             order = sorted(chosen, key=lambda i: episodes[i].num_tokens)  # as `pack` has them
-            batch = self._pack([episodes[i] for i in order])
+            batch = self.packer.pack([episodes[i] for i in order])
             places = [torch.arange(starts[i], starts[i + 1], device=self.ranks.device) for i in order]
             for row, policy in asked:
                 found_N = forward_only(policy, batch, self.temperature).logprobs
-                if places:
+                if places and self.ranks.context.leads:
                     logprobs[row, torch.cat(places)] = found_N
         found = self._survey.added(episodes, all_sum(logprobs, self.ranks).cpu().numpy(), self.config.objective)
         work.clock.lap("forward")
@@ -169,22 +164,22 @@ class Trainer:
         """One gradient of `episodes`, applied; False, and no weight is changed, if the policy has moved far enough."""
         num_tokens = sum(len(e.targets) for e in episodes)
         divisor = max(len(episodes) if self._per_episode else num_tokens, 1)
-        microbatches = self._plan(episodes)
-        work.num_microbatches += len(microbatches)
+        microbatches = self.packer.plan(episodes)
         sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)  # loss, dropped weights, KL, tokens
         self.optimizer.zero_grad()
         work.clock.lap("prepare")
         for chosen in microbatches:
-            batch = self._pack([episodes[i] for i in chosen])
-            work.flops += self._flops(batch)
+            batch = self.packer.pack([episodes[i] for i in chosen])
+            work.loads.append(self.packer.load(batch))
             work.clock.lap("prepare")
-            self.router.counting = not batch.empty
+            self.router.counting, self.router.counting_last = not batch.empty, self._predicts(batch)
             said, known = self._reference_says(batch), {}
             if said is not None:
                 known = {"vision": said.vision if self._same_tower else None, "labels": said.labels}
             output = self.policy(batch, self.temperature, **known)
             loss, *others = self._loss(batch, output, said, divisor, work)
-            sums += torch.stack([loss.detach(), *others])
+            if self.ranks.context.leads:
+                sums += torch.stack([loss.detach(), *others])
             work.last = batch
             work.clock.lap("forward")
             loss.backward()
@@ -214,33 +209,17 @@ class Trainer:
         return found | {"guard/kl_step": total / max(count, 1.0)}
 
     def _divergence(self, batch: Microbatch, logprobs_N: Tensor) -> list[Tensor]:
-        """Estimates (k3) of KL(start, policy) summed over tokens, and their number. The start is the policy as the step
-        began or, where its logprobs are not known, the behaviour."""
-        if batch.empty:
+        """Estimates (k3) of KL(start, policy) summed over the tokens that this rank counts, and their number. The start
+        is the policy as the step began or, where its logprobs are not known, the behaviour."""
+        if batch.empty or not self.ranks.context.leads:
             return [torch.zeros((), device=self.ranks.device)] * 2
         start_N = batch.behaviour_logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
         change_N = (logprobs_N - start_N).detach()
         return [(change_N.expm1() - change_N).sum(), torch.ones_like(change_N).sum()]
 
-    def _plan(self, episodes: list[Episode]) -> list[list[int]]:
-        """This rank's microbatches. Episodes whose loss is exactly 0 take no part; the token count still has them."""
-        useful = list(range(len(episodes)))
-        config, objective = self.config, self.config.objective
-        if objective.group_relative and objective.entropy_coef == 0 and not objective.has_reference:
-            useful = [i for i in useful if episodes[i].advantage != 0.0]
-        if not useful:
-            return []  # on every rank
-        lengths = [episodes[i].num_tokens for i in useful]
-        place = plan if config.group_size == 1 else plan_together
-        mine = place(lengths, self.ranks.size, config.parallel.microbatch_tokens)[self.ranks.rank]
-        return [[useful[i] for i in chosen] for chosen in mine]
-
-    def _pack(self, episodes: list[Episode]) -> Microbatch:
-        if episodes:
-            return pack(episodes, self.decoder, self.ranks.device)
-        banned = self.policy.banned_ids
-        harmless_id = next(i for i in range(len(banned) + 1) if i not in banned)
-        return empty_microbatch(self.decoder, harmless_id, self.ranks.device)
+    def _predicts(self, batch: Microbatch) -> bool:
+        """Whether what the last layer computes is read at all: not that of a rank without predictions."""
+        return batch.share is None or batch.share.num_own > 0 or not self.policy.trimmed
 
     def _reference_says(self, batch: Microbatch) -> PolicyOutput | None:
         """None without a reference, and where all that is wanted of it was computed before the step's first update."""
@@ -264,9 +243,10 @@ class Trainer:
             proximal = batch.proximal_logprobs if self._survey.policy else output.logprobs.detach()
         tokens = tokens_of(batch, output, said, proximal, per_episode=self._per_episode)
         loss = loss_of(tokens, objective, work.scaling)
-        work.stats.add(work.version - batch.versions, loss_columns(tokens, loss))
-        if work.watched is not None:
-            work.watched.add(batch, recorded_columns(tokens, loss))
+        if self.ranks.context.leads:  # the others have the same tokens
+            work.stats.add(work.version - batch.versions, loss_columns(tokens, loss))
+            if work.watched is not None:
+                work.watched.add(batch, recorded_columns(tokens, loss))
         lost = torch.zeros_like(unused) if loss.dropped is None else (tokens.weights * loss.dropped.any_N).sum()
         share = loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
         return [share, lost, *self._divergence(batch, output.logprobs)]

@@ -9,6 +9,7 @@ from learner.distributed import init_ranks
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
+from shared.learner_config import ParallelConfig
 from shared.sections import GuardConfig
 from tests.support.episodes import learner_config, random_groups
 
@@ -85,4 +86,4 @@ def test_a_frozen_part_stays_as_it_was_and_the_rest_learns(folder, spec, ranks, 
 
 def test_ranks_that_do_not_divide_into_shards_are_one_line():
     with pytest.raises(ValueError, match=r"learner\.parallel\.shard_size = 2 does not divide the 1 ranks"):
-        init_ranks("cpu", shard_size=2)
+        init_ranks("cpu", parallel=ParallelConfig(shard_size=2))

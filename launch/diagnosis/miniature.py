@@ -136,7 +136,8 @@ def _learner(recipe: Recipe, changes: list[str]) -> dict[str, Any]:
     fields |= {"max_staleness": 1, "resume": "never"}
     fields |= {"objective.minibatches": min(learner.objective.minibatches, EPISODES // group * group)}
     fields |= {"objective.overlong_tokens": 0, "objective.overlong_buffer": 0}
-    fields |= {"publish.verify_every": 1, "checkpoint.in_background": False, "parallel.shard_size": 0}
+    fields |= {"publish.verify_every": 1, "checkpoint.in_background": False}
+    fields |= {"parallel.shard_size": 0, "parallel.context": 1, "parallel.expert": 1}
     if learner.objective.overlong == "penalise":
         fields["objective.overlong"] = "train"
     if learner.parallel.compile:

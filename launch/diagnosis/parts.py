@@ -89,7 +89,7 @@ class Round:
         recipe, learner = self.recipe, self.recipe.learner
         torch.set_num_threads(learner.threads)
         patience_s = PATIENCE_S + recipe.engine.start_timeout_s  # rank 0 waits for the engine
-        self.ranks = init_ranks(learner.device, timeout_s=patience_s, shard_size=learner.parallel.shard_size)
+        self.ranks = init_ranks(learner.device, timeout_s=patience_s, parallel=learner.parallel)
         check_recipe(recipe, self.ranks.size, gpu_bytes(self.ranks))
         self.trainer = build_trainer(recipe, self.ranks)
         self._canary = Canary(self.trainer.policy, recipe.model.path, self.ranks.device)

@@ -35,7 +35,7 @@ from learner.checkpoints.folder import (
     step_of,
     sync_file,
 )
-from learner.checkpoints.state import SCHEMA, copied, fingerprint, rng_state, training_state
+from learner.checkpoints.state import copied, fingerprint, rng_state, schema_of, training_state
 from learner.checkpoints.wholeness import Files, measured, with_digest
 from learner.distributed import Ranks, barrier
 from learner.export import export_stored
@@ -78,7 +78,7 @@ class Saver:
         final = self._folder / checkpoint_name(trainer.num_steps)
         partial = partial_of(final)
         meta = {
-            "schema": SCHEMA,
+            "schema": schema_of(trainer.policy),
             "fingerprint": fingerprint(trainer.policy),
             "model_type": trainer.policy.vlm.config.model_type,
             "recipe": self._recipe.model_dump(mode="json"),

@@ -12,15 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from learner.distributed import Ranks
 from learner.model.policy import Policy
+from learner.parallel.experts import expert_stacks
 from learner.trainer import Trainer
 
-SCHEMA = 2
+SCHEMA, SCHEMA_OF_MIXTURES = 2, 3  # a mixture's experts are a group of the optimizer's own
 
 
 def fingerprint(policy: Policy) -> str:
     """Names and shapes of all parameters, as 16 hex digits: the same for any number of ranks and any values."""
     shapes = sorted(f"{name}{list(p.shape)}" for name, p in policy.named_parameters())
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16]
+
+
+def schema_of(policy: Policy) -> int:
+    return SCHEMA_OF_MIXTURES if any(expert_stacks(policy)) else SCHEMA
 
 
 def training_state(trainer: Trainer) -> dict[str, Any]:

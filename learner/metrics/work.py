@@ -10,6 +10,7 @@ import torch
 from learner.advantages import Scaling
 from learner.batch import Episode, Microbatch
 from learner.distributed import Ranks, all_sum
+from learner.metrics.balance import Load, balance
 from learner.metrics.throughput import Clock, speed
 from learner.metrics.tokens import TokenStats
 from learner.recording.columns import Watched
@@ -24,8 +25,7 @@ class Work:
     scaling: Scaling  # of the critic's advantages, and of the policy's learning rate
     clock: Clock
     stats: TokenStats
-    flops: float = 0.0  # of this rank's updates
-    num_microbatches: int = 0
+    loads: list[Load] = field(default_factory=list)  # of this rank's microbatches
     norms: list[list[float]] = field(default_factory=list)  # of each update's gradient in parts, before any clip
     num_bad: int = 0  # updates without a finite loss and gradient
     num_skipped: int = 0  # updates that changed no weight
@@ -36,10 +36,11 @@ class Work:
 
     def done(self, episodes: Sequence[Episode], ranks: Ranks) -> dict[str, float]:
         """How much there was to do, where the time went and how fast it went; a collective."""
-        flops = float(all_sum(torch.tensor(self.flops, dtype=torch.float64, device=ranks.device), ranks))
+        own = sum(load.flops for load in self.loads)
+        flops = float(all_sum(torch.tensor(own, dtype=torch.float64, device=ranks.device), ranks))
         num_tokens, num_sampled = sum(e.num_tokens for e in episodes), sum(len(e.targets) for e in episodes)
-        metrics = self.clock.metrics() | speed(flops, self.clock.total, ranks)
+        metrics = self.clock.metrics() | speed(flops, self.clock.total, ranks) | balance(self.loads, ranks)
         metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_sampled)}
-        metrics |= {"batch/tokens": float(num_tokens), "batch/microbatches": float(self.num_microbatches)}
+        metrics |= {"batch/tokens": float(num_tokens), "batch/microbatches": float(len(self.loads))}
         metrics["speed/tokens_per_s"] = num_tokens / max(self.clock.total, 1e-9)
         return metrics

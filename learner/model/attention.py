@@ -5,7 +5,7 @@ Shape suffixes: T = packed tokens, H = heads, D = head size; documents lie one a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from learner.parallel.collectives import whole_keys_values
+from learner.parallel.layout import Chunk
+from learner.parallel.share import Share
 from shared.vision import Grid
 
 ROWS_AT_ONCE = 128  # queries that share one mask
@@ -31,6 +34,7 @@ class Packing:
     """Where documents begin and end. `runs`: neighbours of equal length as (how many, length).
 
     `windows` is the finer packing of vision blocks that only look inside a window, for towers that have such blocks.
+    With a `share`, queries, keys and values are those of its tokens alone, in `chunks`.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -38,12 +42,29 @@ class Packing:
     max_length: int
     causal: bool
     windows: Packing | None = None
+    share: Share | None = None
+    chunks: tuple[PackedChunk, ...] = ()
 
 
-def packing_of(lengths: tuple[int, ...], *, causal: bool, device: torch.device) -> Packing:
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedChunk:
+    """A chunk of a share, with where its documents' queries and keys begin and end."""
+
+    chunk: Chunk
+    cu_queries: Tensor  # int32 [documents+1], from the chunk's start
+    cu_keys: Tensor  # int32 [documents+1], from its first key
+
+
+def packing_of(lengths: tuple[int, ...], *, causal: bool, device: torch.device, share: Share | None = None) -> Packing:
+    """`lengths` are those of the whole microbatch, with a `share` too."""
     runs = tuple((len(list(group)), length) for length, group in groupby(lengths))
-    cu_seqlens = torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
-    return Packing(runs, cu_seqlens, max(lengths), causal)
+    parts = [] if share is None else share.chunks
+    chunks = tuple(PackedChunk(part, _borders(part.queries, device), _borders(part.keys, device)) for part in parts)
+    return Packing(runs, _borders(lengths, device), max(lengths), causal, share=share, chunks=chunks)
+
+
+def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
 
 
 def window_lengths(grids: Iterable[Grid], *, merge_size: int, window_tokens: int) -> tuple[int, ...]:
@@ -77,12 +98,19 @@ def packed_attention(
     """query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D]. Documents do not see each other.
 
     With `queries_at` (int64 [N], ascending) the queries are those of these places alone: [1,Hq,N,D] -> [1,N,Hq,D].
+    With a share T and places are its own; it is a collective of the ranks that share the microbatch.
     """
+    fast = _varlen_allowed and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if packing.share is not None:
+        key, value = whole_keys_values(key, value, packing.share)
+        if fast and queries_at is None:
+            return of_chunks(query, key, value, scaling, packing.chunks)[None], None
+        queries_at = packing.share.places if queries_at is None else packing.share.places[queries_at]
     if queries_at is not None:
-        return _of_rows(query, key, value, queries_at, scaling, packing)[None], None
+        return of_rows(query, key, value, queries_at, scaling, packing)[None], None
     if packing.windows is not None and getattr(module, "looks_through_windows", False):
         packing = packing.windows
-    if _varlen_allowed and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if fast:
         return _varlen(query, key, value, scaling, packing)[None], None
     sizes = [count * length for count, length in packing.runs]
     parts = zip(packing.runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)
@@ -90,7 +118,7 @@ def packed_attention(
     return torch.cat(outputs)[None], None
 
 
-def _of_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scaling: float, packing: Packing) -> Tensor:
+def of_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scaling: float, packing: Packing) -> Tensor:
     """Causal attention of some places, a few of one document at a time: [N,Hq,D]."""
     starts = packing.cu_seqlens.tolist()[:-1]
     lengths = [length for count, length in packing.runs for _ in range(count)]
@@ -116,11 +144,33 @@ def _run(count: int, length: int, q: Tensor, k: Tensor, v: Tensor, scaling: floa
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing) -> Tensor:
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    cu, longest = packing.cu_seqlens, packing.max_length
+    return _of_documents(q, k, v, cu, cu, longest, longest, scaling, packing.causal)
+
+
+def of_chunks(query: Tensor, key: Tensor, value: Tensor, scaling: float, chunks: Sequence[PackedChunk]) -> Tensor:
+    """Causal attention of the chunks' queries [1,Hq,L,D] over the keys and values of all tokens [1,Hkv,T,D]: [L,Hq,D].
+
+    One call for each chunk. A document's last query of a chunk reads its last key there: masks end at the lower right.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    outputs = []
+    for part, q_part in zip(chunks, q.split([len(range(c.chunk.start, c.chunk.stop)) for c in chunks]), strict=True):
+        read = slice(part.chunk.first_key, part.chunk.stop)
+        longest = max(part.chunk.queries), max(part.chunk.keys)
+        borders = part.cu_queries, part.cu_keys
+        outputs.append(_of_documents(q_part, k[read], v[read], *borders, *longest, scaling, True))
+    return torch.cat(outputs)
+
+
+def _of_documents(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scaling: float, causal: bool
+) -> Tensor:
+    """One call of torch's attention of variable length."""
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    window = (-1, 0) if packing.causal else (-1, -1)
-    cu, longest, grouped = packing.cu_seqlens, packing.max_length, q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=window, enable_gqa=grouped)
+    window, grouped = (-1, 0) if causal else (-1, -1), q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=window, enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out

@@ -18,7 +18,8 @@ class Setting:
     gpus: int = 1
     shard_size: int = 0  # ranks that share one copy; 0 = all
     dtype_bytes: int = 2  # of forward and backward
-    microbatch_tokens: int = 16384
+    context: int = 1  # ranks that share each microbatch
+    microbatch_tokens: int = 16384  # for each of its ranks
     visual_share: float = 0.5  # of the tokens, those of images
     sampled_share: float = 0.5  # of the tokens, those that are trained on
     logits_bytes: float = 14e9  # what the fused log-probability may hold of logits
@@ -158,7 +159,9 @@ def activations(sizes: ModelSizes, setting: Setting) -> float:
     """Bytes that one microbatch's forward keeps for its backward."""
     kept: float
     text, patches = setting.microbatch_tokens, setting.microbatch_tokens * setting.visual_share * sizes.merge
-    per_token = _layer_bytes(sizes, setting.dtype_bytes)
+    read = 2 * sizes.num_kv_heads * sizes.head_dim * setting.dtype_bytes  # keys and values of a token
+    shared = read * setting.context if setting.context > 1 else 0
+    per_token = _layer_bytes(sizes, setting.dtype_bytes) + shared
     wide, narrow = (13, 4) if sizes.qwen25 else (11, 2)  # RMSNorms and a gated MLP keep more
     per_patch = setting.dtype_bytes * (wide * sizes.vision_hidden + narrow * sizes.vision_intermediate)  # of one block
     if setting.activation_checkpointing:  # the inputs of all, and one at a time in full
@@ -167,7 +170,7 @@ def activations(sizes: ModelSizes, setting: Setting) -> float:
         kept += max(per_token * text, per_patch * patches)
     else:
         trimmed = sizes.num_layers > sizes.num_deepstack  # see learner/model/last_layer.py
-        last = _layer_bytes(sizes, setting.dtype_bytes, asked=setting.sampled_share if trimmed else 1.0)
+        last = _layer_bytes(sizes, setting.dtype_bytes, asked=setting.sampled_share if trimmed else 1.0) + shared
         kept = ((sizes.num_layers - 1) * per_token + last) * text + sizes.vision_depth * per_patch * patches
     ends = _norm_bytes(sizes.hidden_size, setting.dtype_bytes) * text  # the last norm
     ends += sizes.hidden_size * setting.dtype_bytes * (setting.sampled_share + 1) * text  # its rows; the embeddings

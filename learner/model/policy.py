@@ -1,6 +1,7 @@
 """The policy: a Qwen-VL model with a value head, on packed documents.
 
-Shape suffixes: T = packed tokens, N = sampled tokens, H = hidden size, V = vocabulary, P = patches, M = visual tokens.
+Shape suffixes: T = packed tokens, N = sampled tokens, n = those that this rank predicts, H = hidden size,
+V = vocabulary, P = patches, M = visual tokens.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from kernels.linear_logprob import linear_logprob
 from learner.batch import Microbatch
 from learner.model.adapt import adapt, materialize
 from learner.model.attention import packing_of, window_lengths
 from learner.model.critic import DeepCritic, LinearCritic, Listener, chosen_layers
-from learner.model.labels import sure_labels
+from learner.model.said import Head
 from learner.model.weight_files import WeightFiles, local_part
 from learner.objective.records import Labels
+from learner.parallel.collectives import exchanged
 from learner.vtrace import turn_indices
 from shared.vision import VisionSpec
 from shared.weights.families import FAMILIES
@@ -77,27 +78,22 @@ class Policy(nn.Module):
         if self.listener:
             self.listener.listen(batch.predictors)
         vision = self._vision(batch) if vision is None else vision
-        hidden_NH = self._hidden(batch, vision)
-        head, banned = self.vlm.lm_head.weight, self.banned_ids
-        logprobs, entropies = linear_logprob(
-            hidden_NH, head, batch.target_ids, temperature=temperature, banned_ids=banned
-        )
-        own, of_labels = None, None
-        if sure is not None:
-            own = sure_labels(hidden_NH, head, logprobs, least=sure, temperature=temperature, banned_ids=banned)
-        if labels is not None:
-            rows_KH = hidden_NH[labels.rows_K]
-            of_labels, _ = linear_logprob(rows_KH, head, labels.ids_K, temperature=temperature, banned_ids=banned)
+        hidden_nH = self._hidden(batch, vision)
+        head = Head(self.vlm.lm_head.weight, temperature, self.banned_ids, batch.share)
+        logprobs, entropies = head.logprobs(hidden_nH, head.own(batch.target_ids))
+        own = None if sure is None else head.sure_of(hidden_nH, logprobs, sure)
+        of_labels = None if labels is None else head.of_labels(hidden_nH, labels)
         if self.listener:
             turns_N = turn_indices(batch.turn_end, batch.episode_end)
-            values = self.value_head([*self.listener.take(), hidden_NH.detach()], turns_N)
+            values = self.value_head([*self.listener.take(), hidden_nH.detach()], head.own(turns_N))
         else:
-            values = self.value_head(hidden_NH)
+            values = self.value_head(hidden_nH)
+        logprobs, entropies, values = head.whole([logprobs, entropies, values])
         vision_kept = None if vision[0].requires_grad else vision
         return PolicyOutput(logprobs, entropies, values, vision_kept, own, of_labels)
 
     def _hidden(self, batch: Microbatch, vision: Vision) -> Tensor:
-        """Final hidden states [N,H] that predict the sampled tokens."""
+        """Final hidden states [N,H] that predict the sampled tokens, of a share those of this rank's tokens."""
         text = self.vlm.model.language_model
         embeds_TH = text.embed_tokens(batch.input_ids)[0]
         features, deepstack = vision
@@ -117,13 +113,14 @@ class Policy(nn.Module):
             position_ids=batch.position_ids,
             use_cache=False,
             **extra,
-            packing=packing_of(batch.lengths, causal=True, device=embeds_TH.device),
+            packing=packing_of(batch.lengths, causal=True, device=embeds_TH.device, share=batch.share),
         )
         hidden = output.last_hidden_state[0]
         return hidden if self.trimmed else hidden.index_select(0, batch.predictors)
 
     def _vision(self, batch: Microbatch) -> Vision:
-        """What the tower makes of the images; of a blank one if there is none."""
+        """What the tower makes of the images; of a blank one if there is none. Where ranks share the microbatch, each
+        computes some images, and has of all what its tokens read."""
         spec, grids, patches, lengths = self.spec, batch.grids_thw, batch.patches, batch.image_lengths
         if not lengths:
             lengths = (spec.merge_size**2,)
@@ -136,10 +133,13 @@ class Policy(nn.Module):
             packing = replace(packing, windows=packing_of(windows, causal=False, device=patches.device))
         vision = self.vlm.model.visual(patches, grid_thw=grids, packing=packing)
         deepstack = list(getattr(vision, "deepstack_features", None) or ())
-        if not batch.image_lengths:
-            return vision.pooler_output, deepstack
-        rows = batch.visual_rows
-        return vision.pooler_output[rows], [layer[rows] for layer in deepstack]
+        features, rows = vision.pooler_output, batch.visual_rows
+        if batch.share is not None and batch.share.exchange is not None:
+            joined = exchanged(torch.cat((features, *deepstack), -1), batch.share.exchange, batch.share)
+            features, *deepstack = joined.tensor_split(1 + len(deepstack), dim=-1)
+        elif not batch.image_lengths:
+            return features, deepstack
+        return features[rows], [layer[rows] for layer in deepstack]
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The language-vision model's parameters under transformers' names; a tied output head is left out."""

@@ -10,14 +10,15 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from learner.batch import Microbatch
 from learner.distributed import Ranks
 from learner.model.adapt import adapt_to_compile
 from learner.model.policy import Policy, PolicyOutput, Vision
+from learner.parallel.experts import check_experts, deal_experts, expert_stacks, sharding_mesh
 from shared.learner_config import LearnerConfig
 
 
@@ -28,13 +29,16 @@ def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
     It is sharded where there are several ranks, a dtype other than float32, or an offload.
     """
     freeze(policy, config.optimizer.freeze)
+    if ranks.experts is not None:
+        check_experts(policy.vlm, ranks.experts)
+        deal_experts(policy.vlm, ranks.experts)
     if config.parallel.activation_checkpointing:
         for block in _blocks(policy):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.parallel.compile:
         compile_blocks(policy)
     if ranks.size > 1 or dtype != torch.float32 or config.parallel.offload:
-        shard(policy, ranks.mesh, dtype, offload=config.parallel.offload)
+        shard(policy, ranks, dtype, offload=config.parallel.offload)
     elif not any(p.is_meta for p in policy.parameters()):
         policy.to(ranks.device)
 
@@ -65,16 +69,21 @@ def compile_blocks(policy: Policy) -> None:
         block.compile(dynamic=True)
 
 
-def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool = False) -> None:
+def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype, *, offload: bool = False) -> None:
     """FSDP2 in place: each decoder layer and vision block, the value head (float32), and the rest.
 
     Parameters and gradients are float32, forward and backward run in `dtype`. Gradients are summed over ranks. A mesh
     of two dimensions replicates over the first and shards over the second. `offload`: what is sharded, its gradients
-    and its optimizer state rest in the memory of the CPU.
+    and its optimizer state rest in the memory of the CPU. Experts that are dealt over ranks are each cut by their
+    rows, over the ranks that hold the same ones.
     """
+    mesh = ranks.mesh
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     pinned = mesh.device_type == "cuda"
     place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    for stack in expert_stacks(policy.vlm) if ranks.experts is not None else ():
+        cut = partial(fully_shard, mesh=sharding_mesh(ranks.experts), shard_placement_fn=lambda _: Shard(1))
+        cut(stack, mp_policy=precision, offload_policy=place)
     for block in _blocks(policy):
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
     whole = MixedPrecisionPolicy(cast_forward_inputs=False)

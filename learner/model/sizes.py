@@ -125,7 +125,7 @@ class ModelSizes:
 
     # ------------------------------------------------------------------ floating-point operations
 
-    def forward_flops(self, documents: Sequence[int], decoder: Sequence[int], num_rows: int) -> float:
+    def forward_flops(self, documents: Sequence[int], images: Sequence[int], num_rows: int) -> float:
         """Of one forward over packed documents: matrix products and attention, nothing else.
 
         `documents`: tokens of each, attended to causally; `images`: patches of each distinct one, a product for both
@@ -133,12 +133,16 @@ class ModelSizes:
         MLP are computed (its attention is counted whole; a GPU computes the queries of all rows too). A training step
         takes three times as many, if nothing is recomputed.
         """
-        tokens, patches, h = sum(documents), sum(decoder), self.vision_hidden
+        return self.part_flops(sum(documents), sum(n * (n + 1) // 2 for n in documents), images, num_rows)
+
+    def part_flops(self, tokens: int, pairs: int, images: Sequence[int], num_rows: int) -> float:
+        """As `forward_flops`, of some of the documents' tokens; `pairs`: of these as queries and the keys they read."""
+        patches, h = sum(images), self.vision_hidden
         sparse = self.num_layers - self.num_dense_layers
         active = self.num_dense_layers * self.layer_parameters(sparse=False)
         active += sparse * self.layer_parameters(sparse=True, active=True) if sparse else 0
         width = self.num_heads * self.head_dim
-        text = 2 * active * tokens + 2 * self.num_layers * width * sum(n * (n + 1) for n in documents)
+        text = 2 * active * tokens + 2 * self.num_layers * width * 2 * pairs
         text += 2 * self.head_parameters * num_rows
         if self.num_layers > self.num_deepstack:  # see learner/model/last_layer.py
             key_value = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
@@ -146,8 +150,8 @@ class ModelSizes:
             text -= 2 * last * (tokens - num_rows)
         vision = 2 * (self.vision_depth * self.vision_block_parameters + h * self.patch_values // 2) * patches
         full = self.vision_full_blocks if self.qwen25 else self.vision_depth
-        vision += 4 * full * h * sum(n * n for n in decoder)
-        vision += 4 * (self.vision_depth - full) * h * sum(n * min(n, self.window_patches) for n in decoder)
+        vision += 4 * full * h * sum(n * n for n in images)
+        vision += 4 * (self.vision_depth - full) * h * sum(n * min(n, self.window_patches) for n in images)
         return text + vision + 2 * self.projector_parameters * patches / self.merge
 
 

@@ -5,13 +5,11 @@ python -m tests.support.learner_ranks MODEL OUT ENGINE
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import wait
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +19,16 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from learner.checkpoints.saver import Saver
-from learner.distributed import BACKENDS, Ranks, barrier, broadcast_groups, close_ranks, init_ranks, make_mesh
+from learner.distributed import (
+    Ranks,
+    barrier,
+    broadcast_groups,
+    close_ranks,
+    init_ranks,
+    make_context,
+    make_expert_mesh,
+    make_mesh,
+)
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import parallelize
@@ -32,39 +39,15 @@ from learner.weights.buckets import gathered
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import WeightVerifier
 from shared.config import Recipe
-from shared.learner_config import LearnerConfig
+from shared.learner_config import LearnerConfig, ParallelConfig
 from shared.sections import EnvConfig, ModelConfig, RecordConfig
 from shared.types import Group
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_groups
-from tests.support.machine import free_port
-
-CASES: dict[str, tuple[dict[str, Any], int]] = {
-    "vtrace": ({}, 3),
-    "empty_shard": ({}, 0),  # one episode of text alone, for two ranks
-    "grpo": ({"objective": "grpo", "entropy_coef": 0.0, "group_size": 2}, 3),
-    "uneven": ({"microbatch_tokens": 400, "max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
-    "muon": ({"optimizer": "muon"}, 3),
-    "reference": ({"kl_coef": 0.5, "objective": "grpo"}, 3),
-    "frozen": ({"freeze": ("vision", "projector"), "hold_coef": 0.5, "hold_probability": 0.6}, 2),
-    "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
-    "updates": ({"passes": 2, "minibatches": 2, "critic_width": 16, "activation_checkpointing": True}, 3),
-    "ppo": ({"objective": "ppo", "proximal": "learner", "minibatches": 2, "mask_token_ratio": (0.03, 2.0)}, 3),
-    "refreshed": (
-        {"kl_coef": 0.5, "objective": "grpo", "kl_reference_every": 1, "kl_in_reward": True, "divide_by_std": False},
-        3,
-    ),
-    "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
-}
-# A third rank shows what does not divide; the other cases differ from these in the loss of a token alone.
-OF_THREE = ("vtrace", "empty_shard", "grpo", "uneven", "muon", "experts", "updates")
-CASES_OF = {1: tuple(CASES), 2: tuple(CASES), 3: OF_THREE}
-MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to be as the case "vtrace" on one
-    "checkpointing": (2, {"activation_checkpointing": True}),
-    "offload": (2, {"offload": True}),
-    "replicas": (2, {"shard_size": 1}),
-    "replicas_of_shards": (4, {"shard_size": 2}),
-}
+from tests.support.ranks.cases import CASES, CASES_OF, MODES
+from tests.support.ranks.checks import said_by_the_check
+from tests.support.ranks.cuts import CUTS, groups_of
+from tests.support.ranks.processes import in_processes
 
 
 def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
@@ -74,10 +57,18 @@ def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     torch.nn.init.constant_(policy.value_head.leave.weight if width else policy.value_head.weight, 0.01)
     settings = {"lr": 1e-3, "value_lr": 1e-2, "microbatch_tokens": 90, "entropy_coef": 0.01, "warmup_steps": 2}
     config = learner_config(**settings | changes)
-    ranks = replace(ranks, mesh=make_mesh("cpu", ranks.size, config.parallel.shard_size))
+    ranks = ranks_for(ranks, config.parallel)
     parallelize(policy, ranks, config, torch.float32)
     reference = reference_of(folder, ranks, config) if config.objective.has_reference else None
     return Trainer(policy, config, ranks, reference=reference)
+
+
+def ranks_for(ranks: Ranks, parallel: ParallelConfig) -> Ranks:
+    """The same processes, as a recipe groups them; a collective."""
+    mesh = make_mesh("cpu", ranks.size, parallel.shard_size)
+    context = make_context(ranks.rank, ranks.size, parallel.context, timedelta(seconds=60))
+    experts = make_expert_mesh("cpu", ranks.size, parallel.shard_size, parallel.expert)
+    return replace(ranks, mesh=mesh, context=context, experts=experts)
 
 
 def reference_of(folder: str, ranks: Ranks, config: LearnerConfig) -> Policy:
@@ -139,6 +130,31 @@ def first_gradients_noted(trainer: Trainer) -> Iterator[dict[str, torch.Tensor]]
         yield found
 
 
+def gradients_of(trainer: Trainer, batches: Sequence[Sequence[Group]]) -> list[dict[str, torch.Tensor]]:
+    """The gradient of one step on each of these, of its last update; no weight is changed."""
+    found: list[dict[str, torch.Tensor]] = []
+    last: dict[str, torch.Tensor] = {}
+
+    def note(*_: object) -> None:
+        last.update({name: whole(p.grad) for name, p in trainer.policy.named_parameters() if p.requires_grad})
+
+    optimizer = trainer.config.optimizer.model_copy(update={"max_grad_norm": 1e9})
+    trainer.config = trainer.config.model_copy(update={"optimizer": optimizer})
+    trainer.optimizer.step = note  # type: ignore[method-assign]
+    for groups in batches:
+        last.clear()
+        trainer.step(groups, version=1)
+        found.append(dict(last))
+    return found
+
+
+def gradients_of_cuts(folder: str, ranks: Ranks) -> dict[str, dict[str, torch.Tensor]]:
+    """Of microbatches that all ranks share, each cut in an awkward place."""
+    trainer = trainer_of(folder, ranks, context=ranks.size, microbatch_tokens=4000, shard_size=0)
+    batches = [groups_of(case, trainer.policy.spec) for case in CUTS]
+    return dict(zip(CUTS, gradients_of(trainer, batches), strict=True))
+
+
 def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> tuple[Trainer, dict[str, Any]]:
     """First gradients; weights and metrics after three steps."""
     trainer = trainer_of(folder, ranks, **changes)
@@ -198,14 +214,18 @@ def said_of_a_number_on_the_last_rank(ranks: Ranks, number: float) -> str:
     return ""
 
 
+def model_of(folder: str, case: str) -> str:
+    """The mixture of experts lies beside the model."""
+    return str(Path(folder).parent / "moe") if case == "experts" else folder
+
+
 def compute(folder: str, out: Path, engine: str) -> None:
     """All that is asked of as many ranks as the environment says."""
     ranks = init_ranks("cpu", timeout_s=120)
     result: dict[str, Any] = {}
     for name in CASES_OF.get(ranks.size, ()):
         changes, num_groups = CASES[name]
-        model = str(Path(folder).parent / "moe") if name == "experts" else folder
-        trainer, result[name] = run(model, ranks, changes, num_groups)
+        trainer, result[name] = run(model_of(folder, name), ranks, changes, num_groups)
         if name == "experts":
             result["expert_shards"] = expert_shards(trainer)
         if name in ("grpo", "updates"):
@@ -214,49 +234,19 @@ def compute(folder: str, out: Path, engine: str) -> None:
             result |= save_publish_and_go_on(trainer, ranks, folder, out / f"checkpoints_{ranks.size}", engine)
     result["finite"] = [said_of_a_number_on_the_last_rank(ranks, value) for value in (3e38, float("nan"))]
     result["muon_alone"] = muon_alone(ranks) if ranks.size < 4 else []
-    for name, (size, settings) in MODES.items():
+    for name, (size, case, settings) in MODES.items():
         if size == ranks.size:
-            _, result[name] = run(folder, ranks, settings, CASES["vtrace"][1])
+            changes, num_groups = CASES[case]
+            trainer, result[name] = run(model_of(folder, case), ranks, changes | settings, num_groups)
+            if name == "context":
+                result["check"] = said_by_the_check(trainer.policy, trainer.ranks)
+    result["cuts"] = gradients_of_cuts(folder, ranks) if ranks.size != 3 else {}
     if ranks.is_main:
         torch.save(result, out / f"{ranks.size}.pt")
     barrier(ranks, timeout_s=30)
     close_ranks()
 
 
-def take_place(told: dict[str, str]) -> None:
-    """This process is that rank from now on. Its default group will have a backend for each device, as on GPUs."""
-    os.environ.update(told)
-    BACKENDS["cpu"] = "cpu:gloo,cuda:gloo"
-
-
-def as_rank(told: dict[str, str], *arguments: Any) -> None:
-    take_place(told)
-    compute(*arguments)
-
-
-def places(size: int) -> list[dict[str, str]]:
-    """What torchrun would tell each of so many ranks."""
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    return [{**group, "RANK": str(rank)} for rank in range(size)] if size > 1 else [{}]
-
-
-def main(folder: str, out: str, engine: str) -> int:
-    """Exit code 1 as soon as a rank has failed; those that wait for it end with this process."""
-    torch.set_num_threads(1)
-    fork = multiprocessing.get_context("fork")  # ten imports of torch would take most of the time
-    for sizes in ((1, 2), (3, 4)):
-        told = [place for size in sizes for place in places(size)]
-        ranks = [fork.Process(target=as_rank, args=(place, folder, Path(out), engine), daemon=True) for place in told]
-        for rank in ranks:
-            rank.start()
-        while ranks:
-            wait([rank.sentinel for rank in ranks])
-            ended = [rank for rank in ranks if rank.exitcode is not None]
-            if any(rank.exitcode for rank in ended):
-                return 1
-            ranks = [rank for rank in ranks if rank not in ended]
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    folder, out, engine = sys.argv[1:]
+    sys.exit(in_processes(((1, 2), (3, 4)), compute, folder, Path(out), engine))

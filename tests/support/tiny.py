@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -63,6 +64,20 @@ def moe_policy(folder: str | Path, spec: VisionSpec) -> Policy:
         setattr(config.text_config, name, value)
     config.model_type = "qwen3_vl_moe"
     return Policy(Qwen3VLMoeForConditionalGeneration(config), spec)
+
+
+@torch.no_grad()
+def mixture_dir(dense: Path) -> Path:
+    """A folder beside `dense`, the tiny model of which it is a mixture, with matrices that tell experts apart."""
+    policy = moe_policy(dense, VisionSpec.load(dense))
+    folder = shutil.copytree(dense, dense.parent / "moe")
+    for name, p in policy.vlm.named_parameters():
+        if p.ndim > 1 and "visual" not in name:
+            p.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+    config = policy.vlm.config
+    config.text_config._attn_implementation = config.vision_config._attn_implementation = "sdpa"
+    policy.vlm.save_pretrained(folder)
+    return folder
 
 
 def draw_image(width: int = 64, height: int = 64, seed: int = 0) -> PILImage.Image:

@@ -1,0 +1,145 @@
+"""At the start, where ranks share microbatches: does the model compute the same so as on each rank alone?
+
+One small microbatch goes through the sharded model twice. What every decoder layer puts out and the gradient of every
+part are compared, and the run ends with the first of them that differs by more than rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from learner.batch import Episode, Microbatch, pack
+from learner.distributed import Ranks, all_sum
+from learner.images import ImageDecoder
+from learner.model.policy import Policy
+from learner.weights.canary import image
+from shared.types import Image
+from shared.vision import expand, mrope_positions
+
+MOST_TOKENS = 2048
+NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""The largest relative difference that rounding makes, of states and gradients; a wrong cut makes one of order 1."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Of one forward and backward: each layer's output at this rank's tokens, and this rank's part of each gradient."""
+
+    states: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def check_context(policy: Policy, ranks: Ranks, max_tokens: int) -> None:
+    """A collective that changes nothing but gradients, which are None afterwards; nothing where a rank is alone.
+
+    `max_tokens`: of the microbatch, if that is less than MOST_TOKENS. ValueError naming where it begins if it differs.
+    """
+    if ranks.context.size == 1:
+        return
+    decoder = ImageDecoder(policy.spec)
+    episodes = _episodes(policy, decoder, min(max_tokens, MOST_TOKENS))
+    shared = pack(episodes, decoder, ranks.device, ranks.context)
+    assert shared.share is not None
+    whole = pack(episodes, decoder, ranks.device)
+    expected = _seen(policy, whole, ranks.size, shared.share.places)
+    got = _seen(policy, shared, ranks.size // ranks.context.size, None)
+    bound = NOISE[policy.dtype]
+    for name, off in _distances(got, expected, ranks):
+        if not off <= bound:
+            raise ValueError(
+                f"learner.parallel.context = {ranks.context.size} does not compute what one rank does: the first "
+                f"difference is in {name}, by {off:.2g} of its norm where {policy.dtype} allows {bound:g}; set "
+                "learner.parallel.context = 1, or learner.parallel.check = false to go on regardless"
+            )
+
+
+def _episodes(policy: Policy, decoder: ImageDecoder, max_tokens: int) -> list[Episode]:
+    """A long document with an image, and shorter ones; the same on every rank."""
+    spec, draw = policy.spec, np.random.default_rng(0)
+    picture = image(spec)
+    ids = np.arange(policy.vlm.config.text_config.vocab_size)
+    allowed = np.setdiff1d(ids, [*policy.banned_ids, spec.image_token_id])
+    room = max_tokens - math.prod(decoder.grid(picture)) // spec.merge_size**2
+    counts = [max(room // share, 4) for share in (2, 4, 8)]
+    long, *short = (draw.choice(allowed, count) for count in counts)
+    pictured = _episode(np.insert(long, 1, spec.image_token_id), (picture,), decoder)
+    return [pictured, *(_episode(ids, (), decoder) for ids in short)]
+
+
+def _episode(token_ids: np.ndarray, images: tuple[Image, ...], decoder: ImageDecoder) -> Episode:
+    """Two tokens and the images are its prompt."""
+    grids = [decoder.grid(image) for image in images]
+    ids, _ = expand(token_ids, grids, decoder.spec)
+    targets = np.arange(2 + len(ids) - len(token_ids) + len(images), len(ids))
+    zeros = np.zeros(len(targets), dtype=np.float32)
+    return Episode(
+        input_ids=ids,
+        position_ids=np.concatenate([np.arange(len(ids))[None], mrope_positions(ids, grids, decoder.spec)]),
+        images=images,
+        targets=targets,
+        behaviour_logprobs=zeros,
+        versions=np.zeros(len(targets), dtype=np.int32),
+        rewards=zeros,
+        turn_end=np.arange(len(targets)) == len(targets) - 1,
+        advantage=0.0,
+    )
+
+
+def _seen(policy: Policy, batch: Microbatch, times: int, rows: Tensor | None) -> _Seen:
+    """`times`: how many ranks or groups of them compute the same gradient; `rows`: of the states, those to compare."""
+    seen = _Seen()
+    with _listening(policy, seen.states, rows):
+        output = policy(batch, 1.0)
+    (output.logprobs.mean() + output.values.mean() + 0.0 * output.entropies.sum()).div(times).backward()
+    for name, p in policy.named_parameters():
+        if p.grad is not None:
+            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            seen.gradients[name] = local.clone()
+            p.grad = None
+    return seen
+
+
+@contextmanager
+def _listening(policy: Policy, states: dict[str, Tensor], rows: Tensor | None) -> Iterator[None]:
+    """The last layer puts out predictors alone, in another order: its output is left to the gradients."""
+    layers = policy.vlm.model.language_model.layers
+
+    def hook(index: int) -> Any:
+        @torch.compiler.disable
+        def hear(module: Any, inputs: Any, output: Any) -> None:
+            whole = (output[0] if isinstance(output, tuple) else output).detach()[0]
+            found = whole if rows is None else whole[rows]
+            states.setdefault(f"the output of decoder layer {index}", found.float())
+
+        return hear
+
+    handles = [layer.register_forward_hook(hook(i)) for i, layer in enumerate(layers[: len(layers) - policy.trimmed])]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _distances(got: _Seen, expected: _Seen, ranks: Ranks) -> Iterator[tuple[str, float]]:
+    """Relative, over all ranks, in the order in which they are computed: forward, then backward."""
+    pairs = [(name, got.states[name], expected.states[name]) for name in expected.states]
+    names = reversed(list(expected.gradients))
+    pairs += [(f"the gradient of {name}", got.gradients[name], expected.gradients[name]) for name in names]
+    sums = torch.zeros(len(pairs), 2, dtype=torch.float64, device=ranks.device)
+    for row, (_, a, b) in zip(sums, pairs, strict=True):
+        row[0], row[1] = (a - b).double().square().sum(), b.double().square().sum()
+    norms = all_sum(sums, ranks).sqrt()
+    largest = norms[len(got.states) :, 1].norm() if len(norms) > len(got.states) else norms.new_zeros(())
+    for number, ((name, *_), (difference, norm)) in enumerate(zip(pairs, norms.tolist(), strict=True)):
+        scale = norm if number < len(got.states) else max(norm, 1e-3 * float(largest))
+        yield name, difference / scale if scale else difference

@@ -1,0 +1,79 @@
+"""Episodes of an update -> the microbatches of this rank, or of the ranks that share them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from learner.batch import Episode, Microbatch, empty_microbatch, pack
+from learner.distributed import Ranks
+from learner.images import ImageDecoder
+from learner.metrics.balance import Load
+from learner.microbatches import plan, plan_together
+from learner.model.sizes import ModelSizes
+from shared.learner_config import LearnerConfig
+
+
+class Packer:
+    """Plans and packs, the same on every rank; ranks of one context group have the same microbatches."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        ranks: Ranks,
+        decoder: ImageDecoder,
+        sizes: ModelSizes | None,
+        banned_ids: Sequence[int],
+    ) -> None:
+        """`sizes`: None for a model whose sizes are not known. `banned_ids`: those of no text."""
+        self.config = config
+        self.ranks = ranks
+        self.decoder = decoder
+        self._sizes = sizes
+        self._harmless_id = next(i for i in range(len(banned_ids) + 1) if i not in banned_ids)
+
+    def plan(self, episodes: list[Episode]) -> list[list[int]]:
+        """This rank's microbatches. Episodes whose loss is exactly 0 take no part; the token count still has them."""
+        useful = list(range(len(episodes)))
+        config, objective, context = self.config, self.config.objective, self.ranks.context
+        if objective.group_relative and objective.entropy_coef == 0 and not objective.has_reference:
+            useful = [i for i in useful if episodes[i].advantage != 0.0]
+        if not useful:
+            return []  # on every rank
+        lengths = [episodes[i].num_tokens for i in useful]
+        place = plan if config.group_size == 1 else plan_together
+        budget = config.parallel.microbatch_tokens * context.size
+        costs = self._costs([episodes[i] for i in useful])
+        mine = place(lengths, self.ranks.size // context.size, budget, costs)[self.ranks.rank // context.size]
+        return [[useful[i] for i in chosen] for chosen in mine]
+
+    def _costs(self, episodes: list[Episode]) -> list[float] | None:
+        """Operations of each: attention grows with the square of its length; an image counts where it is seen first."""
+        if self._sizes is None:
+            return None
+        seen: set[str] = set()
+        costs = []
+        for episode in episodes:
+            new = {image.content_hash: image for image in episode.images if image.content_hash not in seen}
+            seen |= new.keys()
+            patches = [math.prod(self.decoder.grid(image)) for image in new.values()]
+            costs.append(self._sizes.forward_flops((episode.num_tokens,), patches, len(episode.targets)))
+        return costs
+
+    def pack(self, episodes: list[Episode]) -> Microbatch:
+        """A stand-in of no weight where there are none."""
+        device, context = self.ranks.device, self.ranks.context
+        if episodes:
+            return pack(episodes, self.decoder, device, context)
+        return empty_microbatch(self.decoder, self._harmless_id, device, context)
+
+    def load(self, batch: Microbatch) -> Load:
+        """This rank's."""
+        if batch.empty:
+            return Load(0, 0.0)
+        share, tokens, rows = batch.share, batch.input_ids.shape[1], batch.num_tokens
+        pairs = sum(n * (n + 1) // 2 for n in batch.lengths)
+        if share is not None:
+            pairs, rows = sum(chunk.pairs for chunk in share.chunks), share.num_own
+        flops = 0.0 if self._sizes is None else 3 * self._sizes.part_flops(tokens, pairs, batch.image_lengths, rows)
+        return Load(tokens, flops)

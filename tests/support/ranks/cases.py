@@ -1,0 +1,39 @@
+"""What test_learner_ranks.py compares between numbers of ranks: settings of the learner, and groups of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "vtrace": ({}, 3),
+    "empty_shard": ({}, 0),  # one episode of text alone, for two ranks
+    "grpo": ({"objective": "grpo", "entropy_coef": 0.0, "group_size": 2}, 3),
+    "uneven": ({"microbatch_tokens": 400, "max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
+    "muon": ({"optimizer": "muon"}, 3),
+    "reference": ({"kl_coef": 0.5, "objective": "grpo"}, 3),
+    "frozen": ({"freeze": ("vision", "projector"), "hold_coef": 0.5, "hold_probability": 0.6}, 2),
+    "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
+    "updates": ({"passes": 2, "minibatches": 2, "critic_width": 16, "activation_checkpointing": True}, 3),
+    "ppo": ({"objective": "ppo", "proximal": "learner", "minibatches": 2, "mask_token_ratio": (0.03, 2.0)}, 3),
+    "refreshed": (
+        {"kl_coef": 0.5, "objective": "grpo", "kl_reference_every": 1, "kl_in_reward": True, "divide_by_std": False},
+        3,
+    ),
+    "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
+}
+# A third rank shows what does not divide; the other cases differ from these in the loss of a token alone.
+OF_THREE = ("vtrace", "empty_shard", "grpo", "uneven", "muon", "experts", "updates")
+CASES_OF = {1: tuple(CASES), 2: tuple(CASES), 3: OF_THREE}
+MODES: dict[str, tuple[int, str, dict[str, Any]]] = {  # (ranks, case, settings): to be as that case on one rank
+    "checkpointing": (2, "vtrace", {"activation_checkpointing": True}),
+    "offload": (2, "vtrace", {"offload": True}),
+    "replicas": (2, "vtrace", {"shard_size": 1}),
+    "replicas_of_shards": (4, "vtrace", {"shard_size": 2}),
+    "context": (2, "vtrace", {"context": 2}),
+    "context_frozen": (2, "frozen", {"context": 2}),
+    "context_experts": (2, "experts", {"context": 2}),
+    "context_updates": (2, "updates", {"context": 2, "shard_size": 1}),
+    "context_4": (4, "frozen", {"context": 4}),
+    "context_2_groups": (4, "experts", {"context": 2}),
+    "context_2_shards": (4, "empty_shard", {"context": 2, "shard_size": 2}),
+}

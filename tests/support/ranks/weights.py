@@ -1,0 +1,12 @@
+"""How far sets of tensors are from each other."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The norm of the difference over the norm."""
+    assert got.keys() == expected.keys()
+    difference = sum((got[name] - expected[name]).double().square().sum() for name in expected)
+    return float((difference / sum(t.double().square().sum() for t in expected.values())).sqrt())

@@ -1,0 +1,83 @@
+"""A mixture's experts, dealt over ranks, compute what they do on one: two and four processes over gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE, STDOUT
+
+import pytest
+import torch
+
+from learner.distributed import close_ranks, init_ranks
+from learner.model.policy import load_policy
+from learner.weights.buckets import gathered
+from shared.vision import VisionSpec
+from tests.support.ranks.dealt import MODES, SAVED, resumed, state_of
+from tests.support.ranks.experts import CASES
+from tests.support.ranks.weights import distance
+from tests.support.tiny import mixture_dir, tiny_model_dir
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return mixture_dir(tiny_model_dir(tmp_path_factory.mktemp("dealt") / "dense", layers=3))
+
+
+@pytest.fixture(scope="module")
+def results(model):
+    command = [sys.executable, "-m", "tests.support.ranks.dealt", str(model), str(model.parent)]
+    ended = subprocess.run(command, cwd=ROOT, text=True, stdout=PIPE, stderr=STDOUT, timeout=280)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    return {size: torch.load(model.parent / f"{size}.pt", weights_only=False) for size in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", [name for case in CASES for name in (case, f"{case}, gathered")])
+def test_a_layer_of_dealt_experts_gives_the_outputs_and_gradients_of_a_whole_one(results, size, case):
+    for got, expected in results[size]["layer"][case]:
+        assert got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dealt_experts_are_trained_as_on_one_rank(results, mode):
+    got, expected = results[MODES[mode][0]][mode], results[1]["one"]
+    assert distance(got["gradients"], expected["gradients"]) < 1e-6
+    assert distance(got["weights"], expected["weights"]) < 1e-6
+    for one, more in zip(expected["metrics"], got["metrics"], strict=True):
+        names = [n for n in one if not n.startswith(("time/", "speed/")) and n != "batch/microbatches"]
+        assert {n: more[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=2e-3, abs=1e-5)
+
+
+def test_the_busiest_ranks_share_of_the_tokens_is_measured(results):
+    for metrics in results[4]["expert 4"]["metrics"]:
+        assert 1.0 <= metrics["moe/max_rank_load"] <= metrics["moe/max_load"] <= 4.0
+    assert "moe/max_rank_load" not in results[1]["one"]["metrics"][0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_mixture_read_into_dealt_experts_is_published_bit_for_bit(results, model, size):
+    expected = dict(gathered(load_policy(str(model), VisionSpec.load(model))))
+    assert results[size]["loaded"].keys() == expected.keys()
+    assert all(torch.equal(results[size]["loaded"][name], tensor) for name, tensor in expected.items())
+
+
+def test_a_checkpoint_goes_from_any_deal_to_any_other(results, model):
+    four = results[4]
+    ranks = init_ranks("cpu")
+    try:
+        on_one = state_of(resumed(str(model), ranks, four["path"]))
+    finally:
+        close_ranks()
+    for got, expected in (
+        (on_one, four["state"]),
+        (four["resumed"], four["state"]),
+        (four["resumed from one"], results[1]["state"]),
+    ):
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    assert SAVED in four and distance(four["gone on"], four["uninterrupted"]) < 1e-6
