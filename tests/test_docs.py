@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
+import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from envs.check import main as check_env
-from shared.config import known_fields
-from tests.support.runs import local, metrics, places
+from shared.config import known_fields, load_recipe
+from tests.support.runs import RECIPE, local, metrics, places
 
 README = Path("README.md")
 PAGES = [README, *sorted(Path("docs").rglob("*.md"))]
@@ -91,3 +94,37 @@ def test_the_example_environment_is_trained_on_and_every_metric_of_the_run_is_de
     assert [row["rollout/turns"] for row in rows if "rollout/turns" in row] == [1.0, 1.0]
     names = {name for row in rows for name in row} - {"step", "time"}
     assert [name for name in sorted(names) if not any(re.fullmatch(p, name) for p in DESCRIBED)] == []
+
+
+def gpu_commands() -> list[str]:
+    page = Path("docs/how-to/first-run.md").read_text()
+    found = re.search(r"## The first hour on GPUs.*?```\n(.*?)```", page, re.DOTALL)
+    assert found
+    return found[1].splitlines()
+
+
+@cache
+def help_of(program: tuple[str, ...]) -> str:
+    told = subprocess.run([sys.executable, *program, "--help"], capture_output=True, text=True, timeout=250)
+    assert told.returncode == 0, told.stderr[-2000:]
+    return told.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", gpu_commands())
+def test_commands_for_gpus_can_be_given(line: str) -> None:
+    """As far as a machine without a GPU can tell: each file, module, option and value exists."""
+    program, *words = shlex.split(line, comments=True)
+    if program == "make":
+        assert not set(words) - set(re.findall(r"^([\w-]+):", Path("Makefile").read_text(), re.M))
+        return
+    if program == "torchrun":
+        words = words[words.index("-m") :]
+    what = words[: 2 if words[0] == "-m" else 1]
+    arguments = words[len(what) :]
+    fields = [i for i, word in enumerate(arguments) if word.startswith("--") and "." in word]
+    options = {word for i, word in enumerate(arguments) if word.startswith("--") and i not in fields}
+    config = arguments[arguments.index("--config") + 1] if "--config" in arguments else RECIPE
+    load_recipe(config, [part for i in fields for part in arguments[i : i + 2]])
+    told = help_of(tuple(what))
+    assert [option for option in options if option not in told] == []

@@ -13,6 +13,7 @@ from actor.engine.settings import EngineSettings
 from actor.render import Fragment
 from actor.stream import Stream
 from learner.batch import make_episode
+from learner.checkpoints.restoring import load_checkpoint
 from learner.images import ImageDecoder
 from learner.model.attention import window_lengths
 from learner.model.policy import load_policy
@@ -20,8 +21,16 @@ from learner.trainer import Trainer
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Sampling, Turn
 from shared.vision import VisionSpec, pixel_values
+from tests.support.checkpoints import config, recipe, save
 from tests.support.engines import ask
-from tests.support.episodes import learner_config, on_policy, packed, plain_logprobs, random_trajectory
+from tests.support.episodes import (
+    learner_config,
+    on_policy,
+    packed,
+    plain_logprobs,
+    random_groups,
+    random_trajectory,
+)
 from tests.support.small.families import FAMILIES, qwen3_moe, qwen25
 from tests.support.tiny import draw_image, png, running_engine, tiny_model_dir
 
@@ -67,6 +76,27 @@ def test_every_parameter_is_trained_and_the_step_is_on_policy(family, ranks):
     assert metrics["behaviour/logprob_gap"] < 1e-4
     still = [name for name, p in policy.named_weights() if torch.equal(p, old[name])]
     assert [name for name in still if "deepstack_merger_list.1" not in name] == []  # added after the last of 2 layers
+
+
+@pytest.mark.slow
+def test_a_resumed_model_goes_on_as_if_it_had_not_been_interrupted(family, ranks, tmp_path):
+    folder, _, sides = family
+    spec = VisionSpec.load(folder)
+
+    def new_trainer():
+        return Trainer(load_policy(str(folder), spec), config(), ranks)
+
+    def train(trainer, seed):
+        trainer.step(random_groups(spec, 2, seed=seed, turns=2, sides=sides), version=0)
+
+    trainer, resumed = new_trainer(), new_trainer()
+    train(trainer, 0)
+    path = save(trainer, ranks, tmp_path)
+    train(trainer, 1)
+    load_checkpoint(path, resumed, ranks, recipe())
+    train(resumed, 1)
+    for (name, got), expected in zip(resumed.policy.named_parameters(), trainer.policy.parameters(), strict=True):
+        assert torch.equal(got, expected), name
 
 
 def test_a_blank_image_stands_in_where_an_episode_has_none(family):

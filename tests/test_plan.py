@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers import AutoModelForImageTextToText
 
 from learner import plan
 from learner.batch import make_episode, pack
@@ -27,45 +27,13 @@ from shared.settings.objective import ObjectiveConfig
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_trajectory
 from tests.support.loading.models import qwen25
+from tests.support.small.published import published_config
 from tests.support.tiny import moe_policy, tiny_model_dir
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp("model"), hidden=128, layers=4)
-
-
-def published_config(name):
-    """A config of transformers' with the table's sizes."""
-    sizes = PUBLISHED[name]
-    text = {
-        "vocab_size": sizes.vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "intermediate_size": sizes.intermediate_size,
-        "num_experts": sizes.num_experts,
-        "num_experts_per_tok": sizes.experts_per_token,
-        "moe_intermediate_size": sizes.expert_size,
-        "max_position_embeddings": sizes.max_context,
-    }
-    vision = {
-        "depth": sizes.vision_depth,
-        "hidden_size": sizes.vision_hidden,
-        "intermediate_size": sizes.vision_intermediate,
-        "out_hidden_size": sizes.hidden_size,
-    }
-    if sizes.qwen25:
-        vision["fullatt_block_indexes"] = [7, 15, 23, 31]
-        return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied)
-    vision |= {
-        "num_position_embeddings": sizes.vision_positions,
-        "deepstack_visual_indexes": [5, 11, 17],
-    }
-    kind = Qwen3VLMoeConfig if sizes.num_experts else Qwen3VLConfig
-    return kind(text_config=text, vision_config=vision, tie_word_embeddings=sizes.tied)
 
 
 @pytest.mark.slow

@@ -76,7 +76,8 @@ async def check_answers(client: EngineClient, model: ModelFacts, timeout_s: floa
         raise EngineError(
             client.url,
             f"makes {num_tokens} tokens of {expected}: it decodes a prompt with an image and encodes it anew, and "
-            "would continue other tokens than were sampled; use SGLang 0.5.23 with SGLANG_MM_AVOID_RETOKENIZE left on",
+            "would continue other tokens than were sampled; use SGLang 0.5.23 with SGLANG_MM_AVOID_RETOKENIZE left on, "
+            "and launch/sglang_env/plugin on its PYTHONPATH",
         )
     if num_tokens != expected:
         raise EngineError(

@@ -1,9 +1,9 @@
-"""In SGLang's environment: builds its own class of the model in FOLDER/export as each rank of a server has it, and
-loads FOLDER/sent.safetensors by that class's `load_weights`. FOLDER/cases.json names the servers. Prints one JSON
-object: of each case and rank, parameters that then differ from FOLDER/CASE_RANK.safetensors, and those that only one
-side has.
+"""In SGLang's environment: for each FOLDER, builds SGLang's own class of the model in FOLDER/export as each rank of a
+server has it, and loads FOLDER/sent.safetensors by that class's `load_weights`. FOLDER/cases.json names the servers.
+FOLDER/CASE_RANK.json then says of each case and rank which parameters differ from FOLDER/CASE_RANK.safetensors, and
+which only one side has.
 
-    .venv-sglang/bin/python -P tests/sglang/load_buckets.py FOLDER
+    .venv-sglang/bin/python -P tests/sglang/load_buckets.py FOLDER...
 """
 
 from __future__ import annotations
@@ -91,13 +91,11 @@ def by_ranks(folder: Path, case: dict[str, Any]) -> None:
         raise SystemExit(f"case {case['name']}: a rank failed: {[process.exitcode for process in ranks]}")
 
 
-def main(folder: Path) -> None:
-    cases = json.loads((folder / "cases.json").read_text())
-    for case in cases:
-        by_ranks(folder, case)
-    names = [f"{case['name']}_{rank}" for case in cases for rank in range(case["ranks"])]
-    print(json.dumps({name: json.loads((folder / f"{name}.json").read_text()) for name in names}))
+def main(folders: list[Path]) -> None:
+    for folder in folders:
+        for case in json.loads((folder / "cases.json").read_text()):
+            by_ranks(folder, case)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([Path(folder) for folder in sys.argv[1:]])

@@ -1,0 +1,51 @@
+"""A server of two tensor-parallel ranks: it samples from the weights that it is given, and each of its ranks holds the
+bytes of which the learner takes checksums."""
+
+from __future__ import annotations
+
+import pytest
+
+from learner.model.policy import load_policy
+from learner.weights.publisher import PublishSettings
+from learner.weights.verify import WeightVerifier
+from tests.support.engines import ask, call
+from tests.support.episodes import gap
+from tests.support.machine import free_port
+from tests.support.publishing import publishing
+from tests.support.sglang_rig import START_S, TOLERANCE, Servers, move, play, recipe_of, versions, vision_of
+
+SETTINGS = PublishSettings(timeout_s=60.0, call_timeout_s=60.0, health_timeout_s=30.0)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    fields = {"engine.tensor_parallel": 2, "engine.port": free_port(), "engine.start_timeout_s": START_S}
+    running = Servers.start(recipe_of(tmp_path_factory.mktemp("two_ranks"), **fields))
+    yield running
+    running.stop()
+
+
+def test_two_ranks_play_with_what_they_are_given_and_hold_what_the_learner_says(two_ranks, ranks):
+    recipe, (url,) = two_ranks.recipe, two_ranks.urls
+    assert call(url, "/server_info")["tp_size"] == 2
+    policy = load_policy(recipe.model.path, vision_of(recipe))
+    verifier = WeightVerifier(policy, recipe.model.path, ranks)
+    with publishing(policy, ranks, SETTINGS, verifier) as publisher:
+        for version, part in enumerate(verifier._parts, 1):
+            assert verifier.part == part
+            move(policy, version)
+            found = publisher.publish(version, [url])
+            assert found["publish/engines"] == 1
+            assert (found["publish/checksum_skipped"], found["publish/unproven"]) == (0, 0)
+            assert found["publish/canary_gap"] < TOLERANCE
+        episodes = play(recipe, [url], 8, version)
+    assert [versions(episode) for episode in episodes] == [{version}] * 8
+    assert max(gap(policy, episode) for episode in episodes) < TOLERANCE
+
+
+def test_each_rank_tells_checksums_of_its_own_share(two_ranks):
+    first, second = ask(two_ranks.urls[0], lambda client: client.checksums((), 60.0))
+    assert first.keys() == second.keys()
+    same = {name for name in first if first[name] == second[name]}
+    assert any(name.endswith("norm.weight") for name in same)
+    assert not any(name.endswith(("qkv_proj.weight", "o_proj.weight", "embed_tokens.weight")) for name in same)

@@ -1,0 +1,73 @@
+"""Configurations, and folders with random weights, in the sizes of the published models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
+
+from launch.tiny_models.build import build_tokenizer, save
+from learner.model.sizes import PUBLISHED
+from tests.support.tiny import PHRASES
+
+IDS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+
+
+def published_config(name: str, ids: Mapping[str, int] | None = None) -> PreTrainedConfig:
+    """A config of transformers' with the sizes that `learner.model.sizes` knows; `ids`: of tokens, as it names them."""
+    sizes = PUBLISHED[name]
+    text = {
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": sizes.intermediate_size,
+        "num_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.experts_per_token,
+        "moe_intermediate_size": sizes.expert_size,
+        "max_position_embeddings": sizes.max_context,
+    }
+    vision = {
+        "depth": sizes.vision_depth,
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": sizes.vision_intermediate,
+        "out_hidden_size": sizes.hidden_size,
+    }
+    more = {"tie_word_embeddings": sizes.tied, **(ids or {})}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    if sizes.qwen25:
+        text["rope_parameters"] = rope | {"mrope_section": [16, 24, 24]}
+        vision["fullatt_block_indexes"] = [7, 15, 23, 31]
+        return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **more)
+    text["rope_parameters"] = rope | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    vision |= {
+        "num_position_embeddings": sizes.vision_positions,
+        "deepstack_visual_indexes": [5, 11, 17],
+    }
+    kind = Qwen3VLMoeConfig if sizes.num_experts else Qwen3VLConfig
+    return kind(text_config=text, vision_config=vision, **more)
+
+
+def save_random(name: str, folder: str | Path) -> None:
+    """A model of that name's sizes with random bfloat16 weights, beside the small models' tokenizer, whose tokens are
+    the first few hundred of the vocabulary."""
+    tokenizer = build_tokenizer(PHRASES)
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in IDS.items()}
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(published_config(name, ids), dtype=torch.bfloat16)
+    save(folder, model, tokenizer)

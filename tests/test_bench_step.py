@@ -1,0 +1,29 @@
+"""The benchmark of one step, as its command is, on a model of this machine's size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from learner.model import sizes
+from tests.bench import step
+from tests.support.runs import RECIPE
+
+
+def test_a_step_of_a_model_with_random_weights_is_measured(tmp_path, monkeypatch, capsys):
+    tower = {"vision_depth": 18, "vision_hidden": 128, "vision_intermediate": 128}
+    small = replace(sizes.PUBLISHED["Qwen3-VL-2B"], hidden_size=64, num_layers=4, vocab_size=640, **tower)
+    monkeypatch.setitem(sizes.PUBLISHED, "Small", replace(small, num_heads=2, num_kv_heads=1, intermediate_size=96))
+    monkeypatch.setattr(step, "SIDES", (64, 96))
+    monkeypatch.setattr(step, "TURN_TOKENS", (4, 9))
+    assert step.main(["--make", "Small", str(tmp_path)]) == 0
+    own = ("--model.path", str(tmp_path), "--learner.group_size", "2", "--model.max_context", "512")
+    assert step.main(["--config", RECIPE, "--tokens", "400", "--steps", "1", *own]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 200 < found["tokens"] <= 400
+    assert found["seconds"] > 0 and found["speed/tflops_per_rank"] > 0
+
+
+def test_a_model_that_is_not_there_is_one_line_with_the_cure(capsys):
+    assert step.main(["--model.path", "Qwen/Qwen3-VL-2B-Instruct"]) == 2
+    assert "--make MODEL FOLDER" in capsys.readouterr().err
