@@ -18,7 +18,7 @@ from learner.guards.bad_groups import check_group
 from learner.model import attention_backend
 from learner.model.policy import Policy, empty_policy, load_weights
 from learner.model.sharding import parallelize
-from learner.parallel.check import check_context
+from learner.parallel.check import check_shared
 from learner.recording.recorder import Recorder
 from learner.tickets.book import BookSettings
 from learner.tickets.server import TicketServer, TicketServerSettings
@@ -47,7 +47,7 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     trainer = Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
     if recipe.learner.parallel.check:
         trainer.router.counting = False
-        check_context(policy, ranks, min(recipe.learner.parallel.microbatch_tokens, recipe.model.max_context))
+        check_shared(policy, ranks, min(recipe.learner.parallel.microbatch_tokens, recipe.model.max_context))
     return trainer
 
 

@@ -66,7 +66,7 @@ class ParallelConfig(Section):
     shard_size: int = Field(0, ge=0, description="ranks that share one copy of the parameters; 0 = all of them")
     context: int = Field(1, gt=0, description="neighbouring ranks that share each microbatch, for long episodes")
     expert: int = Field(1, gt=0, description="neighbouring ranks over which a mixture's experts are dealt")
-    check: bool = Field(True, description="context above 1: compare with what one rank computes, at the start")
+    check: bool = Field(True, description="context or expert above 1: compare with one rank's work at the start")
     offload: bool = Field(False, description="sharded parameters, gradients, optimizer state rest in CPU memory")
     activation_checkpointing: bool = Field(False, description="compute activations again in the backward: less memory")
     compile: bool = Field(False, description="torch.compile of each block; the first steps take minutes")

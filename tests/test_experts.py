@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
@@ -12,7 +13,9 @@ import torch
 
 from learner.distributed import close_ranks, init_ranks
 from learner.model.policy import load_policy
+from learner.parallel.experts import check_experts
 from learner.weights.buckets import gathered
+from shared.learner_config import ParallelConfig
 from shared.vision import VisionSpec
 from tests.support.ranks.dealt import MODES, SAVED, resumed, state_of
 from tests.support.ranks.experts import CASES
@@ -20,12 +23,29 @@ from tests.support.ranks.weights import distance
 from tests.support.tiny import mixture_dir, tiny_model_dir
 
 pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Size:
+    """Stands for a dimension of a mesh of more ranks than there are."""
+
+    value: int
+
+    def size(self) -> int:
+        return self.value
+
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return mixture_dir(tiny_model_dir(tmp_path_factory.mktemp("dealt") / "dense", layers=3))
+def dense(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("dealt"), layers=3)
+
+
+@pytest.fixture(scope="module")
+def model(dense):
+    return mixture_dir(dense)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +77,28 @@ def test_the_busiest_ranks_share_of_the_tokens_is_measured(results):
     for metrics in results[4]["expert 4"]["metrics"]:
         assert 1.0 <= metrics["moe/max_rank_load"] <= metrics["moe/max_load"] <= 4.0
     assert "moe/max_rank_load" not in results[1]["one"]["metrics"][0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_check_at_the_start_names_where_dealt_experts_begin_to_differ(results, size):
+    fine, wrong = results[size]["check"]
+    assert fine == "" and "\n" not in wrong
+    assert "learner.parallel.context = 2 with learner.parallel.expert = 2 does not compute" in wrong
+    assert "the first difference is in the output of decoder layer 0, by" in wrong and "set both to 1" in wrong
+
+
+def test_sizes_that_do_not_fit_the_mixture_are_one_line(model, dense):
+    policy = load_policy(str(model), VisionSpec.load(model))
+    for expert, shards, said in (
+        (3, 1, r"learner.parallel.expert = 3 does not divide the model's 8 experts; set it to 2 or 4$"),
+        (2, 5, r"expert = 2 leaves 5 ranks to cut the 64 and 192 rows of an expert's matrices over"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_experts(policy.vlm, {"expert": Size(expert), "expert_shard": Size(shards)})
+    with pytest.raises(ValueError, match=r"expert = 2, but qwen3_vl has no experts; set it to 1"):
+        check_experts(load_policy(str(dense), VisionSpec.load(dense)).vlm, {"expert": Size(2), "expert_shard": Size(1)})
+    with pytest.raises(ValueError, match=r"expert = 2 does not divide the 1 ranks that share a copy .* set it to 1"):
+        init_ranks("cpu", parallel=ParallelConfig(expert=2))
 
 
 @pytest.mark.parametrize("size", [2, 4])

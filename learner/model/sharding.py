@@ -81,9 +81,10 @@ def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype, *, offload: bool = F
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     pinned = mesh.device_type == "cuda"
     place = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-    for stack in expert_stacks(policy.vlm) if ranks.experts is not None else ():
+    if ranks.experts is not None:
         cut = partial(fully_shard, mesh=sharding_mesh(ranks.experts), shard_placement_fn=lambda _: Shard(1))
-        cut(stack, mp_policy=precision, offload_policy=place)
+        for stack in expert_stacks(policy.vlm):
+            cut(stack, mp_policy=precision, offload_policy=place)
     for block in _blocks(policy):
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=place)
     whole = MixedPrecisionPolicy(cast_forward_inputs=False)

@@ -1,4 +1,4 @@
-"""At the start, where ranks share microbatches: does the model compute the same so as on each rank alone?
+"""At the start, where ranks share microbatches or experts: does the model compute the same so as on each rank alone?
 
 One small microbatch goes through the sharded model twice. What every decoder layer puts out and the gradient of every
 part are compared, and the run ends with the first of them that differs by more than rounding.
@@ -21,6 +21,7 @@ from learner.batch import Episode, Microbatch, pack
 from learner.distributed import Ranks, all_sum
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
+from learner.parallel.experts import EXPERT, gathered_experts
 from learner.weights.canary import image
 from shared.types import Image
 from shared.vision import expand, mrope_positions
@@ -38,27 +39,32 @@ class _Seen:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
-def check_context(policy: Policy, ranks: Ranks, max_tokens: int) -> None:
-    """A collective that changes nothing but gradients, which are None afterwards; nothing where a rank is alone.
+def check_shared(policy: Policy, ranks: Ranks, max_tokens: int) -> None:
+    """A collective that changes nothing but gradients, which are None afterwards; nothing where ranks share neither.
 
     `max_tokens`: of the microbatch, if that is less than MOST_TOKENS. ValueError naming where it begins if it differs.
     """
-    if ranks.context.size == 1:
+    settings = {
+        "context": ranks.context.size,
+        "expert": ranks.experts[EXPERT].size() if ranks.experts is not None else 1,
+    }
+    above = [f"learner.parallel.{name} = {size}" for name, size in settings.items() if size > 1]
+    if not above:
         return
     decoder = ImageDecoder(policy.spec)
     episodes = _episodes(policy, decoder, min(max_tokens, MOST_TOKENS))
     shared = pack(episodes, decoder, ranks.device, ranks.context)
-    assert shared.share is not None
     whole = pack(episodes, decoder, ranks.device)
-    expected = _seen(policy, whole, ranks.size, shared.share.places)
+    with gathered_experts(policy):
+        expected = _seen(policy, whole, ranks.size, shared.share.places if shared.share is not None else None)
     got = _seen(policy, shared, ranks.size // ranks.context.size, None)
     bound = NOISE[policy.dtype]
     for name, off in _distances(got, expected, ranks):
         if not off <= bound:
             raise ValueError(
-                f"learner.parallel.context = {ranks.context.size} does not compute what one rank does: the first "
-                f"difference is in {name}, by {off:.2g} of its norm where {policy.dtype} allows {bound:g}; set "
-                "learner.parallel.context = 1, or learner.parallel.check = false to go on regardless"
+                f"{' with '.join(above)} does not compute what one rank does: the first difference is in {name}, by "
+                f"{off:.2g} of its norm where {policy.dtype} allows {bound:g}; set "
+                f"{'both' if len(above) > 1 else 'it'} to 1, or learner.parallel.check = false to go on regardless"
             )
 
 

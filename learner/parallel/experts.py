@@ -62,7 +62,7 @@ def deal_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, p in list(stack.named_parameters(recurse=False)):
             dealt = distribute_tensor(p.detach(), mesh[EXPERT], [Shard(0)], src_data_rank=None)
             stack.register_parameter(name, nn.Parameter(dealt, requires_grad=p.requires_grad))
-        stack.forward = _Dealt(stack, mesh[EXPERT].get_group())  # type: ignore[method-assign, assignment]
+        stack.forward = _Dealt(stack, mesh[EXPERT].get_group())
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""What the check of shared microbatches says at the start: of what is right, and of two mistakes."""
+"""What the check of shared microbatches and experts says at the start: of what is right, and of mistakes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from learner.batch import Microbatch, pack
 from learner.distributed import Ranks
 from learner.model.policy import Policy
-from learner.parallel import check, collectives
+from learner.parallel import check, collectives, experts
+
+COMPUTED = experts._Dealt._computed
 
 
 def positions_of_the_whole(*args: Any) -> Microbatch:
@@ -27,19 +29,33 @@ def only_its_own(summed: Tensor, padded: Tensor, group: Any) -> None:
     summed.copy_(padded.chunk(group.size())[group.rank()])
 
 
-def said_by_the_check(policy: Policy, ranks: Ranks) -> list[str]:
+def neighbours(dealt: Any, stack: Any, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Dealt experts that take one another's rows."""
+    return COMPUTED(dealt, stack, rows, chosen if dealt.alone else (chosen + 1) % stack.num_experts, weights)
+
+
+def said(policy: Policy, ranks: Ranks) -> str:
     """Empty where nothing is wrong."""
+    try:
+        check.check_shared(policy, ranks, 200)
+    except ValueError as error:
+        return str(error)
+    return ""
 
-    def said() -> str:
-        try:
-            check.check_context(policy, ranks, 200)
-        except ValueError as error:
-            return str(error)
-        return ""
 
-    found = [said()]
+def said_by_the_check(policy: Policy, ranks: Ranks) -> list[str]:
+    """Of microbatches that are shared: rightly, with wrong positions, with gradients of its own tokens alone."""
+    found = [said(policy, ranks)]
     with patch.object(check, "pack", positions_of_the_whole):
-        found.append(said())
+        found.append(said(policy, ranks))
     with patch.object(collectives, "reduce_scatter", only_its_own):
-        found.append(said())
+        found.append(said(policy, ranks))
+    return found
+
+
+def said_of_experts(policy: Policy, ranks: Ranks) -> list[str]:
+    """Of experts that are dealt: rightly, and wrongly."""
+    found = [said(policy, ranks)]
+    with patch.object(experts._Dealt, "_computed", neighbours):
+        found.append(said(policy, ranks))
     return found
