@@ -69,10 +69,10 @@ def test_its_weights_have_the_dtype_that_engines_are_given(trainer, ranks, folde
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
 
 
-def test_a_checkpoint_whose_export_fails_stays_without_it(trainer, ranks, tmp_path, capfd):
+def test_a_checkpoint_whose_export_fails_stays_without_it(trainer, ranks, tmp_path, caplog):
     path = saved(trainer, ranks, tmp_path, recipe_of(tmp_path / "gone"))
     assert (path / "meta.json").exists() and not (path / "hf").exists()
-    assert "step_00000000 has no export: no config.json in" in capfd.readouterr().err
+    assert "step_00000000 has no export: no config.json in" in caplog.text
 
 
 @pytest.mark.parametrize("file_bytes", [1 << 30, 100_000])
