@@ -16,6 +16,7 @@ from learner.export import export_checkpoint, export_stored
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
 from shared.config import Recipe
+from shared.log import get_logger
 from shared.sections import EnvConfig, ModelConfig
 from tests.support.checkpoints import config
 from tests.support.tiny import load_model, tiny_model_dir
@@ -69,7 +70,8 @@ def test_its_weights_have_the_dtype_that_engines_are_given(trainer, ranks, folde
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
 
 
-def test_a_checkpoint_whose_export_fails_stays_without_it(trainer, ranks, tmp_path, caplog):
+def test_a_checkpoint_whose_export_fails_stays_without_it(trainer, ranks, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(get_logger("learner"), "propagate", True)
     path = saved(trainer, ranks, tmp_path, recipe_of(tmp_path / "gone"))
     assert (path / "meta.json").exists() and not (path / "hf").exists()
     assert "step_00000000 has no export: no config.json in" in caplog.text
