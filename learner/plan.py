@@ -18,6 +18,7 @@ from typing import Any
 from learner.model.duration import Speed, publication_time, step_time
 from learner.model.memory import FP32, Memory, Setting, host_memory, memory
 from learner.model.sizes import PUBLISHED, ModelSizes, find, sizes_of
+from learner.parallel.choice import choices
 from shared.config import Recipe, fail, load, recipe_parser
 
 DTYPE_BYTES = {"float32": FP32, "bfloat16": 2}
@@ -64,6 +65,7 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
         shard_size=parallel.shard_size,
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         context=parallel.context,
+        expert=parallel.expert,
         microbatch_tokens=max(parallel.microbatch_tokens, -(-recipe.model.max_context // parallel.context)),
         logits_bytes=0.1 * gpu_bytes,
         activation_checkpointing=parallel.activation_checkpointing,
@@ -154,10 +156,26 @@ def _host_cure(sizes: ModelSizes, setting: Setting, room: float) -> str:
     return "use more nodes, or fewer and shorter episodes a step"
 
 
+def meshes(name: str, sizes: ModelSizes, setting: Setting, longest: int, gpu_bytes: float, speed: Speed) -> str:
+    """The best few for a longest episode, and what plain FSDP would be."""
+    room = gpu_bytes * (1 - RESERVED_FRACTION)
+    found = choices(sizes, setting, longest, room, speed)
+    lines = [f"{name}: episodes of up to {longest} tokens on {setting.gpus} GPUs of {gpu_bytes / 1e9:.0f} GB"]
+    lines += [f"  {choice}" for choice in found[:BEST]] or ["  no mesh fits: use more GPUs, or offload"]
+    if plain := next((c for c in found[BEST:] if c.setting.context == c.setting.expert == 1), None):
+        lines.append(f"  with FSDP alone: {plain}")
+    elif not any(c.setting.context == c.setting.expert == 1 for c in found):
+        lines.append("  FSDP alone does not fit")
+    return "\n".join(lines)
+
+
+BEST = 3
 ASSUMED = {
     "tflops": "assumed of a GPU at most; an H100's in bfloat16",
     "mfu": "assumed share of it that a step makes use of",
     "gather": "GB a second, assumed of gathering shards",
+    "node": "GB a second, assumed that a GPU receives within its node",
+    "net": "GB a second, assumed that a GPU receives from other nodes",
     "wire": "GB a second, assumed from rank 0 to the engines",
 }
 
@@ -168,6 +186,7 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="", help=f"a folder, or {', '.join(PUBLISHED)}; left out: all of these")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--gpu-memory", type=float, default=141, help="of one GPU, in GB")
+    parser.add_argument("--longest", type=int, default=0, help="tokens of the longest episode: compare meshes for it")
     parser.add_argument("--host-memory", type=float, default=0, help="of one node, in GB; 0: not judged")
     for field in fields(Speed):
         parser.add_argument(f"--{field.name}", type=float, default=field.default, help=ASSUMED[field.name])
@@ -175,6 +194,7 @@ def options_parser() -> argparse.ArgumentParser:
     of_setting.add_argument("--shard-size", type=int, help="GPUs that share one copy; 0 = all")
     of_setting.add_argument("--dtype", choices=DTYPE_BYTES, help="of forward and backward; bfloat16")
     of_setting.add_argument("--context", type=int, help="GPUs that share each microbatch; 1")
+    of_setting.add_argument("--expert", type=int, help="GPUs over which a mixture's experts are dealt; 1")
     of_setting.add_argument("--microbatch-tokens", type=int, help="for each of its GPUs")
     of_setting.add_argument("--gpus-per-node", type=int, help="that share a host; 8")
     of_setting.add_argument("--episodes", type=int, help="of a step; a recipe's, or 128")
@@ -205,6 +225,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--shard-size {setting.shards} does not divide --gpus {setting.gpus}")
         if setting.context < 1 or setting.gpus % setting.context:
             raise ValueError(f"--context {setting.context} does not divide --gpus {setting.gpus}")
+        if setting.expert < 1 or setting.shards % setting.expert:
+            raise ValueError(f"--expert {setting.expert} does not divide the {setting.shards} GPUs of a copy")
         if (
             min(
                 setting.gpus_per_node,
@@ -216,6 +238,10 @@ def main(argv: list[str] | None = None) -> int:
         ):
             raise ValueError("--gpus-per-node, --episodes, --episode-tokens and what is assumed must be above 0")
         speed = Speed(**{field.name: getattr(options, field.name) for field in fields(Speed)})
+        if options.longest:
+            told = [meshes(name, find(name), setting, options.longest, gpu_bytes, speed) for name in names]
+            print("\n\n".join(told))
+            return 0
         judged = (gpu_bytes, options.host_memory * 1e9, speed)
         reports = [report(name, find(name), setting, *judged) for name in names]
     except ValueError as error:

@@ -17,6 +17,8 @@ class Speed:
     tflops: float = 989.0  # a second, of one GPU at most: an H100 or H200 in bfloat16
     mfu: float = 0.3  # the share of it that a step makes use of
     gather: float = 100.0  # GB a second, of shards to whole parameters
+    node: float = 350.0  # GB a second that a GPU receives from those of its node
+    net: float = 45.0  # and from those of others: nine tenths of a link of 400 Gb/s
     wire: float = 40.0  # GB a second, from rank 0 to all engines: four fifths of a link of 400 Gb/s
 
 

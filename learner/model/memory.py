@@ -19,6 +19,7 @@ class Setting:
     shard_size: int = 0  # ranks that share one copy; 0 = all
     dtype_bytes: int = 2  # of forward and backward
     context: int = 1  # ranks that share each microbatch
+    expert: int = 1  # ranks over which experts are dealt
     microbatch_tokens: int = 16384  # for each of its ranks
     visual_share: float = 0.5  # of the tokens, those of images
     sampled_share: float = 0.5  # of the tokens, those that are trained on
@@ -114,8 +115,9 @@ class _Shards:
 
 
 def _padding(sizes: ModelSizes, setting: Setting) -> float:
-    """How much more the fullest rank holds of the experts than its share: whole experts lie on a rank."""
-    if not sizes.num_experts:
+    """How much more the fullest rank holds of the experts than its share: whole experts lie on a rank, unless they are
+    dealt, and then cut evenly."""
+    if not sizes.num_experts or setting.expert > 1:
         return 1.0
     return -(-sizes.num_experts // setting.shards) * setting.shards / sizes.num_experts
 
@@ -127,6 +129,7 @@ def memory(sizes: ModelSizes, setting: Setting) -> Memory:
     rows = setting.microbatch_tokens * setting.sampled_share
     sparse = sizes.num_dense_layers < sizes.num_layers
     layer = sizes.layer_parameters(sparse=sparse) + sizes.layer_experts * (_padding(sizes, setting) - 1)
+    layer -= sizes.layer_experts * (1 - 1 / setting.expert) if sparse else 0  # of those that are dealt, its own alone
     rest = sizes.head_parameters * (1 if sizes.tied else 2) + sizes.projector_parameters  # all that is in no block
     # Copies of two neighbouring blocks and of the rest; the gradients of one block and of the rest.
     gathered = setting.dtype_bytes * (3 * layer + 2 * rest)

@@ -1,0 +1,89 @@
+"""Which mesh for a model, a context length and a number of GPUs: the fastest of those that fit, on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from learner.model.duration import Speed, step_time
+from learner.model.memory import Setting, memory
+from learner.model.sizes import ModelSizes
+from learner.model.traffic import Traffic, WireTime, traffic, wire_time
+
+MOST_CONTEXT = 32
+LEAST_MICROBATCH = 8192  # tokens a rank: with fewer its products are small
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One mesh: what a rank needs, what travels for a microbatch, and the seconds of a step."""
+
+    setting: Setting
+    bytes_of_rank: float
+    sent: Traffic
+    wire: WireTime  # of a microbatch
+    computing: float  # seconds of a step, of the ranks that have the longest episode if these take longer
+    seconds: float
+
+    def __str__(self) -> str:
+        s = self.setting
+        parts = [f"context {s.context}"] + ([f"expert {s.expert}"] if s.expert > 1 else [])
+        parts += [f"shard_size {s.shard_size}"] if s.shard_size else []
+        parts += [f"microbatch_tokens {s.microbatch_tokens}"]
+        parts += ["activation_checkpointing"] if s.activation_checkpointing else []
+        return (
+            f"{', '.join(parts)}: {self.seconds:.1f} s a step ({self.computing:.1f} computing), "
+            f"{self.bytes_of_rank / 1e9:.1f} GB a rank; a microbatch receives {self.sent.shards / 1e9:.0f} GB of "
+            f"shards, {self.sent.context / 1e9:.1f} of keys and values, {self.sent.experts / 1e9:.1f} of experts' rows"
+        )
+
+
+def choices(sizes: ModelSizes, setting: Setting, longest: int, room: float, speed: Speed) -> list[Choice]:
+    """Those that fit into `room` bytes, fastest first; among equals the one with less memory. `longest`: tokens of the
+    longest episode, which one microbatch has to hold. `setting` gives all that is not chosen."""
+    found = [judged(sizes, each, longest, speed) for each in _settings(sizes, setting, longest)]
+    return sorted((c for c in found if c.bytes_of_rank <= room), key=lambda c: (round(c.seconds, 2), c.bytes_of_rank))
+
+
+def judged(sizes: ModelSizes, setting: Setting, longest: int, speed: Speed) -> Choice:
+    alone = replace(setting, gpus=setting.context, episodes=1, episode_tokens=longest)
+    computing = max(step_time(sizes, each, speed).seconds for each in (setting, alone))
+    tokens = setting.episodes * setting.episode_tokens * setting.passes
+    count = ceil(tokens / (setting.gpus * setting.microbatch_tokens))  # microbatches of each group of ranks
+    sent = traffic(sizes, setting)
+    wire = wire_time(sent, setting, speed.node, speed.net)
+    seconds = count * wire.beside(computing / count)
+    return Choice(setting, memory(sizes, setting).total, sent, wire, computing, seconds)
+
+
+def _settings(sizes: ModelSizes, setting: Setting, longest: int) -> Iterator[Setting]:
+    node = setting.gpus_per_node
+    shard_sizes = {0} | ({node} if setting.gpus > node and setting.gpus % node == 0 else set())
+    for shard_size in sorted(shard_sizes):
+        shards = shard_size or setting.gpus
+        for context in (c for c in _powers(MOST_CONTEXT) if setting.gpus % c == 0):
+            for expert in _deals(sizes, shards):
+                tokens = max(ceil(longest / context), min(LEAST_MICROBATCH, setting.microbatch_tokens))
+                for again in (False, True):
+                    yield replace(
+                        setting,
+                        shard_size=shard_size,
+                        context=context,
+                        expert=expert,
+                        microbatch_tokens=tokens,
+                        activation_checkpointing=again,
+                    )
+
+
+def _deals(sizes: ModelSizes, shards: int) -> list[int]:
+    """Ranks over which experts can be dealt, and the rows of each cut over the rest."""
+    if not sizes.num_experts:
+        return [1]
+    fits = [e for e in _powers(shards) if shards % e == 0 and sizes.num_experts % e == 0]
+    rows = (2 * sizes.expert_size, sizes.hidden_size)
+    return [e for e in fits if e == 1 or not any(size % (shards // e) for size in rows)]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
