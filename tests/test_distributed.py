@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
 from learner.distributed import all_sum, barrier, close_ranks, init_ranks, store_of_attempt
-from tests.support.learner_ranks import places, take_place
+from tests.support.ranks.processes import places, take_place
 
 
 def store_of(monkeypatch: pytest.MonkeyPatch, port: int, rank: int, attempt: int, hosts: int = 1) -> Store:

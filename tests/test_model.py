@@ -40,7 +40,7 @@ def test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned(tmp_path, 
 def test_bfloat16_under_fsdp_stays_near_float32_and_keeps_float32_parameters(folder, spec, policy, ranks):
     trajectories = [random_trajectory(spec, seed) for seed in range(2)]
     half = load_policy(str(folder), spec)
-    shard(half, ranks.mesh, torch.bfloat16)
+    shard(half, ranks, torch.bfloat16)
     expected, got = (p(packed(p, trajectories), 1.0).logprobs for p in (policy, half))
     assert got.dtype == torch.float32 and (got - expected).abs().max() < 0.1
     config = learner_config(lr=1e-3)

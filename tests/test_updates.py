@@ -77,7 +77,9 @@ def test_minibatches_are_steps_on_parts_of_the_episodes(folder, spec, ranks, obj
         policy = load_policy(str(folder), spec)
         trainer = Trainer(policy, learner_config(objective=objective, minibatches=2, group_size=size), ranks)
         seen = []
-        trainer._pack = lambda chosen, pack=trainer._pack: seen.append([e.advantage for e in chosen]) or pack(chosen)
+        trainer.packer.pack = lambda chosen, pack=trainer.packer.pack: (
+            seen.append([e.advantage for e in chosen]) or pack(chosen)
+        )
         trainer.step(groups, version=0)
         whole = make_episodes(groups, ImageDecoder(spec), ObjectiveConfig(name=objective))
         assert seen == [[whole[i].advantage for i in part] for part in parts]
@@ -132,7 +134,9 @@ def logprobs_of(policy, trajectories) -> list[np.ndarray]:
 def seen_batches(trainer) -> list:
     """What the trainer packs from now on, in a list that grows."""
     found = []
-    trainer._pack = lambda chosen, pack=trainer._pack: found.append((chosen, batch := pack(chosen))) or batch
+    trainer.packer.pack = lambda chosen, pack=trainer.packer.pack: (
+        found.append((chosen, batch := pack(chosen))) or batch
+    )
     return found
 
 

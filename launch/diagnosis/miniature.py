@@ -138,6 +138,10 @@ def _learner(recipe: Recipe, changes: list[str]) -> dict[str, Any]:
     fields |= {"objective.overlong_tokens": 0, "objective.overlong_buffer": 0}
     fields |= {"publish.verify_every": 1, "checkpoint.in_background": False}
     fields |= {"parallel.shard_size": 0, "parallel.context": 1, "parallel.expert": 1}
+    shared = [name for name in ("context", "expert") if getattr(learner.parallel, name) > 1]
+    if shared:
+        named = " and ".join(f"learner.parallel.{name}" for name in shared)
+        changes.append(f"{named} = 1; a run checks what its ranks share when it starts")
     if learner.objective.overlong == "penalise":
         fields["objective.overlong"] = "train"
     if learner.parallel.compile:
