@@ -122,7 +122,7 @@ class _Dealt:
                 torch.cat((x, x.new_zeros(1, x.shape[1]))) for x in (rows_RD, chosen_RK, weights_RK)
             )
         out: Tensor = self.kind.forward(experts, rows_RD, chosen_RK, weights_RK)
-        return out[:count]
+        return out if count else out[:0].clone()  # FSDP wants no view
 
     def _experts(self, *, whole: bool) -> Any:
         """A stand-in for the stack that has this rank's experts, or all of them, as plain tensors through which

@@ -1,11 +1,11 @@
-"""A small Qwen2.5-VL goes through the whole loop with SGLang's real server, by a user's command: the embedded engine
-serves none of its family."""
+"""Small models of two families go through the whole loop with SGLang's real server, by a user's command."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from learner.export import export_checkpoint
@@ -15,14 +15,18 @@ from tests.support.runs import command, finished, metrics, places
 from tests.support.sglang_rig import START_S, TOLERANCE
 from tests.support.small.families import qwen25
 
+COLOURS = Path("launch/models/colour_tiny")
+MODELS = {"Qwen2.5-VL": qwen25, "Qwen3-VL": lambda _: COLOURS}
+
 
 def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_policy(str(folder), VisionSpec.load(folder)).vlm.named_parameters())
 
 
-def test_a_model_is_trained_published_evaluated_and_exported(tmp_path):
-    """Its preprocessor_config.json bounds images otherwise than the recipe, as those of the published models do."""
-    folder = qwen25(tmp_path / "model")
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_is_trained_published_evaluated_exported_and_resumed(family, tmp_path):
+    """The preprocessor_config.json of the Qwen2.5-VL bounds images otherwise than the recipe, as published ones do."""
+    folder = MODELS[family](tmp_path / "model")
     fields = {"model.path": folder, "engine.kind": "sglang", "engine.start_timeout_s": START_S}
     fields |= {"learner.total_steps": 2, "learner.groups_per_step": 4, "actor.groups": 4, "eval.samples": 4}
     fields |= {"learner.objective.name": "vtrace", "learner.objective.entropy_coef": 0.1}
@@ -39,3 +43,10 @@ def test_a_model_is_trained_published_evaluated_and_exported(tmp_path):
     before, after = parameters_of(folder), parameters_of(out)
     assert before.keys() == after.keys()
     assert [name for name in before if "language_model" in name and torch.equal(before[name], after[name])] == []
+    if family == "Qwen3-VL":
+        fields |= {"learner.total_steps": 3, "learner.resume": "auto"}
+        ended = finished(command("local", places(tmp_path, **fields)), timeout_s=START_S + 200)
+        assert json.loads(ended.stdout.splitlines()[-1])["optimizer_steps"] == 3
+        trained = [row for row in metrics(tmp_path) if "publish/engines" in row]
+        assert [row["step"] for row in trained] == [1, 2, 3] and trained[-1]["publish/canary_gap"] < TOLERANCE
+        assert trained[-1]["publish/unproven"] == 0
