@@ -5,8 +5,8 @@
 The model is a mixture made of launch/models/colour_tiny, which names colours by chance. First its play is recorded, and
 two ranks train on the recording with each of CUTS: on the same groups in the same order, so that loss, KL and gradient
 norm can be compared step by step. Then two ranks learn the task live with each of LIVE. OUT/reward_curves.png shows
-those runs. The last line is one JSON object: the largest relative difference from plain FSDP by cut and metric, and
-success on held-out samples before and after by live run.
+those runs. The last line is one JSON object: the largest difference of a step from plain FSDP by cut and metric, as it
+is and over the metric's root mean square, and success on held-out samples before and after by live run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> int:
     return 0
 
 
-def recorded(out: Path, model: dict[str, Path], steps: int) -> dict[str, dict[str, float]]:
+def recorded(out: Path, model: dict[str, Path], steps: int) -> dict[str, dict[str, tuple[float, float]]]:
     length = {"learner.total_steps": steps, **model}
     finished([*command("actors", places(out, **length)), "--record", str(out / "groups")], LIMIT_S)
     rows: dict[str, list[dict[str, float]]] = {}
@@ -71,10 +71,11 @@ def recorded(out: Path, model: dict[str, Path], steps: int) -> dict[str, dict[st
     return {name: {key: farthest(rows[name], rows["FSDP"], key) for key in COMPARED} for name in CUTS if name != "FSDP"}
 
 
-def farthest(rows: Sequence[dict[str, float]], plain: Sequence[dict[str, float]], key: str) -> float:
-    """The largest difference of a step, over the metric's root mean square in the plain run."""
+def farthest(rows: Sequence[dict[str, float]], plain: Sequence[dict[str, float]], key: str) -> tuple[float, float]:
+    """The largest difference of a step, as it is and over the metric's root mean square in the plain run."""
     size = (sum(row[key] ** 2 for row in plain) / len(plain)) ** 0.5
-    return max(abs(row[key] - other[key]) for row, other in zip(rows, plain, strict=True)) / size
+    most = max(abs(row[key] - other[key]) for row, other in zip(rows, plain, strict=True))
+    return most, most / size
 
 
 def learned(out: Path, name: str, model: dict[str, Path]) -> dict[str, float]:
