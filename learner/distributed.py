@@ -97,12 +97,16 @@ def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, parallel: Para
 def check_divides(setting: str, value: int, size: int, which: str = "") -> None:
     """ValueError, with the next values that do, if one of learner.parallel does not divide the number of ranks."""
     if size % value:
-        fitting = [n for n in range(1, size + 1) if size % n == 0]
-        near = [n for n in fitting if n < value][-1:] + [n for n in fitting if n > value][:1]
         raise ValueError(
             f"learner.parallel.{setting} = {value} does not divide the {size} ranks{' ' * bool(which)}{which}; "
-            f"set it to {' or '.join(map(str, near))}"
+            f"set it to {next_divisors(value, size)}"
         )
+
+
+def next_divisors(value: int, of: int) -> str:
+    """The nearest numbers below and above `value` that divide, in words."""
+    fitting = [n for n in range(1, of + 1) if of % n == 0]
+    return " or ".join(map(str, [n for n in fitting if n < value][-1:] + [n for n in fitting if n > value][:1]))
 
 
 def make_context(rank: int, size: int, context: int, timeout: timedelta) -> Context:

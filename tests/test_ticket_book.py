@@ -20,6 +20,11 @@ def test_tickets_are_issued_up_to_the_bound_and_again_after_a_publication() -> N
     assert adds_up(book)
 
 
+def test_every_ticket_has_a_seed_of_its_own_the_first_too() -> None:
+    seeds = [t.seed for t in issue_all(make_book(groups_per_version=4, max_staleness=1))]
+    assert len(set(seeds)) == 8 and min(seeds) > 0  # 0 would leave its episodes to the engine's chance
+
+
 def test_nothing_is_issued_beyond_what_the_run_trains_on() -> None:
     assert len(issue_all(make_book(total_groups=5))) == 5
 
@@ -127,7 +132,7 @@ def test_evaluation_tickets_come_first_are_never_trained_and_return_in_order() -
     book.evaluations.start("before", [samples.sample(i) for i in range(3)], Sampling(temperature=0), 1, 0)
     tickets = [book.issue("a") for _ in range(3)]
     assert [t.evaluation for t in tickets if t] == ["before"] * 3
-    assert [t.seed for t in tickets if t] == [0, 1, 2]
+    assert [t.seed for t in tickets if t] == [1, 2, 3]
     assert book.evaluations.result("before") is None
     for ticket in reversed(tickets):
         assert ticket is not None

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from learner.distributed import next_divisors
+
 EXPERT, EXPERT_SHARD, REPLICATE = "expert", "expert_shard", "replicate"
 """Dimensions of the experts' mesh: experts are dealt over the first, and the rows of each are cut over the second."""
 
@@ -41,11 +43,9 @@ def check_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         )
     count = _count(stacks[0])
     if count % expert:
-        fitting = [n for n in range(1, count + 1) if count % n == 0]
-        near = [n for n in fitting if n < expert][-1:] + [n for n in fitting if n > expert][:1]
         raise ValueError(
             f"learner.parallel.expert = {expert} does not divide the model's {count} experts; "
-            f"set it to {' or '.join(map(str, near))}"
+            f"set it to {next_divisors(expert, count)}"
         )
     rows = sorted({p.shape[1] for stack in stacks for p in stack.parameters(recurse=False)})
     if any(size % shards for size in rows):

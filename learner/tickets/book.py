@@ -116,7 +116,7 @@ class TicketBook:
             version=version,
             sampling=s.sampling,
             lease_s=s.lease_s,
-            seed=(s.seed * 1_000_003 + number) % 2**31,
+            seed=1 + (s.seed * 1_000_003 + number) % (2**31 - 1),  # 0 would be none
         )
         state = self._open[number] = TicketState(ticket, number)
         self._open_by_version[version] += 1

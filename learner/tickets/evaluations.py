@@ -54,13 +54,15 @@ class Evaluations:
     def start(
         self, name: str, samples: Sequence[Sample], sampling: Sampling, group_size: int, version: PolicyVersion
     ) -> None:
-        """Queues one ticket for each sample; the i-th has seed i. ValueError: name in use."""
+        """Queues one ticket for each sample; the i-th has seed i + 1. ValueError: name in use."""
         if not name or name in self._running:
             raise ValueError(f"evaluation {name!r} is running already (or has no name); give each one its own name")
         opened: dict[str, TicketState] = {}
         for i, sample in enumerate(samples):
             ticket_id = f"{name}/{i}-{self._nonce}"
-            ticket = Ticket(ticket_id, sample, group_size, version, sampling, self._lease_s, evaluation=name, seed=i)
+            ticket = Ticket(
+                ticket_id, sample, group_size, version, sampling, self._lease_s, evaluation=name, seed=i + 1
+            )
             opened[ticket_id] = TicketState(ticket, i)
         self._running[name] = Evaluation(opened)
         self._leases.add(opened.values())
