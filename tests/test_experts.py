@@ -65,9 +65,11 @@ def test_a_layer_of_dealt_experts_gives_the_outputs_and_gradients_of_a_whole_one
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dealt_experts_are_trained_as_on_one_rank(results, mode):
-    got, expected = results[MODES[mode][0]][mode], results[1]["one"]
+    """Muon rounds gradients to bfloat16: two that differ by 1e-7 may round to neighbours, 4e-3 apart."""
+    muon = "Muon" in mode
+    got, expected = results[MODES[mode][0]][mode], results[1]["Muon" if muon else "one"]
     assert distance(got["gradients"], expected["gradients"]) < 1e-6
-    assert distance(got["weights"], expected["weights"]) < 1e-6
+    assert distance(got["weights"], expected["weights"]) < (1e-4 if muon else 1e-6)
     for one, more in zip(expected["metrics"], got["metrics"], strict=True):
         names = [n for n in one if not n.startswith(("time/", "speed/")) and n != "batch/microbatches"]
         assert {n: more[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=2e-3, abs=1e-5)

@@ -32,6 +32,7 @@ MODES: dict[str, tuple[int, str, dict[str, Any]]] = {  # (ranks, case, settings)
     "context": (2, "vtrace", {"context": 2}),
     "context_frozen": (2, "frozen", {"context": 2}),
     "context_experts": (2, "experts", {"context": 2}),
+    "context_muon": (2, "muon", {"context": 2}),
     "context_updates": (2, "updates", {"context": 2, "shard_size": 1}),
     "context_4": (4, "frozen", {"context": 4}),
     "context_2_groups": (4, "experts", {"context": 2}),

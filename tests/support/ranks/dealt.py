@@ -32,6 +32,7 @@ NUM_GROUPS = 2
 SETTINGS: dict[str, Any] = {"activation_checkpointing": True}
 MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to be as one rank
     "expert 2": (2, {"expert": 2}),
+    "expert 2, Muon": (2, {"expert": 2, "optimizer": "muon"}),
     "expert 2, offloaded": (2, {"expert": 2, "offload": True}),
     "expert 2 and context 2": (2, {"expert": 2, "context": 2}),
     "expert 4": (4, {"expert": 4}),
@@ -79,6 +80,7 @@ def compute(model: str, out: Path) -> None:
     if ranks.size == 1:
         trainer, result["one"] = run(model, ranks, SETTINGS, NUM_GROUPS)
         result |= {"path": save(trainer, ranks, out / "of_one"), "state": state_of(trainer)}
+        _, result["Muon"] = run(model, ranks, SETTINGS | {"optimizer": "muon"}, NUM_GROUPS)
     else:
         result["layer"] = layer_alone(ranks)
         result["loaded"] = loaded(model, ranks, learner_config(expert=2))
