@@ -49,6 +49,8 @@ def test_a_file_that_is_no_group_is_named(groups, tmp_path):
 def test_actors_record_without_a_learner_and_a_learner_trains_on_it_without_actors(tmp_path):
     folder = tmp_path / "recorded"
     small = [
+        "--run.seed",
+        "1",
         "--learner.optimizer.lr",
         "1e-9",
         "--learner.groups_per_step",
