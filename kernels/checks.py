@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_shapes(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> None:
@@ -21,7 +21,7 @@ def check_shapes(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> None
         raise ValueError(f"weight {list(weight_VH.shape)} is empty: give [V, H] of at least one token")
     if hidden_NH.dtype not in DTYPES or hidden_NH.dtype != weight_VH.dtype:
         raise ValueError(
-            f"hidden is {hidden_NH.dtype} and weight {weight_VH.dtype}: both must be one of float32, bfloat16, float16"
+            f"hidden is {hidden_NH.dtype} and weight {weight_VH.dtype}: both must be one of float32, bfloat16"
         )
     if hidden_NH.device != weight_VH.device:
         raise ValueError(f"hidden is on {hidden_NH.device} and weight on {weight_VH.device}: put both on one device")

@@ -1,6 +1,6 @@
 """The three matrix products of the fused log-probability, each with fp32 accumulation, on CPU and GPU.
 
-On a CPU all operands are float32; on a GPU the operands may be narrower, results and sums are float32.
+Each is written where its result belongs. On a CPU all operands are float32; on a GPU they may be narrower.
 Shape suffixes: R rows, C vocabulary columns, H hidden size.
 """
 
@@ -28,43 +28,58 @@ class Operand:
         return [piece.contiguous() for piece in self.whole.split(PIECE, 1)]
 
 
-def _sum_of_products(pairs: Iterable[tuple[Tensor, Tensor]], total: Tensor | None = None) -> Tensor:
-    """`total + sum of a @ b.T`. Both are contiguous or transposes of such: oneDNN crawls on other strides."""
-    for a, b in pairs:
-        part = product(a, b)
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    return total
+def widened(x: Tensor) -> Tensor:
+    """A CPU has no product of half-precision operands with a float32 result: there they are widened."""
+    return x if x.is_cuda else x.float()
 
 
-def logits_tile(x_RH: Operand, w_CH: Operand) -> Tensor:
-    """`x @ w.T` in float32. On some CPUs oneDNN is up to twice as fast as torch.mm, and never much slower."""
+def logits_tile(x_RH: Operand, w_CH: Operand, out_RC: Tensor) -> None:
+    """`out = x @ w.T` in float32. On some CPUs oneDNN is up to twice as fast as torch.mm, and never much slower."""
     if fits_onednn(x_RH.whole):
-        return _sum_of_products(zip(x_RH.pieces, w_CH.pieces, strict=True))
-    if x_RH.whole.dtype == torch.float32:
-        return torch.mm(x_RH.whole, w_CH.whole.t())
-    return torch.mm(x_RH.whole, w_CH.whole.t(), out_dtype=torch.float32)
+        _add_products(out_RC, zip(x_RH.pieces, w_CH.pieces, strict=True), new=True)
+    else:
+        _add_product(out_RC, x_RH.whole, w_CH.whole.t(), new=True)
 
 
-def add_hidden_grad(total_RH: Tensor, dlogits_RC: Tensor, w_CH: Operand) -> None:
-    """`total += dlogits @ w`, total in float32."""
+def add_hidden_grad(total_RH: Tensor, dlogits_RC: Tensor, w_CH: Operand, *, new: bool) -> None:
+    """`total += dlogits @ w`, total in float32; `new`: whatever lies there is overwritten."""
     if fits_onednn(dlogits_RC):
         columns = (piece.contiguous() for piece in dlogits_RC.split(PIECE, 1))
-        _sum_of_products(((d, w.t()) for d, w in zip(columns, w_CH.whole.split(PIECE), strict=True)), total_RH)
-    elif dlogits_RC.dtype == torch.float32:
-        total_RH.addmm_(dlogits_RC, w_CH.whole)
+        pairs = ((d, w.t()) for d, w in zip(columns, w_CH.whole.split(PIECE), strict=True))
+        _add_products(total_RH, pairs, new=new)
     else:
-        torch.ops.aten.addmm.dtype_out(total_RH, dlogits_RC, w_CH.whole, torch.float32, out=total_RH)
+        _add_product(total_RH, dlogits_RC, w_CH.whole, new=new)
 
 
-def weight_grad(dlogits_RC: Tensor, x_RH: Operand, total_CH: Tensor | None, *, only: bool) -> Tensor:
-    """`dlogits.T @ x + total` in float32, or in the operands' dtype when this product is the `only` one of its sum."""
-    d_CR, x = dlogits_RC.t(), x_RH.whole
-    if fits_onednn(x):
-        pairs = zip(dlogits_RC.split(PIECE), x.split(PIECE), strict=True)
-        return _sum_of_products(((d.t(), part.t()) for d, part in pairs), total_CH)
-    if x.dtype == torch.float32:
-        return torch.mm(d_CR, x) if total_CH is None else total_CH.addmm_(d_CR, x)
-    if total_CH is None:
-        return torch.mm(d_CR, x) if only else torch.mm(d_CR, x, out_dtype=torch.float32)
-    return torch.ops.aten.addmm.dtype_out(total_CH, d_CR, x, torch.float32, out=total_CH)
+def add_weight_grad(total_CH: Tensor, dlogits_RC: Tensor, x_RH: Operand, *, new: bool) -> None:
+    """`total += dlogits.T @ x`, total in float32; `new`: whatever lies there is overwritten, and `total` may have the
+    operands' dtype."""
+    if fits_onednn(x_RH.whole):
+        pairs = zip(dlogits_RC.split(PIECE), x_RH.whole.split(PIECE), strict=True)
+        _add_products(total_CH, ((d.t(), part.t()) for d, part in pairs), new=new)
+    else:
+        _add_product(total_CH, dlogits_RC.t(), x_RH.whole, new=new)
+
+
+def _add_products(total: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], *, new: bool) -> None:
+    """`total += sum of a @ b.T`. Both are contiguous or transposes of such: oneDNN crawls on other strides."""
+    for a, b in pairs:
+        part = product(a, b)
+        if new:
+            total.copy_(part)
+        else:
+            total.add_(part)
+        new = False
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, new: bool) -> None:
+    """`total += a @ b`, without a copy or a conversion of the result."""
+    if total.dtype == a.dtype:
+        if new:
+            torch.mm(a, b, out=total)
+        else:
+            total.addmm_(a, b)
+    elif new:
+        torch.ops.aten.mm.dtype_out(a, b, total.dtype, out=total)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)

@@ -5,7 +5,7 @@ Suffix: R rows. The statistics are relative to the running maximum, so that logi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ class RowStats:
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> RowStats:
-        zeros = torch.zeros((3, num_rows), device=device)
-        return cls(torch.full((num_rows,), FLOOR, device=device), zeros[0], zeros[1], zeros[2])
+        zeros = [torch.zeros(num_rows, device=device) for _ in range(3)]
+        return cls(torch.full((num_rows,), FLOOR, device=device), *zeros)
 
     def rows(self, rows: slice) -> RowStats:
         """A view of some rows: folding into it folds into this."""
@@ -41,17 +41,47 @@ class RowStats:
 
 @dataclass(frozen=True, slots=True)
 class RowGrads:
-    """What a row needs to write its logits' gradient, float32 [R] each, `log_sum` float64."""
+    """What a row needs to write its logits' gradient, float32 [R] each.
+
+    With `z` as in `RowStats`, the gradient is `exp(z) * (slope - entropy_slope * z)`, and `at_target` at the target.
+    """
 
     largest: Tensor
-    log_sum: Tensor
-    entropy: Tensor
-    grad_logprob: Tensor
-    grad_entropy: Tensor | None
+    slope: Tensor
+    entropy_slope: Tensor | None  # None = 0: the entropy has no gradient
+    at_target: Tensor  # in full precision: 1 - p of a likely token has few digits left
 
-    def rows(self, rows: slice) -> RowGrads:
-        """A view of some rows."""
-        grad_entropy = None if self.grad_entropy is None else self.grad_entropy[rows]
-        return RowGrads(
-            self.largest[rows], self.log_sum[rows], self.entropy[rows], self.grad_logprob[rows], grad_entropy
-        )
+    @classmethod
+    def of(
+        cls,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor],
+        grad_logprob: Tensor,
+        grad_entropy: Tensor | None,
+        temperature: float,
+    ) -> RowGrads:
+        """`saved`: largest, log_sum (float64), entropy, target_logit; the upstream gradients [R]."""
+        largest, log_sum, entropy, target_logit = saved
+        scale = (-log_sum).exp() / temperature  # float64, as all that follows
+        slope, z = grad_logprob.double(), (target_logit.double() - largest) / temperature
+        entropy_slope = None
+        if grad_entropy is not None:
+            slope = slope + grad_entropy * (entropy - log_sum)
+            entropy_slope = grad_entropy * scale
+        slope = -slope * scale
+        at_target = slope if entropy_slope is None else slope - entropy_slope * z
+        at_target = z.exp() * at_target + grad_logprob.double() / temperature
+        return cls(largest, slope.float(), None if entropy_slope is None else entropy_slope.float(), at_target.float())
+
+    def rows(self, rows: slice | Tensor) -> RowGrads:
+        """A view of some rows; a copy of those that a tensor names."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return RowGrads(*(None if value is None else value[rows] for value in values))
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One tile of a walk, [R, C]: float32 logits, or what a forward kept of them in half the memory."""
+
+    values: Tensor  # logits; or, in bfloat16, exp((logit - largest) / temperature)
+    banned: bool  # whether it has columns of banned tokens, whose logits are -inf
+    largest: Tensor | None = None  # float32 [R], of the tile's logits, where `values` are exponentials

@@ -10,7 +10,7 @@ import os
 import torch
 from torch import Tensor
 
-from kernels.row_records import RowGrads, RowStats
+from kernels.row_records import RowGrads, RowStats, Tile
 
 BLOCK_ELEMENTS = 1 << 18  # the element-wise passes of the CPU stay within its second-level cache
 EXP_IS_ZERO = -1.0e4  # exp of this is 0 in float32
@@ -22,18 +22,19 @@ def use_triton(tensor: Tensor) -> bool:
 
 
 def fold(
-    tile_RC: Tensor, first_column: int, stats: RowStats, target_R: Tensor, temperature: float, banned: bool
+    tile: Tile, first_column: int, stats: RowStats, target_R: Tensor, temperature: float, kept: Tile | None = None
 ) -> None:
-    """Fold one tile into the running statistics; `banned` says that the tile holds -inf."""
-    if use_triton(tile_RC):
+    """Fold one tile of logits into the running statistics; write the exponentials of its logits to `kept`, if any."""
+    if use_triton(tile.values):
         from kernels import rows_triton
 
-        rows_triton.fold(tile_RC, first_column, stats, target_R, temperature)
+        rows_triton.fold(tile, first_column, stats, target_R, temperature, kept)
         return
-    step = max(1, BLOCK_ELEMENTS // tile_RC.shape[1])
-    for start in range(0, tile_RC.shape[0], step):
+    assert kept is None, "a CPU keeps logits"
+    step = max(1, BLOCK_ELEMENTS // tile.values.shape[1])
+    for start in range(0, tile.values.shape[0], step):
         rows = slice(start, start + step)
-        _fold_block(tile_RC[rows], first_column, stats.rows(rows), target_R[rows], temperature, banned)
+        _fold_block(tile.values[rows], first_column, stats.rows(rows), target_R[rows], temperature, tile.banned)
 
 
 def _fold_block(
@@ -53,54 +54,57 @@ def _fold_block(
     stats.sum_exp_z.add_(stats.sum_exp * shift).mul_(scale).add_(z.mul_(e).sum(1))
     stats.sum_exp.mul_(scale).add_(e.sum(1))
     stats.largest.copy_(largest)
+    column, inside = _columns_of(target, first_column, x)
+    stats.target_logit.copy_(torch.where(inside, x.gather(1, column)[:, 0], stats.target_logit))
+
+
+def _columns_of(target: Tensor, first_column: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(each row's target as a column of the tile x, [R, 1], whether it is one)."""
     column = target - first_column
-    inside = (column >= 0) & (column < x.shape[1])
-    picked = x.gather(1, column.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
-    stats.target_logit.copy_(torch.where(inside, picked, stats.target_logit))
+    return column.clamp(0, x.shape[1] - 1)[:, None], (column >= 0) & (column < x.shape[1])
 
 
-def grad_in_place(
-    tile_RC: Tensor,
+def write_grad(
+    tile: Tile,
     first_column: int,
     grads: RowGrads,
     target_R: Tensor,
     temperature: float,
-    banned: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Overwrite a tile of logits by its gradient, and return it: as `dtype` on a GPU, in float32 on a CPU."""
-    if use_triton(tile_RC):
+    out_RC: Tensor,
+    source_R: Tensor | None = None,
+) -> None:
+    """The gradient of a tile's logits -> `out`, which may be the tile itself if their dtypes are of one size.
+
+    source: which rows of the tile are meant, int64, one for each row of all that is given beside it; then `out` lies
+    apart. On a CPU `out` is float32.
+    """
+    if use_triton(tile.values):
         from kernels import rows_triton
 
-        return rows_triton.grad_in_place(tile_RC, first_column, grads, target_R, temperature, dtype)
-    step = max(1, BLOCK_ELEMENTS // tile_RC.shape[1])
-    for start in range(0, tile_RC.shape[0], step):
+        rows_triton.write_grad(tile, first_column, grads, target_R, temperature, out_RC, source_R)
+        return
+    assert tile.largest is None, "a CPU keeps logits"
+    if source_R is not None:
+        torch.index_select(tile.values, 0, source_R, out=out_RC)
+    x_RC = tile.values if source_R is None else out_RC
+    step = max(1, BLOCK_ELEMENTS // out_RC.shape[1])
+    for start in range(0, out_RC.shape[0], step):
         rows = slice(start, start + step)
-        _grad_block(tile_RC[rows], first_column, grads.rows(rows), target_R[rows], temperature, banned)
-    return tile_RC
+        out_RC[rows] = _grad_block(x_RC[rows], first_column, grads.rows(rows), target_R[rows], temperature, tile.banned)
 
 
 def _grad_block(
     x: Tensor, first_column: int, grads: RowGrads, target: Tensor, temperature: float, banned: bool
-) -> None:
+) -> Tensor:
     z = x - grads.largest[:, None]
-    g, h = grads.grad_logprob, grads.grad_entropy
     if temperature != 1.0:
         z.div_(temperature)
-        g = g / temperature
-        h = None if h is None else h / temperature
-    log_sum = grads.log_sum.float()
-    unrounded = (log_sum.double() - grads.log_sum).exp().float()  # what the rounding of log_sum did to each p
-    z.sub_(log_sum[:, None])
     if banned:
         z.clamp_(min=EXP_IS_ZERO)
-    if h is None:
-        d = z.exp_().mul_((-g * unrounded)[:, None])
+    if grads.entropy_slope is None:
+        d = z.exp_().mul_(grads.slope[:, None])
     else:
-        p = z.exp().mul_(unrounded[:, None])
-        offset = -(g + h * grads.entropy)
-        d = torch.addcmul(offset[:, None], z, h[:, None], value=-1).mul_(p)
-    column = target - first_column
-    inside = (column >= 0) & (column < x.shape[1])
-    d.scatter_add_(1, column.clamp(0, x.shape[1] - 1)[:, None], (g * inside)[:, None])
-    x.copy_(d)
+        e = z.exp()
+        d = torch.addcmul(grads.slope[:, None], z, grads.entropy_slope[:, None], value=-1).mul_(e)
+    column, inside = _columns_of(target, first_column, x)
+    return d.scatter_(1, column, torch.where(inside, grads.at_target, d.gather(1, column)[:, 0])[:, None])

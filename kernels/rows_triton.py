@@ -1,9 +1,11 @@
-"""The row functions of `kernels.rows` as Triton kernels: one row at a time per program, programs stay for many rows.
+"""The row functions of `kernels.rows` as Triton kernels: a program per row.
 
-Rows are addressed in 64 bits (a tile may pass 2^31 elements), columns are read in blocks with a masked tail.
+Rows are addressed in 64 bits (a tile may pass 2^31 elements), columns are read in blocks with a masked tail. Rows that
+start at multiples of 16 columns are read four logits at a time. Whatever differs from call to call (how many rows,
+where vectors of one number per row lie in memory) is not compiled in: one vocabulary needs each kernel once or twice.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 from __future__ import annotations
 
 import torch
@@ -11,114 +13,148 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.row_records import RowGrads, RowStats
+from kernels.row_records import FLOOR, RowGrads, RowStats, Tile
 
-PROGRAMS_PER_PROCESSOR = 4
-PROGRAMS_IN_INTERPRETER = 3  # fewer than rows, so that programs do stay for several
+BLOCK, WARPS = 1024, 4
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LEAST = tl.constexpr(FLOOR)
+PER_ROW = (
+    "tile_largest_ptr", "target_ptr", "largest_ptr", "sum_exp_ptr", "sum_exp_z_ptr", "target_logit_ptr", "source_ptr",
+    "slope_ptr", "entropy_slope_ptr", "at_target_ptr",
+)  # fmt: skip
+
+
+def _jit(function):
+    """Compiled for neither a first column nor the alignment of the vectors of numbers per row."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(
+        function,
+        do_not_specialize=[name for name in names if name == "first_column"],
+        do_not_specialize_on_alignment=[name for name in names if name in PER_ROW],
+    )
 
 
 @triton.jit
+def _bounded(z):
+    """Within +-1e4, whose exponentials are 0 and infinite; NaN stays NaN, so that it reaches the results."""
+    z = tl.where(z < -1.0e4, -1.0e4, z)
+    return tl.where(z > 1.0e4, 1.0e4, z)
+
+
+@_jit
 def _fold(
-    x_ptr, x_stride, target_ptr, inverse, largest_ptr, sum_exp_ptr, sum_exp_z_ptr, target_logit_ptr,
-    num_rows, num_columns, first_column, BLOCK: tl.constexpr,
+    x_ptr, x_stride, kept_ptr, kept_stride, tile_largest_ptr, target_ptr, inverse, largest_ptr, sum_exp_ptr,
+    sum_exp_z_ptr, target_logit_ptr, num_columns, first_column, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Every lane keeps a maximum, a sum and a weighted sum of its own, of powers of 2; they meet at the row's end."""
     row = tl.program_id(0).to(tl.int64)
-    while row < num_rows:
-        largest = tl.load(largest_ptr + row)
-        sum_exp = tl.load(sum_exp_ptr + row)
-        sum_exp_z = tl.load(sum_exp_z_ptr + row)
+    x_ptr += row * x_stride
+    column = tl.load(target_ptr + row) - first_column
+    has_target = (column >= 0) & (column < num_columns)
+    target_logit = tl.load(x_ptr + column, mask=has_target, other=0.0)
+    scale = inverse * LOG2E
+    top = tl.full((BLOCK,), LEAST, tl.float32)
+    sum_exp = tl.zeros((BLOCK,), tl.float32)
+    sum_exp_z = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + columns, mask=columns < num_columns, other=float("-inf"))
+        z = _bounded((x - top) * scale)
+        e = tl.exp2(-tl.abs(z))  # of what is new, or of how far the old has fallen behind: one exponential for both
+        rises = z > 0
+        sum_exp_z = tl.where(rises, (sum_exp_z - sum_exp * z) * e, sum_exp_z + e * z)
+        sum_exp = tl.where(rises, sum_exp * e + 1.0, sum_exp + e)
+        top = tl.where(rises, x, top)
+    tile_largest = tl.max(top, axis=0)
+    old_largest = tl.load(largest_ptr + row)
+    largest = tl.maximum(old_largest, tile_largest)
+    z = _bounded((top - largest) * scale)
+    e = tl.exp2(z)
+    old_z = _bounded((old_largest - largest) * scale)
+    old_e = tl.exp2(old_z)
+    old_sum = tl.load(sum_exp_ptr + row)
+    old_sum_z = (tl.load(sum_exp_z_ptr + row) + old_sum * old_z * LN2) * old_e
+    tl.store(sum_exp_z_ptr + row, old_sum_z + LN2 * tl.sum((sum_exp_z + sum_exp * z) * e, axis=0))
+    tl.store(sum_exp_ptr + row, old_sum * old_e + tl.sum(sum_exp * e, axis=0))
+    tl.store(largest_ptr + row, largest)
+    if has_target:
+        tl.store(target_logit_ptr + row, target_logit)
+    if kept_ptr is not None:  # the row is read again, from a cache
+        tl.store(tile_largest_ptr + row, tile_largest)
+        kept_ptr += row * kept_stride
         for start in range(0, num_columns, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + row * x_stride + columns, mask=columns < num_columns, other=float("-inf"))
-            x = x.to(tl.float32)
-            new_largest = tl.maximum(largest, tl.max(x, axis=0))
-            shift = tl.maximum((largest - new_largest) * inverse, -1.0e4)
-            z = (x - new_largest) * inverse
-            e = tl.exp(z)
-            scale = tl.exp(shift)
-            sum_exp_z = (sum_exp_z + sum_exp * shift) * scale + tl.sum(tl.where(x == float("-inf"), 0.0, e * z), axis=0)
-            sum_exp = sum_exp * scale + tl.sum(e, axis=0)
-            largest = new_largest
-        tl.store(largest_ptr + row, largest)
-        tl.store(sum_exp_ptr + row, sum_exp)
-        tl.store(sum_exp_z_ptr + row, sum_exp_z)
-        column = tl.load(target_ptr + row) - first_column
-        if (column >= 0) & (column < num_columns):
-            tl.store(target_logit_ptr + row, tl.load(x_ptr + row * x_stride + column).to(tl.float32))
-        row += tl.num_programs(0)
+            x = tl.load(x_ptr + columns, mask=columns < num_columns, other=float("-inf"))
+            e = tl.exp2((x - tile_largest) * scale)
+            tl.store(kept_ptr + columns, e.to(kept_ptr.dtype.element_ty), mask=columns < num_columns)
 
 
-@triton.jit
+@_jit
 def _grad(
-    x_ptr, x_stride, out_ptr, out_stride, target_ptr, inverse, largest_ptr, log_sum_ptr, entropy_ptr,
-    grad_logprob_ptr, grad_entropy_ptr, num_rows, num_columns, first_column,
-    HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, x_stride, source_ptr, tile_largest_ptr, out_ptr, out_stride, target_ptr, inverse, largest_ptr, slope_ptr,
+    entropy_slope_ptr, at_target_ptr, num_columns, first_column, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """`x` holds logits, or where `tile_largest` is given what `_fold` has kept of them."""
     row = tl.program_id(0).to(tl.int64)
-    while row < num_rows:
-        largest = tl.load(largest_ptr + row)
-        log_sum = tl.load(log_sum_ptr + row)
-        g = tl.load(grad_logprob_ptr + row) * inverse
-        column = tl.load(target_ptr + row) - first_column
-        for start in range(0, num_columns, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = columns < num_columns
-            x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            logp = (x - largest) * inverse - log_sum
-            slope = g
-            if HAS_ENTROPY:
-                h = tl.load(grad_entropy_ptr + row) * inverse
-                slope = g + h * (logp + tl.load(entropy_ptr + row))
-            d = tl.where(x == float("-inf"), 0.0, -slope * tl.exp(logp))
-            d = tl.where(columns == column, d + g, d)
-            # `out` may be the front half of the very row that is read: all of the block is read before any is written,
-            # and no later block lies where this one writes.
-            tl.debug_barrier()
-            tl.store(out_ptr + row * out_stride + columns, d.to(out_ptr.dtype.element_ty), mask=inside)
-        row += tl.num_programs(0)
+    source = row
+    if source_ptr is not None:
+        source = tl.load(source_ptr + row)
+    x_ptr += source * x_stride
+    out_ptr += row * out_stride
+    largest = tl.load(largest_ptr + row)
+    slope = tl.load(slope_ptr + row)
+    column = tl.load(target_ptr + row) - first_column
+    at_target = tl.load(at_target_ptr + row)
+    if entropy_slope_ptr is not None:
+        entropy_slope = tl.load(entropy_slope_ptr + row)
+    if tile_largest_ptr is not None:
+        behind = _bounded((tl.load(tile_largest_ptr + source) - largest) * inverse)
+        share = tl.exp2(behind * LOG2E)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+        if tile_largest_ptr is not None:
+            e = x * share
+            if entropy_slope_ptr is not None:
+                z = _bounded(tl.log2(x) * LN2) + behind
+        else:
+            z = _bounded((x - largest) * inverse)
+            e = tl.exp2(z * LOG2E)
+        d = e * slope
+        if entropy_slope_ptr is not None:
+            d = e * (slope - entropy_slope * z)
+        d = tl.where(columns == column, at_target, d)
+        tl.store(out_ptr + columns, d.to(out_ptr.dtype.element_ty), mask=columns < num_columns)
 
 
-def _grid(tensor: Tensor) -> tuple[int]:
-    if not tensor.is_cuda:
-        return (min(tensor.shape[0], PROGRAMS_IN_INTERPRETER),)
-    processors = torch.cuda.get_device_properties(tensor.device).multi_processor_count
-    return (min(tensor.shape[0], processors * PROGRAMS_PER_PROCESSOR),)
-
-
-def _block(num_columns: int) -> int:
-    return min(4096, max(128, triton.next_power_of_2(num_columns)))
-
-
-def fold(tile_RC: Tensor, first_column: int, stats: RowStats, target_R: Tensor, temperature: float) -> None:
-    """Fold one tile into the running statistics, in one launch."""
-    with torch.cuda.device_of(tile_RC):
-        _fold[_grid(tile_RC)](
-            tile_RC, tile_RC.stride(0), target_R, 1.0 / temperature, stats.largest, stats.sum_exp, stats.sum_exp_z,
-            stats.target_logit, tile_RC.shape[0], tile_RC.shape[1], first_column,
-            BLOCK=_block(tile_RC.shape[1]), num_warps=8,
+def fold(
+    tile: Tile, first_column: int, stats: RowStats, target_R: Tensor, temperature: float, kept: Tile | None
+) -> None:
+    """As `kernels.rows.fold`, in one launch."""
+    x_RC, kept_RC = tile.values, None if kept is None else kept.values
+    with torch.cuda.device_of(x_RC):
+        _fold[(x_RC.shape[0],)](
+            x_RC, x_RC.stride(0), kept_RC, 0 if kept_RC is None else kept_RC.stride(0),
+            None if kept is None else kept.largest, target_R, 1.0 / temperature, stats.largest, stats.sum_exp,
+            stats.sum_exp_z, stats.target_logit, x_RC.shape[1], first_column, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
 
 
-def grad_in_place(
-    tile_RC: Tensor,
+def write_grad(
+    tile: Tile,
     first_column: int,
     grads: RowGrads,
     target_R: Tensor,
     temperature: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Overwrite a tile of logits by its gradient as `dtype`, which is not wider, in one launch.
-
-    A narrower gradient lies in the front of each row's memory: the result is a view with the row stride of the tile.
-    """
-    ratio = tile_RC.dtype.itemsize // dtype.itemsize
-    out_RC = tile_RC.view(dtype)[:, : tile_RC.shape[1]] if ratio > 1 else tile_RC
-    with torch.cuda.device_of(tile_RC):
-        _grad[_grid(tile_RC)](
-            tile_RC, tile_RC.stride(0), out_RC, out_RC.stride(0), target_R, 1.0 / temperature, grads.largest,
-            grads.log_sum.float(), grads.entropy, grads.grad_logprob, grads.grad_entropy, tile_RC.shape[0],
-            tile_RC.shape[1],
-            first_column, HAS_ENTROPY=grads.grad_entropy is not None,
-            BLOCK=_block(tile_RC.shape[1]), num_warps=8,
+    out_RC: Tensor,
+    source_R: Tensor | None,
+) -> None:
+    """As `kernels.rows.write_grad`, in one launch."""
+    x_RC = tile.values
+    with torch.cuda.device_of(x_RC):
+        _grad[(out_RC.shape[0],)](
+            x_RC, x_RC.stride(0), source_R, tile.largest, out_RC, out_RC.stride(0), target_R, 1.0 / temperature,
+            grads.largest, grads.slope, grads.entropy_slope, grads.at_target, x_RC.shape[1], first_column,
+            BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
-    return out_RC

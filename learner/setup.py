@@ -29,6 +29,7 @@ from learner.weights.verify import VerifierSettings, WeightVerifier
 from shared.codec import TokenRules
 from shared.config import Recipe
 from shared.keys import learner_security, read_api_key
+from shared.log import get_logger
 from shared.settings.objective import ObjectiveConfig
 from shared.transport import SocketSettings
 from shared.types import Group, Sample
@@ -39,6 +40,9 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     """The policy on its device, sharded where there are several ranks, with its optimizer. ValueError where ranks that
     share microbatches do not compute what one does."""
     attention_backend.activate(recipe.learner.parallel.attention, recipe.model.dtype, ranks.device)
+    slow = slow_dtype(recipe.model.dtype, ranks.device)
+    if slow and ranks.is_main:
+        get_logger("learner").warning("%s", slow)
     torch.manual_seed(recipe.run.seed)
     policy = build_policy(recipe, ranks, recipe.learner.objective.critic_width)
     reference = None
@@ -49,6 +53,16 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
         trainer.router.counting = False
         check_shared(policy, ranks, min(recipe.learner.parallel.microbatch_tokens, recipe.model.max_context))
     return trainer
+
+
+def slow_dtype(dtype: str, device: torch.device) -> str | None:
+    """What to tell a user whose products a GPU's fast units cannot compute; None where all is well."""
+    if device.type != "cuda" or dtype != "float32":
+        return None
+    return (
+        "model.dtype = float32 on a GPU: its matrix products take about 14 times as long as in bfloat16; "
+        "set model.dtype = bfloat16 unless float32 is meant"
+    )
 
 
 def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:

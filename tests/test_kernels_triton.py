@@ -1,14 +1,16 @@
 """The Triton kernels, in Triton's interpreter (a process of its own) and compiled for a GPU without one."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from kernels import linear_logprob, reference
-from kernels.row_records import RowGrads, RowStats
+from kernels import gemm, linear_logprob, reference, tiles
+from kernels.row_records import RowGrads, RowStats, Tile
 
 triton = pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -30,37 +32,97 @@ def test_the_kernels_agree_with_float64_in_the_interpreter():
     assert "passed" in run.stdout
 
 
-@interpreted
-@pytest.mark.parametrize("num_columns", [1, 100, 4096, 4500])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_interpreted_rows_fold_and_write_their_gradient_in_place(num_columns, dtype):
-    from kernels import rows_triton
-
+def rows_of_logits(num_columns, entropy):
+    """(a strided tile [7, num_columns] of logits with one banned column, targets, upstream gradients of 7 rows)."""
     torch.manual_seed(0)
     buffer = torch.full((7, num_columns + 3), float("nan"))
     tile = buffer[:, :num_columns].copy_(torch.randn(7, num_columns) * 4)
     tile[:, num_columns // 3] = float("-inf")
     tile[:, 0] = 1.0
-    target, temperature = torch.zeros(7, dtype=torch.int64), 0.7
+    return tile, torch.zeros(7, dtype=torch.int64), torch.randn(7), torch.randn(7) if entropy else None
+
+
+@interpreted
+@pytest.mark.parametrize("num_columns", [1, 100, 1024, 2500])
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", [False, True], ids=["logits", "exponentials"])
+def test_interpreted_rows_fold_and_write_their_gradient(num_columns, entropy, dtype, keep):
+    from kernels import rows_triton
+
+    tile, target, g, h = rows_of_logits(num_columns, entropy)
+    temperature = 0.7
     logits = tile.double().requires_grad_()
     logprobs = (logits / temperature).log_softmax(-1)
     finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
-    entropy, g, h = -(logprobs.exp() * finite).sum(-1), torch.randn(7), torch.randn(7)
-    (logprobs[:, 0] * g + entropy * h).sum().backward()
+    exact_entropy = -(logprobs.exp() * finite).sum(-1)
+    (logprobs[:, 0] * g + (exact_entropy * h if entropy else 0.0)).sum().backward()
 
-    stats = RowStats.empty(7, tile.device)
+    stats, places = RowStats.empty(7, tile.device), []
     for start in range(0, num_columns, 1000):  # several tiles
-        rows_triton.fold(tile[:, start : start + 1000], start, stats, target, temperature)
+        part = Tile(tile[:, start : start + 1000], True)
+        kept = Tile(torch.empty_like(part.values, dtype=torch.bfloat16), True, torch.empty(7)) if keep else None
+        rows_triton.fold(part, start, stats, target, temperature, kept)
+        places.append((start, kept or part))
     logprob, our_entropy, log_sum = stats.finish(temperature)
     torch.testing.assert_close(logprob.double(), logprobs[:, 0].detach(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(our_entropy.double(), entropy.detach(), rtol=0, atol=1e-5)
-    whole = tile.contiguous()
-    grads = RowGrads(stats.largest, log_sum, our_entropy, g, h)
-    got = rows_triton.grad_in_place(whole, 0, grads, target, temperature, dtype)
-    assert got.dtype == dtype and got.data_ptr() == whole.data_ptr()
-    torch.testing.assert_close(
-        got.double(), logits.grad.nan_to_num(), rtol=1e-2 if dtype != torch.float32 else 0, atol=1e-5
-    )
+    torch.testing.assert_close(our_entropy.double(), exact_entropy.detach(), rtol=0, atol=1e-5)
+    grads = RowGrads.of((stats.largest, log_sum, our_entropy, stats.target_logit), g, h, temperature)
+    rounded = {"rtol": 1e-2, "atol": 2e-5} if keep or dtype != torch.float32 else {"rtol": 1e-5, "atol": 1e-6}
+    source = torch.tensor([5, 1, 2])
+    for start, part in places:
+        want = logits.grad.nan_to_num()[:, start : start + 1000]
+        out = torch.full((3, want.shape[1]), float("nan"), dtype=dtype)
+        rows_triton.write_grad(part, start, grads.rows(source), target[source], temperature, out, source)
+        torch.testing.assert_close(out.double(), want[source], **rounded)
+        place = part.values if part.values.dtype == dtype else torch.empty(want.shape, dtype=dtype)
+        rows_triton.write_grad(part, start, grads, target, temperature, place, None)
+        torch.testing.assert_close(place.double(), want, **rounded)
+        if start == 0 and dtype == torch.float32:  # the target's is exact, whatever was kept of its logit
+            torch.testing.assert_close(place[:, 0].double(), want[:, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def products_of_a_gpu(monkeypatch):
+    """A CPU multiplies bfloat16 operands as a GPU does: unwidened, into float32."""
+
+    def add_product(total, a, b, *, new):
+        result = a.float() @ b.float()
+        total.copy_(result) if new else total.add_(result)
+
+    monkeypatch.setattr(gemm, "widened", lambda x: x)
+    monkeypatch.setattr(gemm, "_add_product", add_product)
+    monkeypatch.setattr(tiles, "CPU_TILE", (128, 1024))
+
+
+@interpreted
+@pytest.mark.usefixtures("products_of_a_gpu")
+@pytest.mark.parametrize(("num_rows", "zeros"), [(9, ()), (9, (0, 4)), (140, range(0, 140, 2))])
+@pytest.mark.parametrize("num_kept", [0, 1, 99])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_interpreted_kept_exponentials_are_as_exact_as_gradients_in_bfloat16(num_rows, zeros, num_kept, entropy):
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(num_rows, 16).bfloat16(), torch.randn(1303, 16).bfloat16()
+    target, upstream = torch.randint(1, 1303, (num_rows,)), torch.randn(2, num_rows)
+    upstream[:, list(zeros)] = 0.0
+    tile = min(num_rows, 128) * 1024
+    results = []
+    for function, dtype, options in (
+        (linear_logprob, torch.bfloat16, {"budget_bytes": tile * (6 + 2 * num_kept)}),
+        (reference.linear_logprob, torch.float64, {}),
+    ):
+        inputs = [t.to(dtype).requires_grad_() for t in (hidden.clone(), weight.clone())]
+        outputs = function(*inputs, target, temperature=0.7, banned_ids=(0,), **options)
+        loss = (outputs[0] * upstream[0]).sum() + ((outputs[1] * upstream[1]).sum() if entropy else 0.0)
+        loss.backward()
+        results.append([t.detach().double() for t in (*outputs, *(t.grad for t in inputs))])
+    ours, exact = results
+    for value, truth in zip(ours[:2], exact[:2], strict=True):
+        torch.testing.assert_close(value, truth, rtol=1e-6, atol=2e-5)
+    for value, truth in zip(ours[2:], exact[2:], strict=True):
+        assert (value - truth).norm() <= 2**-8 * truth.norm()
+    if zeros:
+        assert ours[2][list(zeros)].abs().max() == 0
 
 
 @interpreted
@@ -85,36 +147,105 @@ def test_interpreted_rows_read_expanded_and_strided_vectors():
     torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
 
-ROWS = {
-    "x_ptr": "*fp32", "x_stride": "i32", "num_rows": "i32", "num_columns": "i32", "first_column": "i32",
-    "target_ptr": "*i64", "inverse": "fp32",
-}  # fmt: skip
-FOLD = ROWS | {"largest_ptr": "*fp32", "sum_exp_ptr": "*fp32", "sum_exp_z_ptr": "*fp32", "target_logit_ptr": "*fp32"}
-GRAD = ROWS | {
-    "largest_ptr": "*fp32", "log_sum_ptr": "*fp32", "entropy_ptr": "*fp32", "grad_logprob_ptr": "*fp32",
-    "grad_entropy_ptr": "*fp32", "out_ptr": "*bf16", "out_stride": "i32",
-}  # fmt: skip
-SCAN = {"decay_ptr": "*fp32", "delta_ptr": "*fp32", "out_ptr": "*fp32", "num_steps": "i32", "stride": "i32"}
+def specialised(kernel, *args, **options):
+    """What Triton would compile for these arguments on a Hopper GPU: (source, its target and options)."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    bound, specialisation, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(
+        *args, **options
+    )
+    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialisation, rest)
+    return ASTSource(kernel, signature, constants, attributes), {"target": target, "options": parsed.__dict__}
+
+
+def fold_args(num_rows=64, columns=8448, keep=True, shift=0, first_column=8448):
+    """As `rows_triton.fold` gives them; `shift`: how far from an aligned address the vectors of rows begin."""
+    x, vector = torch.empty(num_rows, columns), torch.empty(num_rows + shift)[shift:]
+    kept = (torch.empty(num_rows, columns, dtype=torch.bfloat16), columns, vector) if keep else (None, 0, None)
+    target = torch.empty(num_rows + shift, dtype=torch.int64)[shift:]
+    head = (x, columns, kept[0], kept[1], kept[2], target, 1.0)
+    return (*head, vector, vector, vector, vector, columns, first_column)
+
+
+def grad_args(num_rows=64, columns=8448, keep=True, source=False, entropy=True, shift=0, first_column=8448):
+    """As `rows_triton.write_grad` gives them."""
+    x = torch.empty(num_rows, columns, dtype=torch.bfloat16 if keep else torch.float32)
+    vector = torch.empty(num_rows + shift)[shift:]
+    numbers = torch.empty(num_rows + shift, dtype=torch.int64)[shift:]
+    out = torch.empty(num_rows, columns, dtype=torch.bfloat16)
+    head = (x, columns, numbers if source else None, vector if keep else None, out, columns, numbers, 1.0)
+    return (*head, vector, vector, vector if entropy else None, vector, columns, first_column)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 @pytest.mark.parametrize(
-    ("module", "name", "types", "constants"),
+    ("name", "args", "reads", "writes", "reductions"),
     [
-        ("rows_triton", "_fold", FOLD, {}),
-        ("rows_triton", "_grad", GRAD, {"HAS_ENTROPY": True}),
-        ("rows_triton", "_grad", GRAD | {"out_ptr": "*fp32"}, {"HAS_ENTROPY": False}),
-        ("scan_triton", "_reverse_scan", SCAN, {}),
+        ("_fold", fold_args(keep=False), 2, 0, 3),
+        ("_fold", fold_args(), 4, 1, 3),
+        ("_grad", grad_args(keep=False), 2, 1, 0),
+        ("_grad", grad_args(source=True, entropy=False), 1, 1, 0),
     ],
+    ids=["fold", "fold-and-keep", "gradient-of-logits", "gradient-of-kept"],
 )
-def test_the_kernels_compile_for_a_hopper_gpu(module, name, types, constants):
-    import importlib
+def test_the_row_kernels_compile_for_a_hopper_gpu_as_they_are_launched(name, args, reads, writes, reductions):
+    """Rows are read and written 16 bytes a thread at a time; reductions stand outside of the loop over columns; no
+    register is spilled to memory."""
+    from kernels import rows_triton
 
+    options = {"BLOCK": rows_triton.BLOCK, "num_warps": rows_triton.WARPS}
+    source, how = specialised(getattr(rows_triton, name), *args, **options)
+    assembly = triton.compile(source, **how).asm
+    assert len(re.findall(r"ld\.global\.v4", assembly["ptx"])) == reads
+    assert len(re.findall(r"st\.global\.v4", assembly["ptx"])) == writes
+    in_a_warp, between_warps = 5, 2  # steps of each reduction: 32 threads, 4 warps
+    assert len(re.findall(r"shfl\.sync", assembly["ptx"])) == reductions * (in_a_warp + between_warps)
+    assert "local" not in assembly["ptx"]
+    assert assembly["cubin"]
+    assert spilled_bytes(assembly["ptx"]) == 0
+
+
+def spilled_bytes(ptx):
+    """By the assembler that Triton takes."""
+    import tempfile
+
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.ptx")
+        with open(path, "w") as file:
+            file.write(ptx)
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", path, "-o", path + ".cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
+    stores = re.findall(r"(\d+) bytes spill stores", said)
+    assert stores, said
+    return sum(int(number) for number in stores)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_neither_the_number_of_rows_nor_where_they_lie_compiles_a_kernel_anew():
+    from kernels import rows_triton
+
+    options = {"BLOCK": rows_triton.BLOCK, "num_warps": rows_triton.WARPS}
+    for name, args in (("_fold", fold_args), ("_grad", grad_args)):
+        kernel, found = getattr(rows_triton, name), set()
+        for num_rows in (1, 2, 16, 4097):
+            for shift, first_column, columns in ((0, 0, 8448), (1, 1, 8448), (3, 8448, 8320), (0, 101_376, 33_792)):
+                made = args(num_rows, columns, shift=shift, first_column=first_column)
+                found.add(specialised(kernel, *made, **options)[0].hash())
+        assert len(found) == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_the_scan_compiles_for_a_hopper_gpu():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module(f"kernels.{module}"), name)
-    constants = constants | {"BLOCK": 1024}
-    signature = {n: "constexpr" if n in constants else types[n] for n in kernel.arg_names}
-    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    kernel = importlib.import_module("kernels.scan_triton")._reverse_scan
+    types = {"decay_ptr": "*fp32", "delta_ptr": "*fp32", "out_ptr": "*fp32", "num_steps": "i32", "stride": "i32"}
+    source = ASTSource(kernel, signature=types | {"BLOCK": "constexpr"}, constexprs={"BLOCK": 1024})
     assert "cubin" in triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm

@@ -6,11 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from launch.task_samples import training_samples
 from learner.optim import lr_factor
-from learner.setup import refusal
+from learner.setup import refusal, slow_dtype
 from shared.config import load_recipe
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Group
@@ -71,3 +72,10 @@ def test_a_run_publishes_and_ends_when_the_recipe_says(tmp_path: Path, fields: d
 def test_a_canary_beyond_its_tolerance_stops_the_run(tmp_path: Path) -> None:
     done = run(tmp_path, {"learner.publish.canary_tolerance": 1e-12})
     assert done.returncode and "(learner.publish.canary_tolerance)" in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(("dtype", "device"), [("float32", "cpu"), ("bfloat16", "cuda"), ("float32", "cuda")])
+def test_float32_on_a_gpu_is_not_taken_silently(dtype: str, device: str) -> None:
+    said = slow_dtype(dtype, torch.device(device))
+    assert (said is not None) == ((dtype, device) == ("float32", "cuda"))
+    assert said is None or ("set model.dtype = bfloat16" in said and "\n" not in said)

@@ -56,8 +56,8 @@ TRICKS = {
     ),
     "addmm": Trick(
         "torch",
-        "the private overload aten.addmm.dtype_out",
-        "gradients of half-precision products are summed in float32 without a copy",
+        "the private overloads aten.mm.dtype_out and aten.addmm.dtype_out",
+        "half-precision products are written and summed in float32 without a copy",
         "test_kernels.py::test_results_and_gradients_agree_with_float64",
         "torch.addmm takes out_dtype with out",
     ),
@@ -164,7 +164,8 @@ def check_torch() -> None:
     if torch.backends.mkldnn.is_available():
         operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
         TRICKS["onednn"].require(operator is not None and _arguments(operator.default) == LINEAR_POINTWISE)
-    TRICKS["addmm"].require(hasattr(torch.ops.aten.addmm, "dtype_out"))
+    products = (torch.ops.aten.mm, torch.ops.aten.addmm)
+    TRICKS["addmm"].require(all(hasattr(product, "dtype_out") for product in products))
     probe = nn.Identity()
     probe.forward = lambda input: -input  # type: ignore[method-assign]
     TRICKS["own_forward"].require(probe(1) == -1)

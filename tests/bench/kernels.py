@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import resource
@@ -26,67 +25,12 @@ import torch
 from torch import Tensor
 
 from kernels import linear_logprob, reference, reverse_scan
+from tests.bench.kernels_peers import Contestant, bare_products, full_logits, peers
 
 VOCAB = 151_936
 HIDDEN = (2048, 2560, 4096)  # Qwen3-VL 2B, 4B, 8B
 ROWS = (4096, 16384, 65536)
-PEERS = {"liger": "liger_kernel", "trl": "trl", "verl": "verl", "cce": "cut_cross_entropy", "quack": "quack"}
-Contestant = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-
-
-def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """torch's own path: all logits at once."""
-    logprobs = (hidden @ weight.t()).float().log_softmax(-1)
-    return logprobs.gather(1, target.to(hidden.device)[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
-
-
-def peers(entropy: bool = True) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """(contestants that can run here, why the others cannot). Rows with target -100 count for nothing."""
-    runs: dict[str, Contestant] = {}
-    absent = {name: "not installed" for name, module in PEERS.items() if importlib.util.find_spec(module) is None}
-    if "cce" not in absent and torch.cuda.is_available():
-        from cut_cross_entropy import linear_cross_entropy
-
-        runs["cce"] = lambda h, w, t: (-linear_cross_entropy(h, w, t.to(h.device), reduction="none"), None)
-    if "verl" not in absent and torch.cuda.is_available():
-        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy as verl_cross_entropy
-
-        runs["verl"] = lambda h, w, t: verl_cross_entropy(h, w, t.to(h.device).clamp(min=0), 1.0)
-    if "liger" not in absent:
-        from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
-
-        def liger(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-            """Per token: its CuTe kernel on Hopper, its chunked torch path elsewhere."""
-            found = LigerFusedLinearScaledCrossEntropyFunction.apply(
-                hidden, weight, target.to(hidden.device), 1.0, -100, 1, entropy
-            )
-            return (-found[0], found[1]) if entropy else (-(found[0] if isinstance(found, tuple) else found), None)
-
-        runs["liger"] = liger
-    if "liger" not in absent and torch.cuda.is_available():
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Scalar
-
-        runs["liger (Triton, scalar loss)"] = lambda h, w, t: (-Scalar.apply(h, w, t.to(h.device))[0], None)
-    if "quack" not in absent and torch.cuda.is_available():
-        from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-        runs["quack (scalar loss)"] = lambda h, w, t: (-chunked_linear_cross_entropy(h, w, t.to(h.device)), None)
-    if "trl" not in absent:
-        from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-
-        def trl(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-            """As its trainer calls it: the valid rows alone, tiles of 32,768 columns."""
-            valid = (target >= 0).to(hidden.device)
-            rows, labels = (hidden, target) if bool(valid.all()) else (hidden[valid], target.to(hidden.device)[valid])
-            wanted = ("entropy",) if entropy else ()
-            found = ChunkedLogProbFunction.apply(
-                rows, weight, None, labels.to(hidden.device), 1.0, 32768, None, 1.0, wanted
-            )
-            empty = torch.zeros(len(target), device=hidden.device)
-            return tuple(None if x is None else empty.masked_scatter(valid, x) for x in found[:2])  # type: ignore
-
-        runs["trl"] = trl
-    return runs, absent
+PRODUCTS = "products alone"
 
 
 def inputs(num_rows: int, hidden_size: int, device: str, dtype: torch.dtype, vocab: int) -> tuple[Tensor, ...]:
@@ -97,6 +41,11 @@ def inputs(num_rows: int, hidden_size: int, device: str, dtype: torch.dtype, voc
     weight.normal_(0, 3 / hidden_size**0.5, generator=gen).requires_grad_()
     upstream = torch.randn(2, num_rows, generator=gen, device=device)
     return hidden, weight, torch.randint(vocab, (num_rows,)), upstream
+
+
+def full_logprobs(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, None]:
+    """torch's own path without the entropy."""
+    return (hidden @ weight.t()).log_softmax(-1).gather(1, target[:, None])[:, 0], None
 
 
 def backward(path: Contestant, hidden: Tensor, weight: Tensor, target: Tensor, upstream: Tensor) -> None:
@@ -110,15 +59,20 @@ def backward(path: Contestant, hidden: Tensor, weight: Tensor, target: Tensor, u
 def cpu_child(name: str, num_rows: int, vocab: int, entropy: bool, turns: int) -> dict[str, float]:
     """One contestant in this process: seconds (the best turn) and the growth of the peak resident memory."""
     data = inputs(num_rows, 1024, "cpu", torch.float32, vocab)
-    paths: dict[str, Contestant] = {"ours": linear_logprob, "torch": full_logits, **peers(entropy)[0]}
-    path = paths[name] if entropy else (lambda *a: (paths[name](*a)[0], None))
-    if name == "torch" and not entropy:
-        path = lambda h, w, t: ((h @ w.t()).log_softmax(-1).gather(1, t[:, None])[:, 0], None)  # noqa: E731
+    plain = full_logits if entropy else full_logprobs
+    paths: dict[str, Contestant] = {"ours": linear_logprob, "torch": plain, **peers(entropy)[0]}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def run() -> None:
+        if name == PRODUCTS:
+            bare_products(data[0], data[1])
+        else:
+            backward(paths[name] if entropy else (lambda *a: (paths[name](*a)[0], None)), *data)
+
     wall, cpu = [], []
     for _ in range(turns):
         starts = time.perf_counter(), time.process_time()
-        backward(path, *data)
+        run()
         wall.append(time.perf_counter() - starts[0])
         cpu.append(time.process_time() - starts[1])
     extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
@@ -126,11 +80,15 @@ def cpu_child(name: str, num_rows: int, vocab: int, entropy: bool, turns: int) -
 
 
 def cpu_bench(num_rows: int, vocab: int, turns: int) -> dict[str, object]:
-    """Ours against torch's full logits, with and without the entropy; CPU seconds do not see other processes."""
+    """Ours against the peers and the bare products, with and without entropy; CPU seconds see no other process."""
     report: dict[str, object] = {"rows": num_rows, "hidden": 1024, "vocab": vocab, "threads": torch.get_num_threads()}
     for what in ("logprob", "logprob+entropy"):
         result = {}
-        for name in ("ours", "torch", *(name for name in ("trl", "liger") if name not in peers()[1])):
+        found = peers()[0]
+        names = [name for name in ("trl", "liger", "torch chunked") if name in found]
+        if "entropy" in what:
+            names = [name for name in names if name != "torch chunked"]  # it gives none
+        for name in ("ours", PRODUCTS, "torch", *names):
             command = [sys.executable, __file__, "--child", name, "--rows", str(num_rows), "--vocab", str(vocab)]
             command += ["--turns", str(turns)]
             command += ["--entropy"] if "entropy" in what else []
@@ -178,6 +136,7 @@ def gpu_case(num_rows: int, hidden_size: int, contestants: dict[str, Contestant]
     flops = 2 * num_rows * hidden_size * VOCAB
     slab = weight.detach()[:16384]
     tasks: dict[str, Callable[[], object]] = {"mm": lambda: hidden.detach() @ slab.t()}
+    tasks[PRODUCTS] = lambda: bare_products(hidden, weight)
     tasks["ours forward"] = lambda: linear_logprob(hidden.detach(), weight.detach(), target)
     report: dict[str, dict[str, float | str]] = {}
     for name, path in contestants.items():
@@ -194,7 +153,10 @@ def gpu_case(num_rows: int, hidden_size: int, contestants: dict[str, Contestant]
     mm_rate = flops * 16384 / VOCAB / times.pop("mm")
     for name, ms in times.items():
         rate = flops * (1 if name == "ours forward" else 3) / ms
-        report.setdefault(name, {}).update(ms=ms, tflops=rate / 1e9, of_mm=rate / mm_rate)
+        figures = {"ms": ms, "tflops": rate / 1e9, "of_mm": rate / mm_rate}
+        if name != "ours forward":
+            figures["of_products"] = times[PRODUCTS] / ms
+        report.setdefault(name, {}).update(figures)
     exact = reference.linear_logprob(hidden.detach()[:256], weight.detach(), target[:256].cuda())[0]
     for name in tasks.keys() & contestants.keys():
         logprob = contestants[name](hidden.detach()[:256], weight.detach(), target[:256])[0]
@@ -204,9 +166,11 @@ def gpu_case(num_rows: int, hidden_size: int, contestants: dict[str, Contestant]
 
 
 def gpu_pack(num_rows: int, hidden_size: int, contestants: dict[str, Contestant], repeats: int) -> dict[str, float]:
-    """The realistic pack: 40 % of the rows are responses, which the learner picks out. Peers get -100 elsewhere."""
+    """The realistic pack: 40 % of the rows are responses, which the learner picks out; 35 % of these have no upstream
+    gradient. Peers get -100 elsewhere."""
     data = inputs(num_rows, hidden_size, "cuda", torch.bfloat16, VOCAB)
     mask = torch.rand(num_rows) < 0.4
+    data[3][:, (torch.rand(num_rows) < 0.35).cuda()] = 0.0
     masked = (data[0], data[1], torch.where(mask, data[2], -100), data[3])
     tasks = {name: (lambda path=path: backward(path, *masked)) for name, path in contestants.items() if name != "ours"}
     places = mask.nonzero()[:, 0]
@@ -244,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a CPU check of seconds")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--child", choices=("ours", "torch", "trl", "liger"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, default=2, help="times that a CPU contestant runs")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=VOCAB)
