@@ -5,7 +5,7 @@ Suffix: R rows. The statistics are relative to the running maximum, so that logi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -74,8 +74,8 @@ class RowGrads:
 
     def rows(self, rows: slice | Tensor) -> RowGrads:
         """A view of some rows; a copy of those that a tensor names."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return RowGrads(*(None if value is None else value[rows] for value in values))
+        entropy_slope = None if self.entropy_slope is None else self.entropy_slope[rows]
+        return RowGrads(self.largest[rows], self.slope[rows], entropy_slope, self.at_target[rows])
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,11 +87,8 @@ def forward(hidden_NH: Tensor, weight_VH: Tensor, job: Job) -> tuple[RowStats, K
         for chunk in chunks:
             num_rows, number = len(chunk.target_R), len(kept)
             spot = _corner(room[number], num_rows, columns) if number < tiling.num_kept else None
-            direct = spot is not None and not half
-            tile = _logits(
-                chunk, w_CH, columns, job, spot if direct else memory.place(num_rows, columns, torch.float32)
-            )
-            exponentials = None
+            place = memory.place(num_rows, columns, torch.float32) if spot is None or half else spot
+            tile, exponentials = _logits(chunk, w_CH, columns, job, place), None
             if spot is not None:
                 if half:
                     exponentials = Tile(spot, tile.banned, largest[number, :num_rows])

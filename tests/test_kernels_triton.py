@@ -68,16 +68,20 @@ def test_interpreted_rows_fold_and_write_their_gradient(num_columns, entropy, dt
     torch.testing.assert_close(logprob.double(), logprobs[:, 0].detach(), rtol=0, atol=1e-5)
     torch.testing.assert_close(our_entropy.double(), exact_entropy.detach(), rtol=0, atol=1e-5)
     grads = RowGrads.of((stats.largest, log_sum, our_entropy, stats.target_logit), g, h, temperature)
-    rounded = {"rtol": 1e-2, "atol": 2e-5} if keep or dtype != torch.float32 else {"rtol": 1e-5, "atol": 1e-6}
+    once = 1.01 * 2**-7  # of a number in bfloat16: the interpreter cuts off where a GPU rounds
+    exact = logits.grad.nan_to_num()
+    allowed = 1e-6 + (1e-5 + once * (keep + (dtype != torch.float32))) * exact.abs()
+    if keep and entropy:
+        allowed += once * (logprobs.exp() * h.abs()[:, None] / temperature).detach()
     source = torch.tensor([5, 1, 2])
     for start, part in places:
-        want = logits.grad.nan_to_num()[:, start : start + 1000]
+        want, most = exact[:, start : start + 1000], allowed[:, start : start + 1000]
         out = torch.full((3, want.shape[1]), float("nan"), dtype=dtype)
         rows_triton.write_grad(part, start, grads.rows(source), target[source], temperature, out, source)
-        torch.testing.assert_close(out.double(), want[source], **rounded)
+        assert ((out.double() - want[source]).abs() <= most[source]).all()
         place = part.values if part.values.dtype == dtype else torch.empty(want.shape, dtype=dtype)
         rows_triton.write_grad(part, start, grads, target, temperature, place, None)
-        torch.testing.assert_close(place.double(), want, **rounded)
+        assert ((place.double() - want).abs() <= most).all()
         if start == 0 and dtype == torch.float32:  # the target's is exact, whatever was kept of its logit
             torch.testing.assert_close(place[:, 0].double(), want[:, 0], rtol=1e-5, atol=1e-6)
 
@@ -120,7 +124,8 @@ def test_interpreted_kept_exponentials_are_as_exact_as_gradients_in_bfloat16(num
     for value, truth in zip(ours[:2], exact[:2], strict=True):
         torch.testing.assert_close(value, truth, rtol=1e-6, atol=2e-5)
     for value, truth in zip(ours[2:], exact[2:], strict=True):
-        assert (value - truth).norm() <= 2**-8 * truth.norm()
+        # the interpreter cuts off twice, exponentials and gradients, by 0.4 * 2^-7 of each on average
+        assert (value - truth).norm() <= 2**-7 * truth.norm()
     if zeros:
         assert ours[2][list(zeros)].abs().max() == 0
 
