@@ -18,15 +18,13 @@ import timeit
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)
-
 import torch
 from torch import Tensor
 
 from kernels import linear_logprob, reference, reverse_scan
-from tests.bench.kernels_peers import Contestant, bare_products, full_logits, peers
+from tests.bench.kernels.peers import Contestant, bare_products, full_logits, peers
 
+ROOT = Path(__file__).resolve().parents[3]
 VOCAB = 151_936
 HIDDEN = (2048, 2560, 4096)  # Qwen3-VL 2B, 4B, 8B
 ROWS = (4096, 16384, 65536)
@@ -89,7 +87,17 @@ def cpu_bench(num_rows: int, vocab: int, turns: int) -> dict[str, object]:
         if "entropy" in what:
             names = [name for name in names if name != "torch chunked"]  # it gives none
         for name in ("ours", PRODUCTS, "torch", *names):
-            command = [sys.executable, __file__, "--child", name, "--rows", str(num_rows), "--vocab", str(vocab)]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.bench.kernels",
+                "--child",
+                name,
+                "--rows",
+                str(num_rows),
+                "--vocab",
+                str(vocab),
+            ]
             command += ["--turns", str(turns)]
             command += ["--entropy"] if "entropy" in what else []
             done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800, cwd=ROOT)
