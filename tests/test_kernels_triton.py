@@ -96,20 +96,21 @@ def products_of_a_gpu(monkeypatch):
 
     monkeypatch.setattr(gemm, "widened", lambda x: x)
     monkeypatch.setattr(gemm, "_add_product", add_product)
-    monkeypatch.setattr(tiles, "CPU_TILE", (128, 1024))
+    monkeypatch.setattr(tiles, "SMALLEST_TILE", (8, 512))
+    monkeypatch.setattr(tiles, "CPU_TILE", (8, 512))
 
 
 @interpreted
 @pytest.mark.usefixtures("products_of_a_gpu")
-@pytest.mark.parametrize(("num_rows", "zeros"), [(9, ()), (9, (0, 4)), (140, range(0, 140, 2))])
-@pytest.mark.parametrize("num_kept", [0, 1, 99])
+@pytest.mark.parametrize(("num_rows", "zeros"), [(5, ()), (5, (0, 4)), (20, range(0, 20, 2))])
+@pytest.mark.parametrize("num_kept", [0, 2, 99])
 @pytest.mark.parametrize("entropy", [True, False])
 def test_interpreted_kept_exponentials_are_as_exact_as_gradients_in_bfloat16(num_rows, zeros, num_kept, entropy):
     torch.manual_seed(1)
     hidden, weight = torch.randn(num_rows, 16).bfloat16(), torch.randn(1303, 16).bfloat16()
     target, upstream = torch.randint(1, 1303, (num_rows,)), torch.randn(2, num_rows)
     upstream[:, list(zeros)] = 0.0
-    tile = min(num_rows, 128) * 1024
+    tile = min(num_rows, 8) * 512
     results = []
     for function, dtype, options in (
         (linear_logprob, torch.bfloat16, {"budget_bytes": tile * (6 + 2 * num_kept)}),

@@ -1,7 +1,8 @@
 """Time, memory and exactness of the fused log-probability and of the scan beside their peers; prints one JSON object.
 
 `python -m tests.bench.kernels` measures for this machine: on a GPU every shape and every installed peer, interleaved
-(under 10 minutes); on a CPU one shape, each contestant in a process of its own. `--small` is a quick CPU check.
+(under 10 minutes); on a CPU one shape, each contestant in a process of its own. `--small` is a quick CPU check in one
+process, whose memory figures mean nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +78,15 @@ def cpu_child(name: str, num_rows: int, vocab: int, entropy: bool, turns: int) -
     return {"wall_s": min(wall), "cpu_s": min(cpu), "extra_bytes": extra}
 
 
-def cpu_bench(num_rows: int, vocab: int, turns: int) -> dict[str, object]:
+def in_a_process_of_its_own(name: str, num_rows: int, vocab: int, entropy: bool, turns: int) -> dict[str, float]:
+    """As `cpu_child`, whose peak memory is then the contestant's alone."""
+    command = [sys.executable, "-m", "tests.bench.kernels", "--child", name, "--rows", str(num_rows)]
+    command += ["--vocab", str(vocab), "--turns", str(turns), *(["--entropy"] if entropy else [])]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800, cwd=ROOT)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cpu_bench(num_rows: int, vocab: int, turns: int, measure: Callable[..., dict[str, float]]) -> dict[str, object]:
     """Ours against the peers and the bare products, with and without entropy; CPU seconds see no other process."""
     report: dict[str, object] = {"rows": num_rows, "hidden": 1024, "vocab": vocab, "threads": torch.get_num_threads()}
     for what in ("logprob", "logprob+entropy"):
@@ -87,23 +96,9 @@ def cpu_bench(num_rows: int, vocab: int, turns: int) -> dict[str, object]:
         if "entropy" in what:
             names = [name for name in names if name != "torch chunked"]  # it gives none
         for name in ("ours", PRODUCTS, "torch", *names):
-            command = [
-                sys.executable,
-                "-m",
-                "tests.bench.kernels",
-                "--child",
-                name,
-                "--rows",
-                str(num_rows),
-                "--vocab",
-                str(vocab),
-            ]
-            command += ["--turns", str(turns)]
-            command += ["--entropy"] if "entropy" in what else []
-            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1800, cwd=ROOT)
-            result[name] = json.loads(done.stdout.splitlines()[-1])
+            result[name] = measure(name, num_rows, vocab, "entropy" in what, turns)
         for peer in list(result)[1:]:
-            ratios = {k: round(result["ours"][k] / result[peer][k], 3) for k in result["ours"]}
+            ratios = {k: round(v / result[peer][k], 3) for k, v in result["ours"].items() if result[peer][k]}
             result[f"ours / {peer}"] = ratios
         report[what] = result
     return report
@@ -231,7 +226,7 @@ def main() -> None:
     else:
         num_rows, vocab = (512, 8192) if args.small else (args.rows, args.vocab)
         report |= {
-            "cpu": cpu_bench(num_rows, vocab, args.turns),
+            "cpu": cpu_bench(num_rows, vocab, args.turns, cpu_child if args.small else in_a_process_of_its_own),
             "gpu": "unmeasured: no GPU here",
             "absent": peers()[1],
         }
