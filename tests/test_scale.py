@@ -99,7 +99,10 @@ def test_throughput_is_bounded_by_the_learner_and_by_the_engines():
         loop = small(step_s=Constant(step_s), max_staleness=8)
         assert simulate(loop, 20, skip=10).episodes_per_s <= bounds(loop).least * 1.001
     slow = small(step_s=Constant(400.0), max_staleness=8)
-    assert simulate(slow, 20, skip=10).episodes_per_s == pytest.approx(bounds(slow).learner)
+    waited = simulate(slow, 20, skip=10)
+    assert waited.episodes_per_s == pytest.approx(bounds(slow).learner)
+    assert waited.turns_per_s == pytest.approx(2 * waited.episodes_per_s)
+    assert waited.learner_busy == pytest.approx(400 / 403)
     busy = small(step_s=Constant(1e-6), publication=Publication("paused", 0.0), max_staleness=5, engines=1)
     full = simulate(busy, 220, skip=20)  # more than 16 episodes are in play, but few beside those of the window
     assert full.episodes_per_s == pytest.approx(bounds(busy).engines, rel=0.05)

@@ -235,7 +235,8 @@ class _Simulation:
         if self._steps_done == self._skip:
             self._from = _Totals(**{name: getattr(self._totals, name) for name in _Totals.__slots__})
         self._learner_idle = True
-        self._proceed()
+        if self._steps_done < self._steps:
+            self._proceed()
 
     def _outcome(self) -> Outcome:
         last, first, loop = self._totals, self._from, self._loop

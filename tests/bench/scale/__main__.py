@@ -1,6 +1,6 @@
 """How throughput and staleness go with the number of GPUs, by simulation: ours, a synchronous loop, one step off.
 
-    python -m tests.bench.scale [--model Qwen3-VL-8B] [--gpus 8 32 128 512 1024] [--rows FILE] [--draw FILE]
+    python -m tests.bench.scale [--model Qwen3-VL-8B] [--gpus 8 32 128 1024] [--rows FILE] [--draw FILE]
     python -m tests.bench.scale validate --runs DIR
 
 `validate` makes five short runs of the Sokoban task on this machine: distributions are measured in the first, and the
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("sweep", "validate"), default="sweep")
     parser.add_argument("--model", default="Qwen3-VL-8B")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 128, 512, 1024])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 128, 1024])
     parser.add_argument("--rows", type=Path, default=Path("build/scale.jsonl"), help="a line a simulation, made once")
     parser.add_argument("--draw", type=Path, help="a picture's file")
     parser.add_argument("--runs", type=Path, default=Path("runs/scale"), help="folder of the real runs")

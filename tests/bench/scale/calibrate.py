@@ -34,13 +34,13 @@ def rows_of(folder: Path) -> list[Row]:
     return [row for row in rows if "rollout/reward" in row]
 
 
-def episodes_of(folder: Path) -> list[Episode]:
-    """All recorded episodes whose turns tell their seconds."""
+def episodes_of(folder: Path) -> list[tuple[int, Episode]]:
+    """All recorded episodes whose turns tell their seconds, each with its step."""
     found = []
     for path in steps(folder / FOLDER):
         step = read_step(path)
-        found += [step.episode(summary) for summary in step.summaries]
-    return [episode for episode in found if episode.turns and episode.started]
+        found += [(step.header.step, step.episode(summary)) for summary in step.summaries]
+    return [(step, episode) for step, episode in found if episode.turns and episode.started]
 
 
 def asked(episode: Episode) -> list[Asked]:
@@ -70,9 +70,11 @@ def beside(turns: Sequence[Asked]) -> np.ndarray:
     return np.array(rows, np.float64)
 
 
-def speed_of(turns: Sequence[Asked], max_batch: int) -> EngineSpeed:
-    """Least squares of `generate_s = tokens (token_s + running request_s) + arrivals turn_s`, none of them negative."""
-    columns, seconds = beside(turns), np.array([turn.generate_s for turn in turns])
+def speed_of(turns: Sequence[Asked], max_batch: int, before: Sequence[Asked] = ()) -> EngineSpeed:
+    """Least squares of `generate_s = tokens (token_s + running request_s) + arrivals turn_s`, none of them negative.
+    `before`: other turns, which the engine had beside these."""
+    columns = beside([*turns, *before])[: len(turns)]
+    seconds = np.array([turn.generate_s for turn in turns])
     best, least = np.zeros(3), float("inf")
     for count in (1, 2, 3):
         for chosen in combinations(range(3), count):
@@ -81,13 +83,17 @@ def speed_of(turns: Sequence[Asked], max_batch: int) -> EngineSpeed:
             if (found >= 0).all() and error < least:
                 best, least = np.zeros(3), error
                 best[list(chosen)] = found
-    return EngineSpeed(token_s=best[0], request_s=best[1], turn_s=best[2], max_batch=max_batch)
+    token_s, request_s, turn_s = best.tolist()
+    return EngineSpeed(token_s=token_s, request_s=request_s, turn_s=turn_s, max_batch=max_batch)
 
 
 def loop_from(folder: Path, skip: int, *, groups_per_step: int, groups_in_play: int, max_batch: int) -> Loop:
-    """Of a run with one engine and one episode a group. The first `skip` steps are left out, but for their episodes.
-    ValueError: nothing of it was recorded."""
-    rows, episodes = rows_of(folder)[skip:], episodes_of(folder)
+    """Of a run with one engine and one episode a group, without its first `skip` steps. ValueError: nothing of it was
+    recorded."""
+    rows, recorded = rows_of(folder)[skip:], episodes_of(folder)
+    episodes = [episode for step, episode in recorded if step > skip]
+    turns = [turn for episode in episodes for turn in asked(episode)]
+    before = [turn for step, episode in recorded if step <= skip for turn in asked(episode)]
     if not rows or not episodes:
         raise ValueError(f"{folder} has {len(rows)} steps and {len(episodes)} recorded episodes to measure by")
     published = [row["publish/seconds"] for row in rows]
@@ -96,7 +102,7 @@ def loop_from(folder: Path, skip: int, *, groups_per_step: int, groups_in_play: 
     trained = [max(0.0, r["time/step_s"] - r["time/idle_s"] - r["publish/seconds"]) for r in rows]
     return Loop(
         episodes=Seen(tuple(sizes(episode) for episode in episodes)),
-        engine=speed_of([turn for episode in episodes for turn in asked(episode)], max_batch),
+        engine=speed_of(turns, max_batch, before),
         publication=Publication("staged", float(np.mean(published)) - load_s, load_s),
         step_s=Measured(tuple(trained)),
         groups_per_step=groups_per_step,

@@ -20,12 +20,13 @@ from learner.scale.split import miniature
 EPISODES_A_GPU, MOST_EPISODES, GROUP_SIZE = 32, 8192, 8  # of a step
 SIMULATED = 512  # of these, at most; more are simulated in miniature
 STEPS, MOST_SKIP = 8, 4
-SHARES = (0.125, 0.25, 0.375, 0.5)  # of the GPUs, the learner's
+SHARES = (0.125, 0.25, 0.5)  # of the GPUs, the learner's
 BOUNDS = (0, 1, 2, 4, 8)
 OURS = "Pronk, max_staleness {}"
 COLOCATED, ONE_STEP_OFF = "synchronous, all GPUs in turn", "one step off"
 DESIGNS = ("paused", "staged", "relay")
 SLOWER = (1, 30)  # publications, times what is assumed
+LARGE, LARGE_FROM = "Qwen3-VL-235B-A22B", 128  # a model whose publications take longer; GPUs
 SIGMAS = (0.5, 1.0, 1.5)
 Row = dict[str, Any]
 
@@ -57,6 +58,8 @@ def cases(model: str, gpus: list[int]) -> Iterator[Case]:
         for slower in SLOWER:
             for design in DESIGNS:
                 yield Case(model, "designs", design, count, 0.25, 4, design=design, slower=slower)
+    for design in DESIGNS if gpus[-1] >= LARGE_FROM else ():
+        yield Case(LARGE, "large", design, gpus[-1], 0.25, 4, design=design)
     middle = sorted(gpus)[len(gpus) // 2]
     for sigma in SIGMAS:
         yield Case(model, "tails", COLOCATED, middle, 1.0, 0, design="paused", sigma=sigma)
@@ -82,7 +85,6 @@ def loop(case: Case, sizes: ModelSizes) -> Loop:
 
 def sweep(model: str, gpus: list[int], kept: Path) -> list[Row]:
     """A row a case; those that `kept` holds are not made again. ValueError: an unknown model."""
-    sizes = find(model)
     known = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     kept.parent.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -90,7 +92,7 @@ def sweep(model: str, gpus: list[int], kept: Path) -> list[Row]:
         row = next((row for row in known if asdict(case).items() <= row.items()), None)
         if row is None:
             skip = min(MOST_SKIP, case.max_staleness + 1)
-            small, times = miniature(loop(case, sizes), SIMULATED)
+            small, times = miniature(loop(case, find(case.model)), SIMULATED)
             outcome = simulate(small, STEPS + skip, skip=skip)
             row = {**asdict(outcome), "most_stale": outcome.max_staleness, **asdict(case)}
             row["episodes_per_s"] = outcome.episodes_per_s * times
@@ -134,6 +136,9 @@ def tables(rows: list[Row]) -> str:
         for design in DESIGNS:
             own = {row["gpus"]: row["episodes_per_s"] for row in of if row["design"] == design}
             lines.append(f"| {design} | {' | '.join(f'{own[count]:.4g}' for count in gpus)} |")
+    if large := [row for row in rows if row["kind"] == "large"]:
+        made = ", ".join(f"{row['design']} {row['episodes_per_s']:.4g}" for row in large)
+        lines += ["", f"{LARGE}, {gpus[-1]} GPUs, episodes/s: {made}"]
     lines += ["", *tails(rows)]
     return "\n".join(lines)
 
