@@ -127,7 +127,7 @@ def tables(rows: list[Row]) -> str:
             row, base = best(rows, system, count), best(rows, COLOCATED, count)
             times = row["episodes_per_s"] / base["episodes_per_s"]
             share = "" if row["share"] == 1 else f"; {row['share']:.0%}"
-            cells.append(f"{row['episodes_per_s']:.3g} (**{times:.2f}**; {row['staleness']:.1f}{share})")
+            cells.append(f"{row['episodes_per_s']:.3g} (**{times:.2f}**; {abs(row['staleness']):.1f}{share})")
         lines.append(f"| {system} | {' | '.join(cells)} |")
     for slower in SLOWER:
         lines += ["", f"| publications that take {slower} times as long | {' | '.join(f'{n} GPUs' for n in gpus)} |"]
