@@ -4,6 +4,7 @@ Bytes of a GPU and of a node's host by kind; seconds of a step and of a publicat
 
 python -m learner.plan --model Qwen3-VL-8B --gpus 8 --gpu-memory 141
 python -m learner.plan --config launch/recipes/geo3k.toml --gpus 8 [--section.key VALUE ...]
+python -m learner.plan --model Qwen3-VL-8B --gpus 64 --split    of these GPUs, how many for learner and engines
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from learner.model.duration import Speed, publication_time, step_time
 from learner.model.memory import FP32, Memory, Setting, host_memory, memory
 from learner.model.sizes import PUBLISHED, ModelSizes, find, sizes_of
 from learner.parallel.choice import choices
+from learner.scale import split
 from shared.config import Recipe, fail, load, recipe_parser
 
 DTYPE_BYTES = {"float32": FP32, "bfloat16": 2}
@@ -188,6 +190,7 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory", type=float, default=141, help="of one GPU, in GB")
     parser.add_argument("--longest", type=int, default=0, help="tokens of the longest episode: compare meshes for it")
     parser.add_argument("--host-memory", type=float, default=0, help="of one node, in GB; 0: not judged")
+    parser.add_argument("--split", action="store_true", help="divide --gpus between learner and engines, by simulation")
     for field in fields(Speed):
         parser.add_argument(f"--{field.name}", type=float, default=field.default, help=ASSUMED[field.name])
     of_setting = parser.add_argument_group("setting", argument_default=argparse.SUPPRESS)
@@ -238,6 +241,10 @@ def main(argv: list[str] | None = None) -> int:
         ):
             raise ValueError("--gpus-per-node, --episodes, --episode-tokens and what is assumed must be above 0")
         speed = Speed(**{field.name: getattr(options, field.name) for field in fields(Speed)})
+        if options.split:
+            room = gpu_bytes * (1 - RESERVED_FRACTION)
+            print("\n\n".join(split.report(name, find(name), setting, room, speed) for name in names))
+            return 0
         if options.longest:
             told = [meshes(name, find(name), setting, options.longest, gpu_bytes, speed) for name in names]
             print("\n\n".join(told))
