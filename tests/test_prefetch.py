@@ -19,7 +19,14 @@ from shared.vision import expand
 from tests.support.checkpoints import config, recipe, save
 from tests.support.episodes import random_groups
 
-SETTINGS = {"objective": "ppo", "microbatch_tokens": 90, "passes": 2, "minibatches": 2, "proximal": "learner", "max_kl": 0.0}
+SETTINGS = {
+    "vtrace_clip": True,
+    "microbatch_tokens": 90,
+    "passes": 2,
+    "minibatches": 2,
+    "proximal": "learner",
+    "max_kl": 0.0,
+}
 
 
 def threads() -> list[str]:
