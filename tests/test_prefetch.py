@@ -105,7 +105,7 @@ def test_steps_are_bit_for_bit_those_without_the_thread_a_resumed_one_too(folder
     def weights(trainer: Trainer) -> torch.Tensor:
         return torch.nn.utils.parameters_to_vector(trainer.policy.parameters()).detach().clone()
 
-    batches = [random_groups(spec, 4, turns=2, seed=10 * step) for step in range(2)]
+    batches = [random_groups(spec, 8, turns=2, seed=10 * step) for step in range(2)]
     trainer, order = fresh()
     trainer.step(batches[0], 0)
     path = save(trainer, ranks, tmp_path)
