@@ -7,10 +7,9 @@ tokens.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,21 +18,32 @@ from torch import Tensor
 from learner.advantages import equal, group_advantages, group_signal
 from learner.distributed import ALONE, Context
 from learner.images import ImageDecoder
-from learner.parallel.layout import deal
+from learner.packing.documents import Packing, packing_of
+from learner.packing.pictures import Pictures
+from learner.packing.place import STAYS, on
+from learner.packing.tower import TowerInputs, blank, tower_inputs
 from learner.parallel.share import Share, divide, filled
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Trajectory
-from shared.vision import VisionSpec, expand, mrope_positions
+from shared.vision import Grid, VisionSpec, expand, mrope_positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expanded:
+    """The tokens of one episode."""
+
+    input_ids: np.ndarray  # int64 [E]
+    position_ids: np.ndarray  # int64 [4,E]: place in the document, then M-RoPE
+    targets: np.ndarray  # int64 [K], places of the sampled tokens; the hidden state at targets-1 predicts them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
-    """One trajectory, as the model sees it."""
+    """One trajectory, as the model sees it. Its tokens are expanded when it is packed, by ranks that train on it."""
 
-    input_ids: np.ndarray  # int64 [E]
-    position_ids: np.ndarray  # int64 [4,E]: place in the document, then M-RoPE
+    expanded: Callable[[], Expanded]  # the same at each call
+    num_tokens: int  # E
     images: tuple[Image, ...]
-    targets: np.ndarray  # int64 [K], places of the sampled tokens; the hidden state at targets-1 predicts them
     behaviour_logprobs: np.ndarray  # float32 [K]
     versions: np.ndarray  # int32 [K]
     rewards: np.ndarray  # float32 [K], a turn's reward at its last token
@@ -46,8 +56,8 @@ class Episode:
     reference_logprobs: np.ndarray | None = None  # float32 [K], of the reference policy; None = not computed yet
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids)
+    def num_sampled(self) -> int:
+        return len(self.behaviour_logprobs)
 
 
 _OVERLONG = frozenset({Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})
@@ -97,12 +107,9 @@ def make_episode(
     group: int = 0,
     place: int = -1,
 ) -> Episode:
-    """Expands the placeholders. ValueError when the layout is wrong or an image cannot be read."""
+    """ValueError when the layout is wrong or an image cannot be read."""
     check_layout(trajectory, decoder.spec)
-    grids = [decoder.grid(image) for image in trajectory.images]
-    ids, compact_index = expand(trajectory.token_ids, grids, decoder.spec)
-    rope = mrope_positions(ids, grids, decoder.spec)
-    targets = np.flatnonzero(trajectory.loss_mask[compact_index])
+    grids = tuple(decoder.grid(image) for image in trajectory.images)
     sampled = np.flatnonzero(trajectory.loss_mask)
     rewards = np.zeros(len(sampled), dtype=np.float32)
     turn_end = np.zeros(len(sampled), dtype=bool)
@@ -116,10 +123,9 @@ def make_episode(
     rewards[-1] -= penalty(trajectory, objective) * objective.reward_scale
     turn_end[-1] = True
     return Episode(
-        input_ids=ids,
-        position_ids=np.concatenate([np.arange(len(ids))[None], rope]),
+        expanded=partial(expand_trajectory, trajectory, grids, decoder.spec),
+        num_tokens=len(trajectory.token_ids) + sum(decoder.spec.num_tokens(grid) - 1 for grid in grids),
         images=trajectory.images,
-        targets=targets,
         behaviour_logprobs=trajectory.behaviour_logprobs[sampled],
         versions=trajectory.policy_versions[sampled],
         rewards=rewards,
@@ -128,6 +134,13 @@ def make_episode(
         group=group,
         place=place,
     )
+
+
+def expand_trajectory(trajectory: Trajectory, grids: Sequence[Grid], spec: VisionSpec) -> Expanded:
+    """Each image's placeholder repeated once for each of its visual tokens."""
+    ids, compact_index = expand(trajectory.token_ids, grids, spec)
+    positions = np.concatenate([np.arange(len(ids))[None], mrope_positions(ids, grids, spec)])
+    return Expanded(ids, positions, np.flatnonzero(trajectory.loss_mask[compact_index]))
 
 
 def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, objective: ObjectiveConfig) -> list[Episode]:
@@ -162,7 +175,9 @@ def cut(count: int, passes: int, minibatches: int, seed: int) -> Iterator[list[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """Packed documents, one after another, as tensors of one device. `empty` marks a stand-in without any episode.
+    """Packed documents, one after another, as tensors of one device, but for the ids that kernels check on the host.
+    Whatever follows from lengths and grids is known here, so that no forward waits for a device to say it. `empty`
+    marks a stand-in without any episode.
 
     With a `share`, T, P, I and M are this rank's part of them: `predictors` are those of its tokens, [max(n,1)], and
     `visual_rows` are rows of what the ranks exchange. `lengths` and what is [N] stay the microbatch's.
@@ -171,13 +186,15 @@ class Microbatch:
     input_ids: Tensor  # int64 [1,T]
     position_ids: Tensor  # int64 [4,1,T]
     lengths: tuple[int, ...]  # of the documents
+    packing: Packing  # of the documents
     patches: Tensor  # uint8 [P,3,patch,patch], of distinct images
-    grids_thw: Tensor  # int64 [I,3]
+    tower: TowerInputs  # of these images; of a blank one if there is none
     image_lengths: tuple[int, ...]  # patches of each distinct image
     visual_positions: Tensor  # int64 [M], places of visual tokens among the T
     visual_rows: Tensor  # int64 [M], the row of the tower's output that belongs there
     predictors: Tensor  # int64 [N], places whose hidden state predicts a sampled token
-    target_ids: Tensor  # int64 [N]
+    target_ids: Tensor = field(metadata=STAYS)  # int64 [N]
+    asked_ids: Tensor = field(metadata=STAYS)  # int64 [N], of a share [max(n,1)]: of the predictors
     behaviour_logprobs: Tensor  # float32 [N]
     versions: Tensor  # int32 [N]
     rewards: Tensor  # float32 [N]
@@ -185,6 +202,7 @@ class Microbatch:
     episode_end: Tensor  # bool [N]
     advantages: Tensor  # float32 [N], relative to the group
     episode_tokens: Tensor  # float32 [N], sampled tokens of the token's episode
+    sampled: tuple[int, ...]  # tokens of each episode
     empty: bool
     places: tuple[int, ...] = ()  # of its episodes, in their order here
     proximal_logprobs: Tensor | None = None  # float32 [N], where the episodes have them
@@ -201,25 +219,31 @@ def pack(
 ) -> Microbatch:
     """Packs episodes (shortest first, so that equal lengths are neighbours) into one microbatch, or into this rank's
     share of it. No other rank's images are decoded."""
+    return on(pack_on_host(episodes, decoder, context), device)
+
+
+def pack_on_host(episodes: Sequence[Episode], decoder: ImageDecoder, context: Context = ALONE) -> Microbatch:
+    """As `pack`, without touching a device: a thread may do it meanwhile."""
     episodes = sorted(episodes, key=lambda e: e.num_tokens)
-    pictures = _Pictures.of(episodes, decoder, context.size)
+    expanded = [e.expanded() for e in episodes]
+    pictures = Pictures.of([e.images for e in episodes], decoder, context.size)
     images = [decoder.get(image) for image in pictures.images[context.rank]]
-    counts = np.array([len(e.targets) for e in episodes])
+    counts = np.array([e.num_sampled for e in episodes])
     starts = np.cumsum([0, *(e.num_tokens for e in episodes)])
-    targets = np.concatenate([e.targets + start for e, start in zip(episodes, starts, strict=False)])
-    input_ids = np.concatenate([e.input_ids for e in episodes])
+    targets = np.concatenate([e.targets + start for e, start in zip(expanded, starts, strict=False)])
+    input_ids = np.concatenate([e.input_ids for e in expanded])
     episode_end = np.zeros(len(targets), dtype=bool)
     episode_end[counts.cumsum() - 1] = True
     side = decoder.spec.patch_size
     arrays = {
         "input_ids": input_ids[None],
-        "position_ids": np.concatenate([e.position_ids for e in episodes], axis=1)[:, None],
+        "position_ids": np.concatenate([e.position_ids for e in expanded], axis=1)[:, None],
         "patches": np.concatenate([np.zeros((0, 3, side, side), np.uint8), *(image.patches for image in images)]),
-        "grids_thw": np.array([image.grid for image in images], dtype=np.int64).reshape(-1, 3),
         "visual_positions": np.flatnonzero(input_ids == decoder.spec.image_token_id),
         "visual_rows": pictures.rows_M,
         "predictors": targets - 1,
         "target_ids": input_ids[targets],
+        "asked_ids": input_ids[targets],
         "episode_end": episode_end,
         "advantages": np.repeat(np.array([e.advantage for e in episodes], dtype=np.float32), counts),
         "episode_tokens": np.repeat(counts.astype(np.float32), counts),
@@ -229,58 +253,36 @@ def pack(
     for name in ("proximal_logprobs", "reference_logprobs"):
         if getattr(episodes[0], name) is not None:
             arrays[name] = np.concatenate([getattr(e, name) for e in episodes])
-    lengths, share = tuple(e.num_tokens for e in episodes), None
+    lengths, share, own = tuple(e.num_tokens for e in episodes), None, None
     if context.size > 1:
         arrays, lengths = filled(arrays, lengths, context.size)
-        arrays, share = divide(arrays, lengths, pictures.visual_tokens, context, device)
-    tensors = {
-        name: torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-        for name, array in arrays.items()
-    }
-    image_lengths, places = tuple(len(image.patches) for image in images), tuple(e.place for e in episodes)
-    return Microbatch(lengths=lengths, image_lengths=image_lengths, empty=False, places=places, share=share, **tensors)
+        arrays, share = divide(arrays, lengths, pictures.visual_tokens, context)
+        own = share.places.numpy()
+    asked = arrays["predictors"] if own is None else own[arrays["predictors"]]
+    return Microbatch(
+        lengths=lengths,
+        packing=packing_of(lengths, causal=True, share=share, own=own, asked=asked),
+        tower=tower_inputs(tuple(image.grid for image in images) or blank(decoder.spec), decoder.spec),
+        image_lengths=tuple(len(image.patches) for image in images),
+        sampled=tuple(counts.tolist()),
+        empty=False,
+        places=tuple(e.place for e in episodes),
+        share=share,
+        **{name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()},
+    )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pictures:
-    """The distinct images of some episodes, dealt to the ranks of a context group by their patches."""
-
-    images: list[list[Image]]  # of each rank
-    visual_tokens: list[int]  # of each rank's images
-    rows_M: np.ndarray  # int64, of each visual token among those of all images, rank by rank
-
-    @staticmethod
-    def of(episodes: Sequence[Episode], decoder: ImageDecoder, num_ranks: int) -> _Pictures:
-        distinct = {image.content_hash: image for e in episodes for image in e.images}
-        sizes = {key: math.prod(decoder.grid(image)) // decoder.spec.merge_size**2 for key, image in distinct.items()}
-        owners = deal(list(sizes.values()), num_ranks)
-        keys = [
-            [key for key, owner in zip(distinct, owners, strict=True) if owner == rank] for rank in range(num_ranks)
-        ]
-        order = list(chain(*keys))
-        first_row = dict(zip(order, accumulate((sizes[key] for key in order), initial=0), strict=False))
-        rows = [first_row[i.content_hash] + np.arange(sizes[i.content_hash]) for e in episodes for i in e.images]
-        return _Pictures(
-            [[distinct[key] for key in of_rank] for of_rank in keys],
-            [sum(sizes[key] for key in of_rank) for of_rank in keys],
-            np.concatenate([np.zeros(0, dtype=np.int64), *rows]),
-        )
-
-
-def empty_microbatch(
-    decoder: ImageDecoder, token_id: int, device: torch.device, context: Context = ALONE
-) -> Microbatch:
-    """A stand-in of two tokens, so that a rank without episodes runs the same collectives; its loss counts 0."""
+def empty_microbatch(decoder: ImageDecoder, token_id: int, context: Context = ALONE) -> Microbatch:
+    """A stand-in of two tokens, on the host: a rank without episodes runs the same collectives; its loss counts 0."""
     ids = np.full(2, token_id, dtype=np.int64)
     episode = Episode(
-        input_ids=ids,
-        position_ids=np.tile(np.arange(2), (4, 1)),
+        expanded=lambda: Expanded(ids, np.tile(np.arange(2), (4, 1)), np.array([1])),
+        num_tokens=2,
         images=(),
-        targets=np.array([1]),
         behaviour_logprobs=np.zeros(1, dtype=np.float32),
         versions=np.zeros(1, dtype=np.int32),
         rewards=np.zeros(1, dtype=np.float32),
         turn_end=np.ones(1, dtype=bool),
         advantage=0.0,
     )
-    return replace(pack([episode], decoder, device, context), empty=True)
+    return replace(pack_on_host([episode], decoder, context), empty=True)

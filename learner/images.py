@@ -24,7 +24,7 @@ class ImagePatches:
 
 class ImageDecoder:
     """Decoded images by content hash; the least recently used are forgotten beyond `max_bytes`. Thread-safe: the
-    intake decodes what arrives ahead of the step that trains on it."""
+    intake decodes what arrives ahead of the step that trains on it, and a thread packs beside the step."""
 
     def __init__(self, spec: VisionSpec, max_bytes: int = 1 << 28) -> None:
         self.spec = spec
@@ -35,17 +35,25 @@ class ImageDecoder:
     def grid(self, image: Image) -> Grid:
         """(1, rows, columns) in patches, read from the file's header alone. ValueError if it is no image."""
         with self._lock:
-            if image.content_hash not in self._grids:
+            known = self._grids.get(image.content_hash)
+        if known is None:
+            with _open(image) as file:
+                known = self.spec.grid(*file.size)
+            with self._lock:
                 if len(self._grids) >= MAX_GRIDS:
                     self._grids.clear()
-                with _open(image) as file:
-                    self._grids[image.content_hash] = self.spec.grid(*file.size)
-            return self._grids[image.content_hash]
+                self._grids[image.content_hash] = known
+        return known
 
     def get(self, image: Image) -> ImagePatches:
         """The image, resized as the engine resizes it and cut into patches. ValueError if it is no image."""
         with self._lock:
-            return self._images.get(image.content_hash, lambda: self._decode(image))
+            kept = self._images.find(image.content_hash)
+        if kept is None:  # nobody waits for another's image meanwhile
+            decoded = self._decode(image)
+            with self._lock:
+                kept = self._images.get(image.content_hash, lambda: decoded)
+        return kept
 
     def _decode(self, image: Image) -> ImagePatches:
         spec = self.spec

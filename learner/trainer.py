@@ -24,7 +24,7 @@ from learner.metrics.tokens import TokenStats, loss_columns
 from learner.metrics.work import Work
 from learner.model.expert_load import RouterLoad
 from learner.model.policy import Policy, PolicyOutput
-from learner.model.sharding import copy_weights, forward_only
+from learner.model.sharding import add_up_replicas, copy_weights, forward_only
 from learner.model.sizes import sizes_of
 from learner.objective.columns import tokens_of
 from learner.objective.objectives import loss_of
@@ -145,45 +145,35 @@ class Trainer:
         """The episodes with what policy and reference say of them as the step begins, on every rank."""
         asked = [(0, self.policy)] if self._survey.policy else []
         asked += [(1, self.reference)] if self._survey.reference and self.reference is not None else []
-        starts = np.cumsum([0, *(len(e.targets) for e in episodes)])
+        starts = np.cumsum([0, *(e.num_sampled for e in episodes)])
         logprobs = torch.zeros(2, int(starts[-1]), device=self.ranks.device)
         self.router.counting = False
-        for chosen in self.packer.plan(episodes):
-            order = sorted(chosen, key=lambda i: episodes[i].num_tokens)  # as `pack` has them
-            batch = self.packer.pack([episodes[i] for i in order])
-            places = [torch.arange(starts[i], starts[i + 1], device=self.ranks.device) for i in order]
-            for row, policy in asked:
-                found_N = forward_only(policy, batch, self.temperature).logprobs
-                if places and self.ranks.context.leads:
-                    logprobs[row, torch.cat(places)] = found_N
+        microbatches = self.packer.plan(episodes)
+        with self.packer.batches(episodes, microbatches) as batches:
+            for chosen, batch in zip(microbatches, batches, strict=True):
+                order = sorted(chosen, key=lambda i: episodes[i].num_tokens)  # as `pack` has them
+                places = [torch.arange(starts[i], starts[i + 1], device=self.ranks.device) for i in order]
+                for row, policy in asked:
+                    found_N = forward_only(policy, batch, self.temperature).logprobs
+                    if places and self.ranks.context.leads:
+                        logprobs[row, torch.cat(places)] = found_N
         found = self._survey.added(episodes, all_sum(logprobs, self.ranks).cpu().numpy(), self.config.objective)
         work.clock.lap("forward")
         return found
 
     def _update(self, episodes: list[Episode], work: Work) -> bool:
         """One gradient of `episodes`, applied; False, and no weight is changed, if the policy has moved far enough."""
-        num_tokens = sum(len(e.targets) for e in episodes)
+        num_tokens = sum(e.num_sampled for e in episodes)
         divisor = max(len(episodes) if self._per_episode else num_tokens, 1)
         microbatches = self.packer.plan(episodes)
         sums = torch.zeros(4, dtype=torch.float64, device=self.ranks.device)  # loss, dropped weights, KL, tokens
         self.optimizer.zero_grad()
         work.clock.lap("prepare")
-        for chosen in microbatches:
-            batch = self.packer.pack([episodes[i] for i in chosen])
-            work.loads.append(self.packer.load(batch))
-            work.clock.lap("prepare")
-            self.router.counting, self.router.counting_last = not batch.empty, self._predicts(batch)
-            said, known = self._reference_says(batch), {}
-            if said is not None:
-                known = {"vision": said.vision if self._same_tower else None, "labels": said.labels}
-            output = self.policy(batch, self.temperature, **known)
-            loss, *others = self._loss(batch, output, said, divisor, work)
-            if self.ranks.context.leads:
-                sums += torch.stack([loss.detach(), *others])
-            work.last = batch
-            work.clock.lap("forward")
-            loss.backward()
-            work.clock.lap("backward")
+        with self.packer.batches(episodes, microbatches) as batches:
+            for left, batch in zip(reversed(range(len(microbatches))), batches, strict=True):
+                work.loads.append(self.packer.load(batch))
+                work.clock.lap("prepare")
+                sums += self._accumulate(batch, divisor, work, last=not left)
         total, lost, divergence, count = all_sum(sums, self.ranks).tolist()
         work.divergences.append(divergence / max(count, 1.0))
         limit = self.config.guard.max_kl
@@ -194,6 +184,23 @@ class Trainer:
         self._apply(work, kept if num_tokens else 0.0, sound=bool(np.isfinite(total)))
         work.clock.lap("optimizer")
         return True
+
+    def _accumulate(self, batch: Microbatch, divisor: int, work: Work, *, last: bool) -> Tensor:
+        """Adds one microbatch's share of the update's gradient; float64 [4], what `_loss` says of the tokens that this
+        rank counts. `last`: of the update's."""
+        self.router.counting, self.router.counting_last = not batch.empty, self._predicts(batch)
+        said, known = self._reference_says(batch), {}
+        if said is not None:
+            known = {"vision": said.vision if self._same_tower else None, "labels": said.labels}
+        output = self.policy(batch, self.temperature, **known)
+        found = self._loss(batch, output, said, divisor, work)
+        work.last = batch
+        work.clock.lap("forward")
+        add_up_replicas(self.policy, self.ranks, now=last)
+        found[0].backward()
+        work.clock.lap("backward")
+        counted = torch.stack([value.detach() for value in found]).double()
+        return counted if self.ranks.context.leads else torch.zeros_like(counted)
 
     @torch.no_grad()
     def _moved(self, work: Work, metrics: dict[str, float]) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """V-trace (Espeholt et al., 2018, equation 1): off-policy corrected targets for values and policy gradient.
 
 Symbols are the paper's. Shape suffixes: T = time, B = batch, N = sampled tokens of all episodes, one after another,
-S = turns of all episodes, one after another.
+S = turns of all episodes, one after another; there are N of them, so that no device is waited for to count them, and
+those after the last are 0.
 
     delta_t = rho_t (r_t + gamma_t V_{t+1} - V_t)                      rho_t = min(rho_bar, pi/mu)
     vs_t    = V_t + delta_t + gamma_t c_t (vs_{t+1} - V_{t+1})         c_t   = lambda_t min(c_bar, pi/mu)
@@ -129,13 +130,15 @@ def turn_vtrace(
     """
     action_log_rhos_N = turn_ratios(log_rhos_N, turn_end_N, ratio)
     lengths_N = segment_sum(torch.ones_like(log_rhos_N), turn_end_N)
-    first = segment_start(turn_end_N).nonzero()[:, 0]
-    last = turn_end_N.nonzero()[:, 0]
-    rewards_S1 = segment_sum(rewards_N, turn_end_N)[first, None]
-    discounts_S1 = torch.where(episode_end_N[last], 0.0, gamma * torch.ones_like(values_N[first]))[:, None]
-    columns = (action_log_rhos_N[first, None], discounts_S1, rewards_S1, values_N[first, None])
+    turn_N, first_N = segment_ids(turn_end_N), segment_start(turn_end_N)
+    discounts_N = torch.where(turn_end_N & ~episode_end_N, gamma, torch.zeros_like(values_N))
+    chosen_N = (torch.where(first_N, x_N, 0.0) for x_N in (action_log_rhos_N, values_N))
+    log_rhos_S1, values_S1, discounts_S1, rewards_S1 = (
+        torch.zeros_like(x_N).index_add(0, turn_N, x_N)[:, None] for x_N in (*chosen_N, discounts_N, rewards_N)
+    )
+    columns = (log_rhos_S1, discounts_S1, rewards_S1, values_S1)
     vs, advantages = vtrace(*columns, values_N.new_zeros(1), lambdas=lam, rho_bar=rho_bar, c_bar=c_bar)
-    turn_N, value_weights_N = segment_ids(turn_end_N), lengths_N * segment_start(turn_end_N)
+    value_weights_N = lengths_N * first_N
     return TokenTargets(vs[:, 0][turn_N], advantages[:, 0][turn_N], action_log_rhos_N, value_weights_N)
 
 
@@ -172,9 +175,12 @@ def trace_lengths(
     carried_N = torch.where(episode_end_N, 0.0, torch.where(turn_end_N, lam * cs_N, cs_N))
     if level == "token":
         return reverse_scan(carried_N[:, None], torch.ones_like(carried_N)[:, None])[:, 0]
-    last = turn_end_N.nonzero()[:, 0]
-    lengths_S1 = segment_sum(torch.ones_like(carried_N), turn_end_N)[last, None]
-    return reverse_scan(carried_N[last, None], lengths_S1)[:, 0][segment_ids(turn_end_N)]
+    turn_N = segment_ids(turn_end_N)
+    carried_S1, lengths_S1 = (
+        torch.zeros_like(x_N).index_add(0, turn_N, x_N)[:, None]
+        for x_N in (torch.where(turn_end_N, carried_N, 0.0), torch.ones_like(carried_N))
+    )
+    return reverse_scan(carried_S1, lengths_S1)[:, 0][turn_N]
 
 
 # ---------------------------------------------------------------------- sums over turns and episodes

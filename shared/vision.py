@@ -35,6 +35,8 @@ class VisionSpec:
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     banned_ids: tuple[int, ...] = ()  # the vision tokens, sorted: no policy may sample them
+    position_side: int = 0  # of the square of learned positions; 0 = the tower has none, or the learner tells it
+    window_tokens: int = 0  # visual tokens of a window's side; 0 = as above
 
     @staticmethod
     def load(model_dir: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> VisionSpec:

@@ -47,6 +47,18 @@ def without_patch_embed(monkeypatch, model, spec):
     adapt(model, spec)
 
 
+def without_deepstack(monkeypatch, model, spec):
+    monkeypatch.setattr(
+        type(model.model.language_model), "_deepstack_process", lambda self, hidden_states: hidden_states
+    )
+    adapt(model, spec)
+
+
+def without_tower(monkeypatch, model, spec):
+    model.model.visual.interpolation_mode = "bicubic"
+    adapt(model, spec)
+
+
 def without_last_layer(monkeypatch, model, spec):
     del model.model.language_model.layers[-1].self_attn.k_norm
     adapt(model, spec)

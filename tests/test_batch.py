@@ -134,10 +134,11 @@ def test_placeholders_become_as_many_tokens_as_their_images_have():
     decoder = ImageDecoder(SPEC)
     episode = make_episode(trajectory, 0.0, decoder, ObjectiveConfig())
     visual = sum(len(decoder.get(image).patches) // 4 for image in trajectory.images)
-    assert (episode.input_ids == SPEC.image_token_id).sum() == visual
-    assert episode.num_tokens == len(trajectory.token_ids) - 2 + visual
+    expanded = episode.expanded()
+    assert (expanded.input_ids == SPEC.image_token_id).sum() == visual
+    assert episode.num_tokens == len(trajectory.token_ids) - 2 + visual == len(expanded.input_ids)
     sampled = trajectory.loss_mask.astype(bool)
-    assert episode.input_ids[episode.targets].tolist() == trajectory.token_ids[sampled].tolist()
+    assert expanded.input_ids[expanded.targets].tolist() == trajectory.token_ids[sampled].tolist()
 
 
 def test_failed_episodes_are_not_trained_on_and_do_not_count_in_their_group():
@@ -229,5 +230,5 @@ def test_an_episode_that_starts_with_a_sampled_token_is_refused():
 
 
 def test_the_stand_in_for_a_rank_without_episodes_counts_no_token():
-    batch = empty_microbatch(ImageDecoder(SPEC), 0, CPU)
+    batch = empty_microbatch(ImageDecoder(SPEC), 0)
     assert batch.empty and batch.num_tokens == 0 and batch.target_ids.tolist() == [0]

@@ -15,8 +15,9 @@ from learner.batch import make_episode, pack
 from learner.distributed import Context, check_divides
 from learner.images import ImageDecoder
 from learner.model import attention
-from learner.model.attention import of_chunks, of_rows, packed_attention, packing_of
+from learner.model.attention import of_chunks, of_rows, packed_attention
 from learner.model.sizes import PUBLISHED
+from learner.packing.documents import packing_of, rows_of
 from learner.parallel.layout import chunk, deal, gathered_rows, least_tokens, places, spans
 from shared.settings.objective import ObjectiveConfig
 from shared.vision import VisionSpec
@@ -115,7 +116,7 @@ def test_the_ranks_attention_and_its_gradients_are_those_of_the_whole(monkeypatc
     total = sum(lengths)
     q, k, v = (torch.randn(1, heads, total, 16, requires_grad=True) for heads in (4, 2, 2))
     whole, _ = packed_attention(
-        torch.nn.Identity(), q, k, v, None, scaling=0.25, packing=packing_of(lengths, causal=True, device=CPU)
+        torch.nn.Identity(), q, k, v, None, scaling=0.25, packing=packing_of(lengths, causal=True)
     )
     weights = torch.randn_like(whole)
     expected = torch.autograd.grad((whole * weights).sum(), (q, k, v))
@@ -124,7 +125,7 @@ def test_the_ranks_attention_and_its_gradients_are_those_of_the_whole(monkeypatc
         mine = torch.from_numpy(places(total, size, rank))
         packing = simulated_packing(lengths, size, rank)
         if way == "rows":
-            part = of_rows(q[:, :, mine], k, v, mine, 0.25, packing)
+            part = of_rows(q[:, :, mine], k, v, rows_of(mine.numpy(), lengths), 0.25)
         else:
             part = of_chunks(q[:, :, mine], k, v, 0.25, packing.chunks)
         found = found.index_copy(1, mine, part[None])
@@ -139,7 +140,7 @@ def simulated_packing(lengths, size, rank):
     class Share:
         chunks = tuple(chunk(lengths, *span) for span in spans(sum(lengths), size, rank))
 
-    return packing_of(lengths, causal=True, device=CPU, share=Share())
+    return packing_of(lengths, causal=True, share=Share())
 
 
 # ---------------------------------------------------------------------- microbatches

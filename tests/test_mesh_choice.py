@@ -23,7 +23,10 @@ def test_shards_are_gathered_twice_in_bfloat16_and_reduced_once_in_float32():
     found = traffic(DENSE, Setting(gpus=64))
     assert found.shards == pytest.approx(8 * DENSE.parameters * 63 / 64) and (found.context, found.experts) == (0, 0)
     replicas = traffic(DENSE, Setting(gpus=64, shard_size=8))  # whose shards of the gradients are added up besides
-    assert replicas.shards == pytest.approx(8 * DENSE.parameters * 7 / 8 + 8 * DENSE.parameters / 8 * 7 / 8)
+    added_up = 8 * DENSE.parameters / 8 * 7 / 8
+    assert replicas.shards == pytest.approx(8 * DENSE.parameters * 7 / 8 + added_up)
+    several = traffic(DENSE, Setting(gpus=64, shard_size=8), 4)  # they do so once an update
+    assert several.shards == pytest.approx(replicas.shards - 3 / 4 * added_up)
 
 
 def test_keys_and_values_of_the_other_ranks_come_in_the_forward_and_their_gradients_in_the_backward():

@@ -15,8 +15,8 @@ from actor.stream import Stream
 from learner.batch import make_episode
 from learner.checkpoints.restoring import load_checkpoint
 from learner.images import ImageDecoder
-from learner.model.attention import window_lengths
 from learner.model.policy import load_policy
+from learner.packing.documents import window_lengths
 from learner.trainer import Trainer
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Sampling, Turn
@@ -58,11 +58,12 @@ def test_the_positions_of_text_and_images_are_those_of_transformers(family):
     spec = VisionSpec.load(folder)
     model = kind.from_pretrained(folder, dtype=torch.float32)
     episode = make_episode(random_trajectory(spec, 5, sides=sides), 0.0, ImageDecoder(spec), ObjectiveConfig())
-    ids = torch.from_numpy(episode.input_ids)[None]
+    expanded = episode.expanded()
+    ids = torch.from_numpy(expanded.input_ids)[None]
     grids = torch.tensor([ImageDecoder(spec).grid(image) for image in episode.images])
     kinds = (ids == spec.image_token_id).int()
     positions, _ = model.model.get_rope_index(ids, image_grid_thw=grids, mm_token_type_ids=kinds)
-    np.testing.assert_array_equal(episode.position_ids[1:], positions[:, 0].numpy())
+    np.testing.assert_array_equal(expanded.position_ids[1:], positions[:, 0].numpy())
 
 
 @pytest.mark.slow

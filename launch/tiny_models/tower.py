@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from envs.boards.render import render
-from learner.model.attention import packing_of
 from learner.model.policy import Policy
+from learner.packing.documents import packing_of
 from shared.vision import VisionSpec, patchify
 
 SIDE, TILES = 6, 7
@@ -46,7 +46,7 @@ def teach_tower(policy: Policy, *, pixels: int, steps: int, batch: int = 32, lr:
     places = torch.arange(blocks**2).repeat(batch)
     patches_a_side = SIDE * pixels // policy.spec.patch_size
     grids = torch.tensor([[1, patches_a_side, patches_a_side]]).repeat(batch, 1)
-    packing = packing_of((patches_a_side**2,) * batch, causal=False, device=torch.device("cpu"))
+    packing = packing_of((patches_a_side**2,) * batch, causal=False)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - step / steps) ** 0.5

@@ -38,7 +38,7 @@ class Work:
         """How much there was to do, where the time went and how fast it went; a collective."""
         own = sum(load.flops for load in self.loads)
         flops = float(all_sum(torch.tensor(own, dtype=torch.float64, device=ranks.device), ranks))
-        num_tokens, num_sampled = sum(e.num_tokens for e in episodes), sum(len(e.targets) for e in episodes)
+        num_tokens, num_sampled = sum(e.num_tokens for e in episodes), sum(e.num_sampled for e in episodes)
         metrics = self.clock.metrics() | speed(flops, self.clock.total, ranks) | balance(self.loads, ranks)
         metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_sampled)}
         metrics |= {"batch/tokens": float(num_tokens), "batch/microbatches": float(len(self.loads))}

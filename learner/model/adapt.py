@@ -23,6 +23,7 @@ from kernels.cpu_linear import use_fast_linear, use_plain_linear
 from learner.model import last_layer
 from learner.model.attention import packed_attention
 from learner.model.patch_embed import StillPatchEmbed
+from learner.packing.tower import ALIGN_CORNERS, MODE, takes_precomputed
 from shared.vision import VisionSpec
 
 TEXT_ATTENTION, VISION_ATTENTION = "pronk_packed", "pronk_packed_flash"
@@ -82,6 +83,20 @@ TRICKS = {
         "test_model.py::test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned",
         "transformers takes uint8 patches of still images",
     ),
+    "deepstack": Trick(
+        "transformers",
+        "a language model's _deepstack_process(hidden_states, visual_pos_masks, visual_embeds)",
+        "a mask of the visual tokens' places would make the host wait for a GPU, so that it gets the places",
+        "test_model.py::test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned",
+        "transformers adds the features at places that it is told",
+    ),
+    "tower": Trick(
+        "transformers",
+        "towers that take what transformers.vision_utils makes of grids, interpolated bilinearly from corner to corner",
+        "they would compute it on the GPU, and the host wait for it",
+        "test_host_syncs.py",
+        "transformers computes it on the host",
+    ),
     "last_layer": Trick(
         "transformers",
         "a decoder layer and a Qwen3-VL attention with the parts that learner/model/last_layer.py copies",
@@ -129,6 +144,10 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
     vlm.set_attn_implementation({"text_config": TEXT_ATTENTION, "vision_config": VISION_ATTENTION})
     for index, block in enumerate(visual.blocks if hasattr(visual, "fullatt_block_indexes") else ()):
         block.attn.looks_through_windows = index not in visual.fullatt_block_indexes
+    fixed = getattr(visual, "interpolation_mode", MODE), getattr(visual, "interpolation_align_corners", ALIGN_CORNERS)
+    TRICKS["tower"].require(fixed == (MODE, ALIGN_CORNERS) and takes_precomputed())
+    if getattr(visual, "deepstack_visual_indexes", ()):
+        _replace_deepstack(vlm.model.language_model)
     takes_rows = len(layers) > len(getattr(vlm.config.vision_config, "deepstack_visual_indexes", ()))
     if takes_rows:
         _replace_last(layers[-1])
@@ -192,6 +211,18 @@ def adapt_to_compile(vlm: PreTrainedModel) -> None:
 def _register(attention: Callable[..., Any]) -> None:
     for name in (TEXT_ATTENTION, VISION_ATTENTION):
         ALL_ATTENTION_FUNCTIONS.register(name, attention)
+
+
+def _replace_deepstack(text: Any) -> None:
+    process = getattr(text, "_deepstack_process", None)
+    arguments = () if process is None else tuple(inspect.signature(process).parameters)
+    TRICKS["deepstack"].require(arguments == ("hidden_states", "visual_pos_masks", "visual_embeds"))
+    text._deepstack_process = add_at
+
+
+def add_at(hidden_1TH: Tensor, places_M: Tensor, features_MH: Tensor) -> Tensor:
+    """`features` [M,H] added at these places, int64 [M], each of which occurs once."""
+    return hidden_1TH.index_add(1, places_M, features_MH.to(hidden_1TH.dtype)[None])
 
 
 def _replace_last(layer: Any) -> None:

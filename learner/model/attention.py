@@ -5,20 +5,14 @@ Shape suffixes: T = packed tokens, H = heads, D = head size; documents lie one a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from learner.packing.documents import PackedChunk, Packing, Rows
 from learner.parallel.collectives import whole_keys_values
-from learner.parallel.layout import Chunk
-from learner.parallel.share import Share
-from shared.vision import Grid
-
-ROWS_AT_ONCE = 128  # queries that share one mask
 
 _varlen_allowed = True  # of this process, as torch's own choice of kernels is
 
@@ -27,60 +21,6 @@ def use_varlen(allowed: bool) -> None:
     """Whether half precision on a GPU takes torch's variable-length attention; see learner/model/attention_backend"""
     global _varlen_allowed
     _varlen_allowed = allowed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Packing:
-    """Where documents begin and end. `runs`: neighbours of equal length as (how many, length).
-
-    `windows` is the finer packing of vision blocks that only look inside a window, for towers that have such blocks.
-    With a `share`, queries, keys and values are those of its tokens alone, in `chunks`.
-    """
-
-    runs: tuple[tuple[int, int], ...]
-    cu_seqlens: Tensor  # int32 [documents+1]
-    max_length: int
-    causal: bool
-    windows: Packing | None = None
-    share: Share | None = None
-    chunks: tuple[PackedChunk, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedChunk:
-    """A chunk of a share, with where its documents' queries and keys begin and end."""
-
-    chunk: Chunk
-    cu_queries: Tensor  # int32 [documents+1], from the chunk's start
-    cu_keys: Tensor  # int32 [documents+1], from its first key
-
-
-def packing_of(lengths: tuple[int, ...], *, causal: bool, device: torch.device, share: Share | None = None) -> Packing:
-    """`lengths` are those of the whole microbatch, with a `share` too."""
-    runs = tuple((len(list(group)), length) for length, group in groupby(lengths))
-    parts = [] if share is None else share.chunks
-    chunks = tuple(PackedChunk(part, _borders(part.queries, device), _borders(part.keys, device)) for part in parts)
-    return Packing(runs, _borders(lengths, device), max(lengths), causal, share=share, chunks=chunks)
-
-
-def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor((0, *lengths)).cumsum(0).to(device, torch.int32)
-
-
-def window_lengths(grids: Iterable[Grid], *, merge_size: int, window_tokens: int) -> tuple[int, ...]:
-    """Patches of each window of images with these grids, in Qwen2.5-VL's order: image by image, row by row.
-
-    A window is a square of `window_tokens` x `window_tokens` visual tokens, smaller at the right and lower edges.
-    """
-    lengths = []
-    for frames, height, width in grids:
-        rows, columns = (_pieces(side // merge_size, window_tokens) for side in (height, width))
-        lengths += [row * column * merge_size**2 for row in rows for column in columns] * frames
-    return tuple(lengths)
-
-
-def _pieces(side: int, most: int) -> list[int]:
-    return [min(most, side - start) for start in range(0, side, most)]
 
 
 def packed_attention(
@@ -92,22 +32,22 @@ def packed_attention(
     *,
     scaling: float,
     packing: Packing,
-    queries_at: Tensor | None = None,
+    only_asked: bool = False,
     **_: object,
 ) -> tuple[Tensor, None]:
     """query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D]. Documents do not see each other.
 
-    With `queries_at` (int64 [N], ascending) the queries are those of these places alone: [1,Hq,N,D] -> [1,N,Hq,D].
-    With a share T and places are its own; it is a collective of the ranks that share the microbatch.
+    With `only_asked` the queries are those of the packing's `asked` alone: [1,Hq,N,D] -> [1,N,Hq,D]. With a share the
+    T are its own; it is a collective of the ranks that share the microbatch.
     """
     fast = _varlen_allowed and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if packing.share is not None:
         key, value = whole_keys_values(key, value, packing.share)
-        if fast and queries_at is None:
+        if fast and not only_asked:
             return of_chunks(query, key, value, scaling, packing.chunks)[None], None
-        queries_at = packing.share.places if queries_at is None else packing.share.places[queries_at]
-    if queries_at is not None:
-        return of_rows(query, key, value, queries_at, scaling, packing)[None], None
+    rows = packing.asked if only_asked else packing.own
+    if rows is not None:
+        return of_rows(query, key, value, rows, scaling)[None], None
     if packing.windows is not None and getattr(module, "looks_through_windows", False):
         packing = packing.windows
     if fast:
@@ -118,20 +58,15 @@ def packed_attention(
     return torch.cat(outputs)[None], None
 
 
-def of_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scaling: float, packing: Packing) -> Tensor:
-    """Causal attention of some places, a few of one document at a time: [N,Hq,D]."""
-    starts = packing.cu_seqlens.tolist()[:-1]
-    lengths = [length for count, length in packing.runs for _ in range(count)]
-    counts = torch.searchsorted(rows, packing.cu_seqlens).diff().tolist()
-    parts = rows.split(counts), query.split(counts, 2), key.split(lengths, 2), value.split(lengths, 2)
+def of_rows(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float) -> Tensor:
+    """Causal attention of some places [1,Hq,R,D] over the keys and values of all T, piece by piece: [R,Hq,D]."""
+    counts = [count for count, _, _ in rows.pieces]
     grouped, outputs = query.shape[1] != key.shape[1], []
-    for start, places, q, k, v in zip(starts, *parts, strict=True):
-        for some, q_some in zip((places - start).split(ROWS_AT_ONCE), q.split(ROWS_AT_ONCE, 2), strict=True):
-            if len(some):
-                stop = int(some[-1]) + 1
-                seen = some[:, None] >= torch.arange(stop, device=some.device)
-                read = q_some, k[:, :, :stop], v[:, :, :stop]
-                outputs.append(F.scaled_dot_product_attention(*read, seen, scale=scaling, enable_gqa=grouped))
+    parts = zip(rows.pieces, rows.places.split(counts), query.split(counts, 2), strict=True)
+    for (_, start, stop), places, q in parts:
+        seen = places[:, None] >= torch.arange(start, stop, device=places.device)
+        read = q, key[:, :, start:stop], value[:, :, start:stop]
+        outputs.append(F.scaled_dot_product_attention(*read, seen, scale=scaling, enable_gqa=grouped))
     return torch.cat(outputs, 2)[0].transpose(0, 1)
 
 

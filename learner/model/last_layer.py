@@ -51,9 +51,8 @@ def attend(
     key = _turned(key, cos, sin)
     query = _turned(query, cos, sin) if whole else _turned(query, *(x.index_select(1, rows) for x in (cos, sin)))
     compute = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
-    chosen = {} if whole else {"queries_at": rows}
     attended_1NAD, _ = compute(
-        attention, query, key, value, attention_mask, scaling=attention.scaling, **chosen, **kwargs
+        attention, query, key, value, attention_mask, scaling=attention.scaling, only_asked=not whole, **kwargs
     )
     if whole:
         attended_1NAD = attended_1NAD.index_select(1, rows)

@@ -7,7 +7,6 @@ V = vocabulary, P = patches, M = visual tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,11 +15,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from learner.batch import Microbatch
 from learner.model.adapt import adapt, materialize
-from learner.model.attention import packing_of, window_lengths
 from learner.model.critic import DeepCritic, LinearCritic, Listener, chosen_layers
 from learner.model.said import Head
 from learner.model.weight_files import WeightFiles, local_part
 from learner.objective.records import Labels
+from learner.packing.tower import with_tower
 from learner.parallel.collectives import exchanged
 from learner.vtrace import turn_indices
 from shared.vision import VisionSpec
@@ -49,7 +48,7 @@ class Policy(nn.Module):
         """`critic_width`: of a critic that reads several layers; 0 = a linear one on the final hidden state."""
         super().__init__()
         self.vlm = vlm
-        self.spec = spec
+        self.spec = spec = with_tower(spec, vlm.config.vision_config)
         self.dtype = torch.float32  # of forward and backward, and of what engines are given
         self.trimmed = adapt(vlm, spec)  # whether the last layer takes `rows=`
         hidden_size, layers = vlm.config.text_config.hidden_size, vlm.model.language_model.layers
@@ -61,8 +60,6 @@ class Policy(nn.Module):
         else:
             self.value_head = LinearCritic(hidden_size)
         self.banned_ids = spec.banned_ids
-        window = getattr(vlm.config.vision_config, "window_size", 0)  # pixels; 0 = no block looks through windows
-        self.window_tokens = window // (spec.patch_size * spec.merge_size)
 
     def forward(
         self,
@@ -80,7 +77,7 @@ class Policy(nn.Module):
         vision = self._vision(batch) if vision is None else vision
         hidden_nH = self._hidden(batch, vision)
         head = Head(self.vlm.lm_head.weight, temperature, self.banned_ids, batch.share)
-        logprobs, entropies = head.logprobs(hidden_nH, head.own(batch.target_ids))
+        logprobs, entropies = head.logprobs(hidden_nH, batch.asked_ids)
         own = None if sure is None else head.sure_of(hidden_nH, logprobs, sure)
         of_labels = None if labels is None else head.of_labels(hidden_nH, labels)
         if self.listener:
@@ -103,9 +100,7 @@ class Policy(nn.Module):
             embeds_TH = embeds_TH + 0.0 * sum(x.sum() for x in (features, *deepstack))
         extra: dict[str, object] = {}
         if deepstack and len(batch.visual_rows):
-            visual_mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-            visual_mask[0, batch.visual_positions] = True
-            extra = {"visual_pos_masks": visual_mask, "deepstack_visual_embeds": deepstack}
+            extra = {"visual_pos_masks": batch.visual_positions, "deepstack_visual_embeds": deepstack}
         if self.trimmed:
             extra["rows"] = batch.predictors
         output = text(
@@ -113,7 +108,7 @@ class Policy(nn.Module):
             position_ids=batch.position_ids,
             use_cache=False,
             **extra,
-            packing=packing_of(batch.lengths, causal=True, device=embeds_TH.device, share=batch.share),
+            packing=batch.packing,
         )
         hidden = output.last_hidden_state[0]
         return hidden if self.trimmed else hidden.index_select(0, batch.predictors)
@@ -121,17 +116,12 @@ class Policy(nn.Module):
     def _vision(self, batch: Microbatch) -> Vision:
         """What the tower makes of the images; of a blank one if there is none. Where ranks share the microbatch, each
         computes some images, and has of all what its tokens read."""
-        spec, grids, patches, lengths = self.spec, batch.grids_thw, batch.patches, batch.image_lengths
-        if not lengths:
-            lengths = (spec.merge_size**2,)
-            patches = patches.new_zeros(lengths[0], *patches.shape[1:])
-            grids = grids.new_tensor([[1, spec.merge_size, spec.merge_size]])
-        packing = packing_of(lengths, causal=False, device=patches.device)
-        if self.window_tokens:
-            sizes = [(t, h, w) for t, h, w in grids.tolist()]
-            windows = window_lengths(sizes, merge_size=spec.merge_size, window_tokens=self.window_tokens)
-            packing = replace(packing, windows=packing_of(windows, causal=False, device=patches.device))
-        vision = self.vlm.model.visual(patches, grid_thw=grids, packing=packing)
+        patches, spec = batch.patches, self.spec
+        if not batch.image_lengths:
+            patches = patches.new_zeros(spec.merge_size**2, *patches.shape[1:])
+        if spec.window_tokens and batch.tower.packing.windows is None:
+            raise ValueError("the microbatch was packed for a tower without windows; pack it with the policy's spec")
+        vision = self.vlm.model.visual(patches, **batch.tower.arguments())
         deepstack = list(getattr(vision, "deepstack_features", None) or ())
         features, rows = vision.pooler_output, batch.visual_rows
         if batch.share is not None and batch.share.exchange is not None:

@@ -97,6 +97,13 @@ def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype, *, offload: bool = F
             module.set_force_sum_reduction_for_comms(True)
 
 
+def add_up_replicas(policy: Policy, ranks: Ranks, *, now: bool) -> None:
+    """Before a backward: whether replicas add up their gradients in it, with those that they have kept since they last
+    did. Their shards are summed in every backward."""
+    if ranks.replicas > 1 and isinstance(policy, FSDPModule):
+        policy.set_requires_all_reduce(now)
+
+
 @torch.no_grad()
 def copy_weights(source: Policy, target: Policy) -> None:
     """The language-vision model's weights into a policy that lies on the ranks in the same way."""

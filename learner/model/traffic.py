@@ -21,25 +21,28 @@ class Traffic:
         return self.shards + self.context + self.experts
 
 
-def traffic(sizes: ModelSizes, setting: Setting) -> Traffic:
-    """Recomputed activations exchange keys, values and rows once more; parameters are still gathered then."""
+def traffic(sizes: ModelSizes, setting: Setting, microbatches: int = 1) -> Traffic:
+    """Recomputed activations exchange keys, values and rows once more; parameters are still gathered then.
+
+    `microbatches`: of an update, among which what the replicas add up at its end is shared out.
+    """
     times = 3 if setting.activation_checkpointing else 2
     keys_values = 2 * sizes.num_kv_heads * sizes.head_dim * setting.dtype_bytes * sizes.num_layers
     tokens = setting.microbatch_tokens * setting.context
     rows = setting.microbatch_tokens * sizes.experts_per_token * (sizes.num_layers - sizes.num_dense_layers)
     return Traffic(
-        shards=_of_shards(sizes, setting),
+        shards=_of_shards(sizes, setting, microbatches),
         context=times * keys_values * tokens * _others(setting.context),
         experts=times * 2 * rows * sizes.hidden_size * setting.dtype_bytes * _others(setting.expert),
     )
 
 
-def _of_shards(sizes: ModelSizes, setting: Setting) -> float:
+def _of_shards(sizes: ModelSizes, setting: Setting, microbatches: int) -> float:
     each = 2 * setting.dtype_bytes + FP32
     dense, dealt = sizes.parameters - sizes.expert_parameters, sizes.expert_parameters / setting.expert
     travels = each * (dense * _others(setting.shards) + dealt * _others(setting.shards // setting.expert))
     replicas = setting.gpus // setting.shards  # which add up their shards of the gradients: a reduction, a gathering
-    return travels + 2 * FP32 * sizes.parameters / setting.shards * _others(replicas)
+    return travels + 2 * FP32 * sizes.parameters / setting.shards * _others(replicas) / microbatches
 
 
 def _others(ranks: int) -> float:

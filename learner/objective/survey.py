@@ -35,7 +35,7 @@ class Survey:
 
         `logprobs`: float32 [2, tokens of all episodes], of policy and reference; a row not asked for is not read.
         """
-        ends = np.cumsum([len(e.targets) for e in episodes])[:-1]
+        ends = np.cumsum([e.num_sampled for e in episodes])[:-1]
         proximal, reference = (np.split(row, ends) for row in logprobs)
         found = []
         for i, e in enumerate(episodes):

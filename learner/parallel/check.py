@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.batch import Episode, Microbatch, pack
+from learner.batch import Episode, Expanded, Microbatch, pack
 from learner.distributed import Ranks, all_sum
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
@@ -86,12 +86,12 @@ def _episode(token_ids: np.ndarray, images: tuple[Image, ...], decoder: ImageDec
     grids = [decoder.grid(image) for image in images]
     ids, _ = expand(token_ids, grids, decoder.spec)
     targets = np.arange(2 + len(ids) - len(token_ids) + len(images), len(ids))
+    positions = np.concatenate([np.arange(len(ids))[None], mrope_positions(ids, grids, decoder.spec)])
     zeros = np.zeros(len(targets), dtype=np.float32)
     return Episode(
-        input_ids=ids,
-        position_ids=np.concatenate([np.arange(len(ids))[None], mrope_positions(ids, grids, decoder.spec)]),
+        expanded=lambda: Expanded(ids, positions, targets),
+        num_tokens=len(ids),
         images=images,
-        targets=targets,
         behaviour_logprobs=zeros,
         versions=np.zeros(len(targets), dtype=np.int32),
         rewards=zeros,

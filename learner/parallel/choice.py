@@ -51,7 +51,7 @@ def judged(sizes: ModelSizes, setting: Setting, longest: int, speed: Speed) -> C
     computing = max(step_time(sizes, each, speed).seconds for each in (setting, alone))
     tokens = setting.episodes * setting.episode_tokens * setting.passes
     count = ceil(tokens / (setting.gpus * setting.microbatch_tokens))  # microbatches of each group of ranks
-    sent = traffic(sizes, setting)
+    sent = traffic(sizes, setting, max(count // setting.passes, 1))
     wire = wire_time(sent, setting, speed.node, speed.net)
     seconds = count * wire.beside(computing / count)
     return Choice(setting, memory(sizes, setting).total, sent, wire, computing, seconds)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from learner.batch import Episode, Microbatch, empty_microbatch, pack
+import torch
+
+from learner.batch import Episode, Microbatch, empty_microbatch, pack_on_host
 from learner.distributed import Ranks
 from learner.images import ImageDecoder
 from learner.metrics.balance import Load
 from learner.microbatches import plan, plan_together
 from learner.model.sizes import ModelSizes
+from learner.packing.ahead import ahead
+from learner.packing.place import on, pinned
 from shared.learner_config import LearnerConfig
 
 
@@ -57,15 +62,26 @@ class Packer:
             new = {image.content_hash: image for image in episode.images if image.content_hash not in seen}
             seen |= new.keys()
             patches = [math.prod(self.decoder.grid(image)) for image in new.values()]
-            costs.append(self._sizes.forward_flops((episode.num_tokens,), patches, len(episode.targets)))
+            costs.append(self._sizes.forward_flops((episode.num_tokens,), patches, episode.num_sampled))
         return costs
 
     def pack(self, episodes: list[Episode]) -> Microbatch:
-        """A stand-in of no weight where there are none."""
-        device, context = self.ranks.device, self.ranks.context
+        """On the host, from where a GPU can copy it; a stand-in of no weight where there are none."""
+        context = self.ranks.context
         if episodes:
-            return pack(episodes, self.decoder, device, context)
-        return empty_microbatch(self.decoder, self._harmless_id, device, context)
+            batch = pack_on_host(episodes, self.decoder, context)
+        else:
+            batch = empty_microbatch(self.decoder, self._harmless_id, context)
+        if self.ranks.device.type != "cuda":
+            return batch
+        with torch.cuda.device(self.ranks.device):  # a thread begins with the first GPU, which may be another rank's
+            return pinned(batch)
+
+    @contextmanager
+    def batches(self, episodes: Sequence[Episode], microbatches: list[list[int]]) -> Iterator[Iterator[Microbatch]]:
+        """Of these episodes, on the device: while one is computed, a thread packs the next."""
+        with ahead(lambda chosen: self.pack([episodes[i] for i in chosen]), microbatches) as packed:
+            yield (on(batch, self.ranks.device) for batch in packed)
 
     def load(self, batch: Microbatch) -> Load:
         """This rank's."""

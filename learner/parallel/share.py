@@ -6,7 +6,7 @@ that this rank predicts, M = visual tokens, V = visual tokens of all distinct im
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,9 +58,9 @@ def filled(arrays: Arrays, lengths: tuple[int, ...], size: int) -> tuple[Arrays,
 
 
 def divide(
-    arrays: Arrays, lengths: tuple[int, ...], visual_tokens: Sequence[int], context: Context, device: torch.device
+    arrays: Arrays, lengths: tuple[int, ...], visual_tokens: Sequence[int], context: Context
 ) -> tuple[Arrays, Share]:
-    """A rank's part of a microbatch's arrays, and how it fits to those of the others.
+    """A rank's part of a microbatch's arrays, and how it fits to those of the others; on the host.
 
     `arrays`: input_ids [1,T], position_ids [4,1,T], predictors [N] and visual_positions [M] among the T, visual_rows
     [M] among the V, where the images of rank 0 come first, then those of rank 1, ...; `visual_tokens`: how many of the
@@ -82,35 +82,35 @@ def divide(
         "input_ids": arrays["input_ids"][:, mine],
         "position_ids": arrays["position_ids"][:, :, mine],
         "predictors": local[arrays["predictors"][own]] if num_own else own,
+        "asked_ids": arrays["target_ids"][own],
         "visual_positions": local[at[seen]],
         "visual_rows": np.searchsorted(read_by[rank], rows[seen]),
     }
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     token_counts, own_counts = [len(held) for held in of_ranks], [len(found) for found in predicted]
     share = Share(
         context=context,
         chunks=tuple(chunk(lengths, start, stop) for start, stop in spans(length, size, rank)),
-        places=tensor(mine),
-        token_rows=tensor(gathered_rows(token_counts, of_ranks)),
+        places=_tensor(mine),
+        token_rows=_tensor(gathered_rows(token_counts, of_ranks)),
         most_tokens=max(token_counts),
-        own=tensor(own),
+        own=_tensor(own),
         num_own=num_own,
-        own_rows=tensor(gathered_rows(own_counts, predicted)),
+        own_rows=_tensor(gathered_rows(own_counts, predicted)),
         most_own=max(own_counts),
-        exchange=_exchange(read_by, visual_tokens, rank, tensor) if len(at) else None,
+        exchange=_exchange(read_by, visual_tokens, rank) if len(at) else None,
     )
     return arrays | part, share
 
 
-def _exchange(
-    read_by: list[np.ndarray], visual_tokens: Sequence[int], rank: int, tensor: Callable[[np.ndarray], Tensor]
-) -> Exchange:
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _exchange(read_by: list[np.ndarray], visual_tokens: Sequence[int], rank: int) -> Exchange:
     """`read_by`: ascending rows of the V that each rank reads."""
     bounds = np.cumsum([0, *visual_tokens])
     first, last = bounds[rank], bounds[rank + 1]
     sent = [rows[(rows >= first) & (rows < last)] - first for rows in read_by]
     received = np.diff(np.searchsorted(read_by[rank], bounds))
-    return Exchange(tensor(np.concatenate(sent)), tuple(map(len, sent)), tuple(received.tolist()))
+    return Exchange(_tensor(np.concatenate(sent)), tuple(map(len, sent)), tuple(received.tolist()))

@@ -52,12 +52,10 @@ class Watched:
         return frozenset(self._lengths)
 
     def add(self, batch: Microbatch, columns_CN: Tensor) -> None:
-        """Of one microbatch; waits for the device."""
-        if not self._lengths.keys().isdisjoint(batch.places):
-            ends = (batch.episode_end.nonzero()[:, 0] + 1).tolist()
-            for place, (start, end) in zip(batch.places, pairwise([0, *ends]), strict=True):
-                if place in self._lengths:
-                    self._found[place] = columns_CN[:, start:end]
+        """Of one microbatch."""
+        for place, (start, end) in zip(batch.places, pairwise([0, *accumulate(batch.sampled)]), strict=True):
+            if place in self._lengths:
+                self._found[place] = columns_CN[:, start:end]
 
     def gather(self, ranks: Ranks) -> None:
         """A collective."""

@@ -13,7 +13,7 @@ from PIL import Image as PILImage
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 
-from learner.batch import Episode, Microbatch, pack
+from learner.batch import Episode, Expanded, Microbatch, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from shared.types import Image
@@ -48,22 +48,21 @@ class Canary:
         spec, grid = self._policy.spec, decoder.grid(self.image)
         ids, _ = expand(self.token_ids, [grid], spec)
         ids = np.append(ids, self.watched[0])  # whatever follows the last token of the prompt
-        rope = mrope_positions(ids, [grid], spec)
-        zero = np.zeros(1, dtype=np.float32)
+        positions = np.concatenate([np.arange(len(ids))[None], mrope_positions(ids, [grid], spec)])
+        targets = np.full(len(self.watched), len(ids) - 1)  # each watched token is asked for at the same place
+        zeros = np.zeros(len(targets), dtype=np.float32)
         episode = Episode(
-            input_ids=ids,
-            position_ids=np.concatenate([np.arange(len(ids))[None], rope]),
+            expanded=lambda: Expanded(ids, positions, targets),
+            num_tokens=len(ids),
             images=(self.image,),
-            targets=np.array([len(ids) - 1]),
-            behaviour_logprobs=zero,
-            versions=np.zeros(1, dtype=np.int32),
-            rewards=zero,
-            turn_end=np.ones(1, dtype=bool),
+            behaviour_logprobs=zeros,
+            versions=np.zeros(len(targets), dtype=np.int32),
+            rewards=zeros,
+            turn_end=np.ones(len(targets), dtype=bool),
             advantage=0.0,
         )
-        batch = pack([episode], decoder, device)
-        watched = torch.tensor(self.watched, device=device)
-        return dataclasses.replace(batch, predictors=batch.predictors.repeat(len(watched)), target_ids=watched)
+        watched = torch.tensor(self.watched)
+        return dataclasses.replace(pack([episode], decoder, device), target_ids=watched, asked_ids=watched)
 
 
 def image(spec: VisionSpec) -> Image:

@@ -19,6 +19,12 @@ class Kept(Generic[Key, Value]):
         self._values: OrderedDict[Key, Value] = OrderedDict()
         self._bytes = 0
 
+    def find(self, key: Key) -> Value | None:
+        """The value of `key` if it is kept."""
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
         """The value of `key`, made now unless it is kept. Nothing is kept where `make` raises."""
         if key in self._values:

@@ -42,8 +42,9 @@ def padded(batch: Sequence[Episode], decoder: ImageDecoder, longest: int = 0) ->
     ids, attention = np.zeros((2, len(batch), longest), dtype=np.int64)
     mask, behaviour = np.zeros((2, len(batch), longest), dtype=np.float32)
     for row, e in enumerate(batch):
-        ids[row, : e.num_tokens], attention[row, : e.num_tokens] = e.input_ids, 1
-        mask[row, e.targets], behaviour[row, e.targets] = 1, e.behaviour_logprobs
+        expanded = e.expanded()
+        ids[row, : e.num_tokens], attention[row, : e.num_tokens] = expanded.input_ids, 1
+        mask[row, expanded.targets], behaviour[row, expanded.targets] = 1, e.behaviour_logprobs
     images = [decoder.get(image) for e in batch for image in e.images]
     inputs = {
         "input_ids": torch.from_numpy(ids),
@@ -137,13 +138,14 @@ class TrlLoop:
         self.batches = self._batches(episodes, decoder)
 
     def _batches(self, episodes: list[Episode], decoder: ImageDecoder) -> list[dict[str, Any]]:
-        prompt = int(max(e.targets[0] for e in episodes))
-        longest = max(e.num_tokens - int(e.targets[0]) for e in episodes)
-        num_tokens = torch.tensor(float(sum(len(e.targets) for e in episodes)))
+        starts = [int(e.expanded().targets[0]) for e in episodes]
+        prompt = max(starts)
+        longest = max(e.num_tokens - first for e, first in zip(episodes, starts, strict=True))
+        num_tokens = torch.tensor(float(sum(e.num_sampled for e in episodes)))
         batches = []
         for start in range(0, len(episodes), BATCH):
             batch = episodes[start : start + BATCH]
-            firsts = [int(e.targets[0]) for e in batch]
+            firsts = starts[start : start + BATCH]
             flat = padded(batch, decoder, prompt + longest)
             moved = {
                 name: torch.stack([row.roll(prompt - first) for row, first in zip(tensor, firsts, strict=True)])

@@ -1,0 +1,41 @@
+"""The images of a microbatch, each once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+
+from learner.images import ImageDecoder
+from learner.parallel.layout import deal
+from shared.types import Image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pictures:
+    """The distinct images of some episodes, dealt to the ranks of a context group by their patches."""
+
+    images: list[list[Image]]  # of each rank
+    visual_tokens: list[int]  # of each rank's images
+    rows_M: np.ndarray  # int64, of each visual token among those of all images, rank by rank
+
+    @staticmethod
+    def of(of_episodes: Sequence[tuple[Image, ...]], decoder: ImageDecoder, num_ranks: int) -> Pictures:
+        shown = [image for images in of_episodes for image in images]
+        distinct = {image.content_hash: image for image in shown}
+        sizes = {key: math.prod(decoder.grid(image)) // decoder.spec.merge_size**2 for key, image in distinct.items()}
+        owners = deal(list(sizes.values()), num_ranks)
+        keys = [
+            [key for key, owner in zip(distinct, owners, strict=True) if owner == rank] for rank in range(num_ranks)
+        ]
+        order = list(chain(*keys))
+        first_row = dict(zip(order, accumulate((sizes[key] for key in order), initial=0), strict=False))
+        rows = [first_row[image.content_hash] + np.arange(sizes[image.content_hash]) for image in shown]
+        return Pictures(
+            [[distinct[key] for key in of_rank] for of_rank in keys],
+            [sum(sizes[key] for key in of_rank) for of_rank in keys],
+            np.concatenate([np.zeros(0, dtype=np.int64), *rows]),
+        )

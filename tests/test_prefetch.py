@@ -1,0 +1,139 @@
+"""The next microbatch is packed by a thread while one is computed: the same results, and errors where they belong."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from learner.batch import make_episodes
+from learner.checkpoints.restoring import load_checkpoint
+from learner.images import ImageDecoder
+from learner.model.policy import load_policy
+from learner.packing.ahead import ahead
+from learner.packing.place import on
+from learner.trainer import Trainer
+from shared.vision import expand
+from tests.support.checkpoints import config, recipe, save
+from tests.support.episodes import random_groups
+
+SETTINGS = {
+    "vtrace_clip": True,
+    "microbatch_tokens": 90,
+    "passes": 2,
+    "minibatches": 2,
+    "proximal": "learner",
+    "max_kl": 0.0,
+}
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ahead")]
+
+
+def test_items_are_made_in_their_order_by_another_thread_and_one_ahead_at_most():
+    made, second = [], threading.Event()
+
+    def make(item: int) -> int:
+        assert threading.current_thread() is not threading.main_thread()
+        made.append(item)
+        if item == 1:
+            second.set()
+        return item
+
+    with ahead(make, range(5)) as results:
+        assert next(results) == 0
+        assert second.wait(30)  # made while the first is in use
+        assert made == [0, 1]
+        assert list(results) == [1, 2, 3, 4]
+    assert made == [0, 1, 2, 3, 4] and not threads()
+    with ahead(make, []) as results:
+        assert list(results) == []
+
+
+def test_what_the_thread_raises_is_raised_where_its_result_is_asked_for_and_the_thread_ends():
+    def make(item: int) -> int:
+        if item == 2:
+            raise ValueError("image 2 is no image")
+        return item
+
+    seen = []
+    with pytest.raises(ValueError, match="image 2 is no image") as caught, ahead(make, range(5)) as results:
+        seen.extend(iter(results))
+    assert not seen or seen == [0, 1]
+    assert [entry.name for entry in caught.traceback][-1] == "make"  # the cause is in the traceback
+    assert not threads()
+
+
+def test_a_step_that_fails_leaves_no_thread_and_makes_no_more_items():
+    made = []
+    with pytest.raises(RuntimeError, match="out of memory"), ahead(made.append, range(100)) as results:
+        next(results)
+        raise RuntimeError("out of memory")
+    assert len(made) <= 2 and not threads()
+
+
+def test_episodes_are_expanded_when_they_are_packed_and_not_before(folder, spec, ranks, monkeypatch):
+    """So that a rank expands its own alone."""
+    expanded = []
+    monkeypatch.setattr("learner.batch.expand", lambda *args: expanded.append(1) or expand(*args))
+    trainer = Trainer(load_policy(str(folder), spec), config(microbatch_tokens=90), ranks)
+    groups = random_groups(spec, 4, turns=2)
+    episodes = make_episodes(groups, trainer.decoder, trainer.config.objective)
+    microbatches = trainer.packer.plan(episodes)
+    assert not expanded and len(microbatches) > 1
+    trainer.packer.pack([episodes[i] for i in microbatches[0]])
+    assert len(expanded) == len(microbatches[0]) < len(episodes)
+
+
+@contextmanager
+def one_after_the_other(self, episodes, microbatches):
+    yield (on(self.pack([episodes[i] for i in chosen]), self.ranks.device) for chosen in microbatches)
+
+
+@pytest.mark.slow
+def test_steps_are_bit_for_bit_those_without_the_thread_a_resumed_one_too(folder, spec, ranks, tmp_path, monkeypatch):
+    def fresh() -> tuple[Trainer, list[tuple[int, ...]]]:
+        torch.manual_seed(0)
+        trainer, order = Trainer(load_policy(str(folder), spec), config(**SETTINGS), ranks), []
+        accumulate = trainer._accumulate
+        trainer._accumulate = lambda batch, *a, **k: order.append(batch.places) or accumulate(batch, *a, **k)
+        return trainer, order
+
+    def weights(trainer: Trainer) -> torch.Tensor:
+        return torch.nn.utils.parameters_to_vector(trainer.policy.parameters()).detach().clone()
+
+    batches = [random_groups(spec, 8, turns=2, seed=10 * step) for step in range(2)]
+    trainer, order = fresh()
+    trainer.step(batches[0], 0)
+    path = save(trainer, ranks, tmp_path)
+    trainer.step(batches[1], 0)
+    resumed, order_of_resumed = fresh()
+    load_checkpoint(path, resumed, ranks, recipe(**SETTINGS))
+    resumed.step(batches[1], 0)
+    monkeypatch.setattr("learner.parallel.packer.Packer.batches", one_after_the_other)
+    plain, order_of_plain = fresh()
+    for groups in batches:
+        plain.step(groups, 0)
+    assert order == order_of_plain and len(order) > 8
+    assert order[-len(order_of_resumed) :] == order_of_resumed
+    assert torch.equal(weights(trainer), weights(plain)) and torch.equal(weights(resumed), weights(plain))
+
+
+@pytest.mark.slow
+def test_an_image_that_cannot_be_decoded_ends_the_step_with_its_cause(folder, spec, ranks, monkeypatch):
+    decode, seen = ImageDecoder._decode, []
+
+    def broken(self, image):
+        seen.append(image)
+        if len(seen) == 3:
+            raise ValueError(f"image {image.content_hash[:12]} cannot be decoded: truncated")
+        return decode(self, image)
+
+    monkeypatch.setattr(ImageDecoder, "_decode", broken)
+    trainer = Trainer(load_policy(str(folder), spec), config(microbatch_tokens=90), ranks)
+    with pytest.raises(ValueError, match="cannot be decoded: truncated"):
+        trainer.step(random_groups(spec, 4, turns=2), 0)
+    assert not threads()
