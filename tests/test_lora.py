@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -80,8 +82,8 @@ def test_logprobs_are_bit_for_bit_those_of_the_merged_model_and_gradients_those_
 
 
 @pytest.mark.slow
-def test_a_step_trains_adapters_and_critic_alone_and_what_is_frozen_has_no_state(folder, spec, ranks):
-    trainer = adapted_trainer(folder, ranks, adapted_config(lora={"targets": ALL}))
+def test_a_step_trains_adapters_and_critic_alone_and_what_is_frozen_has_no_state(deep, spec, ranks):
+    trainer = adapted_trainer(deep, ranks, adapted_config(lora={"targets": ALL}))
     policy, before = trainer.policy, values_of(trainer.policy)
     frozen = {name: p.detach().clone() for name, p in policy.named_weights()}
     for seed in range(3):  # A moves when B is no longer 0
@@ -99,8 +101,12 @@ def test_a_step_trains_adapters_and_critic_alone_and_what_is_frozen_has_no_state
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"activation_checkpointing": True}, {"offload": True}, {"freeze": ("vision",)}])
-def test_how_memory_is_saved_changes_nothing_that_is_trained(folder, spec, ranks, more):
+@pytest.mark.parametrize(
+    "more", [{"activation_checkpointing": True}, {"offload": True, "freeze": ("vision",)}, {"compile": True}]
+)
+def test_how_memory_is_saved_changes_nothing_that_is_trained(folder, spec, ranks, more, monkeypatch):
+    """Compiled with dynamo alone: what it cannot trace shows without the minutes of inductor."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     trained = []
     for changes in ({}, more):
         trainer = adapted_trainer(folder, ranks, adapted_config(**changes))
