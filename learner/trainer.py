@@ -144,7 +144,7 @@ class Trainer:
     @torch.no_grad()
     def _surveyed(self, episodes: list[Episode], work: Work) -> list[Episode]:
         """The episodes with what policy and reference say of them as the step begins, on every rank."""
-        asked = [(0, self.policy)] if self._survey.policy else []
+        asked: list[tuple[int, Policy | BasePolicy]] = [(0, self.policy)] if self._survey.policy else []
         asked += [(1, self.reference)] if self._survey.reference and self.reference is not None else []
         starts = np.cumsum([0, *(len(e.targets) for e in episodes)])
         logprobs = torch.zeros(2, int(starts[-1]), device=self.ranks.device)
