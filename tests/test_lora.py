@@ -16,8 +16,8 @@ from learner.optim import make_optimizer
 from learner.weights.buckets import gathered
 from shared.config import ConfigError, load_recipe
 from shared.settings.lora import LoraConfig
-from tests.support.adapted import adapted_config, adapted_policy, adapted_trainer, move_adapters, values_of
 from tests.support.episodes import learner_config, packed, random_groups
+from tests.support.small.adapted import adapted_config, adapted_policy, adapted_trainer, move_adapters, values_of
 from tests.support.tiny import mixture_dir, tiny_model_dir
 
 ALL = ("attention", "dense", "vision")

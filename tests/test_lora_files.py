@@ -16,7 +16,8 @@ from learner.export import export_checkpoint, main
 from learner.lora.files import CONFIG, TENSORS, save
 from learner.model.sharding import forward_only
 from learner.setup import build_policy, build_trainer
-from tests.support.adapted import (
+from tests.support.episodes import packed, random_groups
+from tests.support.small.adapted import (
     adapted_config,
     adapted_policy,
     adapted_trainer,
@@ -24,7 +25,6 @@ from tests.support.adapted import (
     recipe_of,
     values_of,
 )
-from tests.support.episodes import packed, random_groups
 from tests.support.small.families import qwen3_moe, qwen25
 from tests.support.tiny import tiny_model_dir
 

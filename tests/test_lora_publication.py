@@ -9,8 +9,8 @@ from actor.engine.weight_loader import raw_bytes
 from learner.weights.buckets import gathered
 from learner.weights.verify import WeightVerifier, WrongWeights
 from shared.weights.checksums import engine_name, part_of
-from tests.support.adapted import adapted_policy, move_adapters
 from tests.support.publishing import FAST, assert_same, holds, publishing
+from tests.support.small.adapted import adapted_policy, move_adapters
 from tests.support.tiny import running_engine
 
 pytestmark = pytest.mark.slow

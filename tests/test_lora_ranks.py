@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(folder):
     command = [sys.executable, "-m", "tests.support.ranks.adapted", str(folder), str(folder.parent)]
-    ended = subprocess.run(command, cwd=ROOT, text=True, stdout=PIPE, stderr=STDOUT, timeout=1200)
+    ended = subprocess.run(command, cwd=ROOT, text=True, stdout=PIPE, stderr=STDOUT, timeout=280)
     assert ended.returncode == 0, ended.stdout[-3000:]
     return {k: v for size in (1, 2) for k, v in torch.load(folder.parent / f"{size}.pt", weights_only=False).items()}
 

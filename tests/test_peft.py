@@ -8,8 +8,8 @@ from transformers import AutoModelForImageTextToText
 
 from learner.lora.files import save
 from learner.weights.buckets import gathered
-from tests.support.adapted import adapted_policy
 from tests.support.episodes import packed, plain_logprobs, random_trajectory
+from tests.support.small.adapted import adapted_policy
 from tests.support.small.families import qwen3_moe, qwen25
 from tests.support.tiny import load_model, tiny_model_dir
 

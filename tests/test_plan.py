@@ -27,9 +27,9 @@ from shared.learner_config import OptimizerConfig
 from shared.sections import EnvConfig, ModelConfig
 from shared.settings.objective import ObjectiveConfig
 from shared.vision import VisionSpec
-from tests.support.adapted import adapted_policy
 from tests.support.episodes import learner_config, random_trajectory
 from tests.support.loading.models import qwen25
+from tests.support.small.adapted import adapted_policy
 from tests.support.small.families import qwen3_moe
 from tests.support.small.published import published_config
 from tests.support.tiny import moe_policy, tiny_model_dir

@@ -150,10 +150,10 @@ def _unflattened(value: Tensor, like: Tensor, *, first: bool) -> Tensor:
 
 
 def _modules(vlm: nn.Module, adapters: Adapters) -> list[str] | str:
-    """The adapted linears: the last parts of their names where no other linear is called so, else a pattern."""
+    """The adapted linears: the last parts of their names where no other module is called so, else a pattern."""
     own = [name.removesuffix(".weight") for name in adapters.of if name.endswith(".weight")]
     lasts = sorted({name.rpartition(".")[2] for name in own})
-    others = (name for name, module in vlm.named_modules() if isinstance(module, nn.Linear) and name not in {*own})
+    others = {name for name, _ in vlm.named_modules()} - {*own}
     if not any(name.rpartition(".")[2] in lasts for name in others):
         return lasts
     return "|".join(sorted({re.sub(r"\\\.\d+", r"\\.\\d+", re.escape(name)) for name in own}))

@@ -20,9 +20,9 @@ from learner.setup import build_trainer
 from learner.trainer import Trainer
 from learner.weights.buckets import gathered
 from shared.config import Recipe
-from tests.support.adapted import adapted_config, recipe_of
 from tests.support.learner_ranks import first_gradients_noted, model_of, ranks_for, train, whole
 from tests.support.ranks.processes import in_processes
+from tests.support.small.adapted import adapted_config, recipe_of
 
 NUM_GROUPS = 3
 ALL = {"targets": ("attention", "dense", "vision")}
