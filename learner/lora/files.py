@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -46,8 +47,7 @@ def save(folder: Path, vlm: nn.Module, adapters: Adapters, values: Mapping[str, 
         names = _names(each)
         for name, factor in zip(names, (each.a, each.b), strict=True):
             value = values[f"{stem}.{factor}"]
-            flat = value.flatten(0, 1) if factor == each.a else value.permute(1, 2, 0).flatten(1)
-            tensors[name] = (flat if value.ndim == 3 else value).contiguous()
+            tensors[name] = _flattened(value, first=factor == each.a).contiguous()
     try:
         save_file(tensors, folder / TENSORS, metadata={"format": "pt", BASE: adapters.base})
     except SafetensorError as error:
@@ -117,11 +117,8 @@ def _check_base(said: str, theirs: str, own: str) -> None:
 def _check_tensors(said: str, found: dict[str, list[int]], adapters: Adapters) -> None:
     wanted = {}
     for each in adapters.of.values():
-        for name, factor in zip(_names(each), each.factors, strict=True):
-            shape = [*factor.shape]
-            first = factor is each.factors[0]
-            flat = [shape[0] * shape[1], shape[2]] if first else [shape[1], shape[0] * shape[-1]]
-            wanted[name] = flat if len(shape) == 3 else shape
+        for name, factor, first in zip(_names(each), each.factors, (True, False), strict=True):
+            wanted[name] = [*_flattened(torch.empty(factor.shape, device="meta"), first=first).shape]
     cure = "set learner.lora.targets to what it adapts"
     if missing := [name for name in wanted if name not in found]:
         raise ValueError(f"{said} is of other targets: it lacks {missing[0]} and {len(missing) - 1} more; {cure}")
@@ -139,6 +136,13 @@ def _names(each: Adapted) -> tuple[str, str]:
     first = stacked and next(name for name, p in each.module.named_parameters() if p.ndim == 3) == own
     inner = ".base_layer" if first else ""
     return f"base_model.model.{path}{inner}.lora_A.weight", f"base_model.model.{path}{inner}.lora_B.weight"
+
+
+def _flattened(value: Tensor, *, first: bool) -> Tensor:
+    """As peft holds it."""
+    if value.ndim == 2:
+        return value
+    return value.flatten(0, 1) if first else value.permute(1, 2, 0).flatten(1)
 
 
 def _unflattened(value: Tensor, like: Tensor, *, first: bool) -> Tensor:

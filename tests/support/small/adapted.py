@@ -9,7 +9,8 @@ import torch
 
 from learner.distributed import Ranks
 from learner.lora import files
-from learner.lora.attach import attach, initialise
+from learner.lora.adapters import whole
+from learner.lora.attach import attach, fill, initialise
 from learner.lora.base import base_hash
 from learner.lora.reference import BasePolicy
 from learner.model.policy import Policy, load_policy
@@ -42,7 +43,7 @@ def move_adapters(policy: Policy, deviation: float) -> None:
     assert policy.adapters is not None
     for name, each in policy.adapters.of.items():
         b = each.factors[1]
-        b.add_(deviation * torch.randn(b.shape, generator=torch.Generator().manual_seed(len(name))))
+        fill(b, whole(b) + deviation * torch.randn(b.shape, generator=torch.Generator().manual_seed(len(name))))
 
 
 def adapted_config(*, lora: dict[str, Any] | None = None, **changes: Any) -> LearnerConfig:
