@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),constraints-gpu.txt,constraints.txt)
 
 .PHONY: env sglang-env train tiny-models frame-models format lint check test test-learning test-watching test-sglang \
-  test-chaos test-hostile test-long docs clean
+  test-chaos test-hostile test-long test-peft docs clean
 
 env: $(VENV)/.done
 
@@ -114,6 +114,11 @@ test-chaos: env
 # Sends hostile input to every socket of a running system for 90 seconds.
 test-hostile: env
 	$(PY) -m tests.hostile --seconds 90 $(ARGS)
+
+# Adapters against the peft library, which stays out of the environment: transformers would import it with every model.
+test-peft: env
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/peft peft==0.21.2 accelerate==1.15.0 psutil
+	PYTHONPATH=build/peft $(PY) -m pytest tests/test_peft.py $(ARGS)
 
 # The documentation, strictly, into build/site; pages of the reference are made from the code.
 docs: env

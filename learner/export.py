@@ -1,7 +1,8 @@
 """From a checkpoint to a Hugging Face folder: python -m learner.export RUN/checkpoints/step_00000050 --out FOLDER
 
 Weights in files of bounded size, named and laid out as the published checkpoints of the model's family are, config,
-tokenizer, chat template and image processor: what transformers and engines load.
+tokenizer, chat template and image processor: what transformers and engines load. Adapters are merged into their base;
+with --adapter they are written alone, as the peft library has them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from learner.checkpoints.wholeness import check_alone
+from learner.lora.stored import attach_stored, check_base, export_adapter, merged_weights
 from learner.model.policy import Policy, empty_policy
 from learner.weights.buckets import published
+from shared.settings.lora import LoraConfig
 from shared.vision import VisionSpec
 
 FILE_BYTES = 4 * 2**30
@@ -90,20 +93,47 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def export_checkpoint(checkpoint: Path, out: Path, *, model_path: str, dtype: torch.dtype | None) -> None:
-    """In one process, without an optimizer. ValueError: no checkpoint, a damaged one, or one of another model."""
+def export_checkpoint(
+    checkpoint: Path, out: Path, *, model_path: str, dtype: torch.dtype | None, adapter: bool = False
+) -> None:
+    """In one process, without an optimizer; `adapter`: its adapters alone. ValueError: no checkpoint, a damaged one, or
+    one of another model or base, or without adapters where these are wanted."""
     if not (checkpoint / "meta.json").exists():
         raise ValueError(f"{checkpoint} is no checkpoint: it has no meta.json; give one like checkpoints/step_00000050")
     meta = check_alone(checkpoint)
-    export_stored(checkpoint / "dcp", out, model_path=model_path or meta["recipe"]["model"]["path"], dtype=dtype)
+    own, lora = meta["recipe"]["model"], LoraConfig(**meta["recipe"]["learner"].get("lora", {}))
+    path, stored, computed = model_path or own["path"], checkpoint / "dcp", getattr(torch, own["dtype"])
+    if adapter and not lora.on:
+        raise ValueError(f"{checkpoint} has no adapter: all weights were trained; leave --adapter out")
+    if lora.on:
+        policy = empty_policy(path, VisionSpec.load(path))
+        check_base(policy, path, checkpoint, meta)
+        if adapter:
+            attach_stored(policy, stored, lora, computed)
+            export_adapter(policy, out, model_path=path, base=meta["base"])
+            return
+    export_stored(stored, out, model_path=path, dtype=dtype, lora=lora, computed=computed)
 
 
 def export_stored(
-    stored: Path, out: Path, *, model_path: str, dtype: torch.dtype | None, file_bytes: int = FILE_BYTES
+    stored: Path,
+    out: Path,
+    *,
+    model_path: str,
+    dtype: torch.dtype | None,
+    file_bytes: int = FILE_BYTES,
+    lora: LoraConfig | None = None,
+    computed: torch.dtype | None = None,
 ) -> None:
     """From a checkpoint's folder `dcp`, whatever its critic; no collective, and no more memory than `export` takes
-    twice. ValueError: of another model than that of `model_path`."""
+    twice. `computed`: the dtype of the recipe, if it is not `dtype`. ValueError: of another model than that of
+    `model_path`."""
     policy = empty_policy(model_path, VisionSpec.load(model_path))
+    if lora is not None and lora.on:
+        attach_stored(policy, stored, lora, computed or dtype or torch.float32)
+        weights = (published(policy, *weight) for weight in merged_weights(policy, model_path))
+        export(out, weights, model_path=model_path, dtype=dtype, file_bytes=file_bytes)
+        return
     shapes: dict[str, Any] = {
         name: known.size
         for name, known in FileSystemReader(stored).read_metadata().state_dict_metadata.items()
@@ -136,10 +166,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--model", default="", help="the model's folder, if it is no longer where the recipe had it")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights written")
+    parser.add_argument("--adapter", action="store_true", help="write the adapter alone, for the peft library")
     options = parser.parse_args(argv)
     try:
         dtype = getattr(torch, options.dtype)
-        export_checkpoint(options.checkpoint, options.out, model_path=options.model, dtype=dtype)
+        how = {"model_path": options.model, "dtype": dtype, "adapter": options.adapter}
+        export_checkpoint(options.checkpoint, options.out, **how)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from learner.model.duration import Speed, publication_time, step_time
 from learner.model.memory import FP32, Memory, Setting, host_memory, memory
@@ -22,6 +22,7 @@ from learner.model.sizes import PUBLISHED, ModelSizes, find, sizes_of
 from learner.parallel.choice import choices
 from learner.scale import split
 from shared.config import Recipe, fail, load, recipe_parser
+from shared.settings.lora import Target
 
 DTYPE_BYTES = {"float32": FP32, "bfloat16": 2}
 RESERVED_FRACTION = 0.06  # of a GPU: context, communication buffers, what the allocator cannot use
@@ -75,6 +76,8 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
         reference=objective.has_reference,
         optimizer=optimizer.name,
         freeze=optimizer.freeze,
+        lora_rank=recipe.learner.lora.rank or 0,
+        lora_targets=recipe.learner.lora.targets,
         episodes=recipe.learner.groups_per_step * recipe.learner.group_size,
         episode_tokens=recipe.model.max_context // 2,
         passes=objective.passes,
@@ -126,6 +129,9 @@ def report(
     )
     if setting.context > 1:
         lines[-1] += f"; {setting.context} GPUs share each"
+    if setting.lora_rank:
+        count = sizes.adapter_parameters(setting.lora_rank, setting.lora_targets)
+        lines.append(f"adapters of rank {setting.lora_rank} for {', '.join(setting.lora_targets)}: {count / 1e6:.1f} M")
     lines += [f"  {kind:<12}{size / 1e9:>10.2f} GB" for kind, size in need.kinds.items()]
     lines.append(f"  {'total':<12}{need.total / 1e9:>10.2f} GB a rank, of {room / 1e9:.1f} that it may use")
     fits = need.total <= room
@@ -206,6 +212,8 @@ def options_parser() -> argparse.ArgumentParser:
     of_setting.add_argument("--offload", action="store_true")
     of_setting.add_argument("--optimizer", choices=("adamw", "muon"))
     of_setting.add_argument("--freeze", nargs="*", choices=("vision", "projector"))
+    of_setting.add_argument("--lora-rank", type=int, help="adapters are trained; 0 = all weights are")
+    of_setting.add_argument("--lora-targets", nargs="+", choices=get_args(Target), help="attention dense")
     return parser
 
 
@@ -230,6 +238,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--context {setting.context} does not divide --gpus {setting.gpus}")
         if setting.expert < 1 or setting.shards % setting.expert:
             raise ValueError(f"--expert {setting.expert} does not divide the {setting.shards} GPUs of a copy")
+        if setting.lora_rank < 0:
+            raise ValueError(f"--lora-rank {setting.lora_rank} is no rank: 0, or more")
         if (
             min(
                 setting.gpus_per_node,

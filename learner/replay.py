@@ -23,9 +23,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from learner.batch import Microbatch, make_episode, pack
+from learner.checkpoints.restoring import check_base
+from learner.checkpoints.state import trained
 from learner.checkpoints.wholeness import check_files, read_meta
 from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.images import ImageDecoder
+from learner.lora.attach import attach
+from learner.lora.base import base_hash
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import forward_only, parallelize
 from learner.objective.objectives import loss_of
@@ -38,6 +42,7 @@ from shared.config import fail
 from shared.learner_config import LearnerConfig
 from shared.recordings.reading import FOLDER, SUFFIX, RecordingError, episodes, read_image, read_step, steps
 from shared.recordings.records import ColumnName, Episode, StepHeader
+from shared.settings.lora import LoraConfig
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Image, Trajectory, Turn
 from shared.vision import VisionSpec
@@ -100,8 +105,13 @@ def policy_of(checkpoint: str, header: StepHeader, ranks: Ranks) -> Policy:
         )
     bounds = {"min_pixels": header.min_pixels, "max_pixels": header.max_pixels}
     policy = load_policy(str(model), VisionSpec.load(model, **bounds), int(objective.get("critic_width", 0)))
+    lora = LoraConfig(**meta["recipe"]["learner"].get("lora", {})) if meta else LoraConfig()
+    if lora.on:
+        policy.adapters = attach(policy.vlm, lora, getattr(torch, meta["recipe"]["model"]["dtype"]))
+        policy.adapters.base = base_hash(policy.vlm, str(model))
+        check_base(given, meta, policy, str(model))
     if meta:
-        dcp.load({"model": policy.state_dict()}, checkpoint_id=str(given / "dcp"))  # in place
+        dcp.load({"model": trained(policy, policy.state_dict())}, checkpoint_id=str(given / "dcp"))  # in place
     parallelize(policy, ranks, LearnerConfig(), torch.bfloat16 if header.dtype == "bfloat16" else torch.float32)
     return policy.eval()
 

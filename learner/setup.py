@@ -15,6 +15,10 @@ from learner.batch import is_uninformative
 from learner.coordinator import Coordinator, Follower
 from learner.distributed import Ranks
 from learner.guards.bad_groups import check_group
+from learner.lora import files
+from learner.lora.attach import attach, initialise
+from learner.lora.base import base_hash
+from learner.lora.reference import BasePolicy
 from learner.model import attention_backend
 from learner.model.policy import Policy, empty_policy, load_weights
 from learner.model.sharding import parallelize
@@ -45,9 +49,9 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
         get_logger("learner").warning("%s", slow)
     torch.manual_seed(recipe.run.seed)
     policy = build_policy(recipe, ranks, recipe.learner.objective.critic_width)
-    reference = None
+    reference: Policy | BasePolicy | None = None
     if recipe.learner.objective.has_reference:
-        reference = build_policy(recipe, ranks).requires_grad_(False)
+        reference = BasePolicy(policy) if policy.adapters else build_policy(recipe, ranks).requires_grad_(False)
     trainer = Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
     if recipe.learner.parallel.check:
         trainer.router.counting = False
@@ -69,9 +73,16 @@ def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
     """The model of `model.path`, also where a checkpoint is to be resumed from. No rank holds more than its shards."""
     model = recipe.model
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
-    policy = empty_policy(model.path, spec, critic_width)
+    policy, lora = empty_policy(model.path, spec, critic_width), recipe.learner.lora
+    if lora.on:
+        policy.adapters = attach(policy.vlm, lora, getattr(torch, model.dtype))
     parallelize(policy, ranks, recipe.learner, getattr(torch, model.dtype))
     load_weights(policy, model.path, ranks.device, offload=recipe.learner.parallel.offload)
+    if policy.adapters:
+        policy.adapters.base = base_hash(policy.vlm, model.path, (ranks.rank, ranks.size), ranks.on_cpu)
+        initialise(policy.adapters, recipe.run.seed)
+        if lora.adapter:
+            files.load(lora.adapter, policy.adapters)
     return policy
 
 

@@ -18,6 +18,7 @@ from learner.batch import Episode, Microbatch, cut, make_episodes
 from learner.distributed import Ranks, all_sum
 from learner.guards.state import GuardState
 from learner.images import ImageDecoder
+from learner.lora.reference import BasePolicy
 from learner.metrics.episodes import group_metrics
 from learner.metrics.throughput import Clock
 from learner.metrics.tokens import TokenStats, loss_columns
@@ -46,7 +47,7 @@ class Trainer:
         ranks: Ranks,
         *,
         temperature: float = 1.0,
-        reference: Policy | None = None,
+        reference: Policy | BasePolicy | None = None,
     ) -> None:
         """`reference`: the frozen initial policy, sharded as `policy` is; needed where the KL or the hold has a weight.
         Its weights become the policy's every `kl_reference_every` steps."""
@@ -114,7 +115,7 @@ class Trainer:
         metrics = work.stats.metrics() | self.router.metrics(self.ranks)
         self.scale.follow(work.stats.moments())
         if objective.kl_reference_every and self.num_steps % objective.kl_reference_every == 0:
-            assert self.reference is not None
+            assert isinstance(self.reference, Policy)
             copy_weights(self.policy, self.reference)
         clock.lap("optimizer")
         metrics |= self._moved(work, metrics)
@@ -143,7 +144,7 @@ class Trainer:
     @torch.no_grad()
     def _surveyed(self, episodes: list[Episode], work: Work) -> list[Episode]:
         """The episodes with what policy and reference say of them as the step begins, on every rank."""
-        asked = [(0, self.policy)] if self._survey.policy else []
+        asked: list[tuple[int, Policy | BasePolicy]] = [(0, self.policy)] if self._survey.policy else []
         asked += [(1, self.reference)] if self._survey.reference and self.reference is not None else []
         starts = np.cumsum([0, *(e.num_sampled for e in episodes)])
         logprobs = torch.zeros(2, int(starts[-1]), device=self.ranks.device)
@@ -188,8 +189,9 @@ class Trainer:
     def _accumulate(self, batch: Microbatch, divisor: int, work: Work, *, last: bool) -> Tensor:
         """Adds one microbatch's share of the update's gradient; float64 [4], what `_loss` says of the tokens that this
         rank counts. `last`: of the update's."""
-        self.router.counting, self.router.counting_last = not batch.empty, self._predicts(batch)
+        self.router.counting = False  # the reference may be the policy without its adapters
         said, known = self._reference_says(batch), {}
+        self.router.counting, self.router.counting_last = not batch.empty, self._predicts(batch)
         if said is not None:
             known = {"vision": said.vision if self._same_tower else None, "labels": said.labels}
         output = self.policy(batch, self.temperature, **known)

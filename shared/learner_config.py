@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from shared.sections import GuardConfig, Section
+from shared.settings.lora import LoraConfig
 from shared.settings.objective import ObjectiveConfig
 
 
@@ -96,6 +97,7 @@ class LearnerConfig(Section):
     resume: str = Field("auto", description="auto, never, or a checkpoint folder")
     objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
     publish: PublishConfig = PublishConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -108,6 +110,33 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"learner.objective.minibatches = {self.objective.minibatches}, but a step has {episodes} episodes "
                 "(learner.groups_per_step x group_size); lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_can_be_trained(self) -> Self:
+        lora, frozen = self.lora, self.optimizer.freeze
+        if not lora.on:
+            return self
+        if self.optimizer.name == "muon":
+            raise ValueError(
+                "learner.optimizer.name = 'muon' with learner.lora: Muon makes whole matrices orthogonal, and adapters "
+                "are factors of some; set it to 'adamw'"
+            )
+        if frozen and "vision" in lora.targets:
+            raise ValueError(
+                f"learner.optimizer.freeze = {[*frozen]} with 'vision' in learner.lora.targets: one says that it "
+                "is not trained, the other that it is adapted; leave one of them out"
+            )
+        if self.objective.kl_reference_every:
+            raise ValueError(
+                f"learner.objective.kl_reference_every = {self.objective.kl_reference_every} with learner.lora: the "
+                "reference is the model without adapters, always; set it to 0"
+            )
+        if self.parallel.expert > 1:
+            raise ValueError(
+                f"learner.parallel.expert = {self.parallel.expert} with learner.lora: adapters are not trained beside "
+                "experts that are dealt over ranks; set it to 1"
             )
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 from learner import plan
 from learner.batch import make_episode, pack
 from learner.images import ImageDecoder
+from learner.lora.adapters import is_factor
 from learner.model.duration import Speed, publication_time, step_time
 from learner.model.memory import Setting, activations, host_memory, memory
 from learner.model.policy import load_policy
@@ -27,6 +29,8 @@ from shared.settings.objective import ObjectiveConfig
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_trajectory
 from tests.support.loading.models import qwen25
+from tests.support.small.adapted import adapted_policy
+from tests.support.small.families import qwen3_moe
 from tests.support.small.published import published_config
 from tests.support.tiny import moe_policy, tiny_model_dir
 
@@ -258,3 +262,36 @@ def test_a_frozen_policy_trains_as_many_parameters_as_planned(folder, spec, rank
     parallelize(policy, ranks, learner_config(freeze=("vision",)), torch.float32)
     trained = sum(p.numel() for p in policy.vlm.parameters() if p.requires_grad)
     assert trained == sizes.parameters - sizes.vision_parameters
+
+
+ADAPTED = [
+    (tiny_model_dir, ("attention", "dense", "vision")),
+    (qwen25, ("attention", "dense", "vision")),
+    (qwen3_moe, ("attention", "experts")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "targets"), ADAPTED, ids=lambda value: getattr(value, "__name__", ""))
+def test_planned_adapters_are_those_of_the_model_and_a_trainer_holds_nothing_else_of_it(tmp_path, make, targets):
+    policy = adapted_policy(make(tmp_path / "model"), rank=3, targets=targets)
+    sizes = sizes_of(policy.vlm.config.to_dict())
+    factors = sum(p.numel() for name, p in policy.vlm.named_parameters() if is_factor(name))
+    assert sizes.adapter_parameters(3, targets) == factors
+    assert sum(math.prod(each.shape) for each in policy.adapters.of.values()) == sum(
+        count * rows * columns for count, rows, columns in sizes.adapted(targets)
+    )
+    need = memory(sizes, Setting(dtype_bytes=4, lora_rank=3, lora_targets=targets))
+    assert need.weights == sum(p.nbytes for p in policy.vlm.parameters())
+    assert need.gradients == 4 * factors and need.optimizer == 8 * factors
+
+
+def test_adapters_take_little_beside_frozen_weights_and_no_second_reference():
+    sizes, whole = PUBLISHED["Qwen3-VL-8B"], Setting(reference=True)
+    adapted = dataclasses.replace(whole, lora_rank=16)
+    need = memory(sizes, adapted)
+    assert need.weights == pytest.approx(2 * sizes.parameters, rel=0.02) and need.reference == 0
+    assert need.gradients + need.optimizer < 0.01 * memory(sizes, whole).optimizer
+    assert host_memory(sizes, adapted).checkpoint < 0.02 * host_memory(sizes, whole).checkpoint
+    assert publication_time(sizes, adapted, Speed()).sent < publication_time(sizes, whole, Speed()).sent
+    assert step_time(sizes, adapted, Speed()).flops < step_time(sizes, whole, Speed()).flops

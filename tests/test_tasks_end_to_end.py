@@ -37,6 +37,22 @@ def test_v_trace_teaches_a_small_model_to_name_colours_from_chance(tmp_path: Pat
 
 @pytest.mark.learning
 @pytest.mark.slow
+def test_adapters_alone_teach_a_small_model_to_name_colours_from_chance(tmp_path: Path) -> None:
+    """Options as docs/how-to/lora.md has them. Each publication proves that engines have the adapters."""
+    fields = {"learner.lora.rank": 8, "learner.lora.targets": '["attention", "dense", "vision"]'}
+    fields |= {"learner.optimizer.lr": 1e-2}
+    result = json.loads(run("colour_tiny", places(tmp_path, **fields)).stdout.splitlines()[-1])
+    assert 0.1 < result["success_before"] < 0.5
+    assert result["success_after"] >= 0.8
+    rows = [row for row in metrics(tmp_path) if "rollout/reward" in row]
+    assert rows[0]["lora/norm"] < rows[-1]["lora/norm"] < 1.0
+    gaps = [row["behaviour/logprob_gap/lag_0"] for row in rows if "behaviour/logprob_gap/lag_0" in row]
+    assert gaps and max(gaps) < 1e-4
+    assert all(row["publish/checksum_gap"] == row["publish/checksum_skipped"] == 0 for row in rows)
+
+
+@pytest.mark.learning
+@pytest.mark.slow
 def test_a_small_geometry_model_learns_to_call_the_tool_in_the_right_form(tmp_path: Path) -> None:
     run("geo3k_multi_turn_tiny", places(tmp_path, **{"learner.total_steps": 30}))
     rows = metrics(tmp_path, "geo3k_multi_turn_tiny")

@@ -25,6 +25,7 @@ from launch.task_samples import training_samples
 from learner.checkpoints.restoring import load_checkpoint
 from learner.checkpoints.saver import Saver
 from learner.distributed import broadcast_groups, close_ranks, gpu_bytes, init_ranks
+from learner.lora.adapters import is_factor
 from learner.model import attention_backend
 from learner.plan import check_recipe
 from learner.setup import build_publisher, build_trainer
@@ -115,8 +116,11 @@ class Round:
     def publish_moved(self) -> str:
         """Other weights than the engine was started with, so that it is seen whether they arrive."""
         with torch.no_grad():
-            for parameter in self.trainer.policy.vlm.parameters():
-                parameter.mul_(MOVED)
+            for name, parameter in self.trainer.policy.vlm.named_parameters():
+                if self.trainer.policy.adapters is None:
+                    parameter.mul_(MOVED)
+                elif is_factor(name):  # B begins as zeros
+                    parameter.add_(MOVED - 1)
         self._publisher = build_publisher(self.recipe, self.trainer, "doctor")
         before = self._gap()
         words, after = self._publish(0)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 
 from learner.checkpoints.folder import candidates, move_aside, rewind, tidy
 from learner.checkpoints.state import fingerprint, schema_of, training_state
 from learner.checkpoints.wholeness import DamagedCheckpoint, check_files, read_meta
 from learner.distributed import Ranks
+from learner.model.policy import Policy
 from learner.trainer import Trainer
 from shared.config import Recipe, dotted_values
 from shared.log import get_logger
@@ -40,6 +41,7 @@ _FIXED = (
         "learner.publish.every",
     ),
     *("learner.optimizer.name", "learner.optimizer.freeze"),
+    *("learner.lora.rank", "learner.lora.alpha", "learner.lora.targets"),
 )
 
 
@@ -135,6 +137,7 @@ def load_checkpoint(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) 
             f"checkpoint {path} is of another model ({meta['model_type']}, fingerprint {meta['fingerprint']}; "
             f"model.path has {trainer.policy.vlm.config.model_type}, {mine}); use its model or learner.resume = 'never'"
         )
+    check_base(path, meta, trainer.policy, recipe.model.path)
     check_files(path, meta, ranks)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
     state = training_state(trainer)
@@ -142,9 +145,12 @@ def load_checkpoint(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) 
         state.pop("reference", None)  # the reference is still the initial policy
     dcp.load(state, checkpoint_id=str(path / "dcp"))  # in place
     model, optimizer = state["model"], state["optimizer"]
-    set_state_dict(trainer.policy, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    options = StateDictOptions(strict=trainer.policy.adapters is None)  # what adapters freeze is the model's own
+    set_state_dict(
+        trainer.policy, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+    )
     if "reference" in state:
-        assert trainer.reference is not None
+        assert isinstance(trainer.reference, Policy)
         set_model_state_dict(trainer.reference, state["reference"])
     for group, own in zip(trainer.optimizer.param_groups, settings, strict=True):
         group.update(own)  # rates and decay are the recipe's, also when it has changed
@@ -153,6 +159,16 @@ def load_checkpoint(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) 
     if rng.exists():
         _restore_rng(torch.load(rng, weights_only=True), ranks)
     return Restored(meta["version"], meta["intake"])
+
+
+def check_base(path: Path, meta: dict[str, Any], policy: Policy, model_path: str) -> None:
+    """ValueError if the checkpoint has adapters of other weights than the policy's."""
+    if policy.adapters is None or meta.get("base", policy.adapters.base) == policy.adapters.base:
+        return
+    raise ValueError(
+        f"checkpoint {path} has adapters of another base: its weights have the hash {meta['base']}, those of "
+        f"model.path = {model_path!r} {policy.adapters.base}; use its base or learner.resume = 'never'"
+    )
 
 
 def _restore_rng(state: dict[str, torch.Tensor], ranks: Ranks) -> None:

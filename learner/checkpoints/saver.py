@@ -1,7 +1,8 @@
 """Checkpoints of the learner: written beside, renamed when whole, the last few kept.
 
 RUN/checkpoints/step_00000050/
-    dcp/        parameters and optimizer, a reference that is refreshed, sharded (torch.distributed.checkpoint)
+    dcp/        parameters and optimizer, a reference that is refreshed, sharded (torch.distributed.checkpoint); of a
+                policy with adapters no weights beneath, whose hash is `base` in meta.json
     hf/         the weights as a Hugging Face folder, where learner.checkpoint.export wants it
     rng/        random state of each rank
     meta.json   model fingerprint, recipe, state of trainer and coordinator (`intake`), step, version, and the size and
@@ -82,6 +83,7 @@ class Saver:
             "fingerprint": fingerprint(trainer.policy),
             "model_type": trainer.policy.vlm.config.model_type,
             "recipe": self._recipe.model_dump(mode="json"),
+            **({"base": trainer.policy.adapters.base} if trainer.policy.adapters else {}),
             "trainer": trainer.state(),
             "version": version,
             "intake": coordinator,
@@ -138,7 +140,8 @@ class Saver:
             return
         model, out = self._recipe.model, partial / EXPORT
         try:
-            export_stored(partial / "dcp", out, model_path=model.path, dtype=getattr(torch, model.dtype))
+            lora = self._recipe.learner.lora
+            export_stored(partial / "dcp", out, model_path=model.path, dtype=getattr(torch, model.dtype), lora=lora)
             for path in out.iterdir():
                 sync_file(path)
         except (OSError, RuntimeError, ValueError, CheckpointException) as error:

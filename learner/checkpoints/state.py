@@ -31,11 +31,18 @@ def schema_of(policy: Policy) -> int:
 def training_state(trainer: Trainer) -> dict[str, Any]:
     """Of the trainer's own tensors, wherever they lie."""
     model, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
-    state = {"model": model, "optimizer": optimizer}
+    state = {"model": trained(trainer.policy, model), "optimizer": optimizer}
     if trainer.config.objective.kl_reference_every:
-        assert trainer.reference is not None
+        assert isinstance(trainer.reference, Policy)
         state["reference"] = get_model_state_dict(trainer.reference)
     return state
+
+
+def trained(policy: Policy, state: dict[str, Any]) -> dict[str, Any]:
+    """Of a policy's state, what a checkpoint holds: of one with adapters all that is trained, of any other all."""
+    if policy.adapters is None:
+        return state
+    return {name: state[name] for name, p in policy.named_parameters() if p.requires_grad}
 
 
 def copied(state: Any, known: dict[tuple[int, tuple[int, ...]], Tensor] | None = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from learner.model.memory import FP32, Setting
+from learner.model.memory import Setting
 from learner.model.sizes import ModelSizes
 
 IMAGE_PATCHES = 1024  # of one image, assumed: 512 x 512 pixels
@@ -41,13 +41,19 @@ def step_time(sizes: ModelSizes, setting: Setting, speed: Speed) -> StepTime:
     patches = tokens * setting.visual_share * sizes.merge
     images = [IMAGE_PATCHES] * int(patches // IMAGE_PATCHES) + [int(patches % IMAGE_PATCHES)]
     forward = sizes.forward_flops([tokens], images, int(tokens * setting.sampled_share))
-    forwards = setting.passes * (4 if setting.activation_checkpointing else 3) + (1 if setting.reference else 0)
+    backward = 1 if setting.lora_rank else 2  # frozen weights have no gradient
+    again = 1 if setting.activation_checkpointing else 0
+    forwards = setting.passes * (1 + backward + again) + (1 if setting.reference else 0)
     flops = setting.episodes * forwards * forward
     return StepTime(flops, flops / (setting.gpus * speed.tflops * 1e12 * speed.mfu))
 
 
 def publication_time(sizes: ModelSizes, setting: Setting, speed: Speed) -> PublicationTime:
-    """Shards are gathered in float32 where there are several, then sent, one after the other."""
-    gathered = FP32 * sizes.parameters if setting.shards > 1 else 0.0
-    sent = float(setting.dtype_bytes * sizes.parameters)
+    """Shards are gathered as they lie where there are several, then sent, one after the other; of a model with adapters
+    what these adapt."""
+    changed = float(sizes.parameters)
+    if setting.lora_rank:
+        changed = float(sum(count * rows * columns for count, rows, columns in sizes.adapted(setting.lora_targets)))
+    gathered = setting.weight_bytes * changed if setting.shards > 1 else 0.0
+    sent = setting.dtype_bytes * changed
     return PublicationTime(gathered, sent, gathered / (speed.gather * 1e9) + sent / (speed.wire * 1e9))

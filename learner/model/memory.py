@@ -29,6 +29,8 @@ class Setting:
     reference: bool = False
     optimizer: str = "adamw"
     freeze: tuple[str, ...] = ()
+    lora_rank: int = 0  # 0 = all weights are trained
+    lora_targets: tuple[str, ...] = ("attention", "dense")
     episodes: int = 128  # of a step
     episode_tokens: int = 8192
     passes: int = 1  # over a step's episodes
@@ -48,6 +50,11 @@ class Setting:
     def sharded(self) -> bool:
         """Whether FSDP holds float32 shards and gathers copies of `dtype_bytes`."""
         return self.gpus > 1 or self.dtype_bytes != FP32 or self.offload
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one parameter of a shard: adapters leave the others in the dtype of forward and backward."""
+        return self.dtype_bytes if self.lora_rank else FP32
 
 
 class _Bytes:
@@ -99,6 +106,8 @@ class _Shards:
 
     @staticmethod
     def of(sizes: ModelSizes, setting: Setting) -> _Shards:
+        if setting.lora_rank:
+            return _Shards._adapted(sizes, setting)
         trained = sizes.parameters
         trained -= sizes.vision_parameters if "vision" in setting.freeze else 0
         trained -= sizes.projector_parameters if "projector" in setting.freeze else 0
@@ -112,6 +121,18 @@ class _Shards:
             optimizer=here * (ADAMW_STATES * (trained + padded) - spared),
             reference=weights if setting.reference else 0.0,
         )
+
+    @staticmethod
+    def _adapted(sizes: ModelSizes, setting: Setting) -> _Shards:
+        """The reference is the model with its adapters off."""
+        padded = sizes.expert_parameters * (_padding(sizes, setting) - 1)
+        adapters = FP32 * sizes.adapter_parameters(setting.lora_rank, setting.lora_targets) / setting.shards
+        frozen = setting.weight_bytes * (sizes.parameters + padded) / setting.shards
+        return _Shards(frozen + adapters, adapters, ADAMW_STATES * adapters, 0.0)
+
+    def saved(self, setting: Setting) -> float:
+        """What a checkpoint holds of it."""
+        return (self.gradients if setting.lora_rank else self.weights) + self.optimizer
 
 
 def _padding(sizes: ModelSizes, setting: Setting) -> float:
@@ -133,13 +154,16 @@ def memory(sizes: ModelSizes, setting: Setting) -> Memory:
     rest = sizes.head_parameters * (1 if sizes.tied else 2) + sizes.projector_parameters  # all that is in no block
     # Copies of two neighbouring blocks and of the rest; the gradients of one block and of the rest.
     gathered = setting.dtype_bytes * (3 * layer + 2 * rest)
+    reduced = max(layer, rest)
+    if setting.lora_rank:
+        reduced = sizes.adapter_parameters(setting.lora_rank, setting.lora_targets) / sizes.num_layers
     return Memory(
         weights=here * kept.weights,
         gradients=here * kept.gradients,
         optimizer=here * kept.optimizer,
         reference=here * kept.reference,
         gathered=gathered if setting.sharded else 0.0,
-        reduced=FP32 * max(layer, rest) if setting.sharded and setting.gpus > 1 else 0.0,
+        reduced=FP32 * reduced if setting.sharded and setting.gpus > 1 else 0.0,
         activations=activations(sizes, setting),
         logits=min(setting.logits_bytes, FP32 * rows * sizes.vocab_size),
     )
@@ -153,7 +177,7 @@ def host_memory(sizes: ModelSizes, setting: Setting) -> HostMemory:
     return HostMemory(
         processes=ranks * PROCESS_BYTES,
         offloaded=ranks * state if setting.offload else 0.0,
-        checkpoint=ranks * (kept.weights + kept.optimizer) if setting.copies_checkpoint else 0.0,
+        checkpoint=ranks * kept.saved(setting) if setting.copies_checkpoint else 0.0,
         pictures=(ranks + setting.steps_held) * pixels,
     )
 

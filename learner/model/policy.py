@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from learner.batch import Microbatch
+from learner.lora.adapters import Adapters, is_factor
 from learner.model.adapt import adapt, materialize
 from learner.model.critic import DeepCritic, LinearCritic, Listener, chosen_layers
 from learner.model.said import Head
@@ -50,6 +51,7 @@ class Policy(nn.Module):
         self.vlm = vlm
         self.spec = spec = with_tower(spec, vlm.config.vision_config)
         self.dtype = torch.float32  # of forward and backward, and of what engines are given
+        self.adapters: Adapters | None = None  # what is trained of `vlm`, where not its weights are
         self.trimmed = adapt(vlm, spec)  # whether the last layer takes `rows=`
         hidden_size, layers = vlm.config.text_config.hidden_size, vlm.model.language_model.layers
         self.listener: Listener | None = None
@@ -132,8 +134,9 @@ class Policy(nn.Module):
         return features[rows], [layer[rows] for layer in deepstack]
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The language-vision model's parameters under transformers' names; a tied output head is left out."""
-        yield from self.vlm.named_parameters()
+        """The language-vision model's parameters under transformers' names; a tied output head is left out. Without the
+        factors of adapters, which are part of the weights that they adapt."""
+        yield from ((name, p) for name, p in self.vlm.named_parameters() if not is_factor(name))
 
 
 def load_policy(path: str, spec: VisionSpec, critic_width: int = 0) -> Policy:

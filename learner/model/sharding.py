@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from learner.batch import Microbatch
 from learner.distributed import Ranks
+from learner.lora.reference import BasePolicy
 from learner.model.adapt import adapt_to_compile
 from learner.model.policy import Policy, PolicyOutput, Vision
 from learner.parallel.experts import check_experts, deal_experts, expert_stacks, sharding_mesh
@@ -45,12 +46,18 @@ def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
 
 @torch.no_grad()
 def forward_only(
-    policy: Policy, batch: Microbatch, temperature: float, vision: Vision | None = None, *, sure: float | None = None
+    policy: Policy | BasePolicy,
+    batch: Microbatch,
+    temperature: float,
+    vision: Vision | None = None,
+    *,
+    sure: float | None = None,
 ) -> PolicyOutput:
     """A forward that no backward follows, which would leave a sharded policy's own parameters gathered, in `dtype`."""
-    output = policy(batch, temperature, vision, sure=sure)
-    if isinstance(policy, FSDPModule):
-        policy.reshard()
+    output: PolicyOutput = policy(batch, temperature, vision, sure=sure)
+    model = policy.policy if isinstance(policy, BasePolicy) else policy
+    if isinstance(model, FSDPModule):
+        model.reshard()
     return output
 
 
@@ -59,7 +66,8 @@ def freeze(policy: Policy, parts: tuple[str, ...]) -> None:
     visual = policy.vlm.model.visual
     mergers = {id(p) for name, p in visual.named_parameters() if "merger" in name}
     for p in visual.parameters():
-        p.requires_grad_(("projector" if id(p) in mergers else "vision") not in parts)
+        if ("projector" if id(p) in mergers else "vision") in parts:
+            p.requires_grad_(False)
 
 
 def compile_blocks(policy: Policy) -> None:
@@ -72,7 +80,8 @@ def compile_blocks(policy: Policy) -> None:
 def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype, *, offload: bool = False) -> None:
     """FSDP2 in place: each decoder layer and vision block, the value head (float32), and the rest.
 
-    Parameters and gradients are float32, forward and backward run in `dtype`. Gradients are summed over ranks. A mesh
+    Parameters and gradients are float32 (what adapters freeze is in `dtype`), forward and backward run in `dtype`.
+    Gradients are summed over ranks. A mesh
     of two dimensions replicates over the first and shards over the second. `offload`: what is sharded, its gradients
     and its optimizer state rest in the memory of the CPU. Experts that are dealt over ranks are each cut by their
     rows, over the ranks that hold the same ones.

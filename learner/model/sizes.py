@@ -123,6 +123,26 @@ class ModelSizes:
     def parameters(self) -> int:
         return self.text_parameters + self.vision_parameters + self.projector_parameters
 
+    # ------------------------------------------------------------------ adapters
+
+    def adapted(self, targets: Sequence[str]) -> list[tuple[int, int, int]]:
+        """(how many, rows, columns) of the matrices that these targets of learner.lora mean."""
+        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sparse = (self.num_layers - self.num_dense_layers) * self.num_experts
+        wide, v, i = self.merge * self.vision_hidden, self.vision_hidden, self.vision_intermediate
+        mergers, blocks, dense = 1 + self.num_deepstack, self.vision_depth, self.num_dense_layers
+        found = {
+            "attention": [(self.num_layers, q, h), (2 * self.num_layers, kv, h), (self.num_layers, h, q)],
+            "dense": [(2 * dense, self.intermediate_size, h), (dense, h, self.intermediate_size)],
+            "experts": [(sparse, 2 * self.expert_size, h), (sparse, h, self.expert_size)],
+            "vision": [(blocks, 3 * v, v), (blocks, v, v), (blocks * (2 if self.qwen25 else 1), i, v), (blocks, v, i)],
+        }
+        found["vision"] += [(mergers, wide, wide), (mergers, h, wide)]
+        return [each for target in targets for each in found[target] if each[0]]
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
+        return sum(count * rank * (rows + columns) for count, rows, columns in self.adapted(targets))
+
     # ------------------------------------------------------------------ floating-point operations
 
     def forward_flops(self, documents: Sequence[int], images: Sequence[int], num_rows: int) -> float:

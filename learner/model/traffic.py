@@ -38,6 +38,9 @@ def traffic(sizes: ModelSizes, setting: Setting, microbatches: int = 1) -> Traff
 
 
 def _of_shards(sizes: ModelSizes, setting: Setting, microbatches: int) -> float:
+    if setting.lora_rank:
+        adapters = sizes.adapter_parameters(setting.lora_rank, setting.lora_targets)
+        return 2 * setting.dtype_bytes * sizes.parameters * _others(setting.shards) + FP32 * adapters
     each = 2 * setting.dtype_bytes + FP32
     dense, dealt = sizes.parameters - sizes.expert_parameters, sizes.expert_parameters / setting.expert
     travels = each * (dense * _others(setting.shards) + dealt * _others(setting.shards // setting.expert))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from learner.lora.adapters import whole
 from learner.model.policy import Policy
 from shared.weights.families import FAMILIES
 
@@ -34,12 +34,20 @@ class Bucket:
             begin += len(part)
 
 
-def gathered(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+def gathered(policy: Policy, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters on every rank, named and laid out as the published checkpoints of the model's family are, which
-    is what engines and exports take. A collective where the policy is sharded."""
+    is what engines and exports take; adapters are merged into theirs. A collective where the policy is sharded.
+
+    `names`: transformers' of the parameters that are wanted; None = all."""
     for name, parameter in policy.named_weights():
-        tensor = parameter.detach()
-        yield published(policy, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        if names is None or name in names:
+            tensor = whole(parameter.detach())
+            yield published(policy, name, policy.adapters.merged(name, tensor) if policy.adapters else tensor)
+
+
+def changing(policy: Policy) -> Collection[str] | None:
+    """The names of the parameters that training changes, and that are sent; None = all."""
+    return policy.adapters.of.keys() if policy.adapters else None
 
 
 def published(policy: Policy, name: str, tensor: Tensor) -> tuple[str, Tensor]:

@@ -12,6 +12,8 @@ Every rank gathers; only rank 0 talks. An HTTP error or silence on either side e
 named and left out, the others, paused meanwhile, get the weights in another pass, and the next publication tries it
 again.
 
+Where adapters are trained, the weights that they adapt are sent, merged with them; engines have the others already.
+
     Publisher (the learner's thread) ─▶ WeightUpdate ─▶ WeightGroupManager, EngineClient (the thread of EngineLink)
 """
 
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 from learner.distributed import Ranks, broadcast_flag
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy
-from learner.weights.buckets import buckets, gathered
+from learner.weights.buckets import buckets, changing, gathered
 from learner.weights.engine_watch import EngineWatch
 from learner.weights.fitting import fitting
 from learner.weights.group import WeightGroupManager
@@ -76,7 +78,7 @@ class Publisher:
         one holds other weights than it was given; ValueError, likewise, before any engine is asked, for weights that
         are not finite, and where no engine has the learner's version of NCCL.
         """
-        check_finite(self.policy.named_weights(), self.ranks, self.policy.dtype)
+        check_finite(self.policy.vlm.named_parameters(), self.ranks, self.policy.dtype)
         started, name = time.monotonic(), weight_name(version, self._process_id)
         members, dropped = self._healthy(engines) if self.ranks.is_main else ({}, {})
         members, unfit = fitting(members, self.settings.backend, self.ranks)
@@ -98,7 +100,10 @@ class Publisher:
         proven: dict[str, float] = {}
         if verifier and broadcast_flag(bool(members), self.ranks):
             with seconds.of("proof"):
+                verifier.keep_unsent()
                 proven = verifier.check(name, members, self._link)
+        if self.policy.adapters:
+            proven["lora/norm"] = self.policy.adapters.relative_norm()
         return proven | {
             "publish/seconds": time.monotonic() - started,
             **{f"publish/{name}_s": value for name, value in seconds.items()},
@@ -122,7 +127,7 @@ class Publisher:
     def _walk(self, update: WeightUpdate | None, seconds: Seconds, verifier: WeightVerifier | None) -> None:
         """Every rank walks all buckets, whatever happens to the engines. The next is gathered while one is sent."""
         in_flight: Future[None] | None = None
-        walk = buckets(gathered(self.policy), self.policy.dtype, self.settings.bucket_bytes)
+        walk = buckets(gathered(self.policy, changing(self.policy)), self.policy.dtype, self.settings.bucket_bytes)
         while True:
             with seconds.of("gather"):
                 bucket = next(walk, None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from learner.distributed import Ranks, broadcast_flag
 from learner.model.policy import Policy
 from learner.weights.agreement import Witness, disagreements
-from learner.weights.buckets import Bucket
+from learner.weights.buckets import Bucket, changing, gathered
 from learner.weights.canary import Canary, gap
 from learner.weights.group import Members
 from learner.weights.kept import KeptWeights
@@ -24,7 +24,7 @@ from learner.weights.tolerance import CanaryTolerance
 from shared.engine_api import EngineClient, EngineError, each
 from shared.engine_messages import EngineTraits
 from shared.log import get_logger
-from shared.weights.checksums import all_but, part_of
+from shared.weights.checksums import all_but, engine_name, part_of
 from shared.weights.families import FAMILIES
 
 
@@ -66,6 +66,7 @@ class WeightVerifier:
         self._publications = 0
         self._kept = KeptWeights(Heads.of(policy.vlm.config))
         self._told: set[tuple[str, str]] = set()  # of which engines it was said why they are not compared
+        self._unsent = set[str]()  # the server's names of parameters that no engine is sent
         self._run = uuid.uuid4().hex
 
     def due(self) -> bool:
@@ -84,6 +85,21 @@ class WeightVerifier:
             if part_of(name) == self.part:
                 turned = self._family.is_turned(name)
                 self._kept.keep(name, values.view(shape).mT.contiguous() if turned else values.view(shape).clone())
+
+    def keep_unsent(self) -> None:
+        """A collective: of the sampled part, what is not sent because training does not change it. Engines must hold it
+        as the model's files do."""
+        sent = changing(self._policy)
+        if sent is None:
+            return
+        part = {
+            name for name, _ in self._policy.named_weights() if part_of(self._family.published_name(name)) == self.part
+        }
+        for name, values in gathered(self._policy, part - {*sent}):
+            if self._ranks.is_main:
+                values = values.to(self._policy.dtype)
+                self._kept.keep(name, values.mT.contiguous() if self._family.is_turned(name) else values)
+                self._unsent.add(engine_name(name))
 
     def check(self, weights: str, members: Members, link: EngineLink) -> dict[str, float]:
         """Metrics. WrongWeights, on every rank, if an engine holds other weights; one that is silent is counted."""
@@ -105,7 +121,7 @@ class WeightVerifier:
             num_skipped += len(unknown)
             self._tell(engine, unknown)
             if different:
-                wrong[engine.url] = f"holds other values of {', '.join(different[:3])} than it was sent"
+                wrong[engine.url] = self._told_of(different)
             elif reason := self._canary_fault(answer, gaps[engine], limits[-1], weights):
                 wrong[engine.url] = reason
         wrong = disagreements(witnesses) | wrong
@@ -141,6 +157,12 @@ class WeightVerifier:
             except EngineError as error:
                 self._log.debug("%s tells no checksums: %s", engine.url, error.reason)
         return EngineWeights(logprobs, version, checksums)
+
+    def _told_of(self, different: list[str]) -> str:
+        words = f"holds other values of {', '.join(different[:3])} than "
+        if not self._unsent.issuperset(different):
+            return words + "it was sent"
+        return words + "model.path has, which adapters leave as they are: start it anew, from that folder"
 
     def _tell(self, engine: EngineClient, unknown: Mapping[str, str]) -> None:
         """Says once for each reason why checksums are not compared with the learner's."""

@@ -1,0 +1,53 @@
+"""Adapters of low rank beside frozen weights: learner.lora of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from shared.sections import Section
+
+Target = Literal["attention", "dense", "experts", "vision"]
+
+
+class LoraConfig(Section):
+    """What is trained instead of a model's weights W [out, in]: A [rank, in] and B [out, rank] in W + alpha/rank B A
+    (Hu et al., 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1)."""
+
+    rank: int | None = Field(None, description="of adapters, which are trained instead of the weights; null = none are")
+    alpha: float = Field(32.0, description="what adapters add is multiplied by alpha / rank")
+    targets: tuple[Target, ...] = Field(
+        ("attention", "dense"),
+        description="the decoder's attention and dense MLPs, a mixture's experts, the vision tower with its projector",
+    )
+    adapter: str = Field("", description="folder of an adapter in peft's format to start from; empty = a new one")
+
+    @property
+    def on(self) -> bool:
+        return self.rank is not None
+
+    @property
+    def scale(self) -> float:
+        """Of B A."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+    @model_validator(mode="after")
+    def _adapters_are_possible(self) -> Self:
+        for wrong, reason in self._wrong():
+            if wrong:
+                raise ValueError(f"learner.lora.{reason}")
+        return self
+
+    def _wrong(self) -> Iterator[tuple[bool, str]]:
+        yield (
+            self.rank is not None and self.rank < 1,
+            f"rank = {self.rank}: an adapter has a rank of at least 1; leave it out to train all weights",
+        )
+        yield self.alpha <= 0, f"alpha = {self.alpha:g}: nothing would be added, or the opposite; set it above 0"
+        yield not self.targets, "targets is empty: there is nothing to adapt; name attention, dense, experts or vision"
+        yield (
+            bool(self.adapter) and self.rank is None,
+            f"adapter = {self.adapter!r} without learner.lora.rank; set it to the adapter's r",
+        )
