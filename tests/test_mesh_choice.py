@@ -18,7 +18,7 @@ from learner.model.sizes import PUBLISHED, find
 from learner.model.traffic import Traffic, traffic, wire_time
 from learner.parallel.choice import choices
 from learner.parallel.divisors import check_deal, deals
-from shared.config import load_recipe
+from shared.config import ConfigError, load_recipe
 
 DENSE, MIXTURE, LARGE = (find(name) for name in ("Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B"))
 ROOM = 141e9 * (1 - plan.RESERVED_FRACTION)
@@ -131,6 +131,25 @@ def test_the_table_says_what_the_plan_does(row):
     assert (mesh, seconds, room) == (told or ("none fits", "", ""))
 
 
+@pytest.mark.parametrize(
+    ("model", "gpus", "longest", "mesh", "seconds"),
+    [
+        ("8B", 8, 8192, (1, 1), "24.9 s"),
+        ("8B", 8, 12288, (1, 1), "33.2 s"),
+        ("8B", 8, 12288, (2, 1), "25.0 s"),
+        ("8B", 64, 65536, (1, 1), "31.6 s"),
+        ("8B", 64, 65536, (8, 1), "3.2 s"),
+        ("30B-A3B", 8, 32768, (1, 1), "19.4 s"),
+        ("30B-A3B", 16, 16384, (1, 1), "20.7 s"),
+        ("30B-A3B", 16, 16384, (1, 4), "11.0 s"),
+    ],
+)
+def test_where_a_mesh_begins_to_pay_is_as_the_plan_reckons(model, gpus, longest, mesh, seconds):
+    found = choices(find(f"Qwen3-VL-{model}"), Setting(gpus=gpus, logits_bytes=14.1e9), longest, ROOM, Speed())
+    fastest = next(c for c in found if (c.setting.context, c.setting.expert) == mesh)
+    assert f"{fastest.seconds:.1f} s" == seconds and seconds in PAGE.read_text()
+
+
 @pytest.mark.parametrize("row", [row for row in TABLE if row[4]], ids=lambda row: " ".join(row[:3]))
 def test_each_row_is_overrides_of_a_recipe_and_fits(row):
     model, longest, gpus, mesh, *_ = row
@@ -186,6 +205,16 @@ def test_ranks_that_would_cut_the_rows_of_experts_unevenly_are_named_with_those_
     assert deals(0, (0, 4096), 8) == [1]
     with pytest.raises(ValueError, match=r"expert = 2 leaves 5 ranks to cut the 64 and 192 rows .* set it to 1, or"):
         check_deal(2, "qwen3_vl_moe", 8, (192, 64), 10)
+    with pytest.raises(ValueError, match=r"expert = 6 does not divide the model's 8 experts; set it to 4 or 8$"):
+        check_deal(6, "qwen3_vl_moe", 8, (192, 96), 24)
+
+
+@pytest.mark.parametrize("name", ["context", "expert"])
+def test_compiled_blocks_are_refused_where_ranks_share_work(name):
+    arguments = [f"--learner.parallel.{name}=2", "--learner.parallel.compile=true"]
+    with pytest.raises(ConfigError, match=rf"parallel.{name} = 2: .* set learner.parallel.compile = false") as error:
+        load_recipe("launch/recipes/colour_tiny.toml", arguments)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("fields", [{"expert": 2}, {"expert": 3}])
