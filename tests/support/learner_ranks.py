@@ -158,8 +158,8 @@ def gradients_of_cuts(folder: str, ranks: Ranks, cuts: Sequence[str]) -> dict[st
 
 
 def exact(folder: str, ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """In float64: the cuts, and what EXACT names, of one rank by case and of four by mode."""
-    found: dict[str, dict[str, Any]] = {"cuts": gradients_of_cuts(folder, ranks, [*CUTS])}
+    """In float64: the cut of few tokens, and what EXACT names, of one rank by case and of four by mode."""
+    found: dict[str, dict[str, Any]] = {"cuts": gradients_of_cuts(folder, ranks, [FEW])}
     for name, (size, case, settings) in EXACT.items():
         changes, num_groups = CASES[case]
         if ranks.size == 1:
