@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import signal
+import time
 from typing import TextIO
 
 from actor.isolation.lifeline import die_with_parent
@@ -27,11 +28,13 @@ from learner.metrics.services import check_writers
 from learner.shutdown import ShutdownRequested
 from learner.tickets.server import check_address
 from learner.tickets.sources import SeedSource
-from shared.config import Recipe, fail, parse, recipe_parser
+from shared.config import EXIT_USER_ERROR, Recipe, fail, parse, recipe_parser
 from shared.guards.memory import bound_kernel_caches, kept_for_ever, use_one_heap
 from shared.keys import learner_security, read_api_key
 from shared.log import get_logger
 from shared.nccl import variables
+
+OTHERS_WAIT_S = 3.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,13 +77,22 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except (ValueError, TimeoutError) as error:
         logging.getLogger("pronk").debug("", exc_info=True)
-        return fail(error)
+        return fail_once(error, rank)
     except Stopped as stopped:
         get_logger(f"learner[{rank}]").info("%s: stopping", stopped)
         return 130
     if result is not None:
         print(json.dumps(result.as_dict()), flush=True)
     return 0
+
+
+def fail_once(error: Exception, rank: int) -> int:
+    """As `fail`. What is wrong for all ranks is said by the first; torchrun then ends the others before they say it."""
+    try:
+        time.sleep(OTHERS_WAIT_S if rank else 0.0)
+    except Stopped:
+        return EXIT_USER_ERROR
+    return fail(error)
 
 
 def claim_gpu(recipe: Recipe, rank: int) -> list[TextIO]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from learner.parallel.divisors import next_divisors
 from shared.codec import decode, frames_of
 from shared.learner_config import ParallelConfig
 from shared.types import Group
@@ -101,12 +102,6 @@ def check_divides(setting: str, value: int, size: int, which: str = "") -> None:
             f"learner.parallel.{setting} = {value} does not divide the {size} ranks{' ' * bool(which)}{which}; "
             f"set it to {next_divisors(value, size)}"
         )
-
-
-def next_divisors(value: int, of: int) -> str:
-    """The nearest numbers below and above `value` that divide, in words."""
-    fitting = [n for n in range(1, of + 1) if of % n == 0]
-    return " or ".join(map(str, [n for n in fitting if n < value][-1:] + [n for n in fitting if n > value][:1]))
 
 
 def make_context(rank: int, size: int, context: int, timeout: timedelta) -> Context:

@@ -20,6 +20,7 @@ from learner.model.duration import Speed, publication_time, step_time
 from learner.model.memory import FP32, Memory, Setting, host_memory, memory
 from learner.model.sizes import PUBLISHED, ModelSizes, find, sizes_of
 from learner.parallel.choice import choices
+from learner.parallel.divisors import check_deal, next_divisors
 from learner.scale import split
 from shared.config import Recipe, fail, load, recipe_parser
 from shared.settings.lora import Target
@@ -42,22 +43,36 @@ def check(sizes: ModelSizes, setting: Setting, gpu_bytes: float, name: str) -> M
 
 
 def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> None:
-    """Before anything is loaded. ValueError: a context longer than the model's or, with `gpu_bytes`, what cannot fit.
+    """Before anything is loaded. ValueError: a context longer than the model's, experts that cannot be dealt so, and
+    with `gpu_bytes` what cannot fit.
 
     A model whose sizes are not known here passes.
     """
     path = recipe.model.path
     file = Path(path) / "config.json"
-    sizes = sizes_of(json.loads(file.read_text())) if file.exists() else None
+    config = json.loads(file.read_text()) if file.exists() else {}
+    sizes = sizes_of(config)
     if sizes is None:
         return
     if recipe.model.max_context > sizes.max_context:
         raise ValueError(
             f"model.max_context = {recipe.model.max_context} is longer than the context of {path}, which is "
-            f"{sizes.max_context} tokens; lower it"
+            f"{sizes.max_context} tokens; set it to {sizes.max_context} at most"
         )
+    _check_experts(config["model_type"], sizes, recipe.learner.parallel.expert, _shards(recipe, num_ranks))
     if gpu_bytes is not None:
         check(sizes, setting_of(recipe, num_ranks, gpu_bytes), gpu_bytes, path)
+
+
+def _shards(recipe: Recipe, num_ranks: int) -> int:
+    return recipe.learner.parallel.shard_size or num_ranks
+
+
+def _check_experts(name: str, sizes: ModelSizes, expert: int, shards: int) -> None:
+    """Numbers of ranks that `expert` does not divide are refused elsewhere; the rest is judged without them."""
+    if expert > 1:
+        ranks = shards if shards % expert == 0 else expert
+        check_deal(expert, name, sizes.num_experts, sizes.expert_rows, ranks)
 
 
 def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
@@ -217,6 +232,33 @@ def options_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_options(setting: Setting, assumed: list[float]) -> None:
+    """ValueError, with the next values that fit."""
+    counts = [setting.gpus, setting.shards, setting.context, setting.expert]
+    if min(*counts, setting.gpus_per_node, setting.episodes, setting.episode_tokens, *assumed) <= 0:
+        raise ValueError("numbers of GPUs, of episodes and of tokens, and what is assumed, must be above 0")
+    if setting.lora_rank < 0:
+        raise ValueError(f"--lora-rank {setting.lora_rank} is no rank: 0, or more")
+    every = f"--gpus {setting.gpus}"
+    for option, value, of, which in (
+        ("--shard-size", setting.shards, setting.gpus, every),
+        ("--context", setting.context, setting.gpus, every),
+        ("--expert", setting.expert, setting.shards, f"the {setting.shards} GPUs of a copy"),
+    ):
+        if of % value:
+            raise ValueError(f"{option} {value} does not divide {which}; set it to {next_divisors(value, of)}")
+
+
+def _check_model(name: str, setting: Setting, longest: int) -> None:
+    """ValueError: experts that cannot be dealt so, episodes longer than the model's context."""
+    sizes = find(name)
+    _check_experts(name, sizes, setting.expert, setting.shards)
+    if longest > sizes.max_context:
+        raise ValueError(
+            f"--longest {longest} is longer than the context of {name}; set it to {sizes.max_context} at most"
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = options_parser()
     options, overrides = parser.parse_known_args(argv)
@@ -232,24 +274,9 @@ def main(argv: list[str] | None = None) -> int:
         setting, names = setting_of(recipe, options.gpus, gpu_bytes), [options.model or recipe.model.path]
     setting = replace(setting, **given)
     try:
-        if setting.gpus < 1 or setting.gpus % setting.shards:
-            raise ValueError(f"--shard-size {setting.shards} does not divide --gpus {setting.gpus}")
-        if setting.context < 1 or setting.gpus % setting.context:
-            raise ValueError(f"--context {setting.context} does not divide --gpus {setting.gpus}")
-        if setting.expert < 1 or setting.shards % setting.expert:
-            raise ValueError(f"--expert {setting.expert} does not divide the {setting.shards} GPUs of a copy")
-        if setting.lora_rank < 0:
-            raise ValueError(f"--lora-rank {setting.lora_rank} is no rank: 0, or more")
-        if (
-            min(
-                setting.gpus_per_node,
-                setting.episodes,
-                setting.episode_tokens,
-                *(getattr(options, name) for name in ASSUMED),
-            )
-            <= 0
-        ):
-            raise ValueError("--gpus-per-node, --episodes, --episode-tokens and what is assumed must be above 0")
+        _check_options(setting, [getattr(options, name) for name in ASSUMED])
+        if len(names) == 1:
+            _check_model(names[0], setting, options.longest)
         speed = Speed(**{field.name: getattr(options, field.name) for field in fields(Speed)})
         if options.split:
             room = gpu_bytes * (1 - RESERVED_FRACTION)

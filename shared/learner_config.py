@@ -75,6 +75,16 @@ class ParallelConfig(Section):
         "auto", description="auto: torch's own flash2 in bfloat16 on a GPU, else sdpa; flash3, flash4: to be installed"
     )
 
+    @model_validator(mode="after")
+    def _what_is_compiled_is_a_ranks_own(self) -> Self:
+        shared = [f"learner.parallel.{name} = {n}" for name in ("context", "expert") if (n := getattr(self, name)) > 1]
+        if self.compile and shared:
+            raise ValueError(
+                f"learner.parallel.compile = true with {shared[0]}: compiled blocks were not compared with one rank's "
+                "where ranks share work; set learner.parallel.compile = false"
+            )
+        return self
+
 
 class LearnerConfig(Section):
     bind: str = Field("tcp://127.0.0.1:5555", description="where actors connect")

@@ -28,9 +28,9 @@ def recipe_with(name=RECIPE, **fields):
     return load_recipe(name, [part for key, value in fields.items() for part in (f"--{key}", str(value))])
 
 
-def small(recipe, num_gpus=0):
+def small(recipe, num_gpus=0, place=Path("runs/x")):
     folder = places.model_folder(recipe.model.path)
-    return miniature(recipe, Path("runs/x"), folder, places.sizes_in(folder), num_gpus)
+    return miniature(recipe, place, folder, places.sizes_in(folder), num_gpus)
 
 
 def doctor(tmp_path, *arguments):
@@ -55,6 +55,21 @@ def test_the_round_goes_through_every_stage_and_leaves_nothing_behind(tmp_path):
     assert "checksums equal" in found["round: weights again"]["found"]
     assert "8 images" in found["round: episode"]["found"]
     assert not (tmp_path / "runs").exists() and [*tmp_path.glob("pronk-doctor-*")] == []
+
+
+@pytest.mark.slow
+def test_the_round_of_a_recipe_with_a_mesh_shares_its_microbatches_and_experts(tmp_path):
+    """What cannot be had here is made smaller, or left out."""
+    overrides = ("--model.dtype", "float32", "--engine.kind", "embedded")
+    _, found = doctor(tmp_path, "--config", "launch/recipes/sokoban_long.toml", *overrides)
+    assert {name for name, each in found.items() if each["state"] == "failed"} <= {"task"}  # its data is not made
+    assert [found[f"round: {stage}"]["state"] for stage in STAGES] == ["ok"] * len(STAGES), found
+    words = found["round: learner"]["found"]
+    assert words.startswith("2 ranks on cpu") and words.endswith(
+        "context 2 and expert 2 compute what each rank does alone"
+    )
+    assert "a mixture of experts made of launch/models/colour_tiny" in found["round"]["found"]
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
@@ -87,9 +102,9 @@ def test_a_small_recipe_is_run_as_it_is_but_short():
 
 
 @pytest.mark.parametrize("recipe", sorted(Path("launch/recipes").glob("*.toml")), ids=lambda path: path.stem)
-def test_every_shipped_recipe_has_a_round(recipe):
+def test_every_shipped_recipe_has_a_round(tmp_path, recipe):
     whole = recipe_with(str(recipe))
-    made = small(whole)
+    made = small(whole, place=tmp_path)
     assert made.recipe.learner.objective.name == whole.learner.objective.name
     assert made.recipe.model.dtype == whole.model.dtype
     assert Path(made.recipe.model.path).is_dir()
@@ -114,6 +129,28 @@ def test_learner_and_engine_share_out_the_gpus_that_there_are(num_gpus, devices,
     made = small(recipe_with(**CUDA), num_gpus)
     assert (made.recipe.learner.device, made.recipe.engine.device) == devices
     assert (made.ranks, made.no_publication == "") == (ranks, published)
+
+
+@pytest.mark.parametrize(
+    ("context", "expert", "num_gpus", "shared", "said"),
+    [
+        (8, 4, 0, (2, 2), ["context = 2 on 2 ranks instead of 8", "expert = 2 on 2 ranks instead of 4"]),
+        (2, 2, 8, (2, 2), []),
+        (3, 1, 8, (1, 1), ["context = 1 on 2 ranks instead of 3"]),
+        (2, 8, 2, (1, 1), ["context = 1 on 1 rank instead of 2", "expert = 1 on 1 rank instead of 8"]),
+    ],
+)
+def test_a_mesh_is_made_as_small_as_the_ranks_and_the_report_says_so(
+    tmp_path, monkeypatch, context, expert, num_gpus, shared, said
+):
+    monkeypatch.setattr("launch.diagnosis.miniature.LARGEST", 1e5)
+    fields = {"learner.parallel.context": context, "learner.parallel.expert": expert, "learner.parallel.check": False}
+    made = small(recipe_with(**fields | (CUDA if num_gpus else {})), num_gpus, tmp_path)
+    parallel = made.recipe.learner.parallel
+    assert (parallel.context, parallel.expert) == shared and parallel.check
+    told = [change.removeprefix("learner.parallel.") for change in made.changes if "instead of" in change]
+    assert told[1:] == said
+    assert (tmp_path / "mixture").exists() == (shared[1] > 1) == ("mixture" in made.recipe.model.path)
 
 
 def test_what_is_said_of_gpus_is_not_asked_of_the_cpu(tmp_path):

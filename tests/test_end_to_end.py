@@ -15,6 +15,8 @@ from shared.recordings.reading import read_step, steps
 from tests.support.machine import children_of
 from tests.support.runs import command, finished, local, metrics, places, refused
 
+TWO_RANKS = [sys.executable, "launch/processes/torchrun.py", "--standalone", "--nproc-per-node", "2"]
+
 
 @pytest.mark.learning
 @pytest.mark.slow
@@ -54,6 +56,34 @@ def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
     best = json.loads((folder / "best.json").read_text())
     assert best["value"] == max(successes) == evaluated[best["step"]]
     assert {p.name for p in folder.glob("step_*")} == {best["checkpoint"], "step_00000040"}
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_each_microbatch_train_and_publish(tmp_path: Path) -> None:
+    """As the page on model parallelism starts them: torchrun, and the actors beside it."""
+    fields = {"learner.parallel.context": 2, "learner.total_steps": 2, "eval.samples": 0}
+    arguments = places(tmp_path, **fields)
+    started = [*TWO_RANKS, *command("learner", arguments)[1:]]
+    learner = subprocess.Popen(started, stdout=subprocess.PIPE, text=True)
+    try:
+        finished(command("actors", arguments))
+        assert json.loads(learner.communicate(timeout=60)[0].splitlines()[-1])["optimizer_steps"] == 2
+    finally:
+        learner.kill()
+    rows = [row for row in metrics(tmp_path) if "rollout/reward" in row]
+    for row in rows:
+        assert row.get("behaviour/logprob_gap/lag_0", 0.0) < 1e-4 and 1.0 <= row["parallel/imbalance"] < 2.0
+        assert row["parallel/tokens_max"] - row["parallel/tokens_mean"] <= 2 * row["batch/microbatches"]
+    assert [row["policy_version"] for row in rows] == [1, 2] and "behaviour/logprob_gap/lag_0" in rows[0]
+
+
+@pytest.mark.slow
+def test_a_dense_model_with_dealt_experts_is_refused_in_one_line_by_all_ranks(tmp_path: Path) -> None:
+    start = [sys.executable, "launch/processes/torchrun.py", "--standalone", "--nproc-per-node", "2"]
+    line, _ = refused([*start, *command("learner", places(tmp_path, **{"learner.parallel.expert": 2}))[1:]])
+    assert (
+        line == "error: learner.parallel.expert = 2, but qwen3_vl has no experts; set it to 1 (qwen3_vl_moe has some)"
+    )
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from learner.distributed import close_ranks, init_ranks
+from learner.export import export_checkpoint
 from learner.model.policy import load_policy
 from learner.parallel.experts import check_experts
 from learner.weights.buckets import gathered
@@ -82,6 +83,11 @@ def test_the_busiest_ranks_share_of_the_tokens_is_measured(results):
 
 
 @pytest.mark.parametrize("size", [2, 4])
+def test_a_gradient_that_is_not_finite_on_one_rank_moves_no_weight_of_any(results, size):
+    assert results[size]["spoilt"] == (1.0, False)
+
+
+@pytest.mark.parametrize("size", [2, 4])
 def test_the_check_at_the_start_names_where_dealt_experts_begin_to_differ(results, size):
     fine, wrong = results[size]["check"]
     assert fine == "" and "\n" not in wrong
@@ -92,7 +98,7 @@ def test_the_check_at_the_start_names_where_dealt_experts_begin_to_differ(result
 def test_sizes_that_do_not_fit_the_mixture_are_one_line(model, dense):
     policy = load_policy(str(model), VisionSpec.load(model))
     for expert, shards, said in (
-        (3, 1, r"learner.parallel.expert = 3 does not divide the model's 8 experts; set it to 2 or 4$"),
+        (3, 1, r"learner.parallel.expert = 3 does not divide the model's 8 experts; set it to 1$"),
         (2, 5, r"expert = 2 leaves 5 ranks to cut the 64 and 192 rows of an expert's matrices over"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -125,3 +131,18 @@ def test_a_checkpoint_goes_from_any_deal_to_any_other(results, model):
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     assert SAVED in four and distance(four["gone on"], four["uninterrupted"]) < 1e-6
+
+
+def test_a_checkpoint_of_dealt_experts_is_exported_bit_for_bit(results, model, tmp_path):
+    export_checkpoint(Path(results[4]["path"]), tmp_path / "hf", model_path=str(model), dtype=None)
+    exported = dict(gathered(load_policy(str(tmp_path / "hf"), VisionSpec.load(model))))
+    assert all(torch.equal(tensor, results[4]["state"][name]) for name, tensor in exported.items())
+
+
+def test_a_checkpoint_of_a_mixture_is_not_taken_for_one_of_the_dense_model(results, dense):
+    ranks = init_ranks("cpu")
+    try:
+        with pytest.raises(ValueError, match=r"is of another model \(qwen3_vl_moe, .* use its model or learner.resume"):
+            resumed(str(dense), ranks, results[4]["path"])
+    finally:
+        close_ranks()

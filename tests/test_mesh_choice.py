@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.tiny_models.mixture import mixture_of
 from learner import plan
 from learner.model.duration import Speed
 from learner.model.memory import Setting, memory
 from learner.model.sizes import PUBLISHED, find
 from learner.model.traffic import Traffic, traffic, wire_time
 from learner.parallel.choice import choices
+from learner.parallel.divisors import check_deal, deals
+from shared.config import ConfigError, load_recipe
 
 DENSE, MIXTURE, LARGE = (find(name) for name in ("Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B"))
 ROOM = 141e9 * (1 - plan.RESERVED_FRACTION)
@@ -97,3 +102,129 @@ def test_the_command_compares_meshes_for_the_longest_episode(capsys):
     assert "no mesh fits: use more GPUs, or offload" in capsys.readouterr().out
     assert plan.main(["--model", "Qwen3-VL-8B", "--gpus", "8", "--expert", "3"]) == 2
     assert "--expert 3 does not divide the 8 GPUs of a copy" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- what the documentation recommends
+
+PAGE = Path("docs/explanation/model-parallelism.md")
+ROW = re.compile(
+    r"^\| (8B|30B-A3B|235B-A22B) \| (\d+)K \| (\d+) \| ([^|]*) \| ([\d.]*) ?\| (\d*) ?\| ([^|]+) \|$", re.M
+)
+TABLE = ROW.findall(PAGE.read_text())
+
+
+def test_the_table_has_each_model_on_each_number_of_gpus():
+    assert {row[:3] for row in TABLE} == {
+        (model, longest, gpus)
+        for model in ("8B", "30B-A3B", "235B-A22B")
+        for longest in ("32", "64")
+        for gpus in ("8", "64", "512")
+    }
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: " ".join(row[:3]))
+def test_the_table_says_what_the_plan_does(row):
+    model, longest, gpus, mesh, seconds, room, alone = row
+    setting = Setting(gpus=int(gpus), logits_bytes=14.1e9)
+    found = choices(find(f"Qwen3-VL-{model}"), setting, int(longest) * 1024, ROOM, Speed())
+    plain = next((c for c in found if c.setting.context == c.setting.expert == 1), None)
+    assert alone == (f"{plain.seconds:.1f} s" if plain else "does not fit")
+    best = found[0] if found else None
+    told = (f"{best}".partition(": ")[0], f"{best.seconds:.1f}", f"{best.bytes_of_rank / 1e9:.0f}") if best else None
+    assert (mesh, seconds, room) == (told or ("none fits", "", ""))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "longest", "mesh", "seconds"),
+    [
+        ("8B", 8, 8192, (1, 1), "24.9 s"),
+        ("8B", 8, 12288, (1, 1), "33.2 s"),
+        ("8B", 8, 12288, (2, 1), "25.0 s"),
+        ("8B", 64, 65536, (1, 1), "31.6 s"),
+        ("8B", 64, 65536, (8, 1), "3.2 s"),
+        ("30B-A3B", 8, 32768, (1, 1), "19.4 s"),
+        ("30B-A3B", 16, 16384, (1, 1), "20.7 s"),
+        ("30B-A3B", 16, 16384, (1, 4), "11.0 s"),
+    ],
+)
+def test_where_a_mesh_begins_to_pay_is_as_the_plan_reckons(model, gpus, longest, mesh, seconds):
+    found = choices(find(f"Qwen3-VL-{model}"), Setting(gpus=gpus, logits_bytes=14.1e9), longest, ROOM, Speed())
+    fastest = next(c for c in found if (c.setting.context, c.setting.expert) == mesh)
+    assert f"{fastest.seconds:.1f} s" == seconds and seconds in PAGE.read_text()
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row[4]], ids=lambda row: " ".join(row[:3]))
+def test_each_row_is_overrides_of_a_recipe_and_fits(row):
+    model, longest, gpus, mesh, *_ = row
+    words = [f"{setting} true".split()[:2] for setting in mesh.split(", ")]
+    fields = {f"learner.parallel.{name}": value for name, value in words} | {"model.max_context": int(longest) * 1024}
+    name = "geo3k_multi_turn_long" if model == "8B" else "sokoban_long"
+    recipe = load_recipe(f"launch/recipes/{name}.toml", [f"--{key}={value}" for key, value in fields.items()])
+    sizes, ranks = find(f"Qwen3-VL-{model}"), int(gpus)
+    setting = plan.setting_of(recipe, ranks, 141e9)
+    assert setting.microbatch_tokens * setting.context >= recipe.model.max_context
+    assert ranks % setting.context == 0 and setting.expert in deals(sizes.num_experts, sizes.expert_rows, ranks)
+    plan.check(sizes, setting, 141e9, name)
+
+
+@pytest.mark.parametrize(("name", "row"), [("geo3k_multi_turn_long", "8B 64 8"), ("sokoban_long", "30B-A3B 32 64")])
+def test_the_recipes_are_rows_of_the_table(name, row):
+    (mesh,) = [found[3] for found in TABLE if " ".join(found[:3]) == row]
+    recipe = load_recipe(f"launch/recipes/{name}.toml")
+    model, longest, _ = row.split()
+    assert f"Qwen3-VL-{model}-" in recipe.model.path and recipe.model.max_context == int(longest) * 1024
+    parallel = recipe.learner.parallel
+    dealt = f", expert {parallel.expert}" if parallel.expert > 1 else ""
+    assert mesh == f"context {parallel.context}{dealt}, microbatch_tokens {parallel.microbatch_tokens}"
+
+
+# ---------------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("8B --gpus 8 --context 3", "--context 3 does not divide --gpus 8; set it to 2 or 4"),
+        ("8B --gpus 8 --shard-size 3", "--shard-size 3 does not divide --gpus 8; set it to 2 or 4"),
+        ("30B-A3B --gpus 8 --expert 3", "--expert 3 does not divide the 8 GPUs of a copy; set it to 2 or 4"),
+        ("8B --gpus 8 --expert 2", "learner.parallel.expert = 2, but Qwen3-VL-8B has no experts; set it to 1"),
+        ("30B-A3B --gpus 12 --expert 3", "expert = 3 does not divide the model's 128 experts; set it to 1"),
+        ("30B-A3B --gpus 8 --context 0", "must be above 0"),
+        (
+            "8B --gpus 8 --longest 300000",
+            "longer than the context of Qwen3-VL-8B; set it to 262144",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_line_with_the_next_values_that_do(capsys, arguments, said):
+    model, *options = arguments.split()
+    assert plan.main(["--model", f"Qwen3-VL-{model}", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_ranks_that_would_cut_the_rows_of_experts_unevenly_are_named_with_those_that_do_not():
+    assert deals(128, (1536, 2048), 8) == [1, 2, 4, 8] and deals(128, (1536, 2048), 24) == [1]
+    assert deals(0, (0, 4096), 8) == [1]
+    with pytest.raises(ValueError, match=r"expert = 2 leaves 5 ranks to cut the 64 and 192 rows .* set it to 1, or"):
+        check_deal(2, "qwen3_vl_moe", 8, (192, 64), 10)
+    with pytest.raises(ValueError, match=r"expert = 6 does not divide the model's 8 experts; set it to 4 or 8$"):
+        check_deal(6, "qwen3_vl_moe", 8, (192, 96), 24)
+
+
+@pytest.mark.parametrize("name", ["context", "expert"])
+def test_compiled_blocks_are_refused_where_ranks_share_work(name):
+    arguments = [f"--learner.parallel.{name}=2", "--learner.parallel.compile=true"]
+    with pytest.raises(ConfigError, match=rf"parallel.{name} = 2: .* set learner.parallel.compile = false") as error:
+        load_recipe("launch/recipes/colour_tiny.toml", arguments)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("fields", [{"expert": 2}, {"expert": 3}])
+def test_experts_that_cannot_be_dealt_are_refused_from_the_config_alone(tmp_path, fields):
+    mixture = mixture_of("launch/models/colour_tiny", tmp_path / "mixture") if fields["expert"] == 3 else None
+    arguments = [f"--learner.parallel.{name}={value}" for name, value in fields.items()]
+    arguments += [f"--model.path={mixture}"] if mixture else []
+    recipe = load_recipe("launch/recipes/colour_tiny.toml", arguments)
+    with pytest.raises(ValueError, match=r"has no experts; set it to 1|does not divide the model's 4 experts"):
+        plan.check_recipe(recipe, 6, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from launch.engines.commands import sglang_python
 from launch.processes.children import ROOT
+from launch.tiny_models.mixture import mixture_of
 from learner.model.sizes import ModelSizes
 from shared.config import ConfigError, Recipe
 
@@ -32,26 +34,34 @@ class Miniature:
 
 
 def miniature(recipe: Recipe, run_dir: Path, model: Path | None, sizes: ModelSizes | None, num_gpus: int) -> Miniature:
-    """`model`: the recipe's, where it is on this machine; `num_gpus`: what torch sees."""
+    """`model`: the recipe's, where it is on this machine; `num_gpus`: what torch sees. A mixture that stands in for
+    the recipe's is written into `run_dir`."""
     changes: list[str] = []
     own = model is not None and sizes is not None and sizes.parameters <= LARGEST and _has_data(recipe)
     fields: dict[str, Any] = {"run.dir": str(run_dir), "run.name": "round", "eval.samples": 0}
     if own:
         fields |= {"model.path": str(model), **_short(recipe)}
     else:
-        changes.append(f"{STAND_IN} and its task instead of {recipe.model.path}, {_why(recipe, model, sizes)}")
-        fields |= _stand_in(recipe)
+        fields |= _stand_in()
     devices, no_publication = _devices(recipe, num_gpus, changes)
     fields |= _engine(recipe, devices["engine.device"], own, changes) | devices | _learner(recipe, changes)
+    taken = recipe.engine.tensor_parallel if own and fields["engine.kind"] == "sglang" else 1
+    on_gpus = devices["learner.device"] == "cuda"
+    free = num_gpus - (taken if devices["engine.device"] == "cuda" else 0) if on_gpus else MOST_RANKS
+    ranks = max(1, min(MOST_RANKS, free))
+    fields |= _mesh(recipe, ranks, changes)
+    if not own:
+        which = STAND_IN
+        if fields["learner.parallel.expert"] > 1:
+            fields["model.path"] = str(mixture_of(ROOT / STAND_IN, run_dir / "mixture"))
+            which = f"a mixture of experts made of {STAND_IN}"
+        changes.insert(0, f"{which} and its task instead of {recipe.model.path}, {_why(recipe, model, sizes)}")
     if devices["engine.device"] != recipe.engine.device:  # what is said of GPUs is not for the CPU
         fields |= {"engine.attention_backend": "", "engine.mm_attention_backend": "", "engine.mem_fraction": 0.0}
         fields |= {"engine.flags": {}, "engine.tensor_parallel": 1}
     if devices["learner.device"] != recipe.learner.device:
         fields |= {"learner.parallel.attention": "auto", "learner.parallel.offload": False}
-    taken = recipe.engine.tensor_parallel if own and fields["engine.kind"] == "sglang" else 1
-    on_gpus = devices["learner.device"] == "cuda"
-    free = num_gpus - (taken if devices["engine.device"] == "cuda" else 0) if on_gpus else MOST_RANKS
-    return Miniature(_with(recipe, fields), max(1, min(MOST_RANKS, free)), tuple(changes), no_publication)
+    return Miniature(_with(recipe, fields), ranks, tuple(changes), no_publication)
 
 
 def _with(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
@@ -85,7 +95,7 @@ def _short(recipe: Recipe) -> dict[str, Any]:
     return {"env.max_turns": turns, "env.turn_tokens": tokens, "env.max_tokens": min(env.max_tokens, turns * tokens)}
 
 
-def _stand_in(recipe: Recipe) -> dict[str, Any]:
+def _stand_in() -> dict[str, Any]:
     """The colour task; dtype, engine, objective, optimizer and parallelism stay the recipe's."""
     env: dict[str, Any] = {"module": "envs.colour", "args": {}, "reward": "", "isolation": "thread"}
     env |= {"max_turns": 1, "max_tokens": 4, "turn_tokens": 4}
@@ -137,14 +147,22 @@ def _learner(recipe: Recipe, changes: list[str]) -> dict[str, Any]:
     fields |= {"objective.minibatches": min(learner.objective.minibatches, EPISODES // group * group)}
     fields |= {"objective.overlong_tokens": 0, "objective.overlong_buffer": 0}
     fields |= {"publish.verify_every": 1, "checkpoint.in_background": False}
-    fields |= {"parallel.shard_size": 0, "parallel.context": 1, "parallel.expert": 1}
-    shared = [name for name in ("context", "expert") if getattr(learner.parallel, name) > 1]
-    if shared:
-        named = " and ".join(f"learner.parallel.{name}" for name in shared)
-        changes.append(f"{named} = 1; a run checks what its ranks share when it starts")
     if learner.objective.overlong == "penalise":
         fields["objective.overlong"] = "train"
     if learner.parallel.compile:
         changes.append("without learner.parallel.compile, which takes minutes")
         fields["parallel.compile"] = False
     return {"actor.processes": 1, "actor.groups": 1} | {f"learner.{name}": value for name, value in fields.items()}
+
+
+def _mesh(recipe: Recipe, ranks: int, changes: list[str]) -> dict[str, Any]:
+    """As many of the ranks share microbatches and experts as fit: a divisor of the recipe's number divides whatever
+    that divides. What they share is checked when the model is loaded."""
+    fields: dict[str, Any] = {"learner.parallel.shard_size": 0, "learner.parallel.check": True}
+    for name in ("context", "expert"):
+        wanted = getattr(recipe.learner.parallel, name)
+        fields[f"learner.parallel.{name}"] = found = math.gcd(wanted, ranks)
+        if found != wanted:
+            on = f"{ranks} rank{'s' * (ranks > 1)}"
+            changes.append(f"learner.parallel.{name} = {found} on {on} instead of {wanted}")
+    return fields

@@ -97,7 +97,10 @@ class Round:
         kernel = attention_backend.activate(learner.parallel.attention, recipe.model.dtype, self.ranks.device)
         count = sum(p.numel() for p in self.trainer.policy.parameters())
         words = f"{self.ranks.size} rank{'s' * (self.ranks.size > 1)} on {learner.device}"
-        return f"{words}, {count / 1e6:.1f} M parameters, {recipe.model.dtype}, attention {kernel}"
+        sizes = {name: getattr(learner.parallel, name) for name in ("context", "expert")}
+        mesh = " and ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        shared = f"; {mesh} compute what each rank does alone" if mesh else ""  # `build_trainer` has checked it
+        return f"{words}, {count / 1e6:.1f} M parameters, {recipe.model.dtype}, attention {kernel}{shared}"
 
     def serve(self) -> str:
         """The engine answers, counts an image's tokens as the learner does, and computes the same from the model's

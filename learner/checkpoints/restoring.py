@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 
 from learner.checkpoints.folder import candidates, move_aside, rewind, tidy
-from learner.checkpoints.state import fingerprint, schema_of, training_state
+from learner.checkpoints.state import SCHEMA, SCHEMA_OF_MIXTURES, fingerprint, schema_of, training_state
 from learner.checkpoints.wholeness import DamagedCheckpoint, check_files, read_meta
 from learner.distributed import Ranks
 from learner.model.policy import Policy
@@ -127,8 +127,9 @@ def load_checkpoint(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) 
     or written by another schema.
     """
     meta = read_meta(path, ranks)
-    schema = schema_of(trainer.policy)
-    if meta["schema"] != schema:
+    schema, known = schema_of(trainer.policy), (SCHEMA, SCHEMA_OF_MIXTURES)
+    same_kind = meta.get("model_type") == trainer.policy.vlm.config.model_type
+    if meta["schema"] != schema and (same_kind or meta["schema"] not in known):
         raise ValueError(f"checkpoint {path} has schema {meta['schema']}, this learner reads {schema}; start anew")
     check_recipe(path, recipe, meta["recipe"])
     mine = fingerprint(trainer.policy)

@@ -77,6 +77,11 @@ class ModelSizes:
         return self.num_experts * 3 * self.hidden_size * self.expert_size
 
     @property
+    def expert_rows(self) -> tuple[int, int]:
+        """Of one expert's matrices, as transformers holds them."""
+        return 2 * self.expert_size, self.hidden_size
+
+    @property
     def expert_parameters(self) -> int:
         return (self.num_layers - self.num_dense_layers) * self.layer_experts
 

@@ -10,6 +10,7 @@ from learner.model.duration import Speed, step_time
 from learner.model.memory import Setting, memory
 from learner.model.sizes import ModelSizes
 from learner.model.traffic import Traffic, WireTime, traffic, wire_time
+from learner.parallel.divisors import deals
 
 MOST_CONTEXT = 32
 LEAST_MICROBATCH = 8192  # tokens a rank: with fewer its products are small
@@ -76,13 +77,9 @@ def _settings(sizes: ModelSizes, setting: Setting, longest: int) -> Iterator[Set
                     )
 
 
-def _deals(sizes: ModelSizes, shards: int) -> list[int]:
-    """Ranks over which experts can be dealt, and the rows of each cut over the rest."""
-    if not sizes.num_experts:
-        return [1]
-    fits = [e for e in _powers(shards) if shards % e == 0 and sizes.num_experts % e == 0]
-    rows = (2 * sizes.expert_size, sizes.hidden_size)
-    return [e for e in fits if e == 1 or not any(size % (shards // e) for size in rows)]
+def _deals(sizes: ModelSizes, ranks: int) -> list[int]:
+    powers = _powers(ranks)
+    return [n for n in deals(sizes.num_experts, sizes.expert_rows, ranks) if n in powers]
 
 
 def _powers(most: int) -> list[int]:

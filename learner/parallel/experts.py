@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from learner.distributed import next_divisors
+from learner.parallel.divisors import check_deal
 
 EXPERT, EXPERT_SHARD, REPLICATE = "expert", "expert_shard", "replicate"
 """Dimensions of the experts' mesh: experts are dealt over the first, and the rows of each are cut over the second."""
@@ -33,26 +33,10 @@ def expert_stacks(model: nn.Module) -> Iterator[nn.Module]:
 
 def check_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """ValueError if the model's experts cannot be dealt and cut over the mesh's ranks."""
-    expert, shards = mesh[EXPERT].size(), mesh[EXPERT_SHARD].size()
-    stacks = list(expert_stacks(model))
-    if not stacks:
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise ValueError(
-            f"learner.parallel.expert = {expert}, but {kind} has no experts; set it to 1 "
-            "(a model of the family qwen3_vl_moe has some)"
-        )
-    count = _count(stacks[0])
-    if count % expert:
-        raise ValueError(
-            f"learner.parallel.expert = {expert} does not divide the model's {count} experts; "
-            f"set it to {next_divisors(expert, count)}"
-        )
+    expert, stacks = mesh[EXPERT].size(), list(expert_stacks(model))
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     rows = sorted({p.shape[1] for stack in stacks for p in stack.parameters(recurse=False)})
-    if any(size % shards for size in rows):
-        raise ValueError(
-            f"learner.parallel.expert = {expert} leaves {shards} ranks to cut the {' and '.join(map(str, rows))} rows "
-            "of an expert's matrices over, which they do not divide; set it higher, or shard_size lower"
-        )
+    check_deal(expert, kind, _count(stacks[0]) if stacks else 0, rows, expert * mesh[EXPERT_SHARD].size())
 
 
 def deal_experts(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -44,9 +44,10 @@ from shared.sections import EnvConfig, ModelConfig, RecordConfig
 from shared.types import Group
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_groups
-from tests.support.ranks.cases import CASES, CASES_OF, MODES
+from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES
 from tests.support.ranks.checks import said_by_the_check
-from tests.support.ranks.cuts import CUTS, groups_of
+from tests.support.ranks.cuts import CUTS, FEW, groups_of
+from tests.support.ranks.doubled import in_float64
 from tests.support.ranks.processes import in_processes
 
 
@@ -89,7 +90,8 @@ def recipe_of(config: LearnerConfig) -> Recipe:
 
 
 def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
-    groups = random_groups(spec, num_groups, seed=10 * step, turns=2, group_size=2)
+    sides = (64, 96) if spec.patch_size == 16 else (56, 84, 140)  # that are not resized
+    groups = random_groups(spec, num_groups, seed=10 * step, turns=2, group_size=2, sides=sides)
     return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, with_images=False)
 
 
@@ -148,11 +150,23 @@ def gradients_of(trainer: Trainer, batches: Sequence[Sequence[Group]]) -> list[d
     return found
 
 
-def gradients_of_cuts(folder: str, ranks: Ranks) -> dict[str, dict[str, torch.Tensor]]:
+def gradients_of_cuts(folder: str, ranks: Ranks, cuts: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
     """Of microbatches that all ranks share, each cut in an awkward place."""
     trainer = trainer_of(folder, ranks, context=ranks.size, microbatch_tokens=4000, shard_size=0)
-    batches = [groups_of(case, trainer.policy.spec) for case in CUTS]
-    return dict(zip(CUTS, gradients_of(trainer, batches), strict=True))
+    batches = [groups_of(case, trainer.policy.spec) for case in cuts]
+    return dict(zip(cuts, gradients_of(trainer, batches), strict=True))
+
+
+def exact(folder: str, ranks: Ranks) -> dict[str, dict[str, Any]]:
+    """In float64: the cut of few tokens, and what EXACT names, of one rank by case and of four by mode."""
+    found: dict[str, dict[str, Any]] = {"cuts": gradients_of_cuts(folder, ranks, [FEW])}
+    for name, (size, case, settings) in EXACT.items():
+        changes, num_groups = CASES[case]
+        if ranks.size == 1:
+            found[case] = run(folder, ranks, changes, num_groups)[1]
+        elif ranks.size == size:
+            found[name] = run(folder, ranks, changes | settings, num_groups)[1]
+    return found
 
 
 def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> tuple[Trainer, dict[str, Any]]:
@@ -215,8 +229,9 @@ def said_of_a_number_on_the_last_rank(ranks: Ranks, number: float) -> str:
 
 
 def model_of(folder: str, case: str) -> str:
-    """The mixture of experts lies beside the model."""
-    return str(Path(folder).parent / "moe") if case == "experts" else folder
+    """The mixture of experts and Qwen2.5-VL lie beside the model."""
+    other = {"experts": "moe", "windows": "windows"}
+    return str(Path(folder).parent / other[case]) if case in other else folder
 
 
 def compute(folder: str, out: Path, engine: str) -> None:
@@ -240,7 +255,10 @@ def compute(folder: str, out: Path, engine: str) -> None:
             trainer, result[name] = run(model_of(folder, case), ranks, changes | settings, num_groups)
             if name == "context":
                 result["check"] = said_by_the_check(trainer.policy, trainer.ranks)
-    result["cuts"] = gradients_of_cuts(folder, ranks) if ranks.size != 3 else {}
+    if ranks.size != 3:
+        result["cuts"] = gradients_of_cuts(folder, ranks, [cut for cut in CUTS if cut != FEW])
+        with in_float64():
+            result["exact"] = exact(folder, ranks)
     if ranks.is_main:
         torch.save(result, out / f"{ranks.size}.pt")
     barrier(ranks, timeout_s=30)

@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from launch.plots.figure import Curve, draw
 from launch.plots.series import read_run
+from launch.tiny_models.mixture import mixture_of
 from tests.support.runs import RECIPE, command, finished, metrics, places
-from tests.support.small.upcycled import upcycled
 
 CUTS: dict[str, dict[str, int]] = {
     "FSDP": {},
@@ -47,7 +47,7 @@ def main() -> int:
     options = parser.parse_args()
     out: Path = options.out
     out.mkdir(parents=True)
-    model = {"model.path": upcycled("launch/models/colour_tiny", out / "mixture")}
+    model = {"model.path": mixture_of("launch/models/colour_tiny", out / "mixture")}
     found: dict[str, Any] = {"differences": recorded(out, model, options.steps)}
     if not options.skip_live:
         found["success"] = {name: learned(out, name, model) for name in LIVE}

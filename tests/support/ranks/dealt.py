@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from learner.checkpoints.saver import Saver
 from learner.distributed import Ranks, barrier, close_ranks, init_ranks
 from learner.model.policy import empty_policy, load_weights
 from learner.model.sharding import parallelize
+from learner.optim import local_gradients
 from learner.trainer import Trainer
 from learner.weights.buckets import gathered
 from shared.learner_config import LearnerConfig
@@ -74,6 +76,23 @@ def loaded(model: str, ranks: Ranks, config: LearnerConfig) -> dict[str, Tensor]
     return {name: tensor.clone() for name, tensor in gathered(policy)}
 
 
+def spoilt(trainer: Trainer, ranks: Ranks) -> tuple[float, bool]:
+    """Bad steps in a row after one in which the last rank alone has a gradient that is not finite, and whether any
+    weight or moment has moved."""
+
+    def found(*arguments: Any) -> list[list[Tensor]]:
+        parts = local_gradients(*arguments)
+        if ranks.rank == ranks.size - 1:
+            parts[0][0].fill_(torch.nan)
+        return parts
+
+    before = state_of(trainer)
+    with patch("learner.trainer.local_gradients", found):
+        (metrics,) = train(trainer, ranks, range(3, 4), NUM_GROUPS)
+    after = state_of(trainer)
+    return metrics["optim/bad_steps_in_a_row"], not all(torch.equal(after[name], t) for name, t in before.items())
+
+
 def compute(model: str, out: Path) -> None:
     ranks = init_ranks("cpu", timeout_s=120)
     result: dict[str, Any] = {}
@@ -90,6 +109,7 @@ def compute(model: str, out: Path) -> None:
         trainer, result[name] = run(model, ranks, SETTINGS | settings, NUM_GROUPS)
         if "context" in name:
             result["check"] = said_of_experts(trainer.policy, trainer.ranks)
+            result["spoilt"] = spoilt(trainer, ranks)
         if name == SAVED:
             result |= {"path": save(trainer, ranks, out / "of_four"), "state": state_of(trainer)}
             train(trainer, ranks, range(3, 4), NUM_GROUPS)

@@ -1,0 +1,39 @@
+"""The learner computed in float64, where rounding cannot hide a mistake, nor be taken for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from learner.model.weight_files import Index, WeightFiles
+
+FLOAT32, READ = torch.float32, WeightFiles.read
+
+
+def read_as_stored(files: WeightFiles, name: str, index: Index) -> Tensor:
+    """safetensors looks its dtypes up by their names in torch."""
+    with patch.object(torch, "float32", FLOAT32):
+        return READ(files, name, index)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Meanwhile whatever asks for float32 gets float64: parameters, activations, products, sums over ranks, and the
+    parts of transformers and of our kernels that widen to float32. What comes from the wire stays as it is."""
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        for module in ("cpu_linear", "gemm"):  # oneDNN's products are float32's
+            stack.enter_context(patch(f"kernels.{module}.fits_onednn", lambda _: False))
+        stack.enter_context(patch.object(torch, "float32", torch.float64))
+        stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
+        stack.enter_context(patch("kernels.checks.DTYPES", (torch.float64,)))
+        stack.enter_context(patch.object(WeightFiles, "read", read_as_stored))
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
