@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen2VLImageProcessorPil
 
 from actor.engine.towers.families import TOWERS
+from actor.engine.towers.qwen25 import windows_of
 from actor.render import Fragment
 from actor.stream import Stream
 from learner.batch import make_episode
@@ -151,6 +152,18 @@ def test_windows_are_cut_row_by_row_and_are_smaller_at_the_edges():
     lengths = window_lengths([(1, 6, 10), (1, 4, 4)], merge_size=2, window_tokens=2)
     assert lengths == (16, 16, 8, 8, 8, 4, 16)
     assert sum(lengths) == 6 * 10 + 4 * 4
+
+
+@pytest.mark.parametrize("grid", [(1, 2, 2), (1, 8, 8), (1, 6, 10), (1, 26, 18), (1, 2, 50)])
+def test_the_engine_cuts_the_windows_that_the_learner_cuts_and_lays_equal_ones_together(grid):
+    order, windows = windows_of(grid, merge=2, side=4)
+    lengths = [length for count, length in windows for _ in range(count)]
+    assert sorted(lengths) == sorted(window_lengths([grid], merge_size=2, window_tokens=4))
+    assert len(windows) <= 4 and sorted(order) == [*range(grid[1] * grid[2] // 4)]
+    starts = np.cumsum([0, *lengths])[:-1] // 4
+    rows, columns = order // (grid[2] // 2) // 4, order % (grid[2] // 2) // 4
+    for cells in (rows, columns):
+        np.testing.assert_array_equal(cells, np.repeat(cells[starts], np.array(lengths) // 4))
 
 
 def test_both_engines_serve_each_family_that_is_trained_and_no_other(tmp_path):
