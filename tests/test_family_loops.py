@@ -22,8 +22,8 @@ MADE = {"Qwen2.5-VL": qwen25, "Qwen3-VL-MoE": lambda folder: as_mixture(COLOURS,
 LAID_OUT = {
     "Qwen2.5-VL": {"visual.blocks.0.attn.qkv.weight": [96, 32], "model.layers.1.self_attn.q_proj.bias": [64]},
     "Qwen3-VL-MoE": {
-        "model.language_model.layers.1.mlp.experts.gate_up_proj": [NUM_EXPERTS, 128, 2 * EXPERT_SIZE],
-        "model.language_model.layers.1.mlp.experts.down_proj": [NUM_EXPERTS, EXPERT_SIZE, 128],
+        "model.language_model.layers.1.mlp.experts.gate_up_proj": [NUM_EXPERTS, 64, 2 * EXPERT_SIZE],
+        "model.language_model.layers.1.mlp.experts.down_proj": [NUM_EXPERTS, EXPERT_SIZE, 64],
     },
 }
 """As the family's published checkpoints name and lay them out, in these sizes."""
