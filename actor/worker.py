@@ -34,6 +34,7 @@ from shared.engine_api import EngineClient
 from shared.keys import actor_security, read_api_key
 from shared.transport import SocketSettings
 from shared.vision import VisionSpec
+from shared.weights.families import text_config
 
 EXIT_HANGING = 1  # too many calls hang; a new process is better off
 
@@ -179,7 +180,7 @@ def make_reward(recipe: Recipe, threads: EnvThreads, processes: UserProcesses | 
 
 def vocab_size(model_path: str) -> int:
     """Of the model's output, padding ids included."""
-    return int(json.loads((Path(model_path) / "config.json").read_text())["text_config"]["vocab_size"])
+    return int(text_config(json.loads((Path(model_path) / "config.json").read_text()))["vocab_size"])
 
 
 if __name__ == "__main__":

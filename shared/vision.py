@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from shared.weights.families import check_family
+
 Grid = tuple[int, int, int]
 MAX_ASPECT_RATIO = 200
 
@@ -42,6 +44,7 @@ class VisionSpec:
     def load(model_dir: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> VisionSpec:
         """From a model folder's config.json and preprocessor_config.json; ValueError if one is missing or unfit."""
         config = _read_json(Path(model_dir) / "config.json")
+        check_family(model_dir, config)
         images = _read_json(Path(model_dir) / "preprocessor_config.json")
         if "vision_config" not in config or "image_token_id" not in config:
             raise ValueError(f"{model_dir} is not a vision-language model: config.json has no vision_config")

@@ -13,6 +13,7 @@ from shared.types import Image, Sampling
 from shared.vision import VisionSpec
 from tests.support.engines import ask, call, surprise_z
 from tests.support.machine import until, until_async
+from tests.support.small.families import FAMILIES
 from tests.support.tiny import (
     draw_image,
     load_model,
@@ -24,6 +25,7 @@ from tests.support.tiny import (
 )
 
 SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
+WINDOWED = [(28, 28), (56, 56), (84, 84), (140, 56), (168, 112)]  # windows of 56: a part of one, one, six with edges
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +49,13 @@ def expected_logprobs(model, spec, token_ids, images, temperature=1.0, banned=()
     return torch.log_softmax(logits / temperature, dim=-1)
 
 
-async def play(client, spec, seed, turns=3, temperature=1.0, pause_s=0.0):
+async def play(client, spec, seed, turns=3, temperature=1.0, pause_s=0.0, sizes=SIZES):
     """One episode of random observations; returns (compact ids, [(turn start, completion)], images)."""
     rng = random.Random(seed)
     ids, drawn_images, sampled = [rng.randrange(20, 200) for _ in range(rng.randint(1, 30))], [], []
     for _ in range(turns):
         for _ in range(rng.randint(0, 2)):
-            drawn_images.append(draw_image(*rng.choice(SIZES), seed=rng.randrange(6)))
+            drawn_images.append(draw_image(*rng.choice(sizes), seed=rng.randrange(6)))
             ids += [21, spec.image_token_id, 22]
         ids += [rng.randrange(20, 200) for _ in range(rng.randint(1, 20))]
         images = [Image.of(png(p)) for p in drawn_images]
@@ -90,6 +92,16 @@ def test_logprobs_of_many_episodes_at_once_equal_a_plain_forward(folder, spec, e
 def test_few_slots_change_nothing_but_speed(folder, spec):
     with running_engine(folder, max_context=512, max_batch=3, slots=3) as (url, _):
         check(folder, spec, play_at_once(url, spec, range(8)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "sizes"), [("Qwen2.5-VL", WINDOWED), ("Qwen3-VL-MoE", SIZES)])
+def test_each_family_gives_the_logprobs_of_a_plain_forward_turn_after_turn(tmp_path, family, sizes):
+    folder = FAMILIES[family][0](tmp_path / "model")
+    spec = VisionSpec.load(folder, min_pixels=784)
+    with running_engine(folder, max_context=512, min_pixels=784, max_batch=8) as (url, app):
+        check(folder, spec, play_at_once(url, spec, range(10), sizes=sizes, pause_s=0.02))
+        assert app.scheduler.tokens_reused > app.scheduler.tokens_in / 4
 
 
 def test_the_same_seed_gives_the_same_tokens_whatever_else_runs(spec, engine):

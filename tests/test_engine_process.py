@@ -75,7 +75,7 @@ def test_an_occupied_port_is_one_clear_line(folder, capsys):
         (
             {"config.json": '{"model_type": "bert"}', "preprocessor_config.json": "{}"},
             [],
-            "not a vision-language model",
+            "a model of the family 'bert', but those that run are qwen3_vl, qwen3_vl_moe, qwen2_5_vl",
         ),
         (None, ["--device", "cuda"], "use --device cpu"),
     ],

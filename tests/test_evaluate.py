@@ -122,7 +122,7 @@ def rows(folder: Path, **row: str) -> Path:
     [
         (lambda at: ["--model", at / "nothing"], "there is no such folder"),
         (lambda at: ["--model", "nothing"], "neither a folder here nor a hub name"),
-        (lambda at: ["--model", llm(at / "llm")], "a model of the family 'qwen3', but engines load qwen3_vl"),
+        (lambda at: ["--model", llm(at / "llm")], "a model of the family 'qwen3', but those that run are qwen3_vl"),
         (lambda at: ["--model", without_weights(at / "bare")], "no weights"),
         (lambda at: ["--model", run_folder(at / "run")], "give one of its checkpoints, such as"),
         (

@@ -3,13 +3,15 @@ transformers' own forward, and one step of training."""
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen2VLImageProcessorPil
 
-from actor.engine.app import load_model
-from actor.engine.settings import EngineSettings
+from actor.engine.towers.families import TOWERS
+from actor.engine.towers.qwen25 import windows_of
 from actor.render import Fragment
 from actor.stream import Stream
 from learner.batch import make_episode
@@ -21,6 +23,7 @@ from learner.trainer import Trainer
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Sampling, Turn
 from shared.vision import VisionSpec, pixel_values
+from shared.weights.families import FAMILIES
 from tests.support.checkpoints import config, recipe, save
 from tests.support.engines import ask
 from tests.support.episodes import (
@@ -31,13 +34,14 @@ from tests.support.episodes import (
     random_groups,
     random_trajectory,
 )
-from tests.support.small.families import FAMILIES, qwen3_moe, qwen25
+from tests.support.small.families import FAMILIES as SMALL
+from tests.support.small.families import qwen3_moe, qwen25
 from tests.support.tiny import draw_image, png, running_engine, tiny_model_dir
 
 
 @pytest.fixture(scope="module", params=["Qwen2.5-VL", "Qwen3-VL-MoE"])
 def family(request, tmp_path_factory):
-    make, kind, sides = FAMILIES[request.param]
+    make, kind, sides = SMALL[request.param]
     folder = make(tmp_path_factory.mktemp("model"))
     return folder, kind, sides
 
@@ -124,7 +128,9 @@ def test_images_become_the_patches_of_the_image_processor(family, size):
         assert np.abs(got - wanted).max() < 3 / 255 / min(spec.std)
 
 
-@pytest.mark.parametrize(("make", "temperature"), [(tiny_model_dir, 1.0), (tiny_model_dir, 0.7), (qwen3_moe, 1.0)])
+@pytest.mark.parametrize(
+    ("make", "temperature"), [(tiny_model_dir, 1.0), (tiny_model_dir, 0.7), (qwen3_moe, 1.0), (qwen25, 1.0)]
+)
 def test_behaviour_logprobs_of_the_embedded_engine_equal_the_learners(tmp_path, make, temperature):
     folder = make(tmp_path)
     spec = VisionSpec.load(folder)
@@ -149,6 +155,21 @@ def test_windows_are_cut_row_by_row_and_are_smaller_at_the_edges():
     assert sum(lengths) == 6 * 10 + 4 * 4
 
 
-def test_the_embedded_engine_says_which_models_it_cannot_serve(tmp_path):
-    with pytest.raises(ValueError, match="qwen2_5_vl model: the embedded engine runs"):
-        load_model(EngineSettings(model_path=str(qwen25(tmp_path)), port=0))
+@pytest.mark.parametrize("grid", [(1, 2, 2), (1, 8, 8), (1, 6, 10), (1, 26, 18), (1, 2, 50)])
+def test_the_engine_cuts_the_windows_that_the_learner_cuts_and_lays_equal_ones_together(grid):
+    order, windows = windows_of(grid, merge=2, side=4)
+    lengths = [length for count, length in windows for _ in range(count)]
+    assert sorted(lengths) == sorted(window_lengths([grid], merge_size=2, window_tokens=4))
+    assert len(windows) <= 4 and sorted(order) == [*range(grid[1] * grid[2] // 4)]
+    starts = np.cumsum([0, *lengths])[:-1] // 4
+    rows, columns = order // (grid[2] // 2) // 4, order % (grid[2] // 2) // 4
+    for cells in (rows, columns):
+        np.testing.assert_array_equal(cells, np.repeat(cells[starts], np.array(lengths) // 4))
+
+
+def test_both_engines_serve_each_family_that_is_trained_and_no_other(tmp_path):
+    assert TOWERS.keys() == FAMILIES.keys()
+    for said in ({"model_type": "internvl", "vision_config": {}, "image_token_id": 5}, {"model_type": "qwen3"}, {}):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        with pytest.raises(ValueError, match=r"but those that run are qwen3_vl, qwen3_vl_moe, qwen2_5_vl$"):
+            VisionSpec.load(tmp_path)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from learner.model.policy import load_policy
 from learner.weights.verify import VerifierSettings, WeightVerifier, WrongWeights
+from shared.vision import VisionSpec
 from shared.weights.checksums import all_but, engine_name, part_of
 from tests.support.engines import JoiningEngine, says
 from tests.support.publishing import FAST, check_no_stale_image, move, policy, publishing
-from tests.support.tiny import running_engine
+from tests.support.small.families import qwen25
+from tests.support.tiny import running_engine, tiny_model_dir
 
 __all__ = ["policy"]  # a fixture
 
@@ -78,9 +81,11 @@ def test_an_engine_that_says_another_version_stops_the_run(folder, publisher):
 
 
 @pytest.mark.slow
-def test_the_canary_follows_a_changed_vision_tower(folder, policy, ranks):
+@pytest.mark.parametrize("make", [tiny_model_dir, qwen25])
+def test_the_canary_follows_a_changed_vision_tower(make, tmp_path, ranks):
+    folder = make(tmp_path)
     with running_engine(folder) as (url, _):
-        check_no_stale_image(url, policy, str(folder), ranks)
+        check_no_stale_image(url, load_policy(str(folder), VisionSpec.load(folder)), str(folder), ranks)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The model of the embedded engine: Qwen3-VL's modules, run with a slotted KV cache over packed tokens.
+"""The model of the embedded engine: modules of transformers' Qwen-VL models, run with a slotted KV cache over packed
+tokens.
 
 One call computes the new tokens of many sequences laid end to end: one token for a sequence that decodes, a whole
 prompt for one that begins. All linear layers see one [N, hidden] matrix without padding; attention runs per segment.
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actor.engine.tower import VisionTower
+from actor.engine.towers.families import TOWERS
 from kernels.cpu_linear import linear, padded, use_fast_linear
 from shared.vision import VisionSpec
 
@@ -64,7 +65,7 @@ class Runner:
         weight = self.text.embed_tokens.weight
         self.device, self.dtype, self.vocab_size = weight.device, weight.dtype, text.vocab_size
         self.eps = text.rms_norm_eps
-        self.tower = VisionTower(model.model.visual, spec)
+        self.tower = TOWERS[model.config.model_type](model.model.visual, spec)
         shape = (num_slots, self.num_kv_heads, max_context, self.head_dim)
         self.cache = [
             tuple(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv") for _ in self.text.layers
@@ -76,8 +77,9 @@ class Runner:
         """Recomputes what is derived from the parameters; call it after writing to them."""
         heads = (self.num_heads, self.num_kv_heads)
         for layer in self.layers:
-            norms = (layer.attention.q_norm.weight, layer.attention.k_norm.weight)
-            layer.qk_norm = torch.cat([w.detach().expand(n, -1) for w, n in zip(norms, heads, strict=True)])
+            if layer.norms is not None:
+                weights = [norm.weight.detach().expand(n, -1) for norm, n in zip(layer.norms, heads, strict=True)]
+                layer.qk_norm = torch.cat(weights)
         self.tower.weights_changed()
 
     @torch.inference_mode()
@@ -146,7 +148,9 @@ class Runner:
         normed = F.rms_norm(hidden, (width,), layer.input_norm.weight, self.eps)
         heads = linear(normed, layer.qkv_weight, layer.qkv_bias).view(n, -1, self.head_dim)
         num_qk = self.num_heads + self.num_kv_heads
-        qk = F.rms_norm(heads[:, :num_qk], (self.head_dim,), None, self.eps) * layer.qk_norm
+        qk = heads[:, :num_qk]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (self.head_dim,), None, self.eps) * layer.qk_norm
         half = self.head_dim // 2
         qk = qk * cos + torch.cat((-qk[..., half:], qk[..., :half]), dim=-1) * sin
         keys, values = cache
@@ -231,7 +235,10 @@ class Runner:
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """A images layer with its parallel projections fused; the module's own parameters become views of the fused."""
+    """A text layer with its parallel projections fused; the module's own parameters become views of the fused.
+
+    `norms`: of queries and of keys, None for a family that has none; `qk_norm`: their weights, [heads of both, D].
+    """
 
     attention: Any
     mlp: Any
@@ -240,7 +247,8 @@ class _Layer:
     qkv_weight: Tensor
     qkv_bias: Tensor | None
     gate_up_weight: Tensor | None
-    qk_norm: Tensor
+    norms: tuple[Any, Any] | None
+    qk_norm: Tensor | None = None
 
 
 def _fuse(layer: Any) -> _Layer:
@@ -255,7 +263,7 @@ def _fuse(layer: Any) -> _Layer:
         qkv_weight=_concatenate([p.weight for p in projections]),
         qkv_bias=None if attention.q_proj.bias is None else _concatenate([p.bias for p in projections]),
         gate_up_weight=_concatenate([mlp.gate_proj.weight, mlp.up_proj.weight]) if dense else None,
-        qk_norm=attention.q_norm.weight,
+        norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
     )
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from shared.engine_api import EngineClient, EngineError
 from shared.types import Image
 from shared.vision import VisionSpec
+from shared.weights.families import text_config
 
 PROBE = "Image 12: <answer>up, left</answer> \u00e9\u6f22<|im_end|>"
 SPELLED = "answer"  # one token or a few in any vocabulary; a policy may write it letter by letter
@@ -42,7 +43,7 @@ class ModelFacts:
             raise ValueError(f"model.path = {path!r} has no tokenizer.json")
         tokenizer = Tokenizer.from_file(str(file))
         ids, letters = tuple(tokenizer.encode(PROBE).ids), tuple(i for c in SPELLED for i in tokenizer.encode(c).ids)
-        vocab_size = config["text_config"]["vocab_size"]
+        vocab_size = text_config(config)["vocab_size"]
         image = (config["vision_start_token_id"], vision.image_token_id, config["vision_end_token_id"])
         num_spelled = len(tokenizer.encode(SPELLED).ids)
         return ModelFacts(path, config["model_type"], vocab_size, ids, image, letters, num_spelled, vision)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
+from shared.weights.families import FAMILIES, text_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,9 +182,9 @@ class ModelSizes:
 
 def sizes_of(config: dict[str, Any]) -> ModelSizes | None:
     """Of a config.json; None for a model type whose sizes are not known here."""
-    if config.get("model_type") not in MODEL_TYPES:
+    if config.get("model_type") not in FAMILIES:
         return None
-    text, vision = config["text_config"], config["vision_config"]
+    text, vision = text_config(config), config["vision_config"]
     experts = text.get("num_experts") or text.get("num_local_experts") or 0
     step, only_dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
     dense = [i for i in range(text["num_hidden_layers"]) if not experts or i in only_dense or (i + 1) % step]
@@ -221,7 +221,7 @@ def find(name: str) -> ModelSizes:
     if file.exists():
         sizes = sizes_of(json.loads(file.read_text()))
         if sizes is None:
-            raise ValueError(f"{file} is of no model type whose sizes are known; those are {', '.join(MODEL_TYPES)}")
+            raise ValueError(f"{file} is of no model type whose sizes are known; those are {', '.join(FAMILIES)}")
         return sizes
     short = name.rpartition("/")[2]
     for base, sizes in PUBLISHED.items():

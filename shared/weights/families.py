@@ -6,7 +6,9 @@ and an export holds, what the published checkpoints have.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +40,15 @@ FAMILIES = {
     "qwen2_5_vl": Family(prefixes=(("model.language_model.", "model."), ("model.visual.", "visual."))),
 }
 """By config.json's model_type."""
+
+
+def check_family(model: object, config: Mapping[str, Any]) -> None:
+    """ValueError, with the list of families, if this config.json of `model`'s folder is of none of them."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"{model} holds a model of the family {kind!r}, but those that run are {', '.join(FAMILIES)}")
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of its text model; the published ones of Qwen2.5-VL say it without a part of its own."""
+    return config.get("text_config") or config

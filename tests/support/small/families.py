@@ -26,7 +26,7 @@ NUM_EXPERTS, EXPERT_SIZE = 6, 24  # beside a hidden size of 64 or 128
 
 def qwen25(folder: Path) -> Path:
     """A tiny Qwen2.5-VL: patches of 14, windows of 2 x 2 visual tokens in all blocks but the last, no deepstack; the
-    tower's hidden layer is no multiple of 8, as in the published ones."""
+    tower's hidden layer is no multiple of 8, as in the published ones, and its config.json has their form."""
     token = tiny_tokenizer().convert_tokens_to_ids
     text = {
         "vocab_size": 640,
@@ -37,6 +37,8 @@ def qwen25(folder: Path) -> Path:
         "num_key_value_heads": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
         "initializer_range": 0.12,
+        "bos_token_id": None,
+        "eos_token_id": token("<|im_end|>"),
     }
     vision = {
         "depth": 3,
@@ -58,11 +60,34 @@ def qwen25(folder: Path) -> Path:
         vision_end_token_id=token("<|vision_end|>"),
     )
     torch.manual_seed(1)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases of zero and norms of one would hide a mistake
+                parameter += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    _flatten(folder / "config.json")
     clip = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
     Qwen2VLImageProcessorPil(patch_size=14, min_pixels=3136, max_pixels=1 << 20, **clip).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _flatten(file: Path) -> None:
+    """The older form: what is said of the text model stands beside the rest, with rope_scaling and rope_theta."""
+    config = json.loads(file.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    vision = config.pop("vision_config") | {"in_chans": 3, "spatial_patch_size": 14}
+    for name in ("model_type", "rope_parameters", "in_channels"):
+        vision.pop(name, None)
+    flat = {name: text[name] for name in text if name not in ("model_type", "dtype", "layer_types")}
+    config.pop("dtype")
+    file.write_text(json.dumps(flat | config | {"torch_dtype": "float32", "vision_config": vision}, indent=2))
 
 
 def qwen3_moe(folder: Path) -> Path:

@@ -1,14 +1,15 @@
-"""The vision tower of the embedded engine: images of equal size are computed as one batch.
+"""Vision towers of the embedded engine: images of equal size are computed as one batch.
 
-Suffixes: P = patches of one image, B = images of one grid.
+Suffixes: P = patches of one image, B = images of one grid, D = head size.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,24 +21,32 @@ from shared.vision import Grid, VisionSpec
 
 MAX_BATCH_PATCHES = 16384
 
+TablesT = TypeVar("TablesT", bound="Tables")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _GridTables:
-    """What depends on a grid and the weights: position embeddings [P, hidden], rotary angles [P, 1, 1, head]."""
+class Tables:
+    """What depends on a grid: at least the rotary angles of its patches, float32 [P, 1, 1, D]."""
 
-    positions: Tensor
     cos: Tensor
     sin: Tensor
 
 
-class VisionTower:
-    """Runs the modules of a Qwen3-VL vision model on uint8 patches."""
+class VisionTower(ABC, Generic[TablesT]):
+    """Runs the modules of a vision model of transformers on uint8 patches; a family of towers is a subclass."""
 
     def __init__(self, visual: Any, spec: VisionSpec) -> None:
         self.visual = visual
         self._mean, self._std = torch.tensor(spec.mean), torch.tensor(spec.std)
-        self._tables: dict[Grid, _GridTables] = {}
+        self._tables: dict[Grid, TablesT] = {}
         self.weights_changed()
+
+    @abstractmethod
+    def _build_tables(self, grid: Grid) -> TablesT: ...
+
+    @abstractmethod
+    def _levels(self, patches: Tensor, tables: TablesT) -> list[Tensor]:
+        """[B, P, hidden] patches, embedded -> the embedding and each deepstack level, of all images together."""
 
     def weights_changed(self) -> None:
         """Folds the pixel normalisation and the equal frames of a still image into one matrix; forgets tables."""
@@ -66,32 +75,12 @@ class VisionTower:
 
     def _forward(self, patches: np.ndarray, grid: Grid) -> list[Tensor]:
         """uint8 [B, P, 3, patch, patch] -> embedding and deepstack levels, each [B, tokens, hidden]."""
-        visual, tables = self.visual, self._grid_tables(grid)
         batch, num_patches = patches.shape[:2]
         pixels = torch.from_numpy(patches).to(self._weight.device).to(self._weight.dtype)
-        hidden = linear(pixels.view(batch, num_patches, -1), self._weight, self._bias) + tables.positions
-        deepstack = []
-        for depth, block in enumerate(visual.blocks):
-            hidden = hidden + self._attention(block.attn, block.norm1(hidden), tables)
-            hidden = hidden + block.mlp(block.norm2(hidden))
-            if depth in visual.deepstack_visual_indexes:
-                merger = visual.deepstack_merger_list[visual.deepstack_visual_indexes.index(depth)]
-                deepstack.append(merger(hidden))
-        levels = [visual.merger(hidden), *deepstack]
-        return [level.view(batch, -1, level.shape[-1]) for level in levels]
+        embedded = linear(pixels.view(batch, num_patches, -1), self._weight, self._bias)
+        return [level.view(batch, -1, level.shape[-1]) for level in self._levels(embedded, self._grid_tables(grid))]
 
-    def _attention(self, attention: Any, hidden: Tensor, tables: _GridTables) -> Tensor:
-        batch, num_patches, width = hidden.shape
-        qkv = attention.qkv(hidden).view(batch, num_patches, 3, attention.num_heads, -1)
-        qk = qkv[:, :, :2].float()
-        half = qk.shape[-1] // 2
-        turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
-        query, key = (qk * tables.cos + turned * tables.sin).to(qkv.dtype).transpose(1, 3).unbind(2)
-        value = qkv[:, :, 2].transpose(1, 2)
-        out = F.scaled_dot_product_attention(query, key, value, scale=attention.scaling)
-        return attention.proj(out.transpose(1, 2).reshape(batch, num_patches, width))
-
-    def _grid_tables(self, grid: Grid) -> _GridTables:
+    def _grid_tables(self, grid: Grid) -> TablesT:
         tables = self._tables.get(grid)
         if tables is None:
             if len(self._tables) >= 256:
@@ -99,20 +88,38 @@ class VisionTower:
             tables = self._tables[grid] = self._build_tables(grid)
         return tables
 
-    def _build_tables(self, grid: Grid) -> _GridTables:
-        visual, device = self.visual, self._weight.device
-        frames, rows, columns = grid
-        merge = visual.spatial_merge_size
-        raster = torch.arange(rows * columns, device=device).view(rows // merge, merge, columns // merge, merge)
-        order = raster.transpose(1, 2).flatten()  # patches of one merge block follow each other
-        side = visual.num_grid_per_side
-        learned = visual.pos_embed.weight.float().view(1, side, side, -1).permute(0, 3, 1, 2)
-        resampled = F.interpolate(learned, size=(rows, columns), mode="bilinear", align_corners=True)
-        positions = resampled[0].flatten(1).T[order].repeat(frames, 1).to(self._weight.dtype)
+    def _raster(self, grid: Grid) -> Tensor:
+        """int64 [rows * columns]: the place in the image's raster of each patch of a frame, in the order in which they
+        come: patches of one merge block follow each other."""
+        _, rows, columns = grid
+        merge = self.visual.spatial_merge_size
+        raster = torch.arange(rows * columns, device=self._weight.device)
+        return raster.view(rows // merge, merge, columns // merge, merge).transpose(1, 2).flatten()
+
+    def _angles(self, order: Tensor, grid: Grid) -> Tensor:
+        """float32 [P, 1, 1, D]: of the patches at these places of a frame's raster, in every frame."""
+        frames, _, columns = grid
         place = torch.stack((order // columns, order % columns), dim=1).repeat(frames, 1)
-        angles = (place[:, :, None] * visual.rotary_pos_emb.inv_freq.to(device).float()).flatten(1)
-        angles = torch.cat((angles, angles), dim=1)[:, None, None]
-        return _GridTables(positions, angles.cos(), angles.sin())
+        frequencies = self.visual.rotary_pos_emb.inv_freq.to(order.device).float()
+        angles = (place[:, :, None] * frequencies).flatten(1)
+        return torch.cat((angles, angles), dim=1)[:, None, None]
+
+
+def rotated_heads(attention: Any, hidden: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys (both turned by the patches' places) and values of [B, P, hidden]: each [B, heads, P, D]."""
+    batch, num_patches, _ = hidden.shape
+    qkv = attention.qkv(hidden).view(batch, num_patches, 3, attention.num_heads, -1)
+    qk = qkv[:, :, :2].float()
+    half = qk.shape[-1] // 2
+    turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
+    query, key = (qk * tables.cos + turned * tables.sin).to(qkv.dtype).transpose(1, 3).unbind(2)
+    return query, key, qkv[:, :, 2].transpose(1, 2)
+
+
+def attend_all(attention: Any, hidden: Tensor, tables: Tables) -> Tensor:
+    """Attention of each patch to all of its image: [B, P, hidden] -> the same."""
+    out = F.scaled_dot_product_attention(*rotated_heads(attention, hidden, tables), scale=attention.scaling)
+    return attention.proj(out.transpose(1, 2).reshape(hidden.shape))
 
 
 def _chunks(members: list[int], most: int) -> Iterator[list[int]]:
