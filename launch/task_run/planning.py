@@ -111,9 +111,10 @@ def plan(job: Job, gpus: int) -> Plan:
 def _notes(job: Job, found: Plan) -> Iterator[str]:
     """What the user should know beside the numbers."""
     if found.choice.setting.offload and "learner.parallel.offload" not in job.given:
-        more = next((n for n in _more(found.gpus, job.machine) if fits(job, n, offload=False)), 0)
+        few = (n for n in _more(found.gpus, job.machine) if n <= MUCH * found.gpus)
+        more = next((n for n in few if fits(job, n, offload=False)), 0)
         yield "the learner's state rests in its host's memory and travels for every microbatch" + (
-            f"; {more} GPUs have room for it" if 0 < more <= MUCH * found.gpus else ""
+            f"; {more} GPUs have room for it" if more else ""
         )
     if found.batch < FEW and found.generating > found.learning:
         yield (

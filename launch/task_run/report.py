@@ -27,8 +27,8 @@ def table(task: str, job: Job, plan: Plan) -> list[str]:
         f"  learner  {_gpus(plan.ranks)}  {_mesh(plan)}",
         f"                     {need.total / 1e9:.1f} of {room / 1e9:.1f} GB a GPU: {kinds}",
         f"  engines  {_gpus(plan.gpus - plan.ranks)}  {engines.count} of {each}, {plan.batch} episodes at once in each",
-        f"                     {engines.mem_fraction:.0%} of its memory: weights {weights / 1e9:.1f} GB a GPU, room for "
-        f"{cache:,} tokens of episodes",
+        f"                     {engines.mem_fraction:.0%} of its memory: weights {weights / 1e9:.1f} GB a GPU, room "
+        f"for {cache:,} tokens of episodes",
         f"  host               {host / 1e9:.0f} of {machine.host_bytes / 1e9:.0f} GB for the learner's ranks of one",
     ]
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launch.task_run.commands import as_options, changed
 from launch.task_run.machines import KINDS
 from launch.task_run.places import Data, check_data, data_of, model_place
-from launch.task_run.tasks import MODELS, given_fields, hub_name, recipe_of, sizes_of_model
+from launch.task_run.tasks import MODELS, given_fields, hub_name, recipe_of, sizes_of_model, with_values
 from learner.model.sizes import ModelSizes
 from shared.config import ConfigError, Recipe, load_recipe
 
@@ -39,17 +40,7 @@ class Request:
     def with_fields(self, fields: dict[str, Any]) -> Request:
         """With further fields set; what the user has set stays. ConfigError."""
         options = (*as_options(fields), *self.options)
-        return Request(
-            self.task,
-            self.config,
-            options,
-            load_recipe(self.config, list(options)),
-            self.given,
-            self.model,
-            self.sizes,
-            self.data,
-            self.notes,
-        )
+        return replace(self, options=options, recipe=with_values(self.recipe, fields))
 
 
 def request(options: argparse.Namespace, overrides: Sequence[str]) -> Request:
@@ -68,11 +59,12 @@ def request(options: argparse.Namespace, overrides: Sequence[str]) -> Request:
     check_data(data, recipe.env.module == SOKOBAN)
     fields = {"model.path": model_place(name, options.folder)}
     fields |= {"data.source": data.source, "data.eval_source": data.heldout}
-    if name != load_recipe(config).model.path:  # a folder of its own: another model resumes no run of this one
+    if (
+        name != tomllib.loads(Path(config).read_text(encoding="utf-8"))["model"]["path"]
+    ):  # a folder of its own: another model resumes no run of this one
         fields["run.name"] = f"{recipe.run.name}_{name.rstrip('/').rpartition('/')[2]}"
     fields = changed(recipe, fields, given)
-    made = (*as_options(fields), *overrides)
-    resolved = load_recipe(config, list(made))
+    made, resolved = (*as_options(fields), *overrides), with_values(recipe, fields)
     notes = tuple(_notes(options.task, config, name, resolved))
     return Request(options.task, config, made, resolved, given, name, sizes, data, notes)
 

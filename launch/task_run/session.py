@@ -109,7 +109,7 @@ def _end(asked: Request, options: argparse.Namespace, ranks: int, commands: Sequ
     """Saves the recipe; then says what would run, or runs it."""
     data, place = asked.data, asked.recipe.model.path
     if options.save:
-        save(asked.recipe, Path(options.save), commands[-1])
+        save(asked.recipe, Path(options.save), f"{asked.task} with {asked.model}, resolved by launch/run.py")
     if options.dry_run:
         before = [] if data.is_here else [shlex.join(["python", "launch/prepare.py", *data.arguments])]
         before += [command for command in [download_command(asked.model, place)] if command]

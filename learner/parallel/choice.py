@@ -53,8 +53,8 @@ def choices(
     longest episode, which one microbatch has to hold. `setting` gives all that is not chosen, `fixed` fields of it that
     would be chosen."""
     settings = dict.fromkeys(_settings(sizes, setting, longest, fixed or {}))
-    found = [judged(sizes, each, longest, speed) for each in settings]
-    return sorted((c for c in found if c.bytes_of_rank <= room), key=lambda c: (round(c.seconds, 2), c.bytes_of_rank))
+    found = [judged(sizes, each, longest, speed) for each in settings if memory(sizes, each).total <= room]
+    return sorted(found, key=lambda c: (round(c.seconds, 2), c.bytes_of_rank))
 
 
 def judged(sizes: ModelSizes, setting: Setting, longest: int, speed: Speed) -> Choice:
