@@ -14,7 +14,7 @@ from envs.geometry.triangles import rows
 from envs.row_files import write_rows
 from launch import run
 from launch.diagnosis.hardware import Gpu
-from launch.task_run import machines, session
+from launch.task_run import hardware, machines, session
 from launch.task_run.commands import chosen_fields
 from launch.task_run.planning import DoesNotFit, Job, plan
 from launch.task_run.tasks import MODELS, tasks, with_values
@@ -129,7 +129,7 @@ def test_fields_that_the_user_sets_stay_and_the_rest_is_chosen_around_them(capsy
 
 def test_what_the_environment_sets_stays_too(capsys, monkeypatch) -> None:
     monkeypatch.setenv("PRONK_ENGINE__COUNT", "2")
-    assert planned(capsys, "geo3k", "--model", SMALL, "--gpus", 8)["learner_ranks"] == 6
+    assert planned(capsys, "geo3k", "--model", SMALL, "--gpus", 8)["engines"] == 2
 
 
 def test_a_smaller_card_has_its_state_on_the_host_only_where_it_must(capsys) -> None:
@@ -246,8 +246,8 @@ def test_a_dataset_without_the_columns_is_one_line_that_names_them(task, columns
 def test_an_epoch_is_counted_from_data_that_is_here(capsys, tmp_path) -> None:
     file = tmp_path / "own.parquet"
     write_rows(file, rows(6, None, "train"))
-    own = ["geo3k", "--gpus", 4, "--data.source", file, "--learner.groups_per_step", 4]
-    assert planned(capsys, *own)["steps_of_epoch"] == 1.5
+    own = ["geo3k", "--gpus", 4, "--data.source", file, "--learner.groups_per_step", 16]
+    assert planned(capsys, *own)["steps_of_epoch"] == 6 / 16
     code, out, _ = dry(capsys, "geo3k", "--gpus", 4, "--dataset", file, "--folder", tmp_path)
     assert code == 0 and f"--from {file} --out {tmp_path / 'data' / 'geo3k-own'}" in out
 
@@ -262,3 +262,9 @@ def test_more_gpus_than_the_machine_has_are_refused_and_its_own_are_planned_with
 def test_every_task_has_a_recipe_and_every_model_sizes() -> None:
     assert {*ON_GPUS} < {*tasks()} and all(Path(f"launch/recipes/{task}.toml").exists() for task in tasks())
     assert len([model for model in MODELS if model.startswith("Qwen3") and find(model).parameters > 1e9]) == 12
+
+
+@pytest.mark.slow
+def test_the_page_of_hardware_is_what_the_plan_says_today() -> None:
+    wrong = "python -m launch.task_run.hardware docs/figures/hardware.md writes it anew"
+    assert Path("docs/figures/hardware.md").read_text(encoding="utf-8") == hardware.page(), wrong

@@ -40,6 +40,7 @@ def on_cpu(asked: Request, options: argparse.Namespace) -> int:
         "gpus": 0,
         "steps": recipe.learner.total_steps,
     }
+    _save(asked, options)
     _show(lines, record, asked.notes, options)
     return _end(asked, options, 1, [one_host(*_start(asked, options, 1))])
 
@@ -58,6 +59,7 @@ def on_gpus(asked: Request, options: argparse.Namespace) -> int:
     lines = report.table(asked.task, job, found)
     lines += ["", *report.batch(made.recipe, job.mean_tokens, rows), *report.times(job, found, options.price)]
     record = report.as_record(asked.task, job, found, rows, options.price)
+    _save(made, options)
     _show(lines, record, [*asked.notes, *found.notes], options)
     config, ranks, words = _start(made, options, found.ranks)
     if count > job.machine.gpus_per_node:
@@ -93,6 +95,11 @@ def _machine(options: argparse.Namespace, here: Sequence[Gpu]) -> Machine:
     return machine(options.gpu or ASSUMED, options.gpu_memory, options.host_memory, options.gpus_per_node)
 
 
+def _save(asked: Request, options: argparse.Namespace) -> None:
+    if options.save:
+        save(asked.recipe, Path(options.save), f"{asked.task} with {asked.model}, resolved by launch/run.py")
+
+
 def _show(lines: Sequence[str], record: dict[str, Any], notes: Sequence[str], options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(record | {"notes": list(notes)}), flush=True)
@@ -106,10 +113,8 @@ def _start(asked: Request, options: argparse.Namespace, ranks: int) -> tuple[str
 
 
 def _end(asked: Request, options: argparse.Namespace, ranks: int, commands: Sequence[str]) -> int:
-    """Saves the recipe; then says what would run, or runs it."""
+    """Says what would run, or runs it."""
     data, place = asked.data, asked.recipe.model.path
-    if options.save:
-        save(asked.recipe, Path(options.save), f"{asked.task} with {asked.model}, resolved by launch/run.py")
     if options.dry_run:
         before = [] if data.is_here else [shlex.join(["python", "launch/prepare.py", *data.arguments])]
         before += [command for command in [download_command(asked.model, place)] if command]
