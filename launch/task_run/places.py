@@ -48,6 +48,7 @@ def data_of(recipe: Recipe, dataset: str, folder: str, *, given: bool) -> Data:
         return found
     task = Path(source).parent.name
     data = Path(folder) / "data" if folder else Path(source).parents[1]
+    arguments: tuple[str, ...]
     if not dataset:
         made = data / task
         arguments, raw = (task, "--out", str(made)), ""
