@@ -30,7 +30,7 @@ def fetch_model(name: str, folder: str) -> None:
 
 def local_dataset(name: str) -> list[Path]:
     """The data files of the hub's dataset of that name. ValueError if it cannot be had or has none."""
-    folder = _download(name, "dataset", DATA_FILES, "dataset", "a file with --from FILE")
+    folder = _download(name, "dataset", DATA_FILES, "dataset", "a file with --from FILE (--dataset of launch/run.py)")
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".parquet", ".jsonl"))
     if not files:
         raise ValueError(f"dataset {name!r} has no .parquet or .jsonl file")

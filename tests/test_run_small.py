@@ -14,8 +14,15 @@ from envs.row_files import write_rows
 from tests.support.runs import finished, metrics, places
 
 SHORT = {"learner.total_steps": 2, "eval.samples": 4}
-ON_CPU = {"learner.device": "cpu", "engine.kind": "embedded", "engine.device": "cpu", "model.dtype": "float32"}
+ON_CPU = {
+    "learner.device": "cpu",
+    "engine.kind": "embedded",
+    "engine.device": "cpu",
+    "engine.count": 1,
+    "model.dtype": "float32",
+}
 SMALL = {"model.max_context": 1024, "env.max_tokens": 16, "env.turn_tokens": 16, "learner.groups_per_step": 2}
+FEW = {"actor.groups": 4}  # places of an actor for so few groups
 
 
 def run(tmp_path: Path, *words: object, **fields: object) -> list[str]:
@@ -37,7 +44,7 @@ def test_a_task_takes_a_users_own_file_and_model_and_trains_on_them(tmp_path: Pa
     file = tmp_path / "own.jsonl"
     write_rows(file, rows(8, None, "train"))
     own = ["geo3k", "--dataset", file, "--model", "launch/models/geo3k_tiny", "--folder", tmp_path]
-    fields = {**SHORT, **ON_CPU, **SMALL, "eval.every_steps": 0, "eval.samples": 1, "actor.groups": 4}
+    fields = {**SHORT, **ON_CPU, **SMALL, **FEW, "eval.every_steps": 0, "eval.samples": 1}
     ended = finished(run(tmp_path, *own, **fields))
     assert "7 to train on, 1 held out" in ended.stdout
     assert json.loads(ended.stdout.splitlines()[-1])["optimizer_steps"] == 2
@@ -47,7 +54,9 @@ def test_a_task_takes_a_users_own_file_and_model_and_trains_on_them(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_is_one_line_before_anything_starts(tmp_path: Path) -> None:
-    words = run(tmp_path, "geo3k", "--model", "launch/models/geo3k_tiny", "--folder", tmp_path, **ON_CPU, **SMALL)
+    words = run(
+        tmp_path, "geo3k", "--model", "launch/models/geo3k_tiny", "--folder", tmp_path, **ON_CPU, **SMALL, **FEW
+    )
     code = f"import os, sys; os.environ['HF_ENDPOINT'] = 'http://127.0.0.1:9'; os.execv(sys.executable, {words!r})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
