@@ -30,8 +30,8 @@ BESIDE_THE_CODE = {  # page: the file that it shows
     "figures/transport.md": "tests/bench/TRANSPORT.md",
 }
 COMMANDS = (
-    "launch/learner.py", "launch/actors.py", "launch/local.py", "launch/prepare.py", "launch/warm_start.py",
-    "launch/curves.py", "launch/dashboard.py", "launch/doctor.py", "launch/evaluate.py",
+    "launch/run.py", "launch/learner.py", "launch/actors.py", "launch/local.py", "launch/prepare.py",
+    "launch/warm_start.py", "launch/curves.py", "launch/dashboard.py", "launch/doctor.py", "launch/evaluate.py",
     "learner.plan", "learner.export", "learner.replay", "learner.alarms", "shared.config", "shared.keys",
     "envs.check", "envs.play", "envs.show", "actor.engine.server",
 )  # fmt: skip

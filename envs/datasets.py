@@ -168,6 +168,19 @@ def _digest(sample: Sample) -> bytes:
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
+def check_columns(path: str | Path, boards: bool) -> None:
+    """ValueError, naming them, if the first row of a file lacks columns; `boards`: of Sokoban, else of problems."""
+    path = Path(path)
+    _, row = next(read_rows(path, lambda number, reason: None), (0, {}))
+    needed = ["problem", "answer"]
+    if boards:
+        needed = [] if "prompt" in row or env_config(row) is not None else ["extra_info.env_config"]
+    if missing := [name for name in needed if name not in row]:
+        what = "Sokoban needs a board" if boards else "the task needs problem, answer and images"
+        has = ", ".join(map(str, row)) or "no row"
+        raise ValueError(f"{path} has no column {' and no column '.join(missing)}: {what}; it has: {has}")
+
+
 def _missing_column(row: dict[str, Any]) -> str:
     """Of a file's first row; "" for one that has all, or describes a board."""
     return "" if env_config(row) is not None else next((name for name in ("problem", "answer") if name not in row), "")

@@ -200,6 +200,9 @@ ASSUMED = {
     "node": "GB a second, assumed that a GPU receives within its node",
     "net": "GB a second, assumed that a GPU receives from other nodes",
     "wire": "GB a second, assumed from rank 0 to the engines",
+    "hbm": "GB a second that a GPU reads of its memory at most, for launch/run.py's generation",
+    "decode": "assumed share of it that engines make use of",
+    "host": "GB a second, assumed between a GPU and its host",
 }
 
 

@@ -99,6 +99,19 @@ def test_a_dataset_that_the_hub_does_not_have_is_one_line(tmp_path: Path, hub: H
 
 
 @pytest.mark.slow
+def test_a_model_goes_into_a_folder_where_what_is_missing_is_fetched_and_nothing_twice(tmp_path, hub: Hub) -> None:
+    place = tmp_path / "models" / "tiny"
+    code = "import sys; from launch.task_run.places import fetch; fetch('us/tiny', sys.argv[1])"
+    for missing in (None, "model.safetensors"):
+        if missing:
+            (place / missing).unlink()
+            hub.asked.clear()
+        ended = run(tmp_path, hub, ["-c", code, str(place)])
+        assert ended.returncode == 0, ended.stderr[-2000:]
+    assert (place / "model.safetensors").exists() and hub.asked == ["model.safetensors"]
+
+
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_downloaded_once(tmp_path: Path, hub: Hub) -> None:
     imports = "from launch.hub import local_model; from shared.vision import VisionSpec"
     code = f"{imports}; print(VisionSpec.load(local_model('us/tiny')))"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from launch.tiny_models.mixture import mixture_of
 from learner import plan
-from learner.model.duration import Speed
+from learner.model.duration import Engines, Speed, generation_time
 from learner.model.memory import Setting, memory
 from learner.model.sizes import PUBLISHED, find
 from learner.model.traffic import Traffic, traffic, wire_time
@@ -102,6 +102,31 @@ def test_the_command_compares_meshes_for_the_longest_episode(capsys):
     assert "no mesh fits: use more GPUs, or offload" in capsys.readouterr().out
     assert plan.main(["--model", "Qwen3-VL-8B", "--gpus", "8", "--expert", "3"]) == 2
     assert "--expert 3 does not divide the 8 GPUs of a copy" in capsys.readouterr().err
+
+
+def test_fields_that_are_fixed_stay_and_an_offloaded_rank_waits_for_its_shards():
+    fixed = {"context": 2, "activation_checkpointing": True, "microbatch_tokens": 3000}
+    found = choices(DENSE, Setting(gpus=8), 8192, ROOM, Speed(), fixed)
+    assert {(c.setting.context, c.setting.microbatch_tokens) for c in found} == {
+        (2, 4096)
+    }  # it holds the longest episode
+    (kept,) = [c for c in found if c.setting.activation_checkpointing]
+    (offloaded,) = choices(DENSE, Setting(gpus=8, offload=True), 8192, ROOM, Speed(), fixed)
+    microbatches = 128 * 8192 / (8 * 4096)
+    assert offloaded.seconds - kept.seconds == pytest.approx(microbatches * 12 * DENSE.parameters / 8 / 25e9)
+
+
+def test_generation_reads_weights_and_episodes_for_each_token_and_halves_on_twice_the_engines():
+    setting, speed = Setting(gpus=8, episodes=512, episode_tokens=4096), Speed(hbm=1000, decode=0.5, tflops=1e9)
+    engines = Engines(4, 1, 141e9, 0.8, 64)
+    seconds = generation_time(DENSE, setting, engines, 10_000, 1000, speed)
+    weights = 2 * (DENSE.text_parameters - DENSE.head_parameters)
+    cache = 64 * 4096 * 2 * 36 * 8 * 128 * 2  # keys and values of 36 layers, 8 heads of 128, bfloat16
+    assert seconds == pytest.approx(512 * 1000 / (4 * 64) * (weights + cache) / 500e9, rel=1e-3)
+    assert generation_time(DENSE, setting, replace(engines, count=8), 10_000, 1000, speed) == pytest.approx(seconds / 2)
+    assert engines.cache_tokens(LARGE) < 0 < replace(engines, tensor_parallel=8).cache_tokens(LARGE)
+    few, many = (generation_time(MIXTURE, setting, replace(engines, max_batch=n), 10_000, 1000, speed) for n in (1, 64))
+    assert few / 64 < many < few  # one episode reads the experts of a token, many read nearly all
 
 
 # ---------------------------------------------------------------------- what the documentation recommends

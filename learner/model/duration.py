@@ -1,4 +1,4 @@
-"""Seconds of a step and of a publication, from a model's sizes and what is assumed of the machines."""
+"""Seconds of a step, its generation and a publication, from a model's sizes and what is assumed of the machines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from learner.model.memory import Setting
 from learner.model.sizes import ModelSizes
 
+SUM_S = 2e-5  # of one sum over an engine's GPUs, assumed, besides the bytes
 IMAGE_PATCHES = 1024  # of one image, assumed: 512 x 512 pixels
 
 
@@ -20,6 +21,9 @@ class Speed:
     node: float = 350.0  # GB a second that a GPU receives from those of its node
     net: float = 45.0  # and from those of others: nine tenths of a link of 400 Gb/s
     wire: float = 40.0  # GB a second, from rank 0 to all engines: four fifths of a link of 400 Gb/s
+    hbm: float = 3350.0  # GB a second that a GPU reads of its own memory at most: an H100
+    decode: float = 0.4  # the share of it that engines make use of, their pauses between tokens included
+    host: float = 25.0  # GB a second between a GPU and its host: PCI Express 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +61,58 @@ def publication_time(sizes: ModelSizes, setting: Setting, speed: Speed) -> Publi
     gathered = setting.weight_bytes * changed if setting.shards > 1 else 0.0
     sent = setting.dtype_bytes * changed
     return PublicationTime(gathered, sent, gathered / (speed.gather * 1e9) + sent / (speed.wire * 1e9))
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What generation depends on, besides the model."""
+
+    count: int
+    tensor_parallel: int  # GPUs of one engine
+    gpu_bytes: float
+    mem_fraction: float  # of a GPU, for weights, keys and values
+    max_batch: int  # requests that an engine computes at once
+    dtype_bytes: int = 2
+
+    def token_bytes(self, sizes: ModelSizes) -> int:
+        """Keys and values of one token on all GPUs of an engine; heads are held twice where GPUs are more than they."""
+        heads = max(sizes.num_kv_heads, self.tensor_parallel)
+        return 2 * sizes.num_layers * heads * sizes.head_dim * self.dtype_bytes
+
+    def cache_tokens(self, sizes: ModelSizes) -> int:
+        """Tokens whose keys and values one engine has room for; not above 0 where its weights alone have none."""
+        room = self.mem_fraction * self.gpu_bytes * self.tensor_parallel - self.dtype_bytes * sizes.parameters
+        return int(room // self.token_bytes(sizes))
+
+    def batch(self, sizes: ModelSizes, episode_tokens: int, playing: int) -> int:
+        """Episodes of one engine that advance at once; `playing` are in play at all engines."""
+        return max(1, min(self.max_batch, self.cache_tokens(sizes) // episode_tokens, -(-playing // self.count)))
+
+
+def generation_time(
+    sizes: ModelSizes, setting: Setting, engines: Engines, playing: int, sampled: int, speed: Speed
+) -> float:
+    """Seconds in which the engines play a step's episodes, of `sampled` tokens each. A token costs a reading of the
+    weights (of experts, those that a batch is expected to need) and of its episodes' keys and values; what was not
+    sampled is computed once."""
+    batch = engines.batch(sizes, setting.episode_tokens, playing)
+    needed = 1 - (1 - sizes.experts_per_token / sizes.num_experts) ** batch if sizes.num_experts else 1.0
+    weights = sizes.text_parameters - (0 if sizes.tied else sizes.head_parameters)  # of embeddings, a row a token
+    weights -= round(sizes.expert_parameters * (1 - needed))
+    read = engines.dtype_bytes * weights + batch * setting.episode_tokens * engines.token_bytes(sizes)
+    forwards = setting.episodes * sampled / (engines.count * batch)
+    decoding = forwards * read / (engines.tensor_parallel * speed.hbm * 1e9 * speed.decode)
+    if engines.tensor_parallel > 1:  # two sums a layer, each there and back
+        summed = 2 * batch * sizes.hidden_size * engines.dtype_bytes / (speed.node * 1e9)
+        decoding += forwards * 2 * sizes.num_layers * (SUM_S + summed)
+    prompt = max(0, setting.episode_tokens - sampled)
+    patches = int(setting.episode_tokens * setting.visual_share * sizes.merge)
+    images = [IMAGE_PATCHES] * (patches // IMAGE_PATCHES) + [patches % IMAGE_PATCHES]
+    flops = setting.episodes * sizes.forward_flops([prompt], images, 0)
+    return decoding + flops / (engines.count * engines.tensor_parallel * speed.tflops * 1e12 * speed.mfu)
+
+
+def offload_time(sizes: ModelSizes, setting: Setting, speed: Speed) -> float:
+    """Seconds of one microbatch in which shards that rest in the host's memory travel: to the GPU for the forward and
+    for the backward, their gradients back."""
+    return 3 * FP32 * sizes.parameters / setting.shards / (speed.host * 1e9) if setting.offload else 0.0

@@ -284,6 +284,7 @@ PUBLISHED = {
     "Qwen3-VL-2B": _published(2048, 28, 16, 8, 6144, 0, "small"),
     "Qwen3-VL-4B": _published(2560, 36, 32, 8, 9728, 0, "small"),
     "Qwen3-VL-8B": _published(4096, 36, 32, 8, 12288, 0, "large"),
+    "Qwen3-VL-32B": _published(5120, 64, 64, 8, 25600, 0, "large"),
     "Qwen3-VL-30B-A3B": _published(2048, 48, 32, 4, 768, 128, "large"),
     "Qwen3-VL-235B-A22B": _published(4096, 94, 64, 4, 1536, 128, "large"),
     "Qwen2.5-VL-3B": _qwen25(2048, 36, 16, 2, 11008, 3420, tied=True),

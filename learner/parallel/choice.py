@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
-from learner.model.duration import Speed, step_time
+from learner.model.duration import Speed, offload_time, step_time
 from learner.model.memory import Setting, memory
 from learner.model.sizes import ModelSizes
 from learner.model.traffic import Traffic, WireTime, traffic, wire_time
@@ -33,6 +34,7 @@ class Choice:
         parts += [f"shard_size {s.shard_size}"] if s.shard_size else []
         parts += [f"microbatch_tokens {s.microbatch_tokens}"]
         parts += ["activation_checkpointing"] if s.activation_checkpointing else []
+        parts += ["offload"] if s.offload else []
         return (
             f"{', '.join(parts)}: {self.seconds:.1f} s a step ({self.computing:.1f} computing), "
             f"{self.bytes_of_rank / 1e9:.1f} GB a rank; a microbatch receives {self.sent.shards / 1e9:.0f} GB of "
@@ -40,11 +42,20 @@ class Choice:
         )
 
 
-def choices(sizes: ModelSizes, setting: Setting, longest: int, room: float, speed: Speed) -> list[Choice]:
+def choices(
+    sizes: ModelSizes,
+    setting: Setting,
+    longest: int,
+    room: float,
+    speed: Speed,
+    fixed: Mapping[str, Any] | None = None,
+) -> list[Choice]:
     """Those that fit into `room` bytes, fastest first; among equals the one with less memory. `longest`: tokens of the
-    longest episode, which one microbatch has to hold. `setting` gives all that is not chosen."""
-    found = [judged(sizes, each, longest, speed) for each in _settings(sizes, setting, longest)]
-    return sorted((c for c in found if c.bytes_of_rank <= room), key=lambda c: (round(c.seconds, 2), c.bytes_of_rank))
+    longest episode, which one microbatch has to hold. `setting` gives all that is not chosen, `fixed` fields of it that
+    would be chosen."""
+    settings = dict.fromkeys(_settings(sizes, setting, longest, fixed or {}))
+    found = [judged(sizes, each, longest, speed) for each in settings if memory(sizes, each).total <= room]
+    return sorted(found, key=lambda c: (round(c.seconds, 2), c.bytes_of_rank))
 
 
 def judged(sizes: ModelSizes, setting: Setting, longest: int, speed: Speed) -> Choice:
@@ -54,27 +65,25 @@ def judged(sizes: ModelSizes, setting: Setting, longest: int, speed: Speed) -> C
     count = ceil(tokens / (setting.gpus * setting.microbatch_tokens))  # microbatches of each group of ranks
     sent = traffic(sizes, setting, max(count // setting.passes, 1))
     wire = wire_time(sent, setting, speed.node, speed.net)
-    seconds = count * wire.beside(computing / count)
+    seconds = count * (wire.beside(computing / count) + offload_time(sizes, setting, speed))
     return Choice(setting, memory(sizes, setting).total, sent, wire, computing, seconds)
 
 
-def _settings(sizes: ModelSizes, setting: Setting, longest: int) -> Iterator[Setting]:
-    node = setting.gpus_per_node
-    shard_sizes = {0} | ({node} if setting.gpus > node and setting.gpus % node == 0 else set())
-    for shard_size in sorted(shard_sizes):
+def _settings(sizes: ModelSizes, setting: Setting, longest: int, fixed: Mapping[str, Any]) -> Iterator[Setting]:
+    node, given = setting.gpus_per_node, fixed.get("microbatch_tokens", 0)
+    whole = {0} | ({node} if setting.gpus > node and setting.gpus % node == 0 else set())
+    for shard_size in [fixed["shard_size"]] if "shard_size" in fixed else sorted(whole):
         shards = shard_size or setting.gpus
-        for context in (c for c in _powers(MOST_CONTEXT) if setting.gpus % c == 0):
+        for context in [fixed["context"]] if "context" in fixed else _powers(MOST_CONTEXT):
+            if setting.gpus % shards or setting.gpus % context:
+                continue
             for expert in _deals(sizes, shards):
-                tokens = max(ceil(longest / context), min(LEAST_MICROBATCH, setting.microbatch_tokens))
-                for again in (False, True):
-                    yield replace(
-                        setting,
-                        shard_size=shard_size,
-                        context=context,
-                        expert=expert,
-                        microbatch_tokens=tokens,
-                        activation_checkpointing=again,
-                    )
+                tokens = max(ceil(longest / context), given or min(LEAST_MICROBATCH, setting.microbatch_tokens))
+                made = replace(setting, shard_size=shard_size, context=context, expert=expert, microbatch_tokens=tokens)
+                if expert == fixed.get("expert", expert):
+                    again = fixed.get("activation_checkpointing")
+                    for each in (False, True) if again is None else (again,):
+                        yield replace(made, activation_checkpointing=each)
 
 
 def _deals(sizes: ModelSizes, ranks: int) -> list[int]:

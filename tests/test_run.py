@@ -1,0 +1,270 @@
+"""A task with one command: the plan for every model, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+
+from envs.geometry.triangles import rows
+from envs.row_files import write_rows
+from launch import run
+from launch.diagnosis.hardware import Gpu
+from launch.task_run import hardware, machines, session
+from launch.task_run.commands import chosen_fields
+from launch.task_run.planning import DoesNotFit, Job, plan
+from launch.task_run.tasks import MODELS, tasks, with_values
+from learner.model.memory import host_memory, memory
+from learner.model.sizes import find
+from learner.plan import RESERVED_FRACTION, setting_of
+from shared.config import load_recipe
+
+ON_GPUS = ("sokoban", "geo3k", "geo3k_multi_turn", "geo3k_multi_turn_thinking")
+SMALL = "Qwen3-VL-2B-Instruct"
+
+
+def dry(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """A dry run: its exit code, and what it printed and complained of."""
+    code = run.main([*map(str, words), "--dry-run"])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict:
+    code, out, err = dry(capsys, *words, "--json")
+    assert code == 0, err
+    (line,) = out.splitlines()
+    return json.loads(line)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line of a refusal."""
+    assert run.main([*map(str, words)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+    return said.err
+
+
+def command(out: str, program: str) -> list[str]:
+    (line,) = [line for line in out.splitlines() if program in line]
+    return shlex.split(line)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a dry run asks no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+@pytest.mark.parametrize("task", ON_GPUS)
+def test_every_model_fits_as_its_plan_says_or_is_refused_with_what_does(task: str) -> None:
+    """What fits is judged again from the recipe that would run, by the plan of the learner's memory."""
+    kind, host = "Thinking" if task.endswith("thinking") else "Instruct", machines.machine("h100")
+    given = load_recipe(f"launch/recipes/{task}.toml")
+    for model in [each for each in MODELS if each.startswith("Qwen3") and each.endswith(kind)]:
+        sizes = find(model)
+        job = Job(with_values(given, {"model.path": f"Qwen/{model}"}), sizes, host)
+        for gpus in (2, 4, 8, 64):
+            try:
+                found = plan(job, gpus)
+            except DoesNotFit as refusal:
+                assert re.search(
+                    r"does not fit \d+ GPUs .*: (\d+ such GPUs are enough|Qwen3-VL-\S+ fits)", str(refusal)
+                )
+                continue
+            recipe = with_values(job.recipe, chosen_fields(job, found))
+            setting, engines = setting_of(recipe, found.ranks, host.gpu_bytes), found.engines
+            assert found.ranks + engines.count * engines.tensor_parallel == gpus
+            assert memory(sizes, setting).total <= host.gpu_bytes * (1 - RESERVED_FRACTION)
+            assert host_memory(sizes, setting).total <= host.host_bytes
+            held = recipe.engine.mem_fraction * host.gpu_bytes - 2 * sizes.parameters / recipe.engine.tensor_parallel
+            tokens = recipe.model.max_context * engines.token_bytes(sizes) / recipe.engine.tensor_parallel
+            assert held > 2 * tokens  # room for two whole episodes at least
+            assert found.seconds > max(found.learning, found.generating) > 0
+
+
+def test_the_next_number_of_gpus_that_a_refusal_names_has_room() -> None:
+    recipe, host = load_recipe("launch/recipes/geo3k.toml"), machines.machine("h100")
+    job = Job(with_values(recipe, {"model.path": "Qwen/Qwen3-VL-235B-A22B-Instruct"}), find("Qwen3-VL-235B-A22B"), host)
+    with pytest.raises(DoesNotFit, match=r"does not fit 8 GPUs .* 24 such GPUs are enough, or Qwen3-VL-32B-Instruct"):
+        plan(job, 8)
+    assert plan(job, 24).gpus == 24
+    with pytest.raises(DoesNotFit):
+        plan(job, 16)
+
+
+def test_a_dry_run_says_the_arithmetic_of_a_batch_what_it_takes_and_what_it_costs(capsys) -> None:
+    words = ["geo3k_multi_turn", "--model", SMALL, "--gpus", 4, "--price", 2.5, "--episode-tokens", 2000]
+    code, out, _ = dry(capsys, *words)
+    assert code == 0 and "planned, nothing of it measured" in out
+    assert "64 groups x 8 episodes = 512 episodes x 2000 tokens = 1.02 M tokens" in out
+    told = planned(capsys, *words)
+    assert f"microbatches: {told['microbatches_of_rank']} a rank" in out
+    assert told["hours"] * 3600 > told["steps"] * told["seconds"]["step"]
+    assert told["dollars"] == pytest.approx(told["hours"] * 4 * 2.5)
+    assert f"${told['dollars']:,.0f}" in out
+
+
+def test_fields_that_the_user_sets_stay_and_the_rest_is_chosen_around_them(capsys) -> None:
+    words = ["geo3k", "--model", SMALL, "--gpus", 8]
+    mesh = ["--learner.parallel.context", 2, "--learner.parallel.microbatch_tokens", 5000, "--engine.count", 6]
+    told = planned(capsys, *words, *mesh)
+    assert (told["learner_ranks"], told["engines"]) == (2, 6)
+    assert (
+        not {"learner.parallel.context", "engine.count", "learner.parallel.microbatch_tokens"} & told["fields"].keys()
+    )
+    assert told["microbatches_of_rank"] == 64 * 8 * 4096 / (2 * 5000) // 1 + 1
+    assert planned(capsys, *words, "--engine.tensor_parallel", 2)["engine_tensor_parallel"] == 2
+
+
+def test_what_the_environment_sets_stays_too(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("PRONK_ENGINE__COUNT", "2")
+    assert planned(capsys, "geo3k", "--model", SMALL, "--gpus", 8)["engines"] == 2
+
+
+def test_a_smaller_card_has_its_state_on_the_host_only_where_it_must(capsys) -> None:
+    told = planned(capsys, "sokoban", "--gpus", 2, "--gpu", "rtx4090")
+    assert told["fields"]["learner.parallel.offload"] and "GPUs have room for it" in told["notes"][0]
+    assert "learner.parallel.offload" not in planned(capsys, "sokoban", "--gpus", 8, "--gpu", "rtx4090")["fields"]
+    assert "does not fit" in refused(
+        capsys, "sokoban", "--gpus", 2, "--gpu", "rtx4090", "--dry-run", "--learner.parallel.offload", "false"
+    )
+
+
+def test_a_thinking_model_takes_the_recipe_with_room_for_its_thoughts(capsys) -> None:
+    code, out, _ = dry(capsys, "geo3k_multi_turn", "--model", "Qwen3-VL-4B-Thinking", "--gpus", 8)
+    assert code == 0 and "launch/recipes/geo3k_multi_turn_thinking.toml, which leaves room" in out
+    assert "32768 tokens in all" in out
+
+
+# ---------------------------------------------------------------------- the commands
+
+
+def test_a_dry_run_ends_with_the_commands_that_would_run(capsys, tmp_path) -> None:
+    code, out, _ = dry(capsys, "sokoban", "--model", "Qwen3-VL-4B-Instruct", "--gpus", 4, "--folder", tmp_path)
+    made, place = tmp_path / "data" / "sokoban", tmp_path / "models" / "Qwen3-VL-4B-Instruct"
+    assert code == 0 and f"python launch/prepare.py sokoban --out {made}" in out
+    assert f"hf download Qwen/Qwen3-VL-4B-Instruct --local-dir {place}" in out
+    words = command(out, "launch/local.py")
+    recipe = load_recipe(words[3], words[6:])
+    assert words[:6] == ["python", "launch/local.py", "--config", "launch/recipes/sokoban.toml", "--ranks", "2"]
+    assert (recipe.model.path, recipe.data.source) == (str(place), str(made / "train.parquet"))
+    assert recipe.run.name == "sokoban_Qwen3-VL-4B-Instruct"  # it resumes no run of the recipe's own model
+
+
+def test_the_commands_of_several_hosts_give_each_host_its_part(capsys) -> None:
+    code, out, _ = dry(capsys, "geo3k", "--model", "Qwen3-VL-30B-A3B-Instruct", "--gpus", 32, "--gpu", "h200")
+    learner, actors = command(out, "launch/learner.py"), command(out, "launch/actors.py")
+    assert code == 0 and "--learner.bind" in learner and "--engine.host" in actors
+    fields = actors[2 : actors.index("--actor.learner")]
+    recipe = load_recipe(fields[1], fields[2:])
+    assert recipe.engine.count * recipe.engine.tensor_parallel == 8
+
+
+def test_a_saved_recipe_is_the_one_that_would_run(capsys, tmp_path) -> None:
+    saved, words = tmp_path / "r.toml", ["geo3k_multi_turn", "--model", SMALL, "--gpus", 8]
+    words += [
+        "--env.args",
+        '{"tolerance": 0.05, "a b": ["\u00fc", true]}',
+        "--learner.objective.mask_token_ratio",
+        "[0.5, 2]",
+    ]
+    _, out, _ = dry(capsys, *words)
+    shown = command(out, "launch/local.py")
+    code, out, _ = dry(capsys, *words, "--save", saved)
+    assert code == 0 and command(out, "launch/local.py")[3] == str(saved)
+    assert load_recipe(str(saved)) == load_recipe(shown[3], shown[shown.index("--ranks") + 2 :])
+
+
+def test_a_secret_is_not_saved_and_a_null_is_refused(capsys, tmp_path) -> None:
+    saved = tmp_path / "r.toml"
+    code, _, _ = dry(capsys, "colour_tiny", "--save", saved, "--alarms.webhook", "https://host/secret")
+    assert code == 0 and "secret" not in saved.read_text() and "PRONK_ALARMS__WEBHOOK" in saved.read_text()
+    null = ["colour_tiny", "--save", saved, "--learner.objective.rho_bar", "null", "--dry-run"]
+    assert "learner.objective.rho_bar = null" in refused(capsys, *null)
+
+
+@pytest.mark.parametrize("task", [task for task in tasks() if task not in ON_GPUS])
+def test_a_small_task_needs_no_gpu(task, capsys) -> None:
+    code, out, _ = dry(capsys, task)
+    assert code == 0 and "no GPU" in out
+    assert command(out, "launch/local.py")[2:] == ["--config", f"launch/recipes/{task}.toml"]
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["sokobann"], "unknown task 'sokobann': the tasks are colour_tiny, geo3k, "),
+        (["sokoban", "--model", "Qwen3-VL-9B"], f"folder of a Qwen-VL model, or one of {SMALL}, "),
+        (["sokoban", "--model", "launch"], "unknown model 'launch'"),
+        (["sokoban", "--gpus", "1", "--dry-run"], "--gpus 1: at least 2"),
+        (["sokoban", "--gpus", "12", "--dry-run"], "--gpus 12: several hosts have a multiple of 8"),
+        (["sokoban", "--dry-run"], "say how many with --gpus N"),
+        (["sokoban", "--gpus", "4"], "sokoban needs GPUs, and there are none here"),
+        (["geo3k", "--gpus", "16"], "docs/tutorials/cluster.md"),
+        (["colour_tiny", "--gpus", "2"], "colour_tiny computes on the CPU; leave --gpus out"),
+        (["colour_tiny", "--model", SMALL], "give the folder of a small model"),
+        (["colour_tiny", "--dataset", "x.parquet"], "this task draws its own samples"),
+        (["geo3k", "--dataset", "x.parquet", "--gpus", "4"], "--dataset x.parquet: there is no such file"),
+        (["geo3k", "--dataset", "x", "--gpus", "4"], "neither a file here nor a hub name"),
+        (["geo3k", "--gpus", "4", "--learner.lrr", "1"], "did you mean --learner.optimizer.lr?"),
+        (["geo3k", "--gpus", "4", "--model.max_context", "300000", "--dry-run"], "longer than the model's"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(words, expected, capsys) -> None:
+    assert expected in refused(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "expected"),
+    [
+        ("geo3k", {"question": "1 + 1", "label": "2"}, "no column problem and no column answer"),
+        ("geo3k_multi_turn", {"problem": "1 + 1"}, "no column answer"),
+        ("sokoban", {"level": "####"}, "no column extra_info.env_config"),
+    ],
+)
+def test_a_dataset_without_the_columns_is_one_line_that_names_them(task, columns, expected, capsys, tmp_path) -> None:
+    file = tmp_path / "own.jsonl"
+    write_rows(file, [columns])
+    line = refused(capsys, task, "--dataset", file, "--gpus", 4, "--dry-run")
+    assert expected in line and f"it has: {', '.join(columns)}" in line
+
+
+def test_an_epoch_is_counted_from_data_that_is_here(capsys, tmp_path) -> None:
+    file = tmp_path / "own.parquet"
+    write_rows(file, rows(6, None, "train"))
+    own = ["geo3k", "--gpus", 4, "--data.source", file, "--learner.groups_per_step", 16]
+    assert planned(capsys, *own)["steps_of_epoch"] == 6 / 16
+    code, out, _ = dry(capsys, "geo3k", "--gpus", 4, "--dataset", file, "--folder", tmp_path)
+    assert code == 0 and f"--from {file} --out {tmp_path / 'data' / 'geo3k-own'}" in out
+
+
+def test_more_gpus_than_the_machine_has_are_refused_and_its_own_are_planned_with(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(session, "gpus_here", lambda: [Gpu("NVIDIA H200", int(141e9), int(140e9))] * 4)
+    monkeypatch.setattr(machines, "available_bytes", lambda: int(1e12))
+    assert "--gpus 8: this machine has 4" in refused(capsys, "geo3k", "--gpus", 8)
+    assert planned(capsys, "geo3k") | {"gpus": 4, "gpu": "h200", "gpu_gb": 141.0} == planned(capsys, "geo3k")
+
+
+def test_every_task_has_a_recipe_and_every_model_sizes() -> None:
+    assert {*ON_GPUS} < {*tasks()} and all(Path(f"launch/recipes/{task}.toml").exists() for task in tasks())
+    assert len([model for model in MODELS if model.startswith("Qwen3") and find(model).parameters > 1e9]) == 12
+
+
+@pytest.mark.slow
+def test_the_page_of_hardware_is_what_the_plan_says_today() -> None:
+    wrong = "python -m launch.task_run.hardware docs/figures/hardware.md writes it anew"
+    assert Path("docs/figures/hardware.md").read_text(encoding="utf-8") == hardware.page(), wrong
