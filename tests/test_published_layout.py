@@ -110,6 +110,7 @@ def test_qwen25_is_sent_under_the_names_that_engines_know(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_a_mixture_made_with_transformers_is_trained_by_the_whole_loop_and_exported_as_published(tmp_path):
     folder = as_mixture(Path("launch/models/colour_tiny"), tmp_path / "mixture")
     fields = {"model.path": folder, "learner.total_steps": 2, "learner.groups_per_step": 4, "eval.samples": 4}
