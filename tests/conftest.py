@@ -13,7 +13,7 @@ import torch
 from launch.processes.children import cpu_env
 from learner.distributed import close_ranks, init_ranks
 from shared.vision import VisionSpec
-from tests.support.forked import ForkingPopen, Seed, start_seed
+from tests.support.starts.forked import ForkingPopen, Seed, start_seed
 from tests.support.tiny import tiny_model_dir
 
 gc.disable()  # until all is collected: what is imported stays, and is not looked through again and again
@@ -66,6 +66,6 @@ def seed() -> Iterator[Seed]:
 
 @pytest.fixture
 def forked_starts(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The programs of Pronk that the test starts need not import torch and transformers; see tests/support/forked.py"""
+    """What the test starts of Pronk need not import torch and transformers; see tests/support/starts/forked.py"""
     monkeypatch.setattr(ForkingPopen, "seed", seed, raising=False)
     monkeypatch.setattr(subprocess, "Popen", ForkingPopen)

@@ -13,9 +13,9 @@ import pytest
 
 from actor.isolation.lifeline import die_with_parent
 from tests.support.actor_rig import Learner, actor_process
-from tests.support.forked import order_of
 from tests.support.machine import children_of, until
 from tests.support.runs import command, local, places, refused
+from tests.support.starts.forked import order_of
 
 
 def has_torch(pid: int) -> bool:

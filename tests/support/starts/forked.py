@@ -240,7 +240,7 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # tests/support, where Python looks for modules of a script
+    del sys.path[0]  # this folder, where Python looks for modules of a script
     gc.disable()
     for library in LIBRARIES:
         importlib.import_module(library)
