@@ -1,7 +1,6 @@
 """Will it fit, and how long will it take? From a model's sizes alone: no weights, no GPU.
 
 Bytes of a GPU and of a node's host by kind; seconds of a step and of a publication, with what they assume.
-
 python -m learner.plan --model Qwen3-VL-8B --gpus 8 --gpu-memory 141
 python -m learner.plan --config launch/recipes/geo3k.toml --gpus 8 [--section.key VALUE ...]
 python -m learner.plan --model Qwen3-VL-8B --gpus 64 --split    of these GPUs, how many for learner and engines

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from launch.processes.children import cpu_env
 from learner.distributed import close_ranks, init_ranks
 from shared.vision import VisionSpec
+from tests.support.starts.forked import ForkingPopen, Seed, start_seed
 from tests.support.tiny import tiny_model_dir
 
 gc.disable()  # until all is collected: what is imported stays, and is not looked through again and again
@@ -49,3 +53,19 @@ def spec(folder):
 def ranks():
     yield init_ranks("cpu")
     close_ranks()
+
+
+@pytest.fixture(scope="session")
+def seed() -> Iterator[Seed]:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    seed, process = start_seed(env | cpu_env(1))
+    yield seed
+    seed.close()
+    process.wait(60)
+
+
+@pytest.fixture
+def forked_starts(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test starts of Pronk need not import torch and transformers; see tests/support/starts/forked.py"""
+    monkeypatch.setattr(ForkingPopen, "seed", seed, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", ForkingPopen)

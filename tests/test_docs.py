@@ -83,6 +83,7 @@ def test_the_example_environment_keeps_the_contract(example: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_the_example_environment_is_trained_on_and_every_metric_of_the_run_is_described(
     example: Path, tmp_path: Path
 ) -> None:

@@ -109,6 +109,7 @@ def test_ctrl_c_stops_everything_within_ten_seconds_and_leaves_no_process(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_a_run_stopped_half_way_resumes_and_finishes(tmp_path: Path) -> None:
     fields = {"learner.total_steps": 6, "learner.checkpoint.every": 3, "learner.resume": "auto", "eval.samples": 0}
     finished(local(places(tmp_path, **{**fields, "learner.total_steps": 3})))
@@ -121,6 +122,7 @@ def test_a_run_stopped_half_way_resumes_and_finishes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_actors_give_up_on_a_learner_that_is_not_there(tmp_path: Path) -> None:
     arguments = command("actors", places(tmp_path, **{"actor.connect_timeout_s": 2}))
     run = subprocess.run(arguments, capture_output=True, text=True, timeout=120)

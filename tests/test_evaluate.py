@@ -168,6 +168,7 @@ def alone(tmp_path: Path, *options: object) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_it_agrees_with_a_runs_own_final_evaluation_and_the_viewer_opens_its_recording(tmp_path):
     fields = {"learner.total_steps": 2, "learner.groups_per_step": 4, "eval.samples": 24, "eval.greedy": "true"}
     run = json.loads(finished(local(places(tmp_path, **fields))).stdout.splitlines()[-1])
@@ -197,6 +198,7 @@ def speechless(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_two_known_models_are_told_apart(tmp_path):
     other = speechless(tmp_path / "speechless")
     ended = finished(alone(tmp_path, "--model", MODEL, "--against", other, "--samples", 64, "--repeats", 2))

@@ -200,6 +200,7 @@ def test_what_is_saved_half_way_to_the_bound_is_not_good(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_a_run_of_equal_rewards_ends_with_one_line_that_shows_an_example(tmp_path: Path) -> None:
     (tmp_path / "alike.py").write_text("def reward(played):\n    return 0.5\n")
     fields = {"env.reward": tmp_path / "alike.py:reward", "eval.samples": 0, "learner.stop_without_variance": 3}
@@ -210,6 +211,7 @@ def test_a_run_of_equal_rewards_ends_with_one_line_that_shows_an_example(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_a_run_steps_back_three_times_with_half_the_rate_and_then_stops(tmp_path: Path) -> None:
     fields = {"learner.guard.on_entropy": "rewind", "learner.guard.entropy_max": 0.1, "learner.guard.entropy_steps": 2}
     fields |= {"eval.samples": 0, "learner.total_steps": 20}

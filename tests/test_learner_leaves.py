@@ -43,6 +43,7 @@ def steps(tmp_path: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_learner_that_went_resumes_with_the_actors_that_waited(
     tmp_path: Path, started: list[subprocess.Popen], number: signal.Signals

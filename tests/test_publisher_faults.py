@@ -56,6 +56,7 @@ def in_mid_update(monkeypatch, action):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_an_engine_killed_in_mid_update_is_the_only_one_left_behind(folder, policy, publisher, monkeypatch, caplog):
     with running_engine(folder, update_timeout_s=8.0) as (good, app), engine_process(folder) as doomed:
         in_mid_update(monkeypatch, lambda: doomed.signal(signal.SIGKILL))
@@ -67,6 +68,7 @@ def test_an_engine_killed_in_mid_update_is_the_only_one_left_behind(folder, poli
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_an_engine_stopped_in_mid_update_comes_back_with_the_right_weights(folder, policy, publisher, monkeypatch):
     with running_engine(folder, update_timeout_s=8.0) as (good, app), engine_process(folder) as frozen:
         in_mid_update(monkeypatch, lambda: frozen.signal(signal.SIGSTOP))

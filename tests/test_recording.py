@@ -46,6 +46,7 @@ def test_a_file_that_is_no_group_is_named(groups, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_actors_record_without_a_learner_and_a_learner_trains_on_it_without_actors(tmp_path):
     folder = tmp_path / "recorded"
     small = [

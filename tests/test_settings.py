@@ -55,6 +55,7 @@ def run(tmp_path: Path, fields: dict) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 @pytest.mark.parametrize(
     ("fields", "versions"),
     [
@@ -69,6 +70,7 @@ def test_a_run_publishes_and_ends_when_the_recipe_says(tmp_path: Path, fields: d
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_a_canary_beyond_its_tolerance_stops_the_run(tmp_path: Path) -> None:
     done = run(tmp_path, {"learner.publish.canary_tolerance": 1e-12})
     assert done.returncode and "(learner.publish.canary_tolerance)" in done.stderr, done.stderr[-3000:]

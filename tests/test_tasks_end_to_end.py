@@ -62,6 +62,7 @@ def test_a_small_geometry_model_learns_to_call_the_tool_in_the_right_form(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 @pytest.mark.parametrize("recipe", ["geo3k_tiny", "sokoban_tiny"])
 def test_a_small_twin_runs_the_whole_loop(tmp_path: Path, recipe: str) -> None:
     fields = {"learner.total_steps": 2, "learner.groups_per_step": 8, "eval.samples": 4, "eval.greedy": "false"}
@@ -71,6 +72,7 @@ def test_a_small_twin_runs_the_whole_loop(tmp_path: Path, recipe: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_a_twin_trains_on_the_files_that_prepare_writes(tmp_path: Path) -> None:
     finished([sys.executable, "launch/prepare.py", "geo3k_multi_turn", "--make", "40", "--out", str(tmp_path / "data")])
     files = {f"data.{key}": tmp_path / "data" / f"{name}.parquet" for key, name in
@@ -94,6 +96,7 @@ def build_env(sample=None, args=None, **_):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
 def test_an_environment_that_keeps_failing_stops_the_run_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     fields = {"env.module": tmp_path / "broken.py", "eval.samples": 0}

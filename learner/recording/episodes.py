@@ -6,17 +6,19 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image as PILImage
-from transformers import PreTrainedTokenizerFast
 
 from learner.recording.names import as_arrays
 from shared.recordings.bounded import bounded_json
 from shared.recordings.records import Array, Episode, ImageRef, RecordedTurn
 from shared.types import Group, Image, Ticket, Trajectory, TurnNote
 from shared.vision import IMAGE_FORMATS, VisionSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PROMPT_CHARACTERS, METADATA_CHARACTERS, TEXT_CHARACTERS = 2**16, 2**14, 2**16
 PIECE_CHARACTERS = 2**8
@@ -27,6 +29,8 @@ class TokenTexts:
     """Tokens of a model as text, special ones too; each is decoded once. Without a tokenizer all texts are empty."""
 
     def __init__(self, model_path: str) -> None:
+        from transformers import PreTrainedTokenizerFast  # an evaluation's mistakes are named before
+
         self._pieces: dict[int, str] = {}
         self._tokenizer: PreTrainedTokenizerFast | None = None
         try:
