@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from learner.model.memory import Setting
+from learner.model.memory import FP32, Setting
 from learner.model.sizes import ModelSizes
 
 SUM_S = 2e-5  # of one sum over an engine's GPUs, assumed, besides the bytes
