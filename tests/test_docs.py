@@ -53,7 +53,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_field_and_module_that_a_page_names_exists(page: Path) -> None:
-    words = re.findall(rf"(?<![\w/.])(?:--)?((?:{SECTIONS})(?:\.[a-z_]+)+)(?![\w/(.])", page.read_text())
+    words = re.findall(rf"(?<![\w/.-])(?:--)?((?:{SECTIONS})(?:\.[a-z_]+)+)(?![\w/(.])", page.read_text())
     assert [word for word in words if word not in known_fields() and not exists(word)] == []
 
 
