@@ -83,10 +83,15 @@ class _LinearLogprob(torch.autograd.Function):
             return hidden_NH if wanted[0] else None, torch.zeros_like(weight_VH) if wanted[1] else None, None
         if grad_logprob_N is None:
             grad_logprob_N = torch.zeros(len(hidden_NH), device=hidden_NH.device)
-        if grad_entropy_N is not None and not grad_entropy_N.is_cuda and not bool(grad_entropy_N.any()):
-            grad_entropy_N = None  # to ask a GPU would take longer than to compute with zeros
+        if grad_entropy_N is not None and _is_zero(grad_entropy_N):
+            grad_entropy_N = None
         with torch.autocast(hidden_NH.device.type, enabled=False):
             grads = RowGrads.of(tuple(saved), grad_logprob_N, grad_entropy_N, ctx.job.temperature)
             with_gradient = RowsWithGradient(grad_logprob_N, grad_entropy_N)
             dx_NH, dw_VH = walk.backward(hidden_NH, weight_VH, ctx.job, grads, with_gradient, ctx.kept, wanted)
         return dx_NH, dw_VH, None
+
+
+def _is_zero(grad_N: Tensor) -> bool:
+    """Only of a CPU's tensors: to ask a GPU would take longer than to compute with zeros."""
+    return not grad_N.is_cuda and not bool(grad_N.any())

@@ -91,7 +91,7 @@ def test_what_is_planned_for_qwen25_is_what_it_has_and_what_its_forward_keeps(tm
     policy = load_policy(str(folder), spec)
     assert sum(p.numel() for p in policy.vlm.parameters()) == sizes.parameters
     assert (sizes.vision_full_blocks, sizes.window_patches) == (1, 16)
-    batch = packed(spec, sides=(56, 84, 140))
+    batch = packed(policy.spec, sides=(56, 84, 140))
     assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
 
 

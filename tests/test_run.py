@@ -23,7 +23,7 @@ from learner.model.sizes import find
 from learner.plan import RESERVED_FRACTION, setting_of
 from shared.config import load_recipe
 
-ON_GPUS = ("sokoban", "geo3k", "geo3k_multi_turn", "geo3k_multi_turn_thinking")
+ON_GPUS = ("sokoban", "geo3k", "geo3k_multi_turn", "geo3k_multi_turn_thinking", "geo3k_multi_turn_long", "sokoban_long")
 SMALL = "Qwen3-VL-2B-Instruct"
 
 

@@ -13,10 +13,14 @@ from envs.boards.board import MOVES, WALL, Board
 
 def reading(board: Board) -> str:
     """All that there is to see: the targets, the inner walls, the state."""
+    return f"{names(board, (*board.targets, *inner_walls(board)))} {state(board)}"
+
+
+def inner_walls(board: Board) -> list[int]:
+    """Cells of the walls that do not belong to the board's edge, in order."""
     height, width = board.height, board.width
     inside = (row * width + column for row in range(1, height - 1) for column in range(1, width - 1))
-    walls = [cell for cell in inside if board.cells[cell] == WALL]
-    return f"{names(board, (*board.targets, *walls))} {state(board)}"
+    return [cell for cell in inside if board.cells[cell] == WALL]
 
 
 def state(board: Board) -> str:

@@ -63,18 +63,23 @@ class Reader:
 
     def __call__(self, board: Board) -> Seen:
         if board not in self._seen:
-            words, moves = self._framed(board) if self._kind == "frame" else self._cells(board)
+            words, moves = self._cells(board) if self._kind == "cells" else self._framed(board)
             numbers = (self._numbers.setdefault(word, len(self._numbers)) for word in words)
             self._seen[board] = Seen(tuple(numbers), moves)
         return self._seen[board]
 
     def _framed(self, board: Board) -> tuple[list[tuple[int | str, str]], tuple[str, ...]]:
         """What reads alike however the board is turned: all but the cells and the frame's name; sides and corners also
-        one by one."""
+        one by one. With `frame_walls` also how far fore and out of the box each inner wall is."""
         _, _, _, player, target, sides, corners, *far = frames.state(board).split()
         whole = list(enumerate((player, target, sides, corners, *far)))
         single = [("side", side) for side in sides[1:]] + [("corner", corner) for corner in corners[1:]]
-        return whole + single, frames.frame_of(board.width, board.boxes[0], board.targets[0], board.player).moves
+        width, box = board.width, board.boxes[0]
+        frame = frames.frame_of(width, box, board.targets[0], board.player)
+        if self._kind == "frame_walls":
+            ways = [(wall // width - box // width, wall % width - box % width) for wall in reading.inner_walls(board)]
+            single += [("wall", "{:+d}{:+d}".format(*frame.offset(*way))) for way in ways]
+        return whole + single, frame.moves
 
     def _cells(self, board: Board) -> tuple[list[tuple[int | str, str]], tuple[str, ...]]:
         target, *rest = reading.reading(board).split()
@@ -235,7 +240,9 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reading", choices=("cells", "frame"), default="frame", help="the words that it gets")
+    parser.add_argument(
+        "--reading", choices=("cells", "frame", "frame_walls"), default="frame", help="the words that it gets"
+    )
     for name, default in (("steps", 180), ("episodes", 64), ("minibatches", 4), ("boards", 500), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, value in (("lr", 1e-3), ("gamma", 0.95), ("lam", 0.8), ("entropy-coef", 0.01)):
