@@ -10,8 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from actor.engine.weight_loader import Entry
+from learner import plan
 from learner.export import export
 from learner.model.policy import load_policy
+from learner.model.sizes import find
 from learner.weights.buckets import gathered
 from learner.weights.verify import WeightVerifier
 from shared.vision import VisionSpec
@@ -68,6 +70,12 @@ def test_transformers_and_the_learner_read_an_export_back_bit_for_bit(exported):
         loaded = dict(model.named_parameters())
         assert loaded.keys() == own.keys()
         assert [name for name in own if not torch.equal(loaded[name], own[name])] == []
+
+
+def test_the_plan_reads_an_export(exported, capsys):
+    _, policy, out = exported
+    assert find(str(out)).parameters == sum(p.numel() for p in policy.vlm.parameters())
+    assert plan.main(["--model", str(out)]) == 0 and str(out) in capsys.readouterr().out
 
 
 def test_a_mixture_loads_from_either_layout_of_its_experts(tmp_path):

@@ -101,11 +101,11 @@ def prepare(family: str, place: Path, ranks) -> None:
     """Writes what load_buckets.py reads there."""
     folder, cases = made(family, place / "model"), CASES[family]
     policy = load_policy(str(folder), VisionSpec.load(folder))
-    export(place / "export", gathered(policy), model_path=str(folder))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in policy.vlm.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    export(place / "export", gathered(policy), model_path=str(folder))
     whole = {
         name: values.view(shape).clone()
         for bucket in sent(policy)
@@ -133,8 +133,9 @@ def loaded(tmp_path_factory, ranks):
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_each_rank_of_sglangs_class_holds_what_the_learner_takes_checksums_of(family, loaded):
+def test_each_rank_of_sglangs_class_holds_what_the_learner_takes_checksums_of_and_what_it_exports(family, loaded):
     for name in [f"{case.name}_{rank}" for case in CASES[family] for rank in range(case.ranks)]:
         rank = json.loads((loaded[family] / f"{name}.json").read_text())
         assert rank["class"] == FAMILIES[family][1].__name__
         assert (rank["different"], rank["alone"]) == ([], []) and rank["count"] > 50, name
+        assert rank["exported_different"] == [], name
