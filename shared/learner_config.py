@@ -76,12 +76,11 @@ class ParallelConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _what_is_compiled_is_a_ranks_own(self) -> Self:
-        shared = [f"learner.parallel.{name} = {n}" for name in ("context", "expert") if (n := getattr(self, name)) > 1]
-        if self.compile and shared:
+    def _what_is_compiled_holds_its_experts(self) -> Self:
+        if self.compile and self.expert > 1:
             raise ValueError(
-                f"learner.parallel.compile = true with {shared[0]}: compiled blocks were not compared with one rank's "
-                "where ranks share work; set learner.parallel.compile = false"
+                f"learner.parallel.compile = true with learner.parallel.expert = {self.expert}: compiled blocks were not "
+                "compared with one rank's where experts are dealt; set learner.parallel.compile = false"
             )
         return self
 

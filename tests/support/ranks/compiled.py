@@ -1,0 +1,43 @@
+"""Three steps on one rank, then on two that share each microbatch and compile their blocks: `python -m
+tests.support.ranks.compiled MODEL OUT` writes OUT/RANKS.pt (gradients, weights, what the check at the start says).
+
+The graphs are those of torch.compile, run as they were traced.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from learner.distributed import barrier, close_ranks, init_ranks
+from learner.weights.buckets import gathered
+from tests.support.learner_ranks import CASES, first_gradients_noted, train, trainer_of
+from tests.support.ranks.checks import said
+from tests.support.ranks.processes import in_processes
+
+STEPS = 3
+
+
+def trained(model: Path, out: Path) -> None:
+    ranks = init_ranks("cpu", timeout_s=240)
+    settings, with_images = CASES["vtrace"]
+    shared = {"context": 2, "compile": True} if ranks.size == 2 else {}
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        trainer = trainer_of(model, ranks, **settings | shared)
+        with first_gradients_noted(trainer) as gradients:
+            for step in range(STEPS):
+                train(trainer, ranks, range(step, step + 1), with_images)
+        weights = {name: tensor.clone() for name, tensor in gathered(trainer.policy)}
+        words = said(trainer.policy, trainer.ranks) if shared else ""
+    if ranks.is_main:
+        torch.save((dict(gradients), weights, words), out / f"{ranks.size}.pt")
+    barrier(ranks, timeout_s=100)
+    close_ranks()
+
+
+if __name__ == "__main__":
+    sys.exit(in_processes(((1,), (2,)), trained, Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,26 @@
+"""Ranks that share a microbatch may compile their blocks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE, STDOUT
+
+import pytest
+import torch
+
+from tests.support.ranks.weights import distance
+from tests.support.tiny import tiny_model_dir
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_of_two_ranks_give_the_gradients_and_weights_of_one_that_compiles_nothing(tmp_path):
+    command = [sys.executable, "-m", "tests.support.ranks.compiled", tiny_model_dir(tmp_path, layers=3), tmp_path]
+    ended = subprocess.run([*map(str, command)], cwd=ROOT, text=True, stdout=PIPE, stderr=STDOUT, timeout=280)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    alone, shared = (torch.load(tmp_path / f"{size}.pt", weights_only=False) for size in (1, 2))
+    assert distance(shared[0], alone[0]) < 1e-6 and distance(shared[1], alone[1]) < 1e-6
+    assert shared[2] == ""  # the check at the start finds no layer that differs
