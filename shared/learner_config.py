@@ -79,8 +79,8 @@ class ParallelConfig(Section):
     def _what_is_compiled_holds_its_experts(self) -> Self:
         if self.compile and self.expert > 1:
             raise ValueError(
-                f"learner.parallel.compile = true with learner.parallel.expert = {self.expert}: compiled blocks were not "
-                "compared with one rank's where experts are dealt; set learner.parallel.compile = false"
+                f"learner.parallel.compile = true with learner.parallel.expert = {self.expert}: compiled blocks were "
+                "not compared with one rank's where experts are dealt; set learner.parallel.compile = false"
             )
         return self
 
