@@ -14,10 +14,11 @@ from envs.geometry.triangles import rows
 from envs.row_files import write_rows
 from launch import run
 from launch.diagnosis.hardware import Gpu
+from launch.diagnosis.miniature import with_values
 from launch.task_run import hardware, machines, session
 from launch.task_run.commands import chosen_fields
 from launch.task_run.planning import DoesNotFit, Job, plan
-from launch.task_run.tasks import MODELS, tasks, with_values
+from launch.task_run.tasks import MODELS, tasks
 from learner.model.memory import host_memory, memory
 from learner.model.sizes import find
 from learner.plan import RESERVED_FRACTION, setting_of

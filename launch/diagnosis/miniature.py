@@ -61,11 +61,11 @@ def miniature(recipe: Recipe, run_dir: Path, model: Path | None, sizes: ModelSiz
         fields |= {"engine.flags": {}, "engine.tensor_parallel": 1}
     if devices["learner.device"] != recipe.learner.device:
         fields |= {"learner.parallel.attention": "auto", "learner.parallel.offload": False}
-    return Miniature(_with(recipe, fields), ranks, tuple(changes), no_publication)
+    return Miniature(with_values(recipe, fields), ranks, tuple(changes), no_publication)
 
 
-def _with(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
-    """The recipe with dotted fields set, checked as a whole."""
+def with_values(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
+    """The recipe with dotted fields set, checked as a whole. ValueError if they contradict others."""
     values = recipe.model_dump()
     for key, value in fields.items():
         *sections, name = key.split(".")
@@ -131,7 +131,7 @@ def _engine(recipe: Recipe, device: str, own: bool, changes: list[str]) -> dict[
         fields["engine.tensor_parallel"] = 1
     if recipe.engine.kind == "sglang":
         try:
-            sglang_python(_with(recipe, {"engine.device": device}))
+            sglang_python(with_values(recipe, {"engine.device": device}))
         except ConfigError as error:
             changes.append(f"the embedded engine: {str(error).partition('; ')[0]}")
             fields["engine.kind"] = "embedded"

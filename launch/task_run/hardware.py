@@ -9,9 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from launch.diagnosis.miniature import with_values
 from launch.task_run.machines import KINDS, Machine, machine
 from launch.task_run.planning import Job, Plan, fits, plan
-from launch.task_run.tasks import recipe_of, with_values
+from launch.task_run.tasks import recipe_of
 from learner.model.sizes import PUBLISHED, find
 from shared.config import Recipe, fail, load_recipe
 

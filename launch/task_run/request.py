@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launch.diagnosis.miniature import with_values
 from launch.task_run.commands import as_options, changed
 from launch.task_run.machines import KINDS
 from launch.task_run.places import Data, check_data, data_of, model_place
-from launch.task_run.tasks import MODELS, given_fields, hub_name, recipe_of, sizes_of_model, with_values
+from launch.task_run.tasks import MODELS, given_fields, hub_name, recipe_of, sizes_of_model
 from learner.model.sizes import ModelSizes
 from shared.config import ConfigError, Recipe, load_recipe
 

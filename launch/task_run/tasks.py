@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,6 @@ def given_fields(overrides: Sequence[str]) -> set[str]:
     named = [name.removeprefix("PRONK_") for name in os.environ if name.startswith("PRONK_")]
     fields |= {name.lower().replace("__", ".") for name in named}
     return fields & known_fields().keys()
-
-
-def with_values(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
-    """The recipe with dotted fields set. ValueError if they contradict others."""
-    values = recipe.model_dump()
-    for field, value in fields.items():
-        *sections, name = field.split(".")
-        place = values
-        for section in sections:
-            place = place[section]
-        place[name] = value
-    return Recipe.model_validate(values)
 
 
 def value_of(recipe: Recipe, field: str) -> Any:
