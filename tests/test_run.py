@@ -202,6 +202,11 @@ def test_a_small_task_needs_no_gpu(task, capsys) -> None:
     assert command(out, "launch/local.py")[2:] == ["--config", f"launch/recipes/{task}.toml"]
 
 
+@pytest.mark.parametrize("task", ON_GPUS)
+def test_a_task_for_gpus_has_a_small_twin_to_be_told_of(task) -> None:
+    assert session._tiny(task) in tasks()
+
+
 # ---------------------------------------------------------------------- what is refused
 
 

@@ -81,10 +81,9 @@ def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype, *, offload: bool = F
     """FSDP2 in place: each decoder layer and vision block, the value head (float32), and the rest.
 
     Parameters and gradients are float32 (what adapters freeze is in `dtype`), forward and backward run in `dtype`.
-    Gradients are summed over ranks. A mesh
-    of two dimensions replicates over the first and shards over the second. `offload`: what is sharded, its gradients
-    and its optimizer state rest in the memory of the CPU. Experts that are dealt over ranks are each cut by their
-    rows, over the ranks that hold the same ones.
+    Gradients are summed over ranks. A mesh of two dimensions replicates over the first and shards over the second.
+    `offload`: what is sharded, its gradients and its optimizer state rest in the memory of the CPU. Experts that are
+    dealt over ranks are each cut by their rows, over the ranks that hold the same ones.
     """
     mesh = ranks.mesh
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
