@@ -27,7 +27,7 @@ from shared.types import Image
 from shared.vision import expand, mrope_positions
 
 MOST_TOKENS = 2048
-NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+NOISE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1}
 """The largest relative difference that rounding makes, of states and gradients; a wrong cut makes one of order 1."""
 
 
