@@ -12,9 +12,9 @@ from random import Random
 from typing import Any
 
 from envs.base import Env, Info, Observation, metadata_of, setting
-from envs.boards import frames, reading
 from envs.boards.board import MOVES, TARGET, Board, board_from_config
 from envs.boards.generate import BoardSpec, make_board
+from envs.boards.reading import moves_with_states, reading
 from envs.boards.render import render
 from envs.boards.solver import optimal_first_moves
 
@@ -32,7 +32,6 @@ TEXT_PROMPT = (
 )
 STEP_REWARD, BLOCKED_REWARD, ON_TARGET_REWARD, OFF_TARGET_REWARD, SUCCESS_BONUS = 0.01, -0.05, 1.0, -0.5, 5.0
 LOST = 20  # moves that a position beyond rescue counts as
-READINGS = {"cells": reading, "frame": frames}  # modules with `reading` and `moves_with_states`
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 _SEPARATORS = re.compile(r"[,;\s]+")
@@ -53,14 +52,11 @@ class SokobanSettings:
     max_solution: int = 1_000_000
     split: str = ""
     diagnostics: bool = False  # also measures success by solution length, and what the model wrote about the board
-    reading: str = "cells"  # diagnostics: what <think> and <answer> are compared with, "cells" or "frame"
     progress_reward: float = 0.0  # shaping: added to a turn's reward for each move that the shortest solution shrank by
 
     def __post_init__(self) -> None:
         if self.render_mode not in ("vision", "text"):
             raise ValueError(f"render_mode is {self.render_mode!r}: use 'vision' or 'text'")
-        if self.reading not in READINGS:
-            raise ValueError(f"reading is {self.reading!r}: use 'cells' or 'frame'")
         if self.max_actions_per_step < 1 or self.max_steps < 1:
             raise ValueError("max_actions_per_step and max_steps must be at least 1")
 
@@ -197,9 +193,8 @@ class SokobanEnv(Env):
     def _accuracies(self, response: str, actions: list[str]) -> dict[str, bool]:
         """Whether <think> tells the board as it is, and <answer> what its moves lead to; to be called before them."""
         thought, answer = _THOUGHT.search(response), _ANSWER.search(response)
-        words = READINGS[self.settings.reading]
-        seen = thought is not None and thought.group(1).split() == words.reading(self.position).split()
-        told = words.moves_with_states(self.position, actions)
+        seen = thought is not None and thought.group(1).split() == reading(self.position).split()
+        told = moves_with_states(self.position, actions)
         foreseen = answer is not None and answer.group(1).split() == told.split()
         turn = len(self.turn_rewards) + 1
         return {"read_accuracy": seen, f"read_accuracy_turn_{turn}": seen, "foresight_accuracy": foreseen}

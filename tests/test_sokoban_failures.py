@@ -7,14 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from envs.boards.frames import moves_with_states, reading
+from envs.boards.reading import moves_with_states, reading
 from envs.boards.solver import optimal_first_moves, solve
 from envs.sokoban import build_env
 from shared.recordings.records import Array, Episode, RecordedTurn
 from shared.types import Sample
 from tests.bench.sokoban.failures import why
 
-ARGS = {"grid_size": [6, 6], "reading": "frame", "max_actions_per_step": 3}
+ARGS = {"grid_size": [6, 6], "max_actions_per_step": 3}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 
 

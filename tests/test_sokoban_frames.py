@@ -10,26 +10,34 @@ import numpy as np
 import pytest
 
 from envs.boards.board import MOVES, WALL, Board, board_from_config, board_of
-from envs.boards.frames import FRAMES, TURNS, frame_of, moves_with_states, reading, state, words
+from envs.boards.reading import FRAMES, TURNS, frame_of, inner_walls, moves_with_states, reading, state, words
 from envs.sokoban import build_env, parse_actions
 from launch.tiny_models.build import build_tokenizer
 from launch.tiny_models.demonstrations import TASKS, Lesson, scattered, sokoban_answer
 from launch.warm_start import main, weighted
 from shared.types import Sample
 
-TASK = TASKS["sokoban_frames"]
+TASK = TASKS["sokoban"]
 ROWS = ("######", "#P___#", "#_X#_#", "#__O_#", "#____#", "######")
 BOARD = board_of(6, 6, bytes("#_O√XPS".index(symbol) for row in ROWS for symbol in row))
 
 
 def env_of(seed: int, **args: object):
-    return build_env(Sample(str(seed), metadata={"seed": seed}), {"reading": "frame"} | args)
+    return build_env(Sample(str(seed), metadata={"seed": seed}), args)
 
 
 def positions(board: Board) -> list[Board]:
     """All that there are of a board with one box."""
     free = [cell for cell, code in enumerate(board.cells) if code != WALL]
     return [replace(board, player=player, boxes=(box,)) for player in free for box in free if player != box]
+
+
+def parts(told: str) -> tuple[list[str], str, str, str, str, list[str]]:
+    """Of a reading: the cells; the frame, the player, the target, the room behind; the walls."""
+    words = told.split()
+    first = next(i for i, word in enumerate(words) if word[0] == "@")
+    frame, near, ahead, room = words[first : first + 4]
+    return words[:first], frame, near, ahead, room, words[first + 4 :]
 
 
 def boards() -> list[Board]:
@@ -51,12 +59,12 @@ def tokenizer():
     return build_tokenizer(phrases, TASK.model["vocab_size"])
 
 
-def test_a_reading_names_target_player_box_and_what_is_around_the_box_in_its_frame() -> None:
-    assert reading(BOARD) == "33 11 22 @dr -1-1 >11 %fbi * :21 .10"
+def test_a_reading_names_target_player_box_and_walls_as_cells_and_then_from_the_box() -> None:
+    assert reading(BOARD) == "33 11 22 23 @dr -1-1 >11 =11 #+0+1"
 
 
-def test_a_state_leaves_out_the_target() -> None:
-    assert state(BOARD.moved("down")) == "21 22 @dr +0-1 >11 %fbi * :21 .10"
+def test_a_state_has_no_cells() -> None:
+    assert state(BOARD.moved("down")) == "@dr +0-1 >11 =11 #+0+1"
 
 
 def test_moves_are_told_in_the_frame_and_as_they_are_with_states_between_them() -> None:
@@ -74,32 +82,26 @@ def test_a_move_that_solves_is_followed_by_the_state_and_nothing_more() -> None:
 @pytest.mark.parametrize("board", boards(), ids=range(6))
 def test_every_position_can_be_had_back_from_its_words(board: Board) -> None:
     for position in positions(board):
-        target, player, box, frame, near, ahead, free, corners, along, across = reading(position).split()
-        place = lambda word: int(word[0]) * 6 + int(word[1])  # noqa: E731
-        assert (place(player), (place(box),), (place(target),)) == (position.player, position.boxes, position.targets)
+        cells, frame, near, ahead, room, walls = parts(reading(position))
+        target, player, box, *inner = (int(cell[0]) * 6 + int(cell[1]) for cell in cells)
+        assert (player, (box,), (target,), inner) == (
+            position.player, position.boxes, position.targets, inner_walls(position)
+        )  # fmt: skip
         used = next(f for f in FRAMES if f.word == frame)
-        steps = [dict(zip(MOVES, (-6, 6, -1, 1), strict=True))[move] for move in used.moves]
-        fore, _, _, out = steps
-        assert place(box) + int(near[:2]) * fore + int(near[2:]) * out == place(player)
-        assert place(box) + int(ahead[1]) * fore + int(ahead[2]) * out == place(target)
-        for name, step, count in zip(TURNS, steps, along[1:] + across[1:], strict=True):
-            cells = [position.cells[place(box) + n * step] for n in range(1, int(count) + 1)]
-            assert WALL not in cells and (
-                int(count) == 3 or position.cells[place(box) + (int(count) + 1) * step] == WALL
-            )
-            assert (name[0] in free) == (int(count) > 0)
-        diagonal = (fore + out, fore - out, -fore + out, -fore - out)
-        assert corners[1:] == "".join(
-            str(i) for i, step in enumerate(diagonal, 1) if position.cells[place(box) + step] == WALL
-        )
+        fore, _, _, out = (dict(zip(MOVES, (-6, 6, -1, 1), strict=True))[move] for move in used.moves)
+        assert box + int(near[:2]) * fore + int(near[2:]) * out == player
+        assert box + int(ahead[1]) * fore + int(ahead[2]) * out == target
+        assert [box + int(wall[1:3]) * fore + int(wall[3:]) * out for wall in walls] == inner
+        corner = box - int(room[1]) * fore - int(room[2]) * out
+        assert corner in (7, 10, 25, 28) and position.cells[corner - fore] == position.cells[corner - out] == WALL
 
 
 def test_positions_read_alike_however_the_board_is_turned_or_mirrored() -> None:
-    """All words but cells and the frame's name. Where target and player both lie on an axis of symmetry of the box, two
-    frames fit, and the words are those of either."""
+    """All words but cells and the frame's name, walls in any order. Where target and player both lie on an axis of
+    symmetry of the box, two frames fit, and the words are those of either."""
     told = {False: 0, True: 0}
     for position in (p for board in boards()[::3] for p in positions(board)):
-        found = {tuple(state(mirrored(position, i)).split()[3:]) for i in range(8)}
+        found = {tuple(sorted(state(mirrored(position, i)).split()[1:])) for i in range(8)}
         told[symmetric(position)] += 1
         assert len(found) == 1 or (len(found) == 2 and symmetric(position))
     assert told[False] > 150 and told[True] > 30
@@ -115,15 +117,15 @@ def symmetric(board: Board) -> bool:
 
 def test_the_target_is_fore_and_out_and_no_nearer_fore_than_out() -> None:
     for position in (p for board in boards() for p in positions(board)):
-        ahead = state(position).split()[4]
+        ahead = state(position).split()[2]
         assert int(ahead[1]) >= int(ahead[2]) >= 0
 
 
 def test_every_word_is_one_token_and_a_turn_has_at_most_80() -> None:
-    assert len(tokenizer()) <= 640
+    assert len(tokenizer()) <= 704
     rng, most = random.Random(0), 0
     for position in (scattered(board, rng) for board in boards() for _ in range(60)):
-        answer = sokoban_answer(position, rng, Lesson(expertise=0.5), "frame").text
+        answer = sokoban_answer(position, rng, Lesson(expertise=0.5)).text
         said = answer.replace("<think>", "").replace("</think><answer>", "").replace("</answer>", "").split()
         assert set(said) <= {*words(), *MOVES}
         count = len(tokenizer().encode(answer + "<|im_end|>", add_special_tokens=False))
@@ -137,43 +139,28 @@ def test_no_word_stands_for_two_kinds_and_few_values_make_one() -> None:
     for word in set(words()):
         kind = "cells" if word.isdigit() else word[0]
         kinds[kind] = kinds.get(kind, 0) + 1
-    assert all(kinds[kind] <= 16 for kind in ("cells", "@", ">", "%", "*", ":", "."))
-
-
-def test_what_is_read_and_foreseen_in_frames_is_measured_and_the_moves_are_played() -> None:
-    env = env_of(7, diagnostics=True)
-    start = env.position
-    answer = f"<answer> {moves_with_states(start, ['down', 'left'])}</answer>"
-    assert parse_actions(answer, 3) == ["down", "left"]
-    turn = env.step(f"<think> {reading(start)}</think>{answer}")[2]["metrics"]["turn_metrics"]
-    assert turn["read_accuracy"] and turn["read_accuracy_turn_1"] and turn["foresight_accuracy"]
-    assert env.position == start.moved("down").moved("left")
-    turn = env.step("<think> 11</think><answer> fore up</answer>")[2]["metrics"]["turn_metrics"]
-    assert not turn["read_accuracy"]
-    with pytest.raises(ValueError, match="use 'cells' or 'frame'"):
-        env_of(7, reading="frames")
+    assert all(kinds[kind] <= 16 for kind in ("cells", "@", ">", "="))
 
 
 def test_frames_are_told_of_each_of_several_boxes() -> None:
     board = env_of(1, num_boxes=2, grid_size=(7, 7)).position
-    assert len(state(board).split()) == 3 + 2 * 7
+    assert len(state(board).split()) == 2 * (4 + len(inner_walls(board)))
     assert parse_actions(moves_with_states(board, ["up", "left"]), 3) == ["up", "left"]
     assert board_from_config(board.env_config()) == board
 
 
 def test_only_words_that_chance_chose_are_marked_as_guesses() -> None:
     rng = random.Random(1)
-    for form, choices in (("frame", TURNS), ("cells", MOVES)):
-        for board in boards():
-            answer = sokoban_answer(board, rng, Lesson(expertise=0.0), form)
-            guessed = [answer.text[a:b].strip() for a, b in answer.guesses]
-            assert len(guessed) == len(parse_actions(answer.text, 3)) and set(guessed) <= {*choices}
-        near = env_of(5, max_solution=3).position
-        assert sokoban_answer(near, rng, Lesson(expertise=1.0), form).guesses == ()
+    for board in boards():
+        answer = sokoban_answer(board, rng, Lesson(expertise=0.0))
+        guessed = [answer.text[a:b].strip() for a, b in answer.guesses]
+        assert len(guessed) == len(parse_actions(answer.text, 3)) and set(guessed) <= {*TURNS}
+    near = env_of(5, max_solution=3).position
+    assert sokoban_answer(near, rng, Lesson(expertise=1.0)).guesses == ()
 
 
 def test_the_choice_weight_is_of_the_tokens_that_choose_alone() -> None:
-    answer = sokoban_answer(BOARD, random.Random(0), Lesson(expertise=0.0), "frame")
+    answer = sokoban_answer(BOARD, random.Random(0), Lesson(expertise=0.0))
     ids, weights = weighted(answer, tokenizer(), 0.1)
     light = [tokenizer().decode([i]).strip() for i, weight in zip(ids, weights, strict=True) if weight == 0.1]
     assert light == [answer.text[a:b].strip() for a, b in answer.guesses] and len(light) == 3
@@ -192,7 +179,7 @@ def test_scattered_positions_are_of_the_same_board_anywhere_and_not_solved() -> 
 def test_scattering_shows_positions_that_are_not_where_play_has_led() -> None:
     def cells(**lesson: float) -> list[str]:
         chosen = Lesson(expertise=0.0, turns=6, **lesson)
-        return [answer.text.split()[3] for _, answer in TASK.demonstrate(5, random.Random(5), chosen)]
+        return [answer.text.split()[2] for _, answer in TASK.demonstrate(5, random.Random(5), chosen)]
 
     assert len(set(cells(scatter=1.0))) > len(set(cells()))
 
@@ -200,8 +187,8 @@ def test_scattering_shows_positions_that_are_not_where_play_has_led() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["sokoban_frames", "--choice-weight", "0"], "--choice-weight 0.0: use a number above 0"),
-        (["sokoban_frames", "--scatter", "1.5"], "--scatter 1.5: it is a share"),
+        (["sokoban", "--choice-weight", "0"], "--choice-weight 0.0: use a number above 0"),
+        (["sokoban", "--scatter", "1.5"], "--scatter 1.5: it is a share"),
         (["colour", "--tower-steps", "5"], "--tower-steps 5: only Sokoban's tower is taught alone"),
     ],
 )

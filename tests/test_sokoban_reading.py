@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from envs.boards.board import MOVES, board_of
-from envs.boards.reading import moves_with_states, reading, sides, state, way
+from envs.boards.reading import moves_with_states, reading, state
 from envs.boards.solver import optimal_first_moves
 from envs.sokoban import build_env, length_classes, parse_actions
 from launch.tiny_models.demonstrations import TASKS, Lesson, sokoban_answer
@@ -23,23 +23,8 @@ def env_of(seed: int, **args: object):
     return build_env(Sample(str(seed), metadata={"seed": seed}), args)
 
 
-def test_a_reading_names_targets_inner_walls_places_ways_and_walled_sides() -> None:
-    assert reading(BOARD) == "33 23 11 22 _1>1 _1>1 #ul #r"
-
-
-def test_a_state_leaves_out_what_no_move_changes() -> None:
-    assert state(BOARD.moved("down")) == "21 22 ^0>1 _1>1 #l #r"
-
-
-def test_ways_and_sides() -> None:
-    assert way(BOARD, 22, 7) == "^2<3"
-    assert way(BOARD, 7, 7) == "^0>0"
-    assert sides(BOARD, 19) == "#l"
-    assert sides(BOARD, 20) == "#"
-
-
 def test_states_stand_between_moves_and_behind_the_last_one_only_if_it_solves() -> None:
-    assert moves_with_states(BOARD, ["up", "up"]) == f"up {state(BOARD)} up"
+    assert moves_with_states(BOARD, ["up", "up"]) == f"back up {state(BOARD)} back up"
     moves = optimal_first_moves(BOARD)
     solved = BOARD
     for move in moves:
@@ -67,7 +52,7 @@ def test_what_is_read_and_foreseen_is_measured_in_each_turn() -> None:
     turn = metrics["turn_metrics"]
     assert turn["read_accuracy"] and turn["read_accuracy_turn_1"] and turn["foresight_accuracy"]
     assert any(name in metrics["traj_metrics"] for name in ("success_1_3", "success_long"))
-    turn = env.step("<think> 00</think><answer> up 00 up</answer>")[2]["metrics"]["turn_metrics"]
+    turn = env.step("<think> 00</think><answer> back up 00 back up</answer>")[2]["metrics"]["turn_metrics"]
     assert not turn["read_accuracy"] and not turn["read_accuracy_turn_2"] and not turn["foresight_accuracy"]
 
 

@@ -13,18 +13,15 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import combinations
 from typing import Any, NamedTuple
 
 from envs import colour, geo3k, geo3k_multi_turn, sokoban
-from envs.boards import frames
 from envs.boards.board import MOVES, WALL, Board
+from envs.boards.reading import TURNS, moves_with_states, reading, words
 from envs.boards.solver import optimal_first_moves
 from shared.types import Sample
 
-SOKOBAN_ARGS: dict[str, Any] = {"pixels_per_cell": 32, "reading": "cells"}
-FRAME_ARGS: dict[str, Any] = {"pixels_per_cell": 16, "reading": "frame"}
+CELL_PIXELS = 32
 SOKOBAN_PROMPT = "Solve Sokoban."
 COLOUR_PROMPT = "Name the colour."
 TRIANGLE_ARGS = {"picture_pixels": 64}
@@ -75,27 +72,28 @@ def seeded(seed: int) -> Sample:
     return Sample(str(seed), metadata={"seed": seed, "split": "train"})
 
 
-def play_sokoban(seed: int, rng: random.Random, lesson: Lesson, *, args: dict[str, Any]) -> Demonstration:
-    env = _sokoban(seed, rng, lesson, args)
+def play_sokoban(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
+    env = _sokoban(seed, rng, lesson)
     observation, done = env.reset()[0], False
     for turn in range(lesson.turns):
         if done or (turn and rng.random() < lesson.jump):
-            env = _sokoban(rng.randrange(1 << 30), rng, lesson, args)
+            env = _sokoban(rng.randrange(1 << 30), rng, lesson)
             observation = env.reset()[0] | {"obs_str": observation["obs_str"]}
         if lesson.scatter and rng.random() < lesson.scatter:
             env = sokoban.SokobanEnv(scattered(env.position, rng), env.settings)
             observation = env.reset()[0] | {"obs_str": observation["obs_str"]}
-        answer = sokoban_answer(env.position, rng, lesson, args["reading"])
+        answer = sokoban_answer(env.position, rng, lesson)
         yield env.format_observation(observation), answer
         observation, done, _ = env.step(answer.text)
         if done and not lesson.jump:
             return
 
 
-def _sokoban(seed: int, rng: random.Random, lesson: Lesson, args: dict[str, Any]) -> sokoban.SokobanEnv:
+def _sokoban(seed: int, rng: random.Random, lesson: Lesson) -> sokoban.SokobanEnv:
     longest = {"max_solution": lesson.reach} if rng.random() < lesson.near else {}
     sample = Sample(str(seed), metadata={"seed": seed, "split": lesson.split})
-    return sokoban.build_env(sample, args | longest | {"wall_chance": rng.choice(lesson.wall_chances)})
+    args = {"pixels_per_cell": CELL_PIXELS, "wall_chance": rng.choice(lesson.wall_chances)}
+    return sokoban.build_env(sample, args | longest)
 
 
 def scattered(board: Board, rng: random.Random) -> Board:
@@ -126,9 +124,9 @@ def play_geometry(seed: int, rng: random.Random, lesson: Lesson) -> Demonstratio
         calls = with_tool and not info.get("tool_executed") and rng.random() < 0.5
 
 
-def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson, form: str = "cells") -> Answer:
+def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson) -> Answer:
     """Writes down the board, then up to three moves and what they lead to: where the solution is within reach, the
-    next move of a shortest one with probability `expertise`; random ones elsewhere. `form`: of `sokoban.READINGS`."""
+    next move of a shortest one with probability `expertise`; random ones elsewhere."""
     moves: list[str] = []
     guessed: list[bool] = []
     position = board
@@ -137,11 +135,9 @@ def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson, form: str =
         guessed.append(not (0 < len(best) <= lesson.reach and rng.random() < lesson.expertise))
         moves.append(rng.choice(MOVES) if guessed[-1] else best[0])
         position = position.moved(moves[-1])
-    words = sokoban.READINGS[form]
-    start = f"<think> {words.reading(board)}</think><answer>"
-    said = f" {words.moves_with_states(board, moves)}"
-    choices = frames.TURNS if form == "frame" else MOVES
-    places = [found.span() for found in re.finditer(rf" ({'|'.join(choices)})\b", said)]
+    start = f"<think> {reading(board)}</think><answer>"
+    said = f" {moves_with_states(board, moves)}"
+    places = [found.span() for found in re.finditer(rf" ({'|'.join(TURNS)})\b", said)]
     guesses = [(len(start) + a, len(start) + b) for (a, b), guess in zip(places, guessed, strict=True) if guess]
     return Answer(f"{start}{said}</answer>", tuple(guesses))
 
@@ -169,23 +165,13 @@ def boxed(number: str, rng: random.Random, expertise: float) -> str:
     return rng.choice((f"Answer: {number}", f"Answer: {{{number}}}", f"Answer: \\boxed{{{number}"))
 
 
-def sokoban_phrases(words: tuple[str, ...], weight: int = 1) -> tuple[str, ...]:
-    """`words`: what is said of boards. With a large weight, what is written is cut into words before anything else."""
+def sokoban_phrases() -> tuple[str, ...]:
+    """What is written often, so that it is cut into words before anything else, and what the environment says."""
     observation = "[Observation]\n(Refer to the image for the grid layout.)\nValid last actions: "
     request = "\nProvide your next move(s) using Up, Down, Left, Right."
     titles = [move.title() for move in MOVES]
-    said = (*MOVES, *titles, *words)
-    spoken = ("<answer>", "</answer>", ", ", *MOVES, *titles, *(f" {word}" for word in said))
-    return (*spoken * weight, observation, request, "None", SOKOBAN_PROMPT)
-
-
-def cell_words() -> tuple[str, ...]:
-    """The words of `envs.boards.reading` on boards of 6x6."""
-    cells = [f"{row}{column}" for row in range(6) for column in range(6)]
-    ways = [f"{v}{h}" for v in ("^0", *(f"{d}{n}" for d in "^_" for n in (1, 2, 3)))
-            for h in (">0", *(f"{d}{n}" for d in "<>" for n in (1, 2, 3)))]  # fmt: skip
-    sides = ["#" + "".join(chosen) for count in range(5) for chosen in combinations("udlr", count)]
-    return (*cells, *ways, *sides)
+    spoken = ("<answer>", "</answer>", ", ", *MOVES, *titles, *(f" {word}" for word in (*MOVES, *titles, *words())))
+    return (*spoken * 20, observation, request, "None", SOKOBAN_PROMPT)
 
 
 def geometry_phrases() -> tuple[str, ...]:
@@ -215,20 +201,7 @@ def geometry_phrases() -> tuple[str, ...]:
 
 
 TASKS = {
-    "sokoban": Task(
-        (SOKOBAN_PROMPT,),
-        sokoban_phrases(cell_words()),
-        {"vocab_size": 576},
-        partial(play_sokoban, args=SOKOBAN_ARGS),
-        cell_pixels=32,
-    ),
-    "sokoban_frames": Task(
-        (SOKOBAN_PROMPT,),
-        sokoban_phrases(frames.words(), weight=20),
-        {"vocab_size": 640},
-        partial(play_sokoban, args=FRAME_ARGS),
-        cell_pixels=16,
-    ),
+    "sokoban": Task((SOKOBAN_PROMPT,), sokoban_phrases(), {"vocab_size": 704}, play_sokoban, cell_pixels=CELL_PIXELS),
     "colour": Task(
         (COLOUR_PROMPT,),
         (*colour.COLOURS, "Which colour?", COLOUR_PROMPT),

@@ -1,6 +1,6 @@
 """How well Sokoban can be played by a policy that reads every board right: what planning alone costs in episodes.
 
-    python -m tests.bench.sokoban.planner [--reading frame] [--steps 180] [--lr 1e-3] [--walls 0.05 0.15]
+    python -m tests.bench.sokoban.planner [--steps 180] [--lr 1e-3] [--walls 0.05 0.15]
 
 A perceptron gets the words that the small models write down in <think>, read without a mistake, and chooses one move at
 a time, up to three a turn and eight turns, as they do. It is first taught good moves within three of the solution,
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from envs.boards import frames, reading
 from envs.boards.board import MOVES, Board
 from envs.boards.generate import BoardSpec, make_board
+from envs.boards.reading import frame_of, state
 from envs.boards.solver import optimal_first_moves
 from envs.sokoban import BLOCKED_REWARD, ON_TARGET_REWARD, STEP_REWARD
 from learner.vtrace import token_vtrace
@@ -56,36 +56,19 @@ class Step:
 class Reader:
     """Numbers the words of positions; each is read once."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self) -> None:
         self._numbers: dict[tuple[int | str, str], int] = {}
         self._seen: dict[Board, Seen] = {}
 
     def __call__(self, board: Board) -> Seen:
+        """What reads alike however the board is turned: all but the cells and the frame's name."""
         if board not in self._seen:
-            words, moves = self._cells(board) if self._kind == "cells" else self._framed(board)
+            player, target, room, *walls = state(board).split()[1:]
+            words = [*enumerate((player, target, room)), *(("wall", wall) for wall in walls)]
             numbers = (self._numbers.setdefault(word, len(self._numbers)) for word in words)
-            self._seen[board] = Seen(tuple(numbers), moves)
+            frame = frame_of(board.width, board.boxes[0], board.targets[0], board.player)
+            self._seen[board] = Seen(tuple(numbers), frame.moves)
         return self._seen[board]
-
-    def _framed(self, board: Board) -> tuple[list[tuple[int | str, str]], tuple[str, ...]]:
-        """What reads alike however the board is turned: all but the cells and the frame's name; sides and corners also
-        one by one. With `frame_walls` also how far fore and out of the box each inner wall is."""
-        _, _, _, player, target, sides, corners, *far = frames.state(board).split()
-        whole = list(enumerate((player, target, sides, corners, *far)))
-        single = [("side", side) for side in sides[1:]] + [("corner", corner) for corner in corners[1:]]
-        width, box = board.width, board.boxes[0]
-        frame = frames.frame_of(width, box, board.targets[0], board.player)
-        if self._kind == "frame_walls":
-            ways = [(wall // width - box // width, wall % width - box % width) for wall in reading.inner_walls(board)]
-            single += [("wall", "{:+d}{:+d}".format(*frame.offset(*way))) for way in ways]
-        return whole + single, frame.moves
-
-    def _cells(self, board: Board) -> tuple[list[tuple[int | str, str]], tuple[str, ...]]:
-        target, *rest = reading.reading(board).split()
-        state = reading.state(board).split()
-        walls = rest[: len(rest) - len(state)]
-        return [("target", target), *(("wall", wall) for wall in walls), *enumerate(state)], MOVES
 
 
 class Perceptron(nn.Module):
@@ -196,7 +179,7 @@ def update(policy: Perceptron, critic: Perceptron, episodes: list[list[Step]], s
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(options.seed)
-    rng, reader = np.random.default_rng(options.seed), Reader(options.reading)
+    rng, reader = np.random.default_rng(options.seed), Reader()
     held = boards(HELD_OUT, options.boards, "heldout", (0.05,))
     lengths = np.array([len(optimal_first_moves(board)) for board in held])
 
@@ -240,9 +223,6 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--reading", choices=("cells", "frame", "frame_walls"), default="frame", help="the words that it gets"
-    )
     for name, default in (("steps", 180), ("episodes", 64), ("minibatches", 4), ("boards", 500), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, value in (("lr", 1e-3), ("gamma", 0.95), ("lam", 0.8), ("entropy-coef", 0.01)):

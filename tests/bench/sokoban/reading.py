@@ -1,6 +1,6 @@
 """How well a small Sokoban model reads held-out boards: what probability it gives to each true word, by kind and turn.
 
-    python -m tests.bench.sokoban.reading MODEL --games 100 [--walls 0.05 0.3] [--task sokoban_frames]
+    python -m tests.bench.sokoban.reading MODEL --games 100 [--walls 0.05 0.3]
 
 Episodes are played at random, good moves among the random ones within reach, and the model is asked for every word
 after the true ones before it (teacher-forced). A word is read right where it has more than half of the probability.
@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from actor.render import Renderer
-from envs.boards.frames import TURNS
+from envs.boards.reading import TURNS
 from launch.tiny_models.demonstrations import TASKS, Lesson
 from launch.warm_start import demonstration
 from learner.batch import make_episode, pack
@@ -32,8 +32,7 @@ from shared.vision import VisionSpec
 
 FIRST_SEED = 2_000_000_000
 GUESS = 0.5  # weight that marks words that chance chose
-KINDS = {"@": "frame", "+": "relative", "-": "relative", ">": "relative", "%": "ways", "*": "corners", ":": "distances",
-         ".": "distances", "#": "sides", "^": "relative", "_": "relative"}  # fmt: skip
+KINDS = {"@": "frame", "+": "relative", "-": "relative", ">": "relative", "=": "room", "#": "walls"}
 
 
 def kind_of(word: str, weight: float) -> str:
@@ -46,14 +45,14 @@ def kind_of(word: str, weight: float) -> str:
     return "cells" if word.isdigit() else KINDS.get(word[:1], "moves and form")
 
 
-def measure(model: str, task: str, games: int, walls: tuple[float, ...]) -> dict[str, object]:
+def measure(model: str, games: int, walls: tuple[float, ...]) -> dict[str, object]:
     spec, tokenizer = VisionSpec.load(model), PreTrainedTokenizerFast.from_pretrained(model)
     policy, decoder, renderer = load_policy(model, spec).eval(), ImageDecoder(spec), Renderer(tokenizer, spec)
     lesson = Lesson(expertise=0.5, wall_chances=walls, split="heldout")
     kinds: dict[str, list[float]] = defaultdict(list)
     turns: dict[int, list[float]] = defaultdict(list)
     for seed in range(FIRST_SEED, FIRST_SEED + games):
-        shown = demonstration(TASKS[task], seed, renderer, tokenizer, lesson, GUESS)
+        shown = demonstration(TASKS["sokoban"], seed, renderer, tokenizer, lesson, GUESS)
         episode = make_episode(shown, 0.0, decoder, ObjectiveConfig())
         with torch.no_grad():
             found = policy(pack([episode], decoder, torch.device("cpu")), 1.0).logprobs.tolist()
@@ -98,12 +97,9 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--games", type=int, default=100)
     parser.add_argument("--walls", type=float, nargs="+", default=[0.05], help="each board draws one")
-    parser.add_argument(
-        "--task", choices=[name for name in TASKS if name.startswith("sokoban")], default="sokoban_frames"
-    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure(str(options.model), options.task, options.games, tuple(options.walls))
+    found = measure(str(options.model), options.games, tuple(options.walls))
     for name in ("kinds", "by_turn"):
         for key, value in found[name].items():
             print(f"{name:8} {key:16} {value:.4f}")
