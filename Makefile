@@ -49,7 +49,7 @@ train: env $(if $(filter sglang,$(ENGINE)),sglang-env)
 SOKOBAN := $(PY) launch/warm_start.py sokoban --threads 2
 PLAYED := --jump 0.5 --scatter 0.4 --wall-chances 0.05 0.15
 
-# Makes the shipped models again, from nothing: about half an hour on two cores. launch/models/sokoban_sees is shown no move
+# Makes the shipped models again, from nothing: 40 minutes on two cores. launch/models/sokoban_sees is shown no move
 # of the solver at any stage; sokoban_tiny, made from it, is shown good moves within three moves of the solution.
 tiny-models: env
 	$(PY) launch/warm_start.py colour --out launch/models/colour_tiny --steps 100 --batch 32

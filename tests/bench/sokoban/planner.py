@@ -1,6 +1,6 @@
 """How well Sokoban can be played by a policy that reads every board right: what planning alone costs in episodes.
 
-    python -m tests.bench.sokoban.planner [--steps 180] [--lr 1e-3] [--walls 0.05 0.15]
+    python -m tests.bench.sokoban.planner [--steps 180] [--lr 2e-3] [--walls 0.05 0.15]
 
 A perceptron gets the words that the small models write down in <think>, read without a mistake, and chooses one move at
 a time, up to three a turn and eight turns, as they do. It is first taught good moves within three of the solution,
@@ -225,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("steps", 180), ("episodes", 64), ("minibatches", 4), ("boards", 500), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, value in (("lr", 1e-3), ("gamma", 0.95), ("lam", 0.8), ("entropy-coef", 0.01)):
+    for name, value in (("lr", 2e-3), ("gamma", 0.95), ("lam", 0.95), ("entropy-coef", 0.01)):
         parser.add_argument(f"--{name}", type=float, default=value)
     parser.add_argument("--walls", type=float, nargs="+", default=[0.05, 0.15], help="of training boards, in turns")
     torch.set_num_threads(1)
