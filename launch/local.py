@@ -29,7 +29,7 @@ from launch.task_samples import held_out_samples, ready
 from launch.terminal.progress import Progress
 from launch.terminal.screen import Screen, is_terminal
 from launch.terminal.state import RunState
-from shared.config import Recipe, fail, parse, recipe_parser
+from shared.config import ConfigError, Recipe, fail, parse, recipe_parser
 from shared.log import get_logger
 
 LOG = get_logger("local")
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         recipe = ready(recipe)
         check_host(recipe, options.ranks)
+        check_meeting(recipe)
     except ValueError as error:
         return fail(error)
     show_random_policy(recipe)
@@ -58,6 +59,16 @@ def main(argv: list[str] | None = None) -> int:
         say_the_end(json.loads(result.read_text()), progress.state)
         print(json.dumps(json.loads(result.read_text()) | {"curve": curve}), flush=True)
     return code
+
+
+def check_meeting(recipe: Recipe) -> None:
+    """ConfigError unless actors look for the learner at the port where it waits: both are on this machine."""
+    bind, sought = recipe.learner.bind, recipe.actor.learner
+    if bind.rpartition(":")[2] != sought.rpartition(":")[2]:
+        raise ConfigError(
+            f"learner.bind = {bind!r}, but actor.learner = {sought!r}: give both the same port "
+            f"(--learner.bind ADDRESS --actor.learner ADDRESS)"
+        )
 
 
 def run(recipe: Recipe, options: argparse.Namespace, progress: Progress, result: Path) -> int:

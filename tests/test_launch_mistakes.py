@@ -37,6 +37,7 @@ def engine_that_says(answer):
         ("actors", {"model.path": "nowhere"}, "nowhere"),
         ("actors", {"engine.router": "http://router:30000"}, "engine.urls"),
         ("local", {"learner.objective.name": "trpo"}, "learner.objective.name = 'trpo'"),
+        ("local", {"learner.bind": "tcp://127.0.0.1:6000"}, "give both the same port"),
     ],
 )
 def test_a_users_mistake_is_one_line(tmp_path, script, fields, expected):
