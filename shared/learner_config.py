@@ -75,15 +75,6 @@ class ParallelConfig(Section):
         "auto", description="auto: torch's own flash2 in bfloat16 on a GPU, else sdpa; flash3, flash4: to be installed"
     )
 
-    @model_validator(mode="after")
-    def _what_is_compiled_holds_its_experts(self) -> Self:
-        if self.compile and self.expert > 1:
-            raise ValueError(
-                f"learner.parallel.compile = true with learner.parallel.expert = {self.expert}: compiled blocks were "
-                "not compared with one rank's where experts are dealt; set learner.parallel.compile = false"
-            )
-        return self
-
 
 class LearnerConfig(Section):
     bind: str = Field("tcp://127.0.0.1:5555", description="where actors connect")

@@ -18,7 +18,7 @@ from learner.model.sizes import PUBLISHED, find
 from learner.model.traffic import Traffic, traffic, wire_time
 from learner.parallel.choice import choices
 from learner.parallel.divisors import check_deal, deals
-from shared.config import ConfigError, load_recipe
+from shared.config import load_recipe
 
 DENSE, MIXTURE, LARGE = (find(name) for name in ("Qwen3-VL-8B", "Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B"))
 ROOM = 141e9 * (1 - plan.RESERVED_FRACTION)
@@ -235,13 +235,6 @@ def test_ranks_that_would_cut_the_rows_of_experts_unevenly_are_named_with_those_
         check_deal(2, "qwen3_vl_moe", 8, (192, 64), 10)
     with pytest.raises(ValueError, match=r"expert = 6 does not divide the model's 8 experts; set it to 4 or 8$"):
         check_deal(6, "qwen3_vl_moe", 8, (192, 96), 24)
-
-
-def test_compiled_blocks_are_refused_where_experts_are_dealt():
-    arguments = ["--learner.parallel.expert=2", "--learner.parallel.compile=true"]
-    with pytest.raises(ConfigError, match=r"parallel.expert = 2: .* set learner.parallel.compile = false") as error:
-        load_recipe("launch/recipes/colour_tiny.toml", arguments)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("fields", [{"expert": 2}, {"expert": 3}])

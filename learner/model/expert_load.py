@@ -30,6 +30,7 @@ class RouterLoad:
         for layer, router in enumerate(routers):
             router.register_forward_hook(lambda _m, _i, output, layer=layer: self._count(layer, output))
 
+    @torch.compiler.disable  # a graph would be made anew for each layer's number
     def _count(self, layer: int, output: Any) -> None:
         chosen: Tensor = output[-1]
         if self.counting and (self.counting_last or layer < len(self.loads_LE) - 1):

@@ -33,11 +33,11 @@ def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
     if ranks.experts is not None:
         check_experts(policy.vlm, ranks.experts)
         deal_experts(policy.vlm, ranks.experts)
-    if config.parallel.activation_checkpointing:
-        for block in _blocks(policy):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.parallel.compile:
         compile_blocks(policy)
+    if config.parallel.activation_checkpointing:  # around what is compiled: a graph cannot hold what leaves it
+        for block in _blocks(policy):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if ranks.size > 1 or dtype != torch.float32 or config.parallel.offload:
         shard(policy, ranks, dtype, offload=config.parallel.offload)
     elif not any(p.is_meta for p in policy.parameters()):
@@ -71,10 +71,10 @@ def freeze(policy: Policy, parts: tuple[str, ...]) -> None:
 
 
 def compile_blocks(policy: Policy) -> None:
-    """torch.compile of each decoder layer and vision block; attention stays outside of the graphs."""
+    """torch.compile of each decoder layer and vision block; attention and dealt experts stay outside of the graphs."""
     adapt_to_compile(policy.vlm)
     for block in _blocks(policy):
-        block.compile(dynamic=True)
+        block.forward = torch.compile(block.forward, dynamic=True)
 
 
 def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype, *, offload: bool = False) -> None:
