@@ -58,7 +58,7 @@ tiny-models: env
 	$(SOKOBAN) --start build/reads --out launch/models/sokoban_sees --seed 1 --steps 1200 $(PLAYED) --expertise 0 --choice-weight 0.1 --lr 1.2e-3
 	$(SOKOBAN) --start launch/models/sokoban_sees --out build/near --seed 3 --steps 450 $(PLAYED) --expertise 0.8 --near 0.3 --freeze-tower --lr 8e-4
 	$(SOKOBAN) --start build/near --out build/nearer --seed 4 --steps 700 $(PLAYED) --expertise 0.8 --near 0.3 --freeze-tower --lr 8e-4
-	$(SOKOBAN) --start build/nearer --out launch/models/sokoban_tiny --seed 5 --steps 1300 $(PLAYED) --expertise 0.8 --near 0.3 --choice-weight 0.1 --freeze-tower --lr 8e-4
+	$(SOKOBAN) --start build/nearer --out launch/models/sokoban_tiny --seed 5 --steps 1300 $(PLAYED) --expertise 0.5 --near 0.3 --choice-weight 0.1 --freeze-tower --lr 8e-4
 
 # A million mutated messages against the wire, then more that coverage guides.
 test-long: env

@@ -4,13 +4,13 @@ The frame of a box is the one of the eight symmetries that brings its target ahe
 target is farther away, `out` the side on which it lies, `back` and `in` are their opposites; where the target leaves
 that open, the player decides in the same way, and then the order of FRAMES. A state such as
 
-    @dr -1-1 >21 =12 #+0-1
+    @dr -1-1 >21 =12 #+0-1 !bi
 
 tells for each box: its frame (`fore` is down, `out` is right), how far fore and out of it the player and the target
-are, how many free rows and columns of the board lie back and in of it, and how far fore and out each inner wall is, in
-the order in which reading names them. What there is to see is told before it as cells: the targets, the player, the
-boxes, the inner walls. A move is said in the frame of the first box that is not on its target, then as it is: `fore
-down`.
+are, how many free rows and columns of the board lie back and in of it, how far fore and out each inner wall is, in the
+order in which reading names them, and which moves of the player lead nowhere (`back` and `in`). What there is to see is
+told before it as cells: the targets, the player, the boxes, the inner walls. A move is said in the frame of the first
+box that is not on its target, then as it is: `fore down`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 
 from envs.boards.board import MOVES, WALL, Board
 
@@ -72,7 +73,8 @@ def reading(board: Board) -> str:
 def state(board: Board) -> str:
     """What a move can change."""
     walls = inner_walls(board)
-    return " ".join(_around(board, *pair, walls) for pair in zip(board.boxes, board.targets, strict=False))
+    idle = [move for move in MOVES if board.moved(move) is board]
+    return " ".join(_around(board, *pair, walls, idle) for pair in zip(board.boxes, board.targets, strict=False))
 
 
 def moves_with_states(board: Board, moves: Sequence[str]) -> str:
@@ -106,7 +108,7 @@ def _said(board: Board, move: str) -> str:
     return f"{frame_of(board.width, box, target, board.player).said(move)} {move}"
 
 
-def _around(board: Board, box: int, target: int, walls: Sequence[int]) -> str:
+def _around(board: Board, box: int, target: int, walls: Sequence[int], idle: Sequence[str]) -> str:
     width, height = board.width, board.height
     frame = frame_of(width, box, target, board.player)
     row, column = divmod(box, width)
@@ -121,6 +123,7 @@ def _around(board: Board, box: int, target: int, walls: Sequence[int]) -> str:
         f">{ahead[0]}{ahead[1]}",
         f"={room[back]}{room[inward]}",
         *(f"#{fore:+d}{out:+d}" for fore, out in far),
+        "!" + "".join(turn[0] for turn, move in zip(TURNS, frame.moves, strict=True) if move in idle),
     )
     return " ".join(words)
 
@@ -137,4 +140,5 @@ def words() -> tuple[str, ...]:
         *(f">{fore}{out}" for fore in near for out in range(fore + 1)),
         *(f"={back}{inward}" for back in near for inward in near),
         *(f"#{offset}" for offset in offsets),
+        *("!" + "".join(turn[0] for turn in idle) for count in range(5) for idle in combinations(TURNS, count)),
     )
