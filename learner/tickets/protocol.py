@@ -20,6 +20,7 @@ from shared.types import Ack, Bye, Cancel, Group, Hello, Receipt, Refusal, Reque
 
 TICKETS_PER_MESSAGE = 16
 IDS_PER_MESSAGE = 1024
+CANCELS_PER_HELLO = 8  # far fewer than a peer's queue holds; what is left over is named again in the next Hello
 RECEIPTS_PER_MESSAGE = 4  # few, so that an actor that sends without a pause need not wait
 KEPT_MISFITS = 1000
 NAMED_ACTORS = 8
@@ -140,7 +141,7 @@ class TicketProtocol:
         self.actors[peer] = Actor(key, hello.engine_urls, hello.idle_frac, self._clock(), slots)
         void = self._book.held(key, hello.held)
         self._send(peer, Welcome(self._settings.run_id, self._book.version, self._book.nonce))
-        for start in range(0, len(void), IDS_PER_MESSAGE):
+        for start in range(0, min(len(void), CANCELS_PER_HELLO * IDS_PER_MESSAGE), IDS_PER_MESSAGE):
             ids = void[start : start + IDS_PER_MESSAGE]
             self._send(peer, Cancel(ids, "the learner has no use for these tickets"))
 
