@@ -39,6 +39,7 @@ from shared.sections import (
     Section,
     TransportConfig,
 )
+from shared.settings.cluster import ClusterConfig
 
 EXIT_USER_ERROR = 2
 
@@ -59,6 +60,7 @@ class Recipe(Section):
     metrics: MetricsConfig = MetricsConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     transport: TransportConfig = TransportConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @property
     def journaled(self) -> bool:

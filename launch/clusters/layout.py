@@ -1,0 +1,144 @@
+"""Which hosts a run has on a cluster, what each of them calls, and where its scripts, keys and logs lie."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.task_run.recipe_file import save
+from shared.config import ConfigError, Recipe
+from shared.keys import make_api_key, make_keys, read_api_key
+
+CLIENT_TIMEOUT_S = 60.0
+_JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A run's hosts. `folder` is where scripts, the recipe, keys and logs are kept, by hosts with one file system too;
+    `seen` is that folder as the hosts see it."""
+
+    recipe: Recipe
+    folder: Path
+    seen: str
+
+    @property
+    def job(self) -> str:
+        """The run's name as schedulers take it. ConfigError if little is left of it."""
+        name = re.sub(r"[^a-z0-9]+", "-", self.recipe.run.name.lower()).strip("-")
+        if not _JOB_NAME.fullmatch(name):
+            raise ConfigError(f"run.name = {self.recipe.run.name!r}: on a cluster use up to 40 letters, digits and '-'")
+        return f"pronk-{name}"
+
+    @property
+    def learner_gpus(self) -> int:
+        """Of one host."""
+        return self.recipe.cluster.gpus_per_node if self.recipe.learner.device == "cuda" else 0
+
+    @property
+    def engine_gpus(self) -> int:
+        return self.recipe.cluster.gpus_per_node if self.recipe.engine.device == "cuda" else 0
+
+    @property
+    def learner_port(self) -> int:
+        return int(self.recipe.learner.bind.rpartition(":")[2])
+
+    @property
+    def config(self) -> str:
+        return f"{self.seen}/recipe.toml"
+
+    def learner_command(self, head: str) -> str:
+        """What each learner host calls, in shell; `head` is the shell's word for the first one's address."""
+        cluster = self.recipe.cluster
+        ranks = self.learner_gpus or cluster.ranks_per_node
+        meeting = "--standalone"
+        if cluster.learner_nodes > 1:
+            meeting = (
+                f"--nnodes {cluster.learner_nodes} --rdzv-backend c10d --rdzv-id {self.job} "
+                f'--rdzv-endpoint "{head}:{cluster.rendezvous_port}"'
+            )
+        return (
+            f"python launch/processes/torchrun.py {meeting} --nproc-per-node {ranks} \\\n"
+            f"  launch/learner.py --config {shlex.quote(self.config)}"
+        )
+
+    def engines_command(self, learner: str, host: str, number: str) -> str:
+        """What each engine host calls; the arguments are the shell's words for the learner's address, the host's own,
+        and its number, which keeps two of them apart on one machine."""
+        engine = self.recipe.engine
+        return (
+            f'python launch/actors.py --config {shlex.quote(self.config)} --actor.learner "{learner}" \\\n'
+            f'  --engine.host "{host}" --engine.port $(({engine.port} + {engine.count} * {number}))'
+        )
+
+
+def layout(recipe: Recipe, folder: Path, *, seen: str = "", keys: str = "") -> Layout:
+    """`recipe` with what holds on every host: keys, addresses, and that a learner that starts again goes on. `keys` is
+    their folder as the hosts see it."""
+    seen = seen or str(folder)
+    keys = keys or f"{seen}/keys"
+    port = recipe.learner.bind.rpartition(":")[2]
+    learner = recipe.learner.model_copy(update={"bind": f"tcp://0.0.0.0:{port}", "resume": "auto"})
+    changes = {
+        "learner": learner,
+        "transport": recipe.transport.model_copy(update={"keys": keys}),
+        "engine": recipe.engine.model_copy(update={"api_key_file": f"{keys}/engine.key"}),
+    }
+    if recipe.engine.urls:
+        raise ConfigError(
+            "engine.urls names engines that run already; on a cluster leave it out: engine hosts start them"
+        )
+    return Layout(recipe.model_copy(update=changes), folder, seen)
+
+
+def cluster_folder(recipe: Recipe) -> Path:
+    """Beside the run's folder, which a learner may move aside."""
+    return (Path(recipe.run.dir) / f"{recipe.run.name}.cluster").resolve()
+
+
+def check_new(recipe: Recipe) -> None:
+    """ConfigError if a run that is not to be resumed has a folder already: it would be resumed at every restart."""
+    run = Path(recipe.run.dir) / recipe.run.name
+    if recipe.learner.resume == "never" and run.exists():
+        raise ConfigError(
+            f"the run {run} exists, and learner.resume = 'never': choose another --run.name, or go on with it with "
+            "--learner.resume auto"
+        )
+
+
+def write(files: dict[str, str], made: Layout) -> None:
+    """The scripts, and the recipe that they name. ConfigError if the folder cannot be written."""
+    try:
+        (made.folder / "logs").mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (made.folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {made.folder}: {error.strerror}; choose another --out") from None
+    save(made.recipe, made.folder / "recipe.toml", "the recipe as the hosts of the cluster read it")
+
+
+def make_missing_keys(folder: Path) -> Path:
+    """Keys of the sockets and the engines, readable by their owner alone. ValueError for some that others can read."""
+    keys = folder / "keys"
+    make_keys(keys, ["actor"])
+    make_api_key(keys)
+    read_api_key(str(keys / "engine.key"))
+    return keys
+
+
+def call(*words: str, cure: str, stdin: str | None = None) -> str:
+    """What a cluster's client prints. ConfigError, in one line, if it is missing, silent or refuses."""
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"{words[0]} is not on this host: {cure}")
+    try:
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=CLIENT_TIMEOUT_S, input=stdin)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{shlex.join(words[:2])} has not answered in {CLIENT_TIMEOUT_S:g} s: {cure}") from None
+    if ended.returncode:
+        said = " ".join((ended.stderr or ended.stdout).split())[-400:]
+        raise ConfigError(f"{shlex.join(words[:2])} failed: {said or f'exit code {ended.returncode}'}")
+    return ended.stdout

@@ -1,0 +1,65 @@
+"""The hosts of a run on a cluster: the [cluster] section of a recipe, which launch/cluster.py reads."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from shared.sections import Section
+
+
+class SlurmConfig(Section):
+    partition: str = Field("", description="empty = the cluster's default one")
+    account: str = Field("", description="whom the hours are charged to; empty = the user's own")
+    options: tuple[str, ...] = Field((), description='further options of sbatch, such as "--qos=high"')
+
+
+class KubernetesConfig(Section):
+    namespace: str = Field("default", description="where the jobs are made")
+    image: str = Field("pronk:latest", description="container image, as launch/clusters/containers build it")
+    claim: str = Field("pronk-runs", description="PersistentVolumeClaim that all hosts mount, for runs and models")
+    mount: str = Field("/pronk/shared", description="where; run.dir and model.path may be below it")
+    gpu_resource: str = Field("nvidia.com/gpu", description="name under which nodes offer their GPUs")
+    node_selector: dict[str, str] = Field(default_factory=dict, description="labels of the nodes that may be used")
+
+
+class SkypilotConfig(Section):
+    infra: str = Field("", description='cloud, region or Kubernetes context, such as "aws/us-east-1"; empty = cheapest')
+    accelerators: str = Field("H100", description="kind of GPU")
+    spot: bool = Field(False, description="machines that may be taken away, and are replaced then")
+    image: str = Field("", description="machine or container image; empty = SkyPilot's own")
+
+
+class RayConfig(Section):
+    address: str = Field("auto", description='of the cluster: "auto" = the one of this host, or ray://HOST:10001')
+
+
+class ClusterConfig(Section):
+    """Learner hosts hold the learner's ranks; engine hosts hold engines and the actors that play on them."""
+
+    learner_nodes: int = Field(1, gt=0, description="hosts of the learner")
+    engine_nodes: int = Field(1, gt=0, description="hosts with engines, and the actors that play on them")
+    gpus_per_node: int = Field(8, gt=0, description="GPUs of a host, where learner.device or engine.device is cuda")
+    ranks_per_node: int = Field(1, gt=0, description="the learner's ranks on a host without GPUs; else one a GPU")
+    cpus_per_node: int = Field(0, ge=0, description="cores that a host gives; 0 = all of it, alone")
+    memory_gb: int = Field(0, ge=0, description="memory that a host gives; 0 = all, or the cluster's own rule")
+    hours: float = Field(0.0, ge=0, description="time limit of one start of a job; 0 = the cluster's own")
+    restarts: int = Field(100, ge=0, description="times that a job is started again after a failure or a lost host")
+    environment: str = Field(".venv", description="Python environment of the hosts, from the project's folder or /")
+    address: str = Field("hostname", description="shell command that prints a host's address in the hosts' network")
+    rendezvous_port: int = Field(29500, gt=0, lt=65536, description="where the learner's hosts meet, on its first one")
+    slurm: SlurmConfig = SlurmConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    skypilot: SkypilotConfig = SkypilotConfig()
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _is_one_line(self) -> Self:
+        for option in (self.address, self.environment, *self.slurm.options):
+            if "\n" in option:
+                raise ValueError(f"[cluster]: {option!r} is more than one line; it is written into a script as one")
+        for option in self.slurm.options:
+            if not option.startswith("-"):
+                raise ValueError(f'cluster.slurm.options: {option!r} is no option; write it as "--name=value"')
+        return self
