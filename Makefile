@@ -2,7 +2,8 @@
 # make check         format, lint, types and the fast tests: for every edit
 # make test          all that runs on a CPU; make test-learning: what learns to a known answer; make test-watching:
 #                    the dashboard in a browser; make test-sglang: against SGLang's server; make test-chaos: under
-#                    faults; make test-hostile: under hostile input; make test-long: a million mutated messages
+#                    faults; make test-hostile: under hostile input; make test-cluster: on Slurm; make test-long: a
+#                    million mutated messages
 PYTHON ?= python3
 RECIPE ?= launch/recipes/sokoban_tiny.toml
 ARGS ?=
@@ -15,7 +16,7 @@ PY := $(VENV)/bin/python
 CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),constraints-gpu.txt,constraints.txt)
 
 .PHONY: env sglang-env train tiny-models format lint check test test-learning test-watching test-sglang \
-  test-chaos test-hostile test-long test-peft docs clean
+  test-chaos test-hostile test-long test-peft test-cluster docs clean
 
 env: $(VENV)/.done
 
@@ -112,6 +113,10 @@ test-hostile: env
 test-peft: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/peft peft==0.21.2 accelerate==1.15.0 psutil
 	PYTHONPATH=build/peft $(PY) -m pytest tests/test_peft.py $(ARGS)
+
+# Runs on a cluster's real scheduler, all of its nodes on this machine: Debian's slurm-wlm and munge, as root.
+test-cluster: env
+	$(PY) -m pytest tests/cluster $(ARGS)
 
 # The documentation, strictly, into build/site; pages of the reference are made from the code.
 docs: env

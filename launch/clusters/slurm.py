@@ -69,7 +69,8 @@ def stop(made: Layout) -> str:
         call("scancel", jobs["engines"], cure=CURE)
     if jobs["learner"] in live:
         call("scancel", "--state=PENDING", jobs["learner"], cure=CURE)
-        call("scancel", "--signal=TERM", jobs["learner"], cure=CURE)
+        if jobs["learner"] in _live(made.folder):  # it has started
+            call("scancel", "--signal=TERM", jobs["learner"], cure=CURE)
     return f"asked {', '.join(live)} to end" if live else "no job of this run is in the queue"
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -47,12 +47,12 @@ class LocalSlurm:
     def lose_node(self, node: str) -> None:
         """As if the host's power failed: its daemon, and all that runs for its jobs, are killed at once."""
         daemon = self.processes.pop(node)
-        steps = subprocess.run(["pgrep", "-f", f"slurmstepd: .*"], capture_output=True, text=True).stdout.split()
-        mine = [int(pid) for pid in steps if self._node_of(int(pid)) == node]
-        for pid in [*(child for step in mine for child in _descendants(step)), *mine]:
-            _kill(pid)
         daemon.kill()
         daemon.wait()
+        found = subprocess.run(["pgrep", "slurmstepd"], capture_output=True, text=True, timeout=20).stdout.split()
+        families = [[int(step), *_descendants(int(step))] for step in found]
+        for pid in [pid for family in families if any(_is_on(node, pid) for pid in family) for pid in family]:
+            _kill(pid)
 
     def states(self) -> dict[str, str]:
         said = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %t"], capture_output=True, text=True, timeout=20).stdout
@@ -69,14 +69,6 @@ class LocalSlurm:
                 process.kill()
                 process.wait()
         os.environ.pop("SLURM_CONF", None)
-
-    def _node_of(self, pid: int) -> str:
-        """Which node's daemon has started this step: its environment names the node."""
-        try:
-            text = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return ""
-        return next((node for node in self.nodes if f"SLURMD_NODENAME={node}".encode() in text), "")
 
     def _start(self, name: str, *command: str) -> None:
         with (self.folder / "log" / f"{name}.out").open("ab") as out:
@@ -107,6 +99,7 @@ class LocalSlurm:
             "SlurmctldPort": base[0],
             "SlurmUser": "root",
             "AuthType": "auth/munge",
+            "AuthInfo": "cred_expire=5",  # a job waits for so long before it is started again
             "ProctrackType": "proctrack/linuxproc",
             "TaskPlugin": "task/none",
             "SelectType": "select/cons_tres",
@@ -115,6 +108,7 @@ class LocalSlurm:
             "MpiDefault": "none",
             "ReturnToService": 2,
             "SlurmdTimeout": 15,
+            "SchedulerParameters": "bf_interval=2,sched_interval=2",
             "KillWait": 20,
             "SlurmdParameters": "config_overrides",
             "StateSaveLocation": self.folder / "state",
@@ -159,6 +153,14 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
+def _is_on(node: str, pid: int) -> bool:
+    """Whether the process belongs to a job on this node, whose name Slurm gives to all that it starts."""
+    try:
+        return f"SLURMD_NODENAME={node}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
 def _descendants(pid: int) -> list[int]:
     try:
         children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -168,7 +170,5 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, 9)
-    except ProcessLookupError:
-        pass

@@ -1,0 +1,158 @@
+"""Runs on a real Slurm cluster: three nodes, two for the learner's ranks and one for engines and actors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.local_slurm import LocalSlurm, local_slurm, missing
+from tests.support.machine import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+COLOUR = "launch/recipes/colour_tiny.toml"
+LONGEST_S = 240.0
+
+
+class Submitted:
+    """One run's recipe and folders, and the command line's four actions on it."""
+
+    def __init__(self, folder: Path, name: str, **fields: object) -> None:
+        self.run, self.cluster = folder / name, folder / f"{name}.cluster"
+        fields = {"run.dir": folder, "run.name": name, "learner.resume": "auto", "cluster.cpus_per_node": 1} | fields
+        fields |= {"cluster.environment": Path(sys.prefix), "cluster.learner_nodes": 2}
+        fields |= {"learner.bind": f"tcp://127.0.0.1:{free_port()}", "cluster.rendezvous_port": free_port()}
+        fields |= {"engine.port": free_port()}
+        self.words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+
+    def call(self, action: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "launch/cluster.py",
+            action,
+            "--on",
+            "slurm",
+            "--config",
+            COLOUR,
+            *self.words,
+            *words,
+        ]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+    def steps(self) -> int:
+        """How many steps the run has in its metrics."""
+        try:
+            lines = (self.run / "metrics.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return 0
+        return sum('"optim/' in line for line in lines)
+
+    def until(self, what: str, reached: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LONGEST_S
+        while not reached():
+            if time.monotonic() > deadline:
+                logs = "\n".join(f"{path.name}: {path.read_text()[-2500:]}" for path in self.cluster.glob("logs/*.log"))
+                raise TimeoutError(f"not in {LONGEST_S:g} s: {what}; {self.call('status').stdout}\n{logs}")
+            time.sleep(0.5)
+
+
+def queue() -> list[str]:
+    return subprocess.run(["squeue", "--noheader"], capture_output=True, text=True, timeout=20).stdout.splitlines()
+
+
+def node_of(job: str) -> str:
+    """Where the job runs; empty while it does not."""
+    words = ["squeue", "--noheader", "--states=RUNNING", "--jobs", job, "--format", "%N"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
+    if missing():
+        pytest.skip(missing())
+    with local_slurm(tmp_path_factory.mktemp("slurm"), nodes=3) as cluster:
+        yield cluster
+
+
+def test_a_run_that_loses_the_node_of_its_engines_gets_another_and_learns(slurm, tmp_path):
+    run = Submitted(tmp_path, "colour", **{"learner.total_steps": 150})
+    said = run.call("submit")
+    assert said.returncode == 0 and "logs in" in said.stdout, said.stderr
+    engines = json.loads((run.cluster / "jobs.json").read_text())["engines"]
+    run.until("three steps", lambda: run.steps() >= 3)
+    assert "pronk-colour-learner" in run.call("status").stdout
+
+    node = node_of(engines)
+    slurm.lose_node(node)
+    run.until("the loss", lambda: not node_of(engines))
+    slurm.start_node(node)  # the host boots again, and its daemon tells the controller that the job is gone
+    run.until("the run's end", lambda: (run.run / "result.json").exists() and not queue())
+
+    assert json.loads((run.run / "result.json").read_text())["success_after"] >= 0.9
+    starts = (run.cluster / "logs" / "engines-0.log").read_text().count("INFO learner tcp://")
+    assert starts == 2  # of the actor, which found the learner both times
+
+
+def test_a_run_that_is_stopped_leaves_a_checkpoint_from_which_the_next_submission_goes_on(slurm, tmp_path):
+    run = Submitted(tmp_path, "stopped", **{"learner.total_steps": 60})
+    assert run.call("submit").returncode == 0
+    again = run.call("submit")
+    assert again.returncode == 2 and "are in the queue: stop them first" in again.stderr
+    run.until("two steps", lambda: run.steps() >= 2)
+    assert run.call("stop").returncode == 0
+    run.until("an empty queue", lambda: not queue())
+    assert any((run.run / "checkpoints").iterdir())
+    before = run.steps()
+    assert before < 60
+    assert "no job of this run" in run.call("stop").stdout and "is in the queue" in run.call("status").stdout
+
+    assert run.call("submit").returncode == 0
+    run.until("the run's end", lambda: (run.run / "result.json").exists() and not queue())
+    assert run.steps() == 60
+
+
+def test_no_key_is_in_a_script_and_keys_that_others_can_read_are_refused(slurm, tmp_path):
+    run = Submitted(tmp_path, "keys", **{"cluster.slurm.options": '["--begin=now+1hour"]'})
+    assert run.call("submit").returncode == 0
+    secrets = [path.read_text() for path in (run.cluster / "keys").glob("*.key")]
+    values = [line.split('"')[-2] if '"' in line else line for text in secrets for line in text.splitlines()]
+    written = "".join(path.read_text() for path in run.cluster.glob("*.*") if path.is_file())
+    assert len(values) >= 6 and not any(value in written for value in values)
+    assert run.call("stop").returncode == 0
+    run.until("an empty queue", lambda: not queue())
+    (run.cluster / "keys" / "engine.key").chmod(0o644)
+    refused = run.call("submit")
+    assert refused.returncode == 2 and "open to others (mode 0644)" in refused.stderr
+
+
+def test_a_partition_that_is_not_there_is_one_line_with_those_that_are(slurm, tmp_path):
+    refused = Submitted(tmp_path, "lost", **{"cluster.slurm.partition": "gpu"}).call("submit")
+    assert refused.returncode == 2
+    assert refused.stderr == "error: cluster.slurm.partition = 'gpu' is not there; choose one of main\n"
+    assert not (tmp_path / "lost.cluster" / "keys").exists()
+
+
+def test_scripts_are_rendered_without_slurm_and_are_sound_shell(tmp_path):
+    run = Submitted(tmp_path, "drawn")
+    env = dict(os.environ, PATH="/usr/bin:/bin")
+    command = [sys.executable, "launch/cluster.py", "render", "--on", "slurm", "--config", COLOUR, *run.words]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
+    assert said.returncode == 0, said.stderr
+    for script in ("learner.sbatch", "engines.sbatch"):
+        assert str(run.cluster / script) in said.stdout
+        subprocess.run(["bash", "-n", str(run.cluster / script)], check=True, timeout=10)
+    assert not (run.cluster / "keys").exists()
+
+
+def test_a_missing_client_is_one_line(tmp_path):
+    run = Submitted(tmp_path, "clientless")
+    env = dict(os.environ, PATH=str(tmp_path))
+    command = [sys.executable, "launch/cluster.py", "submit", "--on", "slurm", "--config", COLOUR, *run.words]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
+    assert said.returncode == 2 and said.stderr.startswith("error: sbatch is not on this host: call this on a login")
