@@ -130,12 +130,12 @@ def make_missing_keys(folder: Path) -> Path:
     return keys
 
 
-def call(*words: str, cure: str, stdin: str | None = None) -> str:
+def call(*words: str, cure: str) -> str:
     """What a cluster's client prints. ConfigError, in one line, if it is missing, silent or refuses."""
     if shutil.which(words[0]) is None:
         raise ConfigError(f"{words[0]} is not on this host: {cure}")
     try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=CLIENT_TIMEOUT_S, input=stdin)
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=CLIENT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{shlex.join(words[:2])} has not answered in {CLIENT_TIMEOUT_S:g} s: {cure}") from None
     if ended.returncode:

@@ -15,26 +15,6 @@ class SlurmConfig(Section):
     options: tuple[str, ...] = Field((), description='further options of sbatch, such as "--qos=high"')
 
 
-class KubernetesConfig(Section):
-    namespace: str = Field("default", description="where the jobs are made")
-    image: str = Field("pronk:latest", description="container image, as launch/clusters/containers build it")
-    claim: str = Field("pronk-runs", description="PersistentVolumeClaim that all hosts mount, for runs and models")
-    mount: str = Field("/pronk/shared", description="where; run.dir and model.path may be below it")
-    gpu_resource: str = Field("nvidia.com/gpu", description="name under which nodes offer their GPUs")
-    node_selector: dict[str, str] = Field(default_factory=dict, description="labels of the nodes that may be used")
-
-
-class SkypilotConfig(Section):
-    infra: str = Field("", description='cloud, region or Kubernetes context, such as "aws/us-east-1"; empty = cheapest')
-    accelerators: str = Field("H100", description="kind of GPU")
-    spot: bool = Field(False, description="machines that may be taken away, and are replaced then")
-    image: str = Field("", description="machine or container image; empty = SkyPilot's own")
-
-
-class RayConfig(Section):
-    address: str = Field("auto", description='of the cluster: "auto" = the one of this host, or ray://HOST:10001')
-
-
 class ClusterConfig(Section):
     """Learner hosts hold the learner's ranks; engine hosts hold engines and the actors that play on them."""
 
@@ -50,9 +30,6 @@ class ClusterConfig(Section):
     address: str = Field("hostname", description="shell command that prints a host's address in the hosts' network")
     rendezvous_port: int = Field(29500, gt=0, lt=65536, description="where the learner's hosts meet, on its first one")
     slurm: SlurmConfig = SlurmConfig()
-    kubernetes: KubernetesConfig = KubernetesConfig()
-    skypilot: SkypilotConfig = SkypilotConfig()
-    ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _is_one_line(self) -> Self:
