@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import os
 
 from launch.clusters import slurm
-from launch.clusters.layout import check_new, cluster_folder, write
+from launch.clusters.layout import check_new, cluster_folder, layout, write
 from shared.config import fail, parse, recipe_parser
 
 BACKENDS = {"slurm": slurm}
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     backend = BACKENDS[options.on]
     try:
         folder = Path(options.out).resolve() if options.out else cluster_folder(recipe)
-        made = backend.laid_out(recipe, folder)
+        made = layout(recipe, folder)
         if options.action == "render":
             files = backend.render(made)
             write(files, made)

@@ -19,12 +19,10 @@ _JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A run's hosts. `folder` is where scripts, the recipe, keys and logs are kept, by hosts with one file system too;
-    `seen` is that folder as the hosts see it."""
+    """A run's hosts. `folder`, which they all see, has scripts, the recipe, keys and logs."""
 
     recipe: Recipe
     folder: Path
-    seen: str
 
     @property
     def job(self) -> str:
@@ -49,7 +47,7 @@ class Layout:
 
     @property
     def config(self) -> str:
-        return f"{self.seen}/recipe.toml"
+        return f"{self.folder}/recipe.toml"
 
     def learner_command(self, head: str) -> str:
         """What each learner host calls, in shell; `head` is the shell's word for the first one's address."""
@@ -76,11 +74,10 @@ class Layout:
         )
 
 
-def layout(recipe: Recipe, folder: Path, *, seen: str = "", keys: str = "") -> Layout:
-    """`recipe` with what holds on every host: keys, addresses, and that a learner that starts again goes on. `keys` is
-    their folder as the hosts see it."""
-    seen = seen or str(folder)
-    keys = keys or f"{seen}/keys"
+def layout(recipe: Recipe, folder: Path) -> Layout:
+    """`recipe` with what holds on every host: keys, addresses, that a learner which starts again goes on. ConfigError
+    for engines that run already."""
+    keys = f"{folder}/keys"
     port = recipe.learner.bind.rpartition(":")[2]
     learner = recipe.learner.model_copy(update={"bind": f"tcp://0.0.0.0:{port}", "resume": "auto"})
     changes = {
@@ -92,7 +89,7 @@ def layout(recipe: Recipe, folder: Path, *, seen: str = "", keys: str = "") -> L
         raise ConfigError(
             "engine.urls names engines that run already; on a cluster leave it out: engine hosts start them"
         )
-    return Layout(recipe.model_copy(update=changes), folder, seen)
+    return Layout(recipe.model_copy(update=changes), folder)
 
 
 def cluster_folder(recipe: Recipe) -> Path:

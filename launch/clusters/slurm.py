@@ -10,18 +10,13 @@ import json
 import shlex
 from pathlib import Path
 
-from launch.clusters.layout import Layout, call, layout, make_missing_keys, write
+from launch.clusters.layout import Layout, call, make_missing_keys, write
 from launch.processes.children import ROOT
-from shared.config import ConfigError, Recipe
+from shared.config import ConfigError
 
 CURE = "call this on a login node of the cluster, or install Slurm's commands"
 ADDRESS = "learner.address"
 JOBS = "jobs.json"
-
-
-def laid_out(recipe: Recipe, folder: Path) -> Layout:
-    """All hosts share a file system, and see the cluster folder where it is."""
-    return layout(recipe, folder)
 
 
 def render(made: Layout) -> dict[str, str]:
@@ -118,14 +113,14 @@ def _head(made: Layout, part: str, nodes: int, gpus: int, *more: str) -> str:
 set -uo pipefail
 cd {shlex.quote(str(ROOT))}
 . {shlex.quote(cluster.environment)}/bin/activate
-folder={shlex.quote(made.seen)}
+folder={shlex.quote(str(made.folder))}
 host=$({cluster.address})
 """
     return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + start
 
 
 def _learner(made: Layout) -> str:
-    cluster, logs = made.recipe.cluster, f"{made.seen}/logs"
+    cluster, logs = made.recipe.cluster, f"{made.folder}/logs"
     leaving = round(made.recipe.learner.leave_timeout_s) + 30
     more = (f"--output={logs}/learner.log", f"--signal=TERM@{leaving}")  # before the time limit
     return f"""\
@@ -148,7 +143,7 @@ exit "$code"
 
 
 def _engines(made: Layout) -> str:
-    cluster, logs = made.recipe.cluster, f"{made.seen}/logs"
+    cluster, logs = made.recipe.cluster, f"{made.folder}/logs"
     more = (f"--array=0-{cluster.engine_nodes - 1}", f"--output={logs}/engines-%a.log")
     command = made.engines_command(f'$(cat "$folder/{ADDRESS}")', "$host", "SLURM_ARRAY_TASK_ID")
     return f"""\
