@@ -35,8 +35,8 @@ SLACK_BYTES = 2**24  # beyond the largest message: what the kernel holds, and wh
 MAX_UNREAD = 2**14  # messages of one connection in more than `LITTLE_BYTES`, as far as those tell that were read since
 TELLING = 64  # messages, before their sizes tell anything
 MAX_UNHEARD = 1024  # connections that have not brought a whole message
-LOOK_S, LOOK_UNHEARD_S = 0.05, 0.02  # between two looks; the latter while some connection was never heard
-LOOK_SUSPECT_S = 0.005  # while there is too much of one, and the reader has not come round
+LOOK_S = 0.05  # between two looks
+LOOK_UNSURE_S = 0.005  # while a connection was never heard, or has too much and the reader has not come round
 LOOK_EACH_S = 4e-4  # at least, for each connection: a look at one takes 4e-6 s
 EVENTS_AT_ONCE = 4096
 CLOSE_S = 5.0
@@ -143,8 +143,12 @@ class ConnectionGuard:
         try:
             while not self._closing:
                 self._events.poll(max(0, math.ceil(1000 * (next_look - time.monotonic()))))
+                known = len(self._connections)
                 self._follow()
-                if (now := time.monotonic()) >= next_look:
+                now = time.monotonic()
+                if len(self._connections) > known:  # a new one brings 100 MB in 50 ms, if nobody looks
+                    next_look = min(next_look, now + LOOK_UNSURE_S)
+                if now >= next_look:
                     next_look = now + self._look()
         except BaseException as error:  # noqa: BLE001 - the reader raises it
             self._failure = error
@@ -195,7 +199,7 @@ class ConnectionGuard:
             with suppress(BlockingIOError):  # full of questions
                 self._ask.send(b"\0")
             self._asked = True
-        every_s = LOOK_SUSPECT_S if is_unsure else LOOK_UNHEARD_S if unheard else LOOK_S
+        every_s = LOOK_UNSURE_S if is_unsure or unheard else LOOK_S
         return max(every_s, LOOK_EACH_S * len(self._connections))
 
     def _came_round(self, connection: Connection) -> bool:
