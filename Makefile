@@ -2,7 +2,7 @@
 # make check         format, lint, types and the fast tests: for every edit
 # make test          all that runs on a CPU; make test-learning: what learns to a known answer; make test-watching:
 #                    the dashboard in a browser; make test-sglang: against SGLang's server; make test-chaos: under
-#                    faults; make test-hostile: under hostile input; make test-cluster: on Slurm; make test-long: a
+#                    faults; make test-hostile: under hostile input; make test-cluster: on Slurm and Ray; make test-long: a
 #                    million mutated messages
 PYTHON ?= python3
 RECIPE ?= launch/recipes/sokoban_tiny.toml
@@ -114,8 +114,9 @@ test-peft: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/peft peft==0.21.2 accelerate==1.15.0 psutil
 	PYTHONPATH=build/peft $(PY) -m pytest tests/test_peft.py $(ARGS)
 
-# Runs on a cluster's real scheduler, all of its nodes on this machine: Debian's slurm-wlm and munge, as root.
+# Runs on real clusters, all of their nodes on this machine: Ray, and Slurm (Debian's slurm-wlm and munge, as root).
 test-cluster: env
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group ray
 	$(PY) -m pytest tests/cluster $(ARGS)
 
 # The documentation, strictly, into build/site; pages of the reference are made from the code.

@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import os
 
-from launch.clusters import slurm
+from launch.clusters import ray_cluster, slurm
 from launch.clusters.layout import check_new, cluster_folder, layout, write
 from shared.config import fail, parse, recipe_parser
 
-BACKENDS = {"slurm": slurm}
+BACKENDS = {"ray": ray_cluster, "slurm": slurm}
 
 
 def main(argv: list[str] | None = None) -> int:

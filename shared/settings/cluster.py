@@ -15,6 +15,14 @@ class SlurmConfig(Section):
     options: tuple[str, ...] = Field((), description='further options of sbatch, such as "--qos=high"')
 
 
+class RayConfig(Section):
+    address: str = Field(
+        "auto",
+        pattern=r"^(auto|(ray://)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5})$",
+        description="HOST:PORT of the cluster, from one of its nodes; ray://HOST:PORT from outside; auto = this node's",
+    )
+
+
 class ClusterConfig(Section):
     """Learner hosts hold the learner's ranks; engine hosts hold engines and the actors that play on them."""
 
@@ -30,6 +38,7 @@ class ClusterConfig(Section):
     address: str = Field("hostname", description="shell command that prints a host's address in the hosts' network")
     rendezvous_port: int = Field(29500, gt=0, lt=65536, description="where the learner's hosts meet, on its first one")
     slurm: SlurmConfig = SlurmConfig()
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _is_one_line(self) -> Self:

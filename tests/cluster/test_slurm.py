@@ -5,61 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tests.cluster.local_slurm import LocalSlurm, local_slurm, missing
-from tests.support.machine import free_port
-
-ROOT = Path(__file__).resolve().parents[2]
-COLOUR = "launch/recipes/colour_tiny.toml"
-LONGEST_S = 240.0
-
-
-class Submitted:
-    """One run's recipe and folders, and the command line's four actions on it."""
-
-    def __init__(self, folder: Path, name: str, **fields: object) -> None:
-        self.run, self.cluster = folder / name, folder / f"{name}.cluster"
-        fields = {"run.dir": folder, "run.name": name, "learner.resume": "auto", "cluster.cpus_per_node": 1} | fields
-        fields |= {"cluster.environment": Path(sys.prefix), "cluster.learner_nodes": 2}
-        fields |= {"learner.bind": f"tcp://127.0.0.1:{free_port()}", "cluster.rendezvous_port": free_port()}
-        fields |= {"engine.port": free_port()}
-        self.words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
-
-    def call(self, action: str, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "launch/cluster.py",
-            action,
-            "--on",
-            "slurm",
-            "--config",
-            COLOUR,
-            *self.words,
-            *words,
-        ]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-
-    def steps(self) -> int:
-        """How many steps the run has in its metrics."""
-        try:
-            lines = (self.run / "metrics.jsonl").read_text().splitlines()
-        except FileNotFoundError:
-            return 0
-        return sum('"optim/' in line for line in lines)
-
-    def until(self, what: str, reached: Callable[[], object]) -> None:
-        deadline = time.monotonic() + LONGEST_S
-        while not reached():
-            if time.monotonic() > deadline:
-                logs = "\n".join(f"{path.name}: {path.read_text()[-2500:]}" for path in self.cluster.glob("logs/*.log"))
-                raise TimeoutError(f"not in {LONGEST_S:g} s: {what}; {self.call('status').stdout}\n{logs}")
-            time.sleep(0.5)
+from tests.cluster.submitted import ROOT, Submitted
 
 
 def queue() -> list[str]:
@@ -81,7 +32,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
 
 
 def test_a_run_that_loses_the_node_of_its_engines_gets_another_and_learns(slurm, tmp_path):
-    run = Submitted(tmp_path, "colour", **{"learner.total_steps": 150})
+    run = Submitted("slurm", tmp_path, "colour", **{"learner.total_steps": 150})
     said = run.call("submit")
     assert said.returncode == 0 and "logs in" in said.stdout, said.stderr
     engines = json.loads((run.cluster / "jobs.json").read_text())["engines"]
@@ -100,7 +51,7 @@ def test_a_run_that_loses_the_node_of_its_engines_gets_another_and_learns(slurm,
 
 
 def test_a_run_that_is_stopped_leaves_a_checkpoint_from_which_the_next_submission_goes_on(slurm, tmp_path):
-    run = Submitted(tmp_path, "stopped", **{"learner.total_steps": 60})
+    run = Submitted("slurm", tmp_path, "stopped", **{"learner.total_steps": 60})
     assert run.call("submit").returncode == 0
     again = run.call("submit")
     assert again.returncode == 2 and "are in the queue: stop them first" in again.stderr
@@ -118,7 +69,7 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_from_which_the_next_submissio
 
 
 def test_no_key_is_in_a_script_and_keys_that_others_can_read_are_refused(slurm, tmp_path):
-    run = Submitted(tmp_path, "keys", **{"cluster.slurm.options": '["--begin=now+1hour"]'})
+    run = Submitted("slurm", tmp_path, "keys", **{"cluster.slurm.options": '["--begin=now+1hour"]'})
     assert run.call("submit").returncode == 0
     secrets = [path.read_text() for path in (run.cluster / "keys").glob("*.key")]
     values = [line.split('"')[-2] if '"' in line else line for text in secrets for line in text.splitlines()]
@@ -132,17 +83,16 @@ def test_no_key_is_in_a_script_and_keys_that_others_can_read_are_refused(slurm, 
 
 
 def test_a_partition_that_is_not_there_is_one_line_with_those_that_are(slurm, tmp_path):
-    refused = Submitted(tmp_path, "lost", **{"cluster.slurm.partition": "gpu"}).call("submit")
+    refused = Submitted("slurm", tmp_path, "lost", **{"cluster.slurm.partition": "gpu"}).call("submit")
     assert refused.returncode == 2
     assert refused.stderr == "error: cluster.slurm.partition = 'gpu' is not there; choose one of main\n"
     assert not (tmp_path / "lost.cluster" / "keys").exists()
 
 
 def test_scripts_are_rendered_without_slurm_and_are_sound_shell(tmp_path):
-    run = Submitted(tmp_path, "drawn")
+    run = Submitted("slurm", tmp_path, "drawn")
     env = dict(os.environ, PATH="/usr/bin:/bin")
-    command = [sys.executable, "launch/cluster.py", "render", "--on", "slurm", "--config", COLOUR, *run.words]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
+    said = subprocess.run(run.command("render"), cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
     assert said.returncode == 0, said.stderr
     for script in ("learner.sbatch", "engines.sbatch"):
         assert str(run.cluster / script) in said.stdout
@@ -151,8 +101,7 @@ def test_scripts_are_rendered_without_slurm_and_are_sound_shell(tmp_path):
 
 
 def test_a_missing_client_is_one_line(tmp_path):
-    run = Submitted(tmp_path, "clientless")
+    run = Submitted("slurm", tmp_path, "clientless")
     env = dict(os.environ, PATH=str(tmp_path))
-    command = [sys.executable, "launch/cluster.py", "submit", "--on", "slurm", "--config", COLOUR, *run.words]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
+    said = subprocess.run(run.command("submit"), cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
     assert said.returncode == 2 and said.stderr.startswith("error: sbatch is not on this host: call this on a login")

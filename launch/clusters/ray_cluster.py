@@ -1,0 +1,161 @@
+"""Ray: a supervisor inside the cluster, detached, that takes nodes for the run's hosts and watches over them.
+
+All hosts share a file system: the project, the run's folder and the cluster folder lie where they lie here. The
+learner's hosts have nodes of their own and start again together; each engine host comes and goes by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from actor.isolation import lifeline
+from launch.clusters import ray_hosts
+from launch.clusters.layout import Layout, call, make_missing_keys, write
+from launch.clusters.ray_plan import commands, cpus_of_a_host, learner_leave_s, plan
+from shared.config import ConfigError
+
+NAMESPACE = "pronk"
+INSTALL = "pip install --group ray, which is ray==2.60.0, into the environment of this command"
+CURE = "is a Ray cluster running, of the same version? (ray start --head there, cluster.ray.address here)"
+REACH_S = 5.0
+ANSWER_S = 60.0
+ENGINES_LEAVE_S = 20.0
+_COLUMNS = ("part", "number", "address", "state", "since", "restarts")
+
+
+def render(made: Layout) -> dict[str, str]:
+    """File name -> text. ConfigError for a time limit, which Ray does not know."""
+    cluster = made.recipe.cluster
+    if cluster.hours:
+        raise ConfigError(f"cluster.hours = {cluster.hours:g}: Ray has no time limits; set it to 0")
+    cpus = f"{cluster.cpus_per_node} CPUs" if cluster.cpus_per_node else "all CPUs of a node"
+    memory = f", {cluster.memory_gb} GB of memory" if cluster.memory_gb else ""
+    hosts = {
+        "learner": (cluster.learner_nodes, made.learner_gpus, "on nodes of their own, started again together"),
+        "engines": (cluster.engine_nodes, made.engine_gpus, "each started again by itself"),
+    }
+    text = f"The hosts of {made.job} on Ray. The first learner host's address is PRONK_HEAD.\n"
+    for part, (count, gpus, how) in hosts.items():
+        text += f"\n{part}: {count} x ({cpus}, {gpus} GPUs{memory}), {how}, at most {cluster.restarts} times\n\n"
+        text += "".join(f"    {line}\n" for line in commands(made)[part].splitlines())
+    return {"hosts.txt": text}
+
+
+def submit(made: Layout) -> str:
+    files = render(made)
+    with _connected(made) as ray:
+        if _supervisor(ray, made) is not None:
+            raise ConfigError(f"{made.job} runs on this cluster: stop it first (launch/cluster.py stop)")
+        cpus = cpus_of_a_host(made, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        make_missing_keys(made.folder)
+        write(files, made)
+        from launch.clusters import ray_supervisor
+
+        (made.folder / ray_hosts.ENDED).unlink(missing_ok=True)
+        for module in (lifeline, ray_hosts, ray_supervisor):  # Ray's workers need nothing of Pronk
+            ray.cloudpickle.register_pickle_by_value(module)
+        detached = {"name": made.job, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+        actor = ray.remote(ray_supervisor.Supervisor).options(max_task_retries=-1, **detached).remote(plan(made, cpus))
+        _answer(ray, actor.status.remote(), "the supervisor")
+    return f"{made.job} is on Ray at {made.recipe.cluster.ray.address}; logs in {made.folder / 'logs'}"
+
+
+def status(made: Layout) -> str:
+    with _connected(made) as ray:
+        actor = _supervisor(ray, made)
+        rows = actor and _rows(ray, actor.status.remote())
+    return _table(rows) if rows else _none(made)
+
+
+def stop(made: Layout) -> str:
+    """The learner ends its step and writes a checkpoint; then the engines end."""
+    limit = learner_leave_s(made) + ENGINES_LEAVE_S + ANSWER_S
+    with _connected(made) as ray:
+        actor, deadline = _supervisor(ray, made), time.monotonic() + limit
+        if actor is None:
+            return _none(made)
+        while rows := _rows(ray, actor.stop.remote()):
+            if time.monotonic() > deadline:
+                ray.kill(actor, no_restart=True)
+                left = ", ".join(f"{part} {number} {state}" for part, number, _, state, *_ in rows)
+                raise ConfigError(f"{made.job} has not ended in {limit:g} s and was killed; it waited for: {left}")
+            time.sleep(1.0)
+    return f"{made.job} has ended; logs in {made.folder / 'logs'}"
+
+
+@contextlib.contextmanager
+def _connected(made: Layout) -> Iterator[Any]:
+    """Ray ends the process that finds no cluster, after minutes: another one tries first."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"ray is not installed: {INSTALL}")
+    import ray
+
+    address = made.recipe.cluster.ray.address
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cluster.ray.address = {address!r} cannot be reached: {error}; {CURE}") from None
+    options: dict[str, Any] = {
+        "address": address,
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+    }
+    trial = (
+        f"import ray\ntry: ray.init(**{options!r})\nexcept Exception as error: raise SystemExit(str(error)) from None"
+    )
+    try:
+        call(sys.executable, "-c", trial, cure=CURE)
+        ray.init(**options)
+    except Exception as error:  # noqa: BLE001 - Ray raises of many kinds
+        said = " ".join(str(error).partition(" failed: ")[2].split())[-300:] or error
+        raise ConfigError(f"cluster.ray.address = {address!r}: {said}; {CURE}") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _supervisor(ray: Any, made: Layout) -> Any:
+    """None if nothing runs under this name."""
+    try:
+        return ray.get_actor(made.job, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _answer(ray: Any, reference: Any, whose: str) -> Any:
+    try:
+        return ray.get(reference, timeout=ANSWER_S)
+    except ray.exceptions.GetTimeoutError:
+        raise ConfigError(f"{whose} has not answered in {ANSWER_S:g} s: see Ray's own logs on its head node") from None
+
+
+def _rows(ray: Any, reference: Any) -> list[tuple[str, ...]]:
+    """Empty once the supervisor has ended."""
+    try:
+        return list(_answer(ray, reference, "the supervisor"))
+    except ray.exceptions.RayActorError:
+        return []
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (_COLUMNS, *rows)
+    )
+
+
+def _none(made: Layout) -> str:
+    ended = made.folder / ray_hosts.ENDED
+    last = f"; the last run: {ended.read_text(encoding='utf-8').strip()}" if ended.exists() else ""
+    return f"nothing runs as {made.job} on this cluster{last}; logs in {made.folder / 'logs'}"

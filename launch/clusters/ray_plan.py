@@ -1,0 +1,69 @@
+"""What a run takes of a Ray cluster, and what its hosts call there."""
+
+from __future__ import annotations
+
+import shlex
+
+from launch.clusters.layout import Layout
+from launch.clusters.ray_hosts import LEAVE_S, Part, Plan
+from launch.processes.children import ROOT
+from shared.config import ConfigError
+
+
+def plan(made: Layout, cpus: float) -> Plan:
+    """`cpus`: of a host."""
+    cluster, called = made.recipe.cluster, commands(made)
+    memory = {"memory": float(cluster.memory_gb * 2**30)} if cluster.memory_gb else {}
+
+    def part(name: str, kind: str, numbers: range, gpus: int, leave_s: float) -> Part:
+        bundle = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {}), **memory}
+        return Part(name, called[kind], tuple(numbers), bundle, leave_s)
+
+    parts = [part("learner", "learner", range(cluster.learner_nodes), made.learner_gpus, learner_leave_s(made))]
+    for number in range(cluster.engine_nodes):
+        parts.append(part(f"engines-{number}", "engines", range(number, number + 1), made.engine_gpus, LEAVE_S))
+    return Plan(made.job, str(made.folder), cluster.address, cluster.restarts, parts)
+
+
+def learner_leave_s(made: Layout) -> float:
+    """Between SIGTERM and SIGKILL of the learner when the run is stopped."""
+    return made.recipe.learner.leave_timeout_s + 30.0
+
+
+def commands(made: Layout) -> dict[str, str]:
+    """What each host's shell becomes. An environment that is not there is a mistake of the user's."""
+    start = f"cd {shlex.quote(str(ROOT))} && . {shlex.quote(made.recipe.cluster.environment)}/bin/activate || exit 2\n"
+    head = f"tcp://$PRONK_HEAD:{made.learner_port}"
+    return {
+        "learner": f"{start}exec {made.learner_command('$PRONK_HEAD')}\n",
+        "engines": f"{start}exec {made.engines_command(head, '$PRONK_HOST', 'PRONK_NUMBER')}\n",
+    }
+
+
+def cpus_of_a_host(made: Layout, nodes: list[dict[str, float]]) -> float:
+    """Of one host. ConfigError, in one line, if the hosts do not fit on these nodes even when they are idle."""
+    cluster, left = made.recipe.cluster, [dict(node) for node in nodes if node.get("CPU", 0) >= 1]
+    count = cluster.learner_nodes + cluster.engine_nodes
+    largest = sorted((node["CPU"] for node in left), reverse=True)
+    cpus = float(cluster.cpus_per_node or (largest[count - 1] if len(largest) >= count else 0))
+    kinds = [made.learner_gpus] * cluster.learner_nodes + [made.engine_gpus] * cluster.engine_nodes
+    there = ", ".join(f"{node['CPU']:g} CPUs and {node.get('GPU', 0):g} GPUs" for node in left) or "none"
+    each = f"{cpus:g} CPUs" if cpus else "a whole node"
+    memory = f" and {cluster.memory_gb} GB" if cluster.memory_gb else ""
+    short = ConfigError(
+        f"the run wants {cluster.learner_nodes} x ({each} and {made.learner_gpus} GPUs{memory}) for its learner and "
+        f"{cluster.engine_nodes} x ({each} and {made.engine_gpus} GPUs{memory}) for engines; the cluster's nodes have "
+        f"{there}: start more, or lower what [cluster] asks for"
+    )
+    taken: list[dict[str, float]] = []
+    for number, gpus in enumerate(kinds):
+        takes = {"CPU": cpus, "GPU": float(gpus), "memory": float(cluster.memory_gb * 2**30)}
+        fits = [node for node in left if all(node.get(name, 0) >= much for name, much in takes.items())]
+        if number < cluster.learner_nodes:  # these have nodes of their own
+            fits = [node for node in fits if not any(node is other for other in taken)]
+        if not cpus or not fits:
+            raise short
+        node = min(fits, key=lambda each: (each.get("GPU", 0), each["CPU"]))
+        taken.append(node)
+        node.update({name: node.get(name, 0) - much for name, much in takes.items()})
+    return cpus

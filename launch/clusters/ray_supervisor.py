@@ -1,0 +1,227 @@
+"""A run's supervisor inside Ray: takes nodes for the hosts, starts them, and starts them again when they fail.
+
+Hosts die with the supervisor that has made them: one that Ray starts again, on another node, makes them anew, and the
+learner goes on from its last checkpoint. As its hosts do, it reaches Ray's workers by value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from launch.clusters.ray_hosts import ENDED, LEAVE_S, Host, Part, Plan
+
+USER_ERROR = 2  # exit code
+POLL_S = 0.5
+ENGINES_END_S = 60.0  # longest between the learner's end and the engines' own
+SETTLE_S = 5.0  # after one host of several has failed: until the others have said why
+RAN_WELL_S = 60.0
+LONGEST_PAUSE_S = 60.0
+
+
+class Failed(Exception):
+    """A part that is not started again; the text says why."""
+
+
+class Head:
+    """Of the learner's first host."""
+
+    address = ""  # while there is none
+
+
+class Life:
+    """One part through all its starts."""
+
+    def __init__(self, part: Part, plan: Plan, head: Head) -> None:
+        """`head`: all parts share it."""
+        self.part, self.plan, self.head = part, plan, head
+        self.state, self.since, self.starts, self.restarts = "waits for room", time.time(), 0, 0
+        self.addresses: list[str] = []
+        self.hosts: list[Any] = []
+        self.group: Any = None
+
+    def say(self, state: str) -> None:
+        self.state, self.since = state, time.time()
+
+    async def live(self) -> None:
+        """Until its commands have ended well. Failed if they cannot, or not after so many restarts. Cancelled, it lets
+        them leave in their time."""
+        early, leave_s = 0, LEAVE_S
+        while True:
+            began = time.monotonic()
+            try:
+                failure = await self.once()
+            except RayError as error:
+                failure = f"lost its node or its process there ({type(error).__name__})"
+            except Failed:
+                self.say("has failed")
+                raise
+            except asyncio.CancelledError:
+                leave_s = self.part.leave_s
+                self.say("leaves")
+                raise
+            finally:
+                await self.clear(leave_s)
+            if failure is None:
+                self.say("has ended")
+                return
+            if failure == "":  # the learner has moved
+                continue
+            self.restarts += 1
+            if self.restarts > self.plan.restarts:
+                self.say("has failed")
+                raise Failed(f"{self.part.name} {failure}, after {self.plan.restarts} restarts (cluster.restarts)")
+            early = early + 1 if time.monotonic() - began < RAN_WELL_S else 0
+            self.say(f"{failure}; starts again")
+            await asyncio.sleep(min(LONGEST_PAUSE_S, 2.0 ** (early - 1)) if early else 0.0)
+
+    async def once(self) -> str | None:
+        """One start: None if all ended well, else in words what failed; empty if the learner has moved."""
+        part = self.part
+        await self.take_room()
+        head = self.addresses[0]
+        if part.is_learner:
+            self.head.address = head
+        else:
+            while not (head := self.head.address):
+                await asyncio.sleep(POLL_S)
+        logs = Path(self.plan.folder) / "logs"
+        starts = []
+        for host, number, address in zip(self.hosts, part.numbers, self.addresses, strict=True):
+            env = {"PRONK_HEAD": head, "PRONK_HOST": address, "PRONK_NUMBER": str(number)}
+            starts.append(host.start.remote(part.command, env, str(logs / f"{part.log(number)}.log")))
+        await asyncio.gather(*starts)
+        self.starts += 1
+        self.say("runs")
+        while True:
+            codes = await self.poll()
+            if any(codes):
+                if len(codes) > 1:
+                    await asyncio.sleep(SETTLE_S)
+                    codes = await self.poll()
+                return self.failure(codes)
+            if all(code == 0 for code in codes):
+                return None
+            if self.head.address not in ("", head):
+                return ""
+            await asyncio.sleep(POLL_S)
+
+    async def take_room(self) -> None:
+        """Nodes, and a `Host` on each."""
+        part, bundles = self.part, [self.part.bundle] * len(self.part.numbers)
+        self.say("waits for room")
+        strategy = "STRICT_SPREAD" if part.is_learner else "SPREAD"
+        self.group = placement_group(bundles, strategy=strategy, name=f"{self.plan.job}-{part.name}")
+        await self.group.ready()
+        self.say("starts")
+        self.hosts = [self.host(index) for index in range(len(bundles))]
+        found = await asyncio.gather(*(host.address.remote(self.plan.address) for host in self.hosts))
+        wrong = [reason for _, reason in found if reason]
+        if wrong:
+            raise Failed(wrong[0])
+        self.addresses = [address for address, _ in found]
+
+    def host(self, index: int) -> Any:
+        bundle, place = self.part.bundle, PlacementGroupSchedulingStrategy(self.group, index)
+        takes = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "memory": bundle.get("memory")}
+        return ray.remote(Host).options(scheduling_strategy=place, **takes).remote()
+
+    async def poll(self) -> list[int | None]:
+        return list(await asyncio.gather(*(host.poll.remote() for host in self.hosts)))
+
+    def failure(self, codes: list[int | None]) -> str:
+        """In words. Failed for a mistake of the user's, which a restart would not cure."""
+        part = self.part
+        logs = ", ".join(
+            f"logs/{part.log(number)}.log" for number, code in zip(part.numbers, codes, strict=True) if code
+        )
+        if USER_ERROR in codes and (part.is_learner or self.starts == 1):
+            raise Failed(f"{part.name} ended with exit code {USER_ERROR}, a mistake in the recipe: {logs}")
+        return f"ended with exit code {next(code for code in codes if code)} ({logs})"
+
+    async def clear(self, leave_s: float) -> None:
+        """Its commands have ended, and its nodes are free, when this returns."""
+        if self.part.is_learner:
+            self.head.address = ""
+        ends = asyncio.gather(*(host.end.remote(leave_s) for host in self.hosts), return_exceptions=True)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ends, leave_s + LEAVE_S)
+        finally:
+            for host in self.hosts:
+                ray.kill(host)
+            if self.group is not None:
+                remove_placement_group(self.group)
+            self.hosts, self.group, self.addresses = [], None, []
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Of the table: part, number, address, state, since, restarts."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        name = "learner" if self.part.is_learner else "engines"
+        addresses = self.addresses or ["-"] * len(self.part.numbers)
+        return [
+            (name, str(number), address, self.state, since, str(self.restarts))
+            for number, address in zip(self.part.numbers, addresses, strict=True)
+        ]
+
+
+class Supervisor:
+    """Named and detached, so that it outlives the command that submits; Ray starts it again if its node is lost."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.stopping = plan, False
+        head = Head()
+        self.lives = [Life(part, plan, head) for part in plan.parts]
+        self.me = ray.get_runtime_context().current_actor
+        threading.Thread(target=lambda: asyncio.run(self.supervise()), name="supervisor", daemon=True).start()
+
+    def status(self) -> list[tuple[str, ...]]:
+        return [row for life in self.lives for row in life.rows()]
+
+    def stop(self) -> list[tuple[str, ...]]:
+        """Asks for the end of the run, as often as one likes."""
+        self.stopping = True
+        return self.status()
+
+    async def supervise(self) -> None:
+        ended = Path(self.plan.folder) / ENDED
+        if not ended.exists():
+            try:
+                said = await self.run()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the run must not hang on unwatched
+                said = f"its supervisor has failed: {type(error).__name__}: {error}"
+            ended.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(said.split())}\n", encoding="utf-8")
+        ray.kill(self.me, no_restart=True)
+
+    async def run(self) -> str:
+        """How the run has ended."""
+        for life in self.lives:  # room that a supervisor on a lost node has taken
+            with contextlib.suppress(ValueError):
+                remove_placement_group(get_placement_group(f"{self.plan.job}-{life.part.name}"))
+        learner, *engines = [asyncio.create_task(life.live()) for life in self.lives]
+        over = ""
+        while not over:
+            await asyncio.wait([learner], timeout=POLL_S)
+            lost = [task.exception() for task in engines if task.done() and task.exception()]
+            if learner.done():
+                over = str(learner.exception() or "the learner has ended: the run is over")
+            elif self.stopping:
+                over = "stopped"
+            elif lost and len(lost) == len(engines):
+                over = f"no engines are left: {lost[-1]}"
+        if learner.done() and not learner.exception():
+            await asyncio.wait(engines, timeout=ENGINES_END_S)
+        for tasks in ([learner], engines):  # the learner writes its last checkpoint while engines still serve
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return over
