@@ -13,7 +13,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 
 # On GPUs learner and SGLang's server must have the same NCCL.
-CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null),constraints-gpu.txt,constraints.txt)
+GPUS ?= $(shell nvidia-smi -L 2>/dev/null)
+CONSTRAINTS := $(if $(GPUS),constraints-gpu.txt,constraints.txt)
 
 .PHONY: env sglang-env train tiny-models format lint check test test-learning test-watching test-sglang \
   test-chaos test-hostile test-long test-peft test-cluster docs clean
@@ -37,7 +38,7 @@ sglang-env: $(SGLANG_VENV)/.done
 $(SGLANG_VENV)/.done: $(SGLANG_FILES)
 	$(PYTHON) -m venv --clear $(SGLANG_VENV)
 	$(SGLANG_PIP) --upgrade 'pip>=25.1'
-	if nvidia-smi -L >/dev/null 2>&1; then $(SGLANG_PIP) $(SGLANG); else \
+	if $(if $(GPUS),true,false); then $(SGLANG_PIP) $(SGLANG); else \
 	  $(SGLANG_PIP) --constraint launch/sglang_env/constraints-cpu.txt torch && \
 	  $(SGLANG_PIP) --constraint launch/sglang_env/constraints-cpu.txt --requirement launch/sglang_env/requirements-cpu.txt && \
 	  $(SGLANG_PIP) --constraint launch/sglang_env/constraints-cpu.txt --no-deps $(SGLANG) torchvision; fi
@@ -116,7 +117,9 @@ test-peft: env
 
 # Runs on real clusters, all of their nodes on this machine: Ray, and Slurm (Debian's slurm-wlm and munge, as root).
 test-cluster: env
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group ray
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group ray --group manifests
+	test -e build/skypilot/.done || { $(PYTHON) -m venv --clear build/skypilot && \
+	  build/skypilot/bin/python -m pip install --quiet --disable-pip-version-check skypilot==0.14.1 && touch build/skypilot/.done; }
 	$(PY) -m pytest tests/cluster $(ARGS)
 
 # The documentation, strictly, into build/site; pages of the reference are made from the code.

@@ -1,6 +1,6 @@
 """A run on a cluster: its scripts or manifests, and what starts, shows and ends it there.
 
-    python launch/cluster.py render --on slurm --config R.toml        # writes them, and starts nothing
+    python launch/cluster.py render --on {slurm,ray,kubernetes,skypilot} --config R.toml   # writes them, starts nothing
     python launch/cluster.py submit --on slurm --config R.toml [--section.key VALUE ...]
     python launch/cluster.py status --on slurm --config R.toml
     python launch/cluster.py stop   --on slurm --config R.toml
@@ -17,11 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import os
 
-from launch.clusters import ray_cluster, slurm
-from launch.clusters.layout import check_new, cluster_folder, layout, write
+from launch.clusters import kubernetes, ray_cluster, skypilot, slurm
+from launch.clusters.layout import CONTAINER, check_new, cluster_folder, layout, write
 from shared.config import fail, parse, recipe_parser
 
-BACKENDS = {"ray": ray_cluster, "slurm": slurm}
+BACKENDS = {"kubernetes": kubernetes, "ray": ray_cluster, "skypilot": skypilot, "slurm": slurm}
+APART = ("kubernetes", "skypilot")  # their hosts see nothing of this one
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,13 +34,13 @@ def main(argv: list[str] | None = None) -> int:
     backend = BACKENDS[options.on]
     try:
         folder = Path(options.out).resolve() if options.out else cluster_folder(recipe)
-        made = layout(recipe, folder)
+        made = layout(recipe, folder, CONTAINER if options.on in APART else None)
         if options.action == "render":
             files = backend.render(made)
             write(files, made)
             print("\n".join(str(folder / name) for name in (*files, "recipe.toml")))
             return 0
-        if options.action == "submit":
+        if options.action == "submit" and options.on not in APART:
             check_new(recipe)
         print(getattr(backend, options.action)(made))
     except ValueError as error:

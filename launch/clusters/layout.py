@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.processes.children import ROOT
 from launch.task_run.recipe_file import save
 from shared.config import ConfigError, Recipe
 from shared.keys import make_api_key, make_keys, read_api_key
@@ -18,11 +19,26 @@ _JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """Where the hosts find what the run needs."""
+
+    config: str
+    keys: str
+    runs: str
+    project: str
+
+
+# Of hosts that see nothing of this one, and get all that they need.
+CONTAINER = Seen("/pronk/config/recipe.toml", "/pronk/keys", "/pronk/runs", "/opt/pronk")
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """A run's hosts. `folder`, which they all see, has scripts, the recipe, keys and logs."""
+    """A run's hosts. `folder`, which they may not see, has scripts or manifests, the recipe and keys."""
 
     recipe: Recipe
     folder: Path
+    seen: Seen
 
     @property
     def job(self) -> str:
@@ -45,10 +61,6 @@ class Layout:
     def learner_port(self) -> int:
         return int(self.recipe.learner.bind.rpartition(":")[2])
 
-    @property
-    def config(self) -> str:
-        return f"{self.folder}/recipe.toml"
-
     def learner_command(self, head: str) -> str:
         """What each learner host calls, in shell; `head` is the shell's word for the first one's address."""
         cluster = self.recipe.cluster
@@ -61,7 +73,7 @@ class Layout:
             )
         return (
             f"python launch/processes/torchrun.py {meeting} --nproc-per-node {ranks} \\\n"
-            f"  launch/learner.py --config {shlex.quote(self.config)}"
+            f"  launch/learner.py --config {shlex.quote(self.seen.config)}"
         )
 
     def engines_command(self, learner: str, host: str, number: str) -> str:
@@ -69,27 +81,28 @@ class Layout:
         and its number, which keeps two of them apart on one machine."""
         engine = self.recipe.engine
         return (
-            f'python launch/actors.py --config {shlex.quote(self.config)} --actor.learner "{learner}" \\\n'
+            f'python launch/actors.py --config {shlex.quote(self.seen.config)} --actor.learner "{learner}" \\\n'
             f'  --engine.host "{host}" --engine.port $(({engine.port} + {engine.count} * {number}))'
         )
 
 
-def layout(recipe: Recipe, folder: Path) -> Layout:
+def layout(recipe: Recipe, folder: Path, seen: Seen | None = None) -> Layout:
     """`recipe` with what holds on every host: keys, addresses, that a learner which starts again goes on. ConfigError
-    for engines that run already."""
-    keys = f"{folder}/keys"
+    for engines that run already. Without `seen` all hosts share this one's file system."""
+    seen = seen or Seen(f"{folder}/recipe.toml", f"{folder}/keys", recipe.run.dir, str(ROOT))
     port = recipe.learner.bind.rpartition(":")[2]
     learner = recipe.learner.model_copy(update={"bind": f"tcp://0.0.0.0:{port}", "resume": "auto"})
     changes = {
+        "run": recipe.run.model_copy(update={"dir": seen.runs}),
         "learner": learner,
-        "transport": recipe.transport.model_copy(update={"keys": keys}),
-        "engine": recipe.engine.model_copy(update={"api_key_file": f"{keys}/engine.key"}),
+        "transport": recipe.transport.model_copy(update={"keys": seen.keys}),
+        "engine": recipe.engine.model_copy(update={"api_key_file": f"{seen.keys}/engine.key"}),
     }
     if recipe.engine.urls:
         raise ConfigError(
             "engine.urls names engines that run already; on a cluster leave it out: engine hosts start them"
         )
-    return Layout(recipe.model_copy(update=changes), folder)
+    return Layout(recipe.model_copy(update=changes), folder, seen)
 
 
 def cluster_folder(recipe: Recipe) -> Path:
@@ -136,6 +149,6 @@ def call(*words: str, cure: str) -> str:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{shlex.join(words[:2])} has not answered in {CLIENT_TIMEOUT_S:g} s: {cure}") from None
     if ended.returncode:
-        said = " ".join((ended.stderr or ended.stdout).split())[-400:]
+        said = (ended.stderr.strip() or ended.stdout.strip()).rpartition("\n")[2][-400:]
         raise ConfigError(f"{shlex.join(words[:2])} failed: {said or f'exit code {ended.returncode}'}")
     return ended.stdout

@@ -23,6 +23,28 @@ class RayConfig(Section):
     )
 
 
+class KubernetesConfig(Section):
+    namespace: str = Field("default", min_length=1, description="of the jobs; it exists already")
+    image: str = Field("pronk:latest", min_length=1, description="made by one of launch/clusters/containers")
+    claim: str = Field(
+        "pronk-runs",
+        min_length=1,
+        description="PersistentVolumeClaim, ReadWriteMany, for the runs' folders; it exists already",
+    )
+    engine_labels: dict[str, str] = Field(
+        {}, description="labels of the nodes for engines, such as those of spot machines"
+    )
+
+
+class SkyPilotConfig(Section):
+    infra: str = Field("", description="cloud[/region[/zone]] or k8s/CONTEXT; empty = the cheapest that SkyPilot finds")
+    gpu: str = Field("H100", min_length=1, description="SkyPilot's name of the GPUs, where the recipe asks for cuda")
+    spot: bool = Field(False, description="on spot machines, which come and go")
+    bucket: str = Field(
+        "pronk-runs", min_length=3, description="of the object store, for the runs' folders; made if missing"
+    )
+
+
 class ClusterConfig(Section):
     """Learner hosts hold the learner's ranks; engine hosts hold engines and the actors that play on them."""
 
@@ -39,6 +61,8 @@ class ClusterConfig(Section):
     rendezvous_port: int = Field(29500, gt=0, lt=65536, description="where the learner's hosts meet, on its first one")
     slurm: SlurmConfig = SlurmConfig()
     ray: RayConfig = RayConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    skypilot: SkyPilotConfig = SkyPilotConfig()
 
     @model_validator(mode="after")
     def _is_one_line(self) -> Self:

@@ -1,0 +1,145 @@
+"""SkyPilot: one managed job over all of the run's hosts, the learner's first, then those with engines.
+
+SkyPilot finds the machines, copies the project to them and installs it. When it loses one it starts all of them anew,
+and the learner goes on from its last checkpoint, which lies in a bucket.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from launch.clusters.layout import Layout, call, make_missing_keys, write
+from launch.clusters.manifests import manifest
+from launch.processes.children import ROOT
+from shared.config import ConfigError
+
+CURE = "pip install skypilot into an environment on the PATH, then sky check"
+FILE, SECRETS, SECRET = "task.yaml", "secrets.env", "PRONK_KEYS"
+NOT_ENDED = ("PENDING", "STARTING", "RUNNING", "RECOVERING", "CANCELLING")
+
+
+def render(made: Layout) -> dict[str, str]:
+    """File name -> text. ConfigError for a time limit, which SkyPilot does not know."""
+    cluster = made.recipe.cluster
+    if cluster.hours:
+        raise ConfigError(f"cluster.hours = {cluster.hours:g}: SkyPilot has no time limits; set it to 0")
+    task: dict[str, Any] = {
+        "name": made.job,
+        "num_nodes": cluster.learner_nodes + cluster.engine_nodes,
+        "resources": _resources(made),
+        "workdir": str(ROOT),
+        "file_mounts": {
+            made.seen.config: str(made.folder / "recipe.toml"),
+            made.seen.runs: {"name": cluster.skypilot.bucket, "mode": "MOUNT_CACHED"},
+        },
+        "secrets": {SECRET: None},
+        "setup": _setup(made),
+        "run": _run(made),
+    }
+    comment = f"The hosts of {made.job}; submit makes the keys, and hands them over by: --secret-file {SECRETS}"
+    return {FILE: manifest(task, comment=comment)}
+
+
+def submit(made: Layout) -> str:
+    if any(state in line for line in _lines(made) for state in NOT_ENDED):
+        raise ConfigError(f"{made.job} is in SkyPilot's queue: stop it first (launch/cluster.py stop)")
+    files = render(made)
+    keys = make_missing_keys(made.folder)
+    write(files, made)
+    secrets = made.folder / SECRETS
+    with os.fdopen(os.open(secrets, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f"{SECRET}={_packed(keys)}\n")
+    task = str(made.folder / FILE)
+    call("sky", "jobs", "launch", "--yes", "--async", "--secret-file", str(secrets), task, cure=CURE)
+    return f"{made.job} is with SkyPilot: sky jobs queue shows it, sky jobs logs --name {made.job} what it prints"
+
+
+def status(made: Layout) -> str:
+    return "\n".join(_lines(made)) or f"no job {made.job} is in SkyPilot's queue"
+
+
+def stop(made: Layout) -> str:
+    """SkyPilot takes the machines away: the run can go on from the last checkpoint that it wrote on its schedule."""
+    if not _lines(made):
+        return f"no job {made.job} is in SkyPilot's queue"
+    call("sky", "jobs", "cancel", "--yes", "--name", made.job, cure=CURE)
+    return f"asked {made.job} to end"
+
+
+def _lines(made: Layout) -> list[str]:
+    queue = call("sky", "jobs", "queue", cure=CURE).splitlines()
+    return [line for line in queue if made.job in line.split()]
+
+
+def _packed(keys: Path) -> str:
+    """All key files, as one word."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for path in sorted(keys.iterdir()):
+            archive.add(path, path.name)
+    return base64.b64encode(packed.getvalue()).decode()
+
+
+def _resources(made: Layout) -> dict[str, Any]:
+    cluster, sky = made.recipe.cluster, made.recipe.cluster.skypilot
+    gpus = max(made.learner_gpus, made.engine_gpus)
+    return {
+        **({"infra": sky.infra} if sky.infra else {}),
+        **({"accelerators": f"{sky.gpu}:{gpus}"} if gpus else {}),
+        **({"cpus": f"{cluster.cpus_per_node}+"} if cluster.cpus_per_node else {}),
+        **({"memory": f"{cluster.memory_gb}+"} if cluster.memory_gb else {}),
+        **({"use_spot": True} if sky.spot else {}),
+    }
+
+
+def _setup(made: Layout) -> str:
+    """The README's steps, with a Python that is new enough: Ubuntu 24.04 and 22.04 have one each."""
+    sglang = "make sglang-env\n" if made.recipe.engine.kind == "sglang" else ""
+    return (
+        f"set -e\nsudo ln -sfn ~/sky_workdir {made.seen.project}\ncd {made.seen.project}\n"
+        f'sudo install -d -m 700 -o "$(id -un)" {made.seen.keys}\n'
+        "sudo apt-get update -qq\n"
+        "sudo apt-get install -qq -y make python3.12-venv || sudo apt-get install -qq -y make python3.11-venv\n"
+        f"export PYTHON=$(command -v python3.12 || command -v python3.11)\nmake env\n{sglang}"
+    )
+
+
+def _run(made: Layout) -> str:
+    cluster, port = made.recipe.cluster, made.learner_port
+    engines = made.engines_command(f"tcp://$head:{port}", "$host", "number")
+    return f"""\
+set -uo pipefail
+cd {made.seen.project}
+. {cluster.environment}/bin/activate
+(umask 077 && mkdir -p {made.seen.keys}) || exit 2
+echo "${SECRET}" | base64 -d | tar -xzC {made.seen.keys}
+unset {SECRET}
+mapfile -t hosts <<< "$SKYPILOT_NODE_IPS"
+head=${{hosts[0]}} host=${{hosts[$SKYPILOT_NODE_RANK]}} number=$((SKYPILOT_NODE_RANK - {cluster.learner_nodes}))
+
+learner() {{
+  {made.learner_command("$head")}
+}}
+engines() {{
+  # The learner may still load, or start again.
+  for ((second = 0; second < 600; second++)); do
+    (exec 3<>"/dev/tcp/$head/{port}") 2>/dev/null && break
+    sleep 1
+  done
+  {engines}
+}}
+
+# A mistake in the recipe (code 2) stays one; anything else is tried again, the learner from its last checkpoint.
+for ((start = 0; start <= {cluster.restarts}; start++)); do
+  if ((number < 0)); then learner; else engines; fi
+  code=$?
+  ((code == 0 || code == 2)) && break
+  sleep 5
+done
+exit "$code"
+"""
