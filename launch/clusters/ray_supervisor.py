@@ -28,6 +28,11 @@ RAN_WELL_S = 60.0
 LONGEST_PAUSE_S = 60.0
 
 
+def now() -> str:
+    """For people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
 class Failed(Exception):
     """A part that is not started again; the text says why."""
 
@@ -44,13 +49,14 @@ class Life:
     def __init__(self, part: Part, plan: Plan, head: Head) -> None:
         """`head`: all parts share it."""
         self.part, self.plan, self.head = part, plan, head
-        self.state, self.since, self.starts, self.restarts = "waits for room", time.time(), 0, 0
+        self.starts, self.restarts = 0, 0
+        self.say("waits for room")
         self.addresses: list[str] = []
         self.hosts: list[Any] = []
         self.group: Any = None
 
     def say(self, state: str) -> None:
-        self.state, self.since = state, time.time()
+        self.state, self.since = state, now()
 
     async def live(self) -> None:
         """Until its commands have ended well. Failed if they cannot, or not after so many restarts. Cancelled, it lets
@@ -165,11 +171,10 @@ class Life:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Of the table: part, number, address, state, since, restarts."""
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         name = "learner" if self.part.is_learner else "engines"
         addresses = self.addresses or ["-"] * len(self.part.numbers)
         return [
-            (name, str(number), address, self.state, since, str(self.restarts))
+            (name, str(number), address, self.state, self.since, str(self.restarts))
             for number, address in zip(self.part.numbers, addresses, strict=True)
         ]
 
@@ -199,7 +204,7 @@ class Supervisor:
                 said = await self.run()
             except Exception as error:  # noqa: BLE001 - whatever it is, the run must not hang on unwatched
                 said = f"its supervisor has failed: {type(error).__name__}: {error}"
-            ended.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(said.split())}\n", encoding="utf-8")
+            ended.write_text(f"{now()} {' '.join(said.split())}\n", encoding="utf-8")
         ray.kill(self.me, no_restart=True)
 
     async def run(self) -> str:
