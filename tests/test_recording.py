@@ -62,6 +62,7 @@ def test_actors_record_without_a_learner_and_a_learner_trains_on_it_without_acto
         "4",
     ]
     small += ["--run.dir", str(tmp_path / "runs"), "--engine.port", str(free_port())]
+    small += ["--learner.bind", f"tcp://127.0.0.1:{free_port()}"]
     play = [sys.executable, "launch/actors.py", "--config", RECIPE, "--record", str(folder), *small]
     done = subprocess.run(play, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
