@@ -11,13 +11,11 @@ from typing import Any
 from launch.clusters.layout import Layout, call, make_missing_keys, write
 from launch.clusters.manifests import manifest
 from launch.task_run.recipe_file import recipe_toml
-from shared.config import ConfigError
+from shared.config import EXIT_USER_ERROR, ConfigError
 
 CURE = "install kubectl, and let its current context be the cluster's (kubectl config get-contexts)"
 FILE = "manifest.yaml"
-USER_ERROR = 2  # exit code
 LABEL, PART = "pronk/run", "pronk/part"
-FIND_S = 600
 
 
 def render(made: Layout) -> dict[str, str]:
@@ -31,7 +29,7 @@ def submit(made: Layout) -> str:
     space, claim = _namespace(made), made.recipe.cluster.kubernetes.claim
     names = call("kubectl", "get", "namespaces", "--output=name", cure=CURE)
     _choose("cluster.kubernetes.namespace", space, names)
-    claims = call("kubectl", "--namespace", space, "get", "persistentvolumeclaims", "--output=name", cure=CURE)
+    claims = _call(made, "get", "persistentvolumeclaims", "--output=name")
     _choose("cluster.kubernetes.claim", claim, claims)
     if running := _jobs(made):
         raise ConfigError(f"{', '.join(running)} are there already: stop this run first (launch/cluster.py stop)")
@@ -43,8 +41,7 @@ def submit(made: Layout) -> str:
     _call(made, "create", "secret", "generic", secret, f"--from-file={keys}")  # their names alone are in `ps`
     _call(made, "label", "secret", secret, f"{LABEL}={made.job}")
     _call(made, "apply", "--filename", str(made.folder / FILE))
-    logs = f"{made.seen.runs}/{made.recipe.run.name}.cluster/logs"
-    return f"{made.job} is in namespace {space}; logs in {logs} of the volume {claim}"
+    return f"{made.job} is in namespace {space}; logs in {_logs(made)} of the volume {claim}"
 
 
 def status(made: Layout) -> str:
@@ -63,6 +60,10 @@ def stop(made: Layout) -> str:
 
 def _namespace(made: Layout) -> str:
     return made.recipe.cluster.kubernetes.namespace
+
+
+def _logs(made: Layout) -> str:
+    return f"{made.seen.runs}/{made.recipe.run.name}.cluster/logs"
 
 
 def _call(made: Layout, *words: str) -> str:
@@ -120,8 +121,7 @@ def _head(made: Layout) -> str:
 
 
 def _learner(made: Layout) -> dict[str, Any]:
-    leave_s = round(made.recipe.learner.leave_timeout_s) + 30
-    pod = _pod(made, "learner", made.learner_command(_head(made)), made.learner_gpus, leave_s)
+    pod = _pod(made, "learner", made.learner_command(_head(made)), made.learner_gpus, made.learner_leave_s)
     pod["spec"]["subdomain"] = made.job
     return _job(made, "learner", made.recipe.cluster.learner_nodes, pod)
 
@@ -129,15 +129,7 @@ def _learner(made: Layout) -> dict[str, Any]:
 def _engines(made: Layout) -> dict[str, Any]:
     head, cluster = _head(made), made.recipe.cluster
     called = made.engines_command(f"tcp://{head}:{made.learner_port}", "$PRONK_HOST", "JOB_COMPLETION_INDEX")
-    wait = f"""\
-# The learner may still load, or start again.
-for ((second = 0; ; second++)); do
-  (exec 3<>/dev/tcp/{head}/{made.learner_port}) 2>/dev/null && break
-  ((second < {FIND_S})) || {{ echo "no learner at {head}:{made.learner_port} for {FIND_S} s"; exit 1; }}
-  sleep 1
-done
-"""
-    pod = _pod(made, "engines", called, made.engine_gpus, leave_s=30, before=wait)
+    pod = _pod(made, "engines", called, made.engine_gpus, leave_s=30, before=made.wait_for_learner(head))
     if cluster.kubernetes.engine_labels:
         pod["spec"]["nodeSelector"] = dict(cluster.kubernetes.engine_labels)
     return _job(made, "engines", cluster.engine_nodes, pod)
@@ -146,10 +138,10 @@ done
 def _job(made: Layout, part: str, hosts: int, pod: dict[str, Any]) -> dict[str, Any]:
     """A pod that fails is started again; a mistake in the recipe ends the job; a lost node does not count."""
     rules = [
-        {"action": "FailJob", "onExitCodes": {"containerName": part, "operator": "In", "values": [USER_ERROR]}},
+        {"action": "FailJob", "onExitCodes": {"containerName": part, "operator": "In", "values": [EXIT_USER_ERROR]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
-    spec: dict[str, Any] = {
+    spec = {
         "completionMode": "Indexed",
         "completions": hosts,
         "parallelism": hosts,
@@ -157,16 +149,14 @@ def _job(made: Layout, part: str, hosts: int, pod: dict[str, Any]) -> dict[str, 
         "podFailurePolicy": {"rules": rules},
         "template": pod,
     }
-    if made.recipe.cluster.hours:
-        spec["activeDeadlineSeconds"] = round(made.recipe.cluster.hours * 3600)
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _meta(made, f"{made.job}-{part}", part), "spec": spec}
 
 
 def _pod(made: Layout, part: str, command: str, gpus: int, leave_s: int, before: str = "") -> dict[str, Any]:
     cluster, seen = made.recipe.cluster, made.seen
-    logs = f"{seen.runs}/{made.recipe.run.name}.cluster/logs"
+    logs = _logs(made)
     script = f"""\
-. {cluster.environment}/bin/activate || exit {USER_ERROR}
+. {cluster.environment}/bin/activate || exit {EXIT_USER_ERROR}
 mkdir -p {logs} && exec > >(tee -a {logs}/{part}-$JOB_COMPLETION_INDEX.log) 2>&1
 {before}exec {command}
 """
@@ -193,6 +183,7 @@ mkdir -p {logs} && exec > >(tee -a {logs}/{part}-$JOB_COMPLETION_INDEX.log) 2>&1
     spec = {
         "restartPolicy": "Never",  # the job starts another pod, which may go to another node
         "terminationGracePeriodSeconds": leave_s,
+        **({"activeDeadlineSeconds": round(cluster.hours * 3600)} if cluster.hours else {}),  # of one start
         "containers": [container],
         "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         **({"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]} if gpus else {}),

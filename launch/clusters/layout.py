@@ -15,6 +15,7 @@ from shared.config import ConfigError, Recipe
 from shared.keys import make_api_key, make_keys, read_api_key
 
 CLIENT_TIMEOUT_S = 60.0
+FIND_S = 600  # an engine host looks for the learner
 _JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
@@ -61,6 +62,11 @@ class Layout:
     def learner_port(self) -> int:
         return int(self.recipe.learner.bind.rpartition(":")[2])
 
+    @property
+    def learner_leave_s(self) -> int:
+        """Between the signal to leave and the end by force: the learner ends its step and writes a checkpoint."""
+        return round(self.recipe.learner.leave_timeout_s) + 30
+
     def learner_command(self, head: str) -> str:
         """What each learner host calls, in shell; `head` is the shell's word for the first one's address."""
         cluster = self.recipe.cluster
@@ -84,6 +90,21 @@ class Layout:
             f'python launch/actors.py --config {shlex.quote(self.seen.config)} --actor.learner "{learner}" \\\n'
             f'  --engine.host "{host}" --engine.port $(({engine.port} + {engine.count} * {number}))'
         )
+
+    def wait_for_learner(self, head: str) -> str:
+        """Shell lines that end with code 1 if nobody answers there; the learner may still load, or start again."""
+        return f"""\
+for ((second = 0; ; second++)); do
+  (exec 3<>"/dev/tcp/{head}/{self.learner_port}") 2>/dev/null && break
+  ((second < {FIND_S})) || {{ echo "no learner at {head}:{self.learner_port} for {FIND_S} s"; exit 1; }}
+  sleep 1
+done
+"""
+
+    def refuse_hours(self, scheduler: str) -> None:
+        """ConfigError for a time limit, which this scheduler does not know."""
+        if hours := self.recipe.cluster.hours:
+            raise ConfigError(f"cluster.hours = {hours:g}: {scheduler} has no time limits; set it to 0")
 
 
 def layout(recipe: Recipe, folder: Path, seen: Seen | None = None) -> Layout:

@@ -17,7 +17,7 @@ from typing import Any
 from actor.isolation import lifeline
 from launch.clusters import ray_hosts
 from launch.clusters.layout import Layout, call, make_missing_keys, write
-from launch.clusters.ray_plan import commands, cpus_of_a_host, learner_leave_s, plan
+from launch.clusters.ray_plan import commands, cpus_of_a_host, plan
 from shared.config import ConfigError
 
 NAMESPACE = "pronk"
@@ -32,8 +32,7 @@ _COLUMNS = ("part", "number", "address", "state", "since", "restarts")
 def render(made: Layout) -> dict[str, str]:
     """File name -> text. ConfigError for a time limit, which Ray does not know."""
     cluster = made.recipe.cluster
-    if cluster.hours:
-        raise ConfigError(f"cluster.hours = {cluster.hours:g}: Ray has no time limits; set it to 0")
+    made.refuse_hours("Ray")
     cpus = f"{cluster.cpus_per_node} CPUs" if cluster.cpus_per_node else "all CPUs of a node"
     memory = f", {cluster.memory_gb} GB of memory" if cluster.memory_gb else ""
     hosts = {
@@ -75,7 +74,7 @@ def status(made: Layout) -> str:
 
 def stop(made: Layout) -> str:
     """The learner ends its step and writes a checkpoint; then the engines end."""
-    limit = learner_leave_s(made) + ENGINES_LEAVE_S + ANSWER_S
+    limit = made.learner_leave_s + ENGINES_LEAVE_S + ANSWER_S
     with _connected(made) as ray:
         actor, deadline = _supervisor(ray, made), time.monotonic() + limit
         if actor is None:

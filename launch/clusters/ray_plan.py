@@ -19,15 +19,10 @@ def plan(made: Layout, cpus: float) -> Plan:
         bundle = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {}), **memory}
         return Part(name, called[kind], tuple(numbers), bundle, leave_s)
 
-    parts = [part("learner", "learner", range(cluster.learner_nodes), made.learner_gpus, learner_leave_s(made))]
+    parts = [part("learner", "learner", range(cluster.learner_nodes), made.learner_gpus, made.learner_leave_s)]
     for number in range(cluster.engine_nodes):
         parts.append(part(f"engines-{number}", "engines", range(number, number + 1), made.engine_gpus, LEAVE_S))
     return Plan(made.job, str(made.folder), cluster.address, cluster.restarts, parts)
-
-
-def learner_leave_s(made: Layout) -> float:
-    """Between SIGTERM and SIGKILL of the learner when the run is stopped."""
-    return made.recipe.learner.leave_timeout_s + 30.0
 
 
 def commands(made: Layout) -> dict[str, str]:

@@ -26,8 +26,7 @@ NOT_ENDED = ("PENDING", "STARTING", "RUNNING", "RECOVERING", "CANCELLING")
 def render(made: Layout) -> dict[str, str]:
     """File name -> text. ConfigError for a time limit, which SkyPilot does not know."""
     cluster = made.recipe.cluster
-    if cluster.hours:
-        raise ConfigError(f"cluster.hours = {cluster.hours:g}: SkyPilot has no time limits; set it to 0")
+    made.refuse_hours("SkyPilot")
     task: dict[str, Any] = {
         "name": made.job,
         "num_nodes": cluster.learner_nodes + cluster.engine_nodes,
@@ -110,8 +109,8 @@ def _setup(made: Layout) -> str:
 
 
 def _run(made: Layout) -> str:
-    cluster, port = made.recipe.cluster, made.learner_port
-    engines = made.engines_command(f"tcp://$head:{port}", "$host", "number")
+    cluster = made.recipe.cluster
+    engines = made.engines_command(f"tcp://$head:{made.learner_port}", "$host", "number")
     return f"""\
 set -uo pipefail
 cd {made.seen.project}
@@ -125,14 +124,9 @@ head=${{hosts[0]}} host=${{hosts[$SKYPILOT_NODE_RANK]}} number=$((SKYPILOT_NODE_
 learner() {{
   {made.learner_command("$head")}
 }}
-engines() {{
-  # The learner may still load, or start again.
-  for ((second = 0; second < 600; second++)); do
-    (exec 3<>"/dev/tcp/$head/{port}") 2>/dev/null && break
-    sleep 1
-  done
-  {engines}
-}}
+engines() (
+{made.wait_for_learner("$head")}{engines}
+)
 
 # A mistake in the recipe (code 2) stays one; anything else is tried again, the learner from its last checkpoint.
 for ((start = 0; start <= {cluster.restarts}; start++)); do

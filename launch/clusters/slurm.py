@@ -10,7 +10,7 @@ import json
 import shlex
 from pathlib import Path
 
-from launch.clusters.layout import Layout, call, make_missing_keys, write
+from launch.clusters.layout import FIND_S, Layout, call, make_missing_keys, write
 from launch.processes.children import ROOT
 from shared.config import ConfigError
 
@@ -121,8 +121,7 @@ host=$({cluster.address})
 
 def _learner(made: Layout) -> str:
     cluster, logs = made.recipe.cluster, f"{made.folder}/logs"
-    leaving = round(made.recipe.learner.leave_timeout_s) + 30
-    more = (f"--output={logs}/learner.log", f"--signal=TERM@{leaving}")  # before the time limit
+    more = (f"--output={logs}/learner.log", f"--signal=TERM@{made.learner_leave_s}")  # before the time limit
     return f"""\
 {_head(made, "learner", cluster.learner_nodes, made.learner_gpus, *more)}
 # Here the engines' jobs find this one, wherever it starts again.
@@ -149,7 +148,7 @@ def _engines(made: Layout) -> str:
     return f"""\
 {_head(made, "engines", 1, made.engine_gpus, *more)}
 # The learner's job writes its address when it starts.
-for ((second = 0; second < 600; second++)); do
+for ((second = 0; second < {FIND_S}; second++)); do
   [ -s "$folder/{ADDRESS}" ] && break
   sleep 1
 done

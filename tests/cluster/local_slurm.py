@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.support.machine import children_of, free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 START_S = 30.0
 
@@ -50,7 +52,7 @@ class LocalSlurm:
         daemon.kill()
         daemon.wait()
         found = subprocess.run(["pgrep", "slurmstepd"], capture_output=True, text=True, timeout=20).stdout.split()
-        families = [[int(step), *_descendants(int(step))] for step in found]
+        families = [[int(step), *children_of(int(step))] for step in found]
         for pid in [pid for family in families if any(_is_on(node, pid) for pid in family) for pid in family]:
             _kill(pid)
 
@@ -92,11 +94,11 @@ class LocalSlurm:
             time.sleep(0.2)
 
     def _configuration(self) -> str:
-        host, base = socket.gethostname().partition(".")[0], _free_ports(len(self.nodes) + 1)
+        host, first = socket.gethostname().partition(".")[0], free_port(len(self.nodes) + 1)
         settings = {
             "ClusterName": "here",
             "SlurmctldHost": f"{host}(127.0.0.1)",
-            "SlurmctldPort": base[0],
+            "SlurmctldPort": first,
             "SlurmUser": "root",
             "AuthType": "auth/munge",
             "AuthInfo": "cred_expire=5",  # a job waits for so long before it is started again
@@ -121,7 +123,7 @@ class LocalSlurm:
         lines = [f"{name}={value}" for name, value in settings.items()]
         lines += [
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=4000"
-            for node, port in zip(self.nodes, base[1:], strict=True)
+            for port, node in enumerate(self.nodes, first + 1)
         ]
         lines.append(f"PartitionName=main Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP")
         return "\n".join(lines) + "\n"
@@ -145,28 +147,12 @@ def missing() -> str:
     return f"apt-get install slurm-wlm munge: {', '.join(lacking)} not found" if lacking else ""
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def _is_on(node: str, pid: int) -> bool:
     """Whether the process belongs to a job on this node, whose name Slurm gives to all that it starts."""
     try:
         return f"SLURMD_NODENAME={node}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [each for child in children for each in (*_descendants(child), child)]
 
 
 def _kill(pid: int) -> None:

@@ -34,6 +34,11 @@ class Submitted:
         program = [sys.executable, "launch/cluster.py", action, "--on", self.on, "--config", COLOUR]
         return [*program, *self.words, *words]
 
+    def secrets(self) -> list[str]:
+        """What must be nowhere but in the key files."""
+        lines = [line for path in (self.cluster / "keys").glob("*.key") for line in path.read_text().splitlines()]
+        return [line.split('"')[-2] if '"' in line else line for line in lines]
+
     def steps(self) -> int:
         """How many steps the run has in its metrics."""
         try:

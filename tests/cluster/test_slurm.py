@@ -71,8 +71,7 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_from_which_the_next_submissio
 def test_no_key_is_in_a_script_and_keys_that_others_can_read_are_refused(slurm, tmp_path):
     run = Submitted("slurm", tmp_path, "keys", **{"cluster.slurm.options": '["--begin=now+1hour"]'})
     assert run.call("submit").returncode == 0
-    secrets = [path.read_text() for path in (run.cluster / "keys").glob("*.key")]
-    values = [line.split('"')[-2] if '"' in line else line for text in secrets for line in text.splitlines()]
+    values = run.secrets()
     written = "".join(path.read_text() for path in run.cluster.glob("*.*") if path.is_file())
     assert len(values) >= 6 and not any(value in written for value in values)
     assert run.call("stop").returncode == 0
