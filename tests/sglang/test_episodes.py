@@ -64,12 +64,12 @@ def placeholder_and_text(recipe):
 def test_stop_length_and_abort_are_told_apart(servers, recipe, publisher):
     publisher.publish(4, servers.urls[:1])
     image = Image.of(png(draw_image(64, 64)))
-
-    ids = placeholder_and_text(recipe)
+    model = ModelFacts.load(recipe.model.path, vision_of(recipe))
+    ids = [*model.image_ids, 30, 31]
 
     async def use(client):
         short = await client.generate(ids, [image], Sampling(max_new_tokens=3), banned_ids=ENDS)
-        stopped = await client.generate(ids, [image], Sampling(max_new_tokens=200), stop_ids=range(640))
+        stopped = await client.generate(ids, [image], Sampling(max_new_tokens=200), stop_ids=range(model.vocab_size))
         long = asyncio.create_task(client.generate(ids, [image], Sampling(max_new_tokens=4000), banned_ids=ENDS))
         await asyncio.sleep(2.0)
         await client.post("/abort_request", {"abort_all": True})
