@@ -79,7 +79,7 @@ def run(
     if make_server:
         specs = tuple(with_own_weights(spec) for spec in specs)
     raise_on_signals()
-    for lock in [lock for spec in specs for lock in claim(spec.gpus, spec.name)]:
+    for lock in [lock for spec in specs for lock in claim(spec.gpus, spec.name, "engine" if spec.shares_gpu else "")]:
         cleanup.enter_context(lock)
     journals = ""
     if recipe.journaled:

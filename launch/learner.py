@@ -99,7 +99,8 @@ def claim_gpu(recipe: Recipe, rank: int) -> list[TextIO]:
     """Keeps this rank's GPU for as long as the process lives. ConfigError if another process of Pronk has it."""
     if recipe.learner.device != "cuda":
         return []
-    return claim(names([int(os.environ.get("LOCAL_RANK", "0"))], os.environ), f"learner rank {rank}")
+    gpu = names([int(os.environ.get("LOCAL_RANK", "0"))], os.environ)
+    return claim(gpu, f"learner rank {rank}", "learner" if recipe.engine.shares_gpu else "")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ import torch
 from learner.checkpoints.restoring import restore
 from learner.checkpoints.saver import Saver
 from learner.coordinator import Follower
-from learner.distributed import close_ranks, gpu_bytes, init_ranks
+from learner.distributed import close_ranks, init_ranks
 from learner.guards.guards import Guards
 from learner.metrics.episodes import RunResult
+from learner.parallel.one_gpu import keep_to_share, learner_bytes
 from learner.plan import check_recipe
 from learner.recording.columns import watch
 from learner.setup import build_coordinator, build_publisher, build_trainer
@@ -44,7 +45,8 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> Run
     ranks = init_ranks(config.device, timeout_s=config.wait_timeout_s + 600, parallel=config.parallel)
     with ExitStack() as stack:  # its callbacks run last to first: the engines leave while the actors still keep them
         stack.callback(close_ranks)
-        check_recipe(recipe, ranks.size, gpu_bytes(ranks))
+        check_recipe(recipe, ranks.size, learner_bytes(recipe, ranks))
+        keep_to_share(recipe, ranks)
         trainer = build_trainer(recipe, ranks)
         folder = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
         restored = restore(folder, trainer, ranks, recipe)

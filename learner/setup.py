@@ -38,6 +38,7 @@ from shared.settings.objective import ObjectiveConfig
 from shared.transport import SocketSettings
 from shared.types import Group, Sample
 from shared.vision import VisionSpec
+from shared.weights.group import backend_of
 
 
 def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
@@ -90,7 +91,7 @@ def build_publisher(recipe: Recipe, trainer: Trainer, process_id: str) -> Publis
     """With what verifies the engines' weights at a publication, unless the recipe wants none."""
     config, policy, ranks = recipe.learner.publish, trainer.policy, trainer.ranks
     settings = PublishSettings(
-        "nccl" if recipe.learner.device == "cuda" else "gloo",
+        backend_of(recipe.learner.device, shared=recipe.engine.shares_gpu),
         config.bucket_bytes,
         config.timeout_s,
         pause_mode=config.pause_mode,

@@ -24,7 +24,8 @@ from learner.model.sizes import find
 from learner.plan import RESERVED_FRACTION, setting_of
 from shared.config import load_recipe
 
-ON_GPUS = ("sokoban", "geo3k", "geo3k_multi_turn", "geo3k_multi_turn_thinking", "geo3k_multi_turn_long", "sokoban_long")
+ON_GPUS = ("sokoban", "geo3k", "geo3k_multi_turn", "geo3k_multi_turn_thinking", "geo3k_multi_turn_long", "sokoban_long",
+           "geo3k_multi_turn_one_gpu")  # fmt: skip
 SMALL = "Qwen3-VL-2B-Instruct"
 
 
@@ -80,7 +81,8 @@ def test_every_model_fits_as_its_plan_says_or_is_refused_with_what_does(task: st
                 found = plan(job, gpus)
             except DoesNotFit as refusal:
                 assert re.search(
-                    r"does not fit \d+ GPUs .*: (\d+ such GPUs are enough|Qwen3-VL-\S+ fits)", str(refusal)
+                    r"does not fit \d+ GPUs .*: (with --learner.lora.rank|\d+ such GPUs are enough|Qwen3-VL-\S+ fits)",
+                    str(refusal),
                 )
                 continue
             recipe = with_values(job.recipe, chosen_fields(job, found))
@@ -216,7 +218,7 @@ def test_a_task_for_gpus_has_a_small_twin_to_be_told_of(task) -> None:
         (["sokobann"], "unknown task 'sokobann': the tasks are colour_tiny, geo3k, "),
         (["sokoban", "--model", "Qwen3-VL-9B"], f"folder of a Qwen-VL model, or one of {SMALL}, "),
         (["sokoban", "--model", "launch"], "unknown model 'launch'"),
-        (["sokoban", "--gpus", "1", "--dry-run"], "--gpus 1: at least 2"),
+        (["sokoban", "--gpus", "-1", "--dry-run"], "--gpus -1: at least 1"),
         (["sokoban", "--gpus", "12", "--dry-run"], "--gpus 12: several hosts have a multiple of 8"),
         (["sokoban", "--dry-run"], "say how many with --gpus N"),
         (["sokoban", "--gpus", "4"], "sokoban needs GPUs, and there are none here"),

@@ -49,11 +49,12 @@ def check_gpus(recipe: Recipe, gpus: Sequence[Gpu], driver: Path = DRIVER) -> li
     words = f"{kinds} of {min(g.num_bytes for g in gpus) / 1e9:.0f} GB"
     try:
         taken = {gpu for own in engine_gpus(recipe.engine, len(gpus)) for gpu in own}
-        ranks = len(gpus) - len(taken)
+        ranks = 1 if recipe.engine.shares_gpu else len(gpus) - len(taken)
         if recipe.learner.device == "cuda" and ranks < 1:
             raise ValueError(f"{words}: the engines take all; lower engine.count, a learner rank needs one of its own")
         if recipe.learner.device == "cuda":
-            check_recipe(recipe, ranks, float(min(g.num_bytes for g in gpus)))
+            smallest = float(min(g.num_bytes for g in gpus))
+            check_recipe(recipe, ranks, recipe.engine.learner_fraction * smallest)
     except ValueError as error:
         return [refused("gpus", error, "lower engine.count, or set engine.gpus")]
     busy = [str(index) for index, gpu in enumerate(gpus) if gpu.free < 0.9 * gpu.num_bytes]

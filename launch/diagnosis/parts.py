@@ -24,9 +24,10 @@ from launch.recording import with_own_weights
 from launch.task_samples import training_samples
 from learner.checkpoints.restoring import load_checkpoint
 from learner.checkpoints.saver import Saver
-from learner.distributed import broadcast_groups, close_ranks, gpu_bytes, init_ranks
+from learner.distributed import broadcast_groups, close_ranks, init_ranks
 from learner.lora.adapters import is_factor
 from learner.model import attention_backend
+from learner.parallel.one_gpu import keep_to_share, learner_bytes
 from learner.plan import check_recipe
 from learner.setup import build_publisher, build_trainer
 from learner.weights.canary import Canary, gap
@@ -91,7 +92,8 @@ class Round:
         torch.set_num_threads(learner.threads)
         patience_s = PATIENCE_S + recipe.engine.start_timeout_s  # rank 0 waits for the engine
         self.ranks = init_ranks(learner.device, timeout_s=patience_s, parallel=learner.parallel)
-        check_recipe(recipe, self.ranks.size, gpu_bytes(self.ranks))
+        check_recipe(recipe, self.ranks.size, learner_bytes(recipe, self.ranks))
+        keep_to_share(recipe, self.ranks)
         self.trainer = build_trainer(recipe, self.ranks)
         self._canary = Canary(self.trainer.policy, recipe.model.path, self.ranks.device)
         kernel = attention_backend.activate(learner.parallel.attention, recipe.model.dtype, self.ranks.device)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.engines.gpus import check_apart, engine_gpus, names, num_visible
+from launch.engines.gpus import check_apart, check_shared, engine_gpus, gpu_bytes, names, num_visible
 from launch.engines.network import check_key, check_ports, check_reach, url_of
+from launch.engines.one_gpu import shared_flags
 from launch.processes.children import ROOT, cpu_env
 from shared.config import ConfigError, Recipe
 from shared.engine_messages import NO_WEIGHTS
@@ -36,6 +37,7 @@ class EngineSpec:
     gpus: tuple[str, ...] = ()  # by the machine's names
     log: Path | None = None
     secret: tuple[Path, str] | None = field(default=None, repr=False)  # a file that it reads, its owner's alone
+    shares_gpu: bool = False  # with the learner
 
 
 def engine_specs(recipe: Recipe) -> tuple[EngineSpec, ...]:
@@ -51,9 +53,11 @@ def check_host(recipe: Recipe, num_ranks: int = 0) -> tuple[EngineSpec, ...]:
     if recipe.engine.urls:
         return ()
     check_reach(recipe)
+    if recipe.engine.shares_gpu:
+        check_shared(recipe.engine, recipe.learner.device, num_ranks)
     specs = engine_specs(recipe)
     check_ports(recipe)
-    if recipe.engine.device == recipe.learner.device == "cuda":
+    if not recipe.engine.shares_gpu and recipe.engine.device == recipe.learner.device == "cuda":
         check_apart(engine_gpus(recipe.engine, num_visible()), num_ranks)
         if num_ranks and recipe.engine.kind == "sglang":
             check_nccl(recipe)
@@ -106,13 +110,21 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> Eng
         paths.append(STAND_INS)
     env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     return EngineSpec(
-        f"engine on port {port}", url_of(recipe.engine.host, port), tuple(command), env, gpus, log, secret
+        f"engine on port {port}",
+        url_of(recipe.engine.host, port),
+        tuple(command),
+        env,
+        gpus,
+        log,
+        secret,
+        recipe.engine.shares_gpu,
     )
 
 
 def stages_weights(recipe: Recipe) -> bool:
     """Whether weights arrive beside generation, in memory of the host, and are installed between two steps."""
-    return {"auto": recipe.engine.device == "cpu", "on": True, "off": False}[recipe.engine.stage_weights]
+    beside = recipe.engine.device == "cpu" or recipe.engine.shares_gpu  # they come through the host's memory anyway
+    return {"auto": beside, "on": True, "off": False}[recipe.engine.stage_weights]
 
 
 def sglang_key(recipe: Recipe, path: Path) -> tuple[Path, str] | None:
@@ -172,7 +184,9 @@ def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
             "max-total-tokens": engine.max_batch * model.max_context,
             "mem-fraction-static": 0.1,
         }
-    if engine.mem_fraction:
+    if engine.shares_gpu:
+        flags |= shared_flags(recipe, gpu_bytes())
+    elif engine.mem_fraction:
         flags["mem-fraction-static"] = engine.mem_fraction
     if engine.attention_backend:
         flags["attention-backend"] = engine.attention_backend

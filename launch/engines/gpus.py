@@ -22,7 +22,8 @@ def engine_gpus(engine: EngineConfig, num_visible: int) -> list[tuple[int, ...]]
         return [()] * engine.count
     each = engine.tensor_parallel if engine.kind == "sglang" else 1
     needed = engine.count * each
-    gpus = engine.gpus or tuple(range(max(0, num_visible - needed), num_visible))
+    last = () if engine.shares_gpu else tuple(range(max(0, num_visible - needed), num_visible))
+    gpus = engine.gpus or last or (0,)
     words = f"engine.count = {engine.count} engines of {each} GPU{'s' * (each > 1)} need {needed}"
     if len(gpus) != needed:
         raise ConfigError(f"{words}, but there are {len(gpus)} ({list(gpus)}); lower the count or set engine.gpus")
@@ -43,29 +44,49 @@ def check_apart(gpus: Sequence[tuple[int, ...]], num_ranks: int) -> None:
         )
 
 
+def check_shared(engine: EngineConfig, learner_device: str, num_ranks: int) -> None:
+    """ConfigError if the engine cannot share the GPU of the learner's one rank, which is the first of the host."""
+    if learner_device != "cuda":
+        raise ConfigError("engine.shares_gpu with learner.device = 'cpu': there is no GPU to share; leave it out")
+    if num_ranks > 1:
+        raise ConfigError(
+            f"engine.shares_gpu with {num_ranks} ranks: an engine shares the GPU of a learner of one rank; start one, "
+            "or leave it out"
+        )
+    if engine.gpus not in ((), (0,)):
+        raise ConfigError(f"engine.shares_gpu with engine.gpus = {list(engine.gpus)}: the learner has GPU 0; set it so")
+
+
 def names(gpus: Sequence[int], environ: Mapping[str, str]) -> tuple[str, ...]:
     """The machine's own names of the GPUs that a process with this environment counts as `gpus`."""
     visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
     return tuple(visible[gpu] if visible else str(gpu) for gpu in gpus)
 
 
-def claim(gpus: Sequence[str], owner: str) -> list[TextIO]:
+def claim(gpus: Sequence[str], owner: str, shared_as: str = "") -> list[TextIO]:
     """Takes GPUs, by the machine's names, for as long as the files stay open or the process lives. ConfigError names
-    who has one already; only Pronk's processes know of the lock."""
+    who has one already; only Pronk's processes know of the locks. `shared_as`: the one of its kind that has a GPU which
+    another kind has too."""
     held: list[TextIO] = []
     for gpu in gpus:
-        path = Path(tempfile.gettempdir()) / f"pronk-gpu-{gpu}.lock"
-        file = _lock_file(path)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            other = file.read().strip() or "another process"
-            raise ConfigError(f"GPU {gpu} for {owner} is taken by {other}; set others") from None
-        file.truncate()
-        file.write(f"{owner} (process {os.getpid()})")
-        file.flush()
-        held.append(file)
+        lock = Path(tempfile.gettempdir()) / f"pronk-gpu-{gpu}.lock"
+        held.append(_locked(lock, fcntl.LOCK_SH if shared_as else fcntl.LOCK_EX, gpu, owner))
+        if shared_as:
+            held.append(_locked(lock.with_suffix(f".{shared_as}.lock"), fcntl.LOCK_EX, gpu, owner))
     return held
+
+
+def _locked(path: Path, kind: int, gpu: str, owner: str) -> TextIO:
+    file = _lock_file(path)
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        other = file.read().strip() or "another process"
+        raise ConfigError(f"GPU {gpu} for {owner} is taken by {other}; set others") from None
+    file.truncate(0)
+    file.write(f"{owner} (process {os.getpid()})")
+    file.flush()
+    return file
 
 
 def _lock_file(path: Path) -> TextIO:
@@ -74,6 +95,13 @@ def _lock_file(path: Path) -> TextIO:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
     except OSError as error:
         raise ConfigError(f"the lock {path} cannot be opened: {error.strerror}; remove it, or set TMPDIR") from None
+
+
+def gpu_bytes() -> float:
+    """Memory of the first GPU that this process may use."""
+    import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory)
 
 
 def num_visible() -> int:

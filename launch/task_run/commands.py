@@ -19,7 +19,8 @@ def chosen_fields(job: Job, plan: Plan) -> dict[str, Any]:
     setting, engines, node = plan.choice.setting, plan.engines, job.machine.gpus_per_node
     fields: dict[str, Any] = {f"learner.parallel.{name}": getattr(setting, name) for name in MESH}
     fields |= {
-        "engine.count": min(plan.gpus - plan.ranks, node) // engines.tensor_parallel,  # of one host
+        "engine.count": 1 if plan.shared else min(plan.gpus - plan.ranks, node) // engines.tensor_parallel,  # of a host
+        "engine.shares_gpu": plan.shared,
         "engine.tensor_parallel": engines.tensor_parallel,
         "engine.mem_fraction": engines.mem_fraction,
         "engine.max_batch": engines.max_batch,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from launch.diagnosis.miniature import with_values
 from launch.task_run.machines import KINDS, Machine, machine
@@ -18,6 +19,7 @@ from shared.config import Recipe, fail, load_recipe
 
 CARDS = ("rtx4090", "h100", "h200")
 TASKS = ("geo3k_multi_turn", "geo3k_multi_turn_thinking")
+ONE_GPU, SMALL = "geo3k_multi_turn_one_gpu", ("Qwen3-VL-2B", "Qwen3-VL-4B", "Qwen3-VL-8B")
 COUNTS = (2, 4, 6, 8, 16, 24, 32, 48, 64)
 HEAD = """# Which model on which hardware
 
@@ -40,6 +42,7 @@ def page() -> str:
         parts += ["\n| model | GPU | GPUs | learner | engines | mesh | GB a GPU | s a step |\n", f"|{'---|' * 8}\n"]
         for base in (base for base in PUBLISHED if base.startswith("Qwen3")):
             parts += [f"| {base} | {_card(kind)} | {_row(recipe, base, machine(kind))} |\n" for kind in CARDS]
+    parts += _of_one_gpu()
     parts.append("\n## What is assumed of a GPU\n\n")
     parts += [
         "| | memory | TFLOP/s in bfloat16 | its own memory, GB/s | to GPUs of its host, GB/s | to others, GB/s |\n"
@@ -54,6 +57,33 @@ def page() -> str:
         f"and for each {', '.join(f'{host} GB ({kind})' for kind, (_, host, _) in KINDS.items())} of memory.\n"
     )
     return "".join(parts)
+
+
+def _of_one_gpu() -> Iterator[str]:
+    """The learner and one engine share a card."""
+    recipe = load_recipe(str(recipe_of(ONE_GPU)))
+    yield f"\n## {ONE_GPU}: episodes of up to {recipe.model.max_context:,} tokens\n\n"
+    yield "A learner and an engine [share one GPU](../tutorials/one-gpu.md). A step trains on 128 episodes of 2,048 "
+    yield "tokens.\n\n"
+    yield "| model | GPU | trained | learner, GB | engine, GB | episodes at once | s a step |\n"
+    yield f"|{'---|' * 7}\n"
+    for base in SMALL:
+        for kind in ("rtx4090", "a100"):
+            for rank in (None, recipe.learner.lora.rank):
+                trained = f"adapters of rank {rank}" if rank else "all weights"
+                fields = {"model.path": base, "learner.lora.rank": rank}
+                yield f"| {base} | {_card(kind)} | {trained} | {_shared_row(recipe, fields, machine(kind))} |\n"
+
+
+def _shared_row(recipe: Recipe, fields: dict[str, Any], host: Machine) -> str:
+    base = fields["model.path"]
+    job = Job(with_values(recipe, fields), find(base), host)
+    if not fits(job, 1):
+        return "does not fit | | | "
+    found = plan(job, 1)
+    own = f"{found.choice.bytes_of_rank / 1e9:.1f}" + (" *offloaded*" if found.choice.setting.offload else "")
+    engine = f"{found.engines.mem_fraction * host.gpu_bytes / 1e9:.0f}"
+    return f"{own} | {engine} | {found.batch} | {found.seconds:.0f}"
 
 
 def _card(kind: str) -> str:

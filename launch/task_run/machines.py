@@ -18,6 +18,11 @@ class Machine:
     speed: Speed
     host_bytes: float  # of one host, for all of its GPUs
     gpus_per_node: int = 8
+    assumed: bool = False  # the host's memory is so much for each of its GPUs
+
+    def host_of(self, gpus: int) -> float:
+        """Bytes of the host where a task has so many GPUs: of one GPU alone, what is assumed for one."""
+        return self.host_bytes / self.gpus_per_node if gpus == 1 and self.assumed else self.host_bytes
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.gpu_bytes / 1e9:.0f} GB"
@@ -36,7 +41,8 @@ ASSUMED = "h100"  # where nothing is said and nothing is here
 def machine(kind: str, gpu_gb: float = 0, host_gb: float = 0, gpus_per_node: int = 8) -> Machine:
     """`gpu_gb`, `host_gb`: memory of one GPU and of one host, where it is not the kind's."""
     gb, host, speed = KINDS[kind]
-    return Machine(kind, (gpu_gb or gb) * 1e9, speed, (host_gb or host * gpus_per_node) * 1e9, gpus_per_node)
+    host_bytes = (host_gb or host * gpus_per_node) * 1e9
+    return Machine(kind, (gpu_gb or gb) * 1e9, speed, host_bytes, gpus_per_node, assumed=not host_gb)
 
 
 def machine_of(gpus: Sequence[Gpu], gpus_per_node: int) -> Machine:

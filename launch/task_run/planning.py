@@ -23,6 +23,8 @@ MEM_FRACTION = 0.8  # of an engine's GPU; the rest is for the vision tower, grap
 LEAST_EPISODES = 2  # of full length that an engine has to have room for
 MOST_BATCH = 256
 GAIN = 0.8  # of the seconds, at most, that engines of more GPUs each have to need: their sums cost more than is known
+RANK = 32  # of adapters that a refusal proposes
+SHARES = tuple(i / 20 for i in range(3, 17))  # of one GPU, that an engine could have
 FEW, MUCH = 4, 4  # episodes of an engine; times as many GPUs that a note still proposes
 MOST_HOSTS = 32
 MOST_SPLITS = 8  # that are compared
@@ -74,6 +76,7 @@ class Plan:
     publishing: float  # of one publication, in the mean over steps
     evaluating: float  # of all evaluations of the run
     copies_checkpoint: bool  # whether a host has room for a copy that is written in the background
+    shared: bool = False  # the engine is on the GPU of the learner's one rank
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -86,8 +89,10 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step: the learner and the engines work at the same time, and both wait for a publication."""
-        return max(self.learning, self.generating) + self.publishing
+        """Of a step: the learner and the engines work at the same time, or share a GPU, and both wait for a
+        publication."""
+        working = self.learning + self.generating if self.shared else max(self.learning, self.generating)
+        return working + self.publishing
 
     def hours(self, steps: int) -> float:
         return (steps * self.seconds + self.evaluating) / 3600
@@ -98,8 +103,8 @@ def plan(job: Job, gpus: int) -> Plan:
     context, longest = job.recipe.model.max_context, job.sizes.max_context
     if context > longest:
         raise ConfigError(f"model.max_context = {context} is longer than the model's, {longest} tokens; lower it")
-    if gpus < 2:
-        raise ConfigError(f"--gpus {gpus}: at least 2, since the learner and an engine do not share a GPU")
+    if gpus < 1:
+        raise ConfigError(f"--gpus {gpus}: at least 1")
     if gpus > job.machine.gpus_per_node and gpus % job.machine.gpus_per_node:
         raise ConfigError(f"--gpus {gpus}: several hosts have a multiple of {job.machine.gpus_per_node} together")
     found = best(job, gpus)
@@ -143,7 +148,9 @@ def _offloads(job: Job, wanted: bool | None) -> tuple[bool, ...]:
 
 
 def _plans(job: Job, gpus: int, offload: bool) -> Iterator[Plan]:
-    """Those that fit, from the most ranks on."""
+    """Those that fit, from the most ranks on; of one GPU, from the smallest share of it on."""
+    if gpus == 1:
+        yield from _shared(job, offload)
     for ranks in reversed([*_splits(gpus, job.machine.gpus_per_node)]):
         engines = list(_engines(job, gpus - ranks, gpus > job.machine.gpus_per_node))
         choice = _mesh(job, ranks, offload) if engines else None
@@ -152,6 +159,18 @@ def _plans(job: Job, gpus: int, offload: bool) -> Iterator[Plan]:
             for each in larger:
                 made = each if each.generating < GAIN * made.generating else made
             yield made
+
+
+def _shared(job: Job, offload: bool) -> Iterator[Plan]:
+    """One GPU for the learner and an engine."""
+    machine, fixed = job.machine, job.fixed("engine.mem_fraction")
+    for share in [fixed] if fixed else SHARES:
+        rest = replace(machine, gpu_bytes=machine.gpu_bytes * (1 - share), host_bytes=machine.host_of(1))
+        engine = Engines.sharing(machine.gpu_bytes, share, MOST_BATCH)
+        fits = engine.cache_tokens(job.sizes) >= LEAST_EPISODES * job.recipe.model.max_context
+        choice = _mesh(replace(job, machine=rest), 1, offload) if fits else None
+        if choice is not None:
+            yield replace(_plan(job, 1, choice, _with_batch(job, engine)), shared=True)
 
 
 def _splits(gpus: int, node: int) -> Iterator[int]:
@@ -185,7 +204,8 @@ def _mesh(job: Job, ranks: int, offload: bool) -> Choice | None:
 
 def _plan(job: Job, gpus: int, choice: Choice, engines: Engines) -> Plan:
     machine, learner, sizes, evaluation = job.machine, job.recipe.learner, job.sizes, job.recipe.eval
-    setting, playing = choice.setting, job.playing(ceil((gpus - choice.setting.gpus) / machine.gpus_per_node))
+    setting, playing = choice.setting, job.playing(max(1, ceil((gpus - choice.setting.gpus) / machine.gpus_per_node)))
+    speed = replace(machine.speed, wire=machine.speed.host) if gpus == 1 else machine.speed
     generating = generation_time(sizes, setting, engines, playing, job.sampled_tokens, machine.speed)
     times = 2 + (learner.total_steps // evaluation.every_steps if evaluation.every_steps else 0)
     episodes = times * evaluation.samples * evaluation.repeats
@@ -195,9 +215,9 @@ def _plan(job: Job, gpus: int, choice: Choice, engines: Engines) -> Plan:
         engines=engines,
         batch=engines.batch(sizes, setting.episode_tokens, playing),
         generating=generating,
-        publishing=publication_time(sizes, setting, machine.speed).seconds / learner.publish.every,
+        publishing=publication_time(sizes, setting, speed).seconds / learner.publish.every,
         evaluating=episodes / setting.episodes * generating,
-        copies_checkpoint=setting.copies_checkpoint and host_bytes(sizes, setting, True) <= machine.host_bytes,
+        copies_checkpoint=setting.copies_checkpoint and host_bytes(sizes, setting, True) <= machine.host_of(gpus),
     )
 
 
@@ -222,10 +242,15 @@ def _engines(job: Job, gpus: int, whole_hosts: bool) -> Iterator[Engines]:
             mem_fraction=job.fixed("engine.mem_fraction") or MEM_FRACTION,
             max_batch=MOST_BATCH,
         )
-        fitting = made.cache_tokens(sizes) // job.mean_tokens
-        chosen = min(MOST_BATCH, fitting // 8 * 8 if fitting > 8 else fitting)
         if made.cache_tokens(sizes) >= LEAST_EPISODES * episode:
-            yield replace(made, max_batch=job.fixed("engine.max_batch") or chosen)
+            yield _with_batch(job, made)
+
+
+def _with_batch(job: Job, engines: Engines) -> Engines:
+    """With as many requests at once as have room, if they are mean episodes."""
+    fitting = engines.cache_tokens(job.sizes) // job.mean_tokens
+    chosen = min(MOST_BATCH, fitting // 8 * 8 if fitting > 8 else fitting)
+    return replace(engines, max_batch=job.fixed("engine.max_batch") or chosen)
 
 
 def _more(gpus: int, machine: Machine) -> Iterator[int]:
@@ -236,12 +261,21 @@ def _more(gpus: int, machine: Machine) -> Iterator[int]:
 
 def _refusal(job: Job, gpus: int) -> str:
     name = job.recipe.model.path.rstrip("/").rpartition("/")[2]
-    words = f"{name} does not fit {gpus} GPUs ({job.machine}), the learner's and the engines' together"
+    words = f"{name} does not fit {gpus} GPU{'s' * (gpus > 1)} ({job.machine}), the learner's and the engines' together"
     enough = (n for n in _more(gpus, job.machine) if fits(job, n))
     smaller = (each for each in _smaller(name, job.sizes) if fits(replace(job, sizes=PUBLISHED[base_of(each)]), gpus))
-    cures = [f"{n} such GPUs are enough" for n in islice(enough, 1)]
+    cures = [f"with --learner.lora.rank {RANK} it does" for _ in range(1) if fits(_with_adapters(job), gpus)]
+    cures += [f"{n} such GPUs are enough" for n in islice(enough, 1)]
     cures += [f"{each} fits {gpus}" for each in islice(smaller, 1)]
     return f"{words}: {', or '.join(cures) or 'use larger GPUs'}"
+
+
+def _with_adapters(job: Job) -> Job:
+    lora = job.recipe.learner.lora
+    if lora.on:
+        return job
+    learner = job.recipe.learner.model_copy(update={"lora": lora.model_copy(update={"rank": RANK})})
+    return replace(job, recipe=job.recipe.model_copy(update={"learner": learner}))
 
 
 def base_of(model: str) -> str:

@@ -15,21 +15,23 @@ from shared.config import Recipe
 def table(task: str, job: Job, plan: Plan) -> list[str]:
     """Who has which GPUs, and what for."""
     setting, engines, machine = plan.choice.setting, plan.engines, job.machine
-    need, room = memory(job.sizes, setting), machine.gpu_bytes * (1 - RESERVED_FRACTION)
+    share = 1 - engines.mem_fraction if plan.shared else 1.0
+    need, room = memory(job.sizes, setting), share * machine.gpu_bytes * (1 - RESERVED_FRACTION)
+    own = "the same" if plan.shared else _gpus(plan.gpus - plan.ranks)
     kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in need.kinds.items() if size >= 5e7)
-    host = host_bytes(job.sizes, setting, plan.copies_checkpoint)
+    host, of_host = host_bytes(job.sizes, setting, plan.copies_checkpoint), machine.host_of(plan.gpus)
     each = f"{engines.tensor_parallel} GPU{'s' * (engines.tensor_parallel > 1)} each"
     weights = engines.dtype_bytes * job.sizes.parameters / engines.tensor_parallel
     cache = engines.cache_tokens(job.sizes)
     return [
-        f"{task}: {job.recipe.model.path} on {plan.gpus} GPUs ({machine}); planned, nothing of it measured",
+        f"{task}: {job.recipe.model.path} on {_gpus(plan.gpus).strip()} ({machine}); planned, nothing of it measured",
         "",
         f"  learner  {_gpus(plan.ranks)}  {_mesh(plan)}",
         f"                     {need.total / 1e9:.1f} of {room / 1e9:.1f} GB a GPU: {kinds}",
-        f"  engines  {_gpus(plan.gpus - plan.ranks)}  {engines.count} of {each}, {plan.batch} episodes at once in each",
+        f"  engines  {own:>8}  {engines.count} of {each}, {plan.batch} episodes at once in each",
         f"                     {engines.mem_fraction:.0%} of its memory: weights {weights / 1e9:.1f} GB a GPU, room "
         f"for {cache:,} tokens of episodes",
-        f"  host               {host / 1e9:.0f} of {machine.host_bytes / 1e9:.0f} GB for the learner's ranks of one",
+        f"  host               {host / 1e9:.0f} of {of_host / 1e9:.0f} GB for the learner's ranks of one",
     ]
 
 
@@ -87,10 +89,12 @@ def times(job: Job, plan: Plan, price: float | None) -> list[str]:
         plan.choice.setting,
     )
     shared = f" over {setting.context} ranks" if setting.context > 1 else ""
+    working = f"the longer of learner {plan.learning:.1f} and engines {plan.generating:.1f}"
+    if plan.shared:
+        working = f"learner {plan.learning:.1f} and engine {plan.generating:.1f}, which share the GPU"
     lines = [
         f"microbatches: {microbatches(plan)} a rank of {setting.microbatch_tokens * setting.context} tokens{shared}",
-        f"seconds of a step: {plan.seconds:.1f} = the longer of learner {plan.learning:.1f} and engines "
-        f"{plan.generating:.1f}, and {plan.publishing:.1f} for new weights",
+        f"seconds of a step: {plan.seconds:.1f} = {working}, and {plan.publishing:.1f} for new weights",
         f"the run: {steps} steps and {plan.evaluating / 3600:.1f} hours of evaluations = {hours:.1f} hours, "
         f"{hours * plan.gpus:.0f} GPU hours",
     ]
@@ -111,6 +115,7 @@ def as_record(task: str, job: Job, plan: Plan, rows: int | None, price: float | 
         "gpu_gb": job.machine.gpu_bytes / 1e9,
         "learner_ranks": plan.ranks,
         "engines": plan.engines.count,
+        "engine_shares_gpu": plan.shared,
         "engine_tensor_parallel": plan.engines.tensor_parallel,
         "bytes_of_rank": memory(job.sizes, setting).kinds,
         "bytes_of_host": host_bytes(job.sizes, setting, plan.copies_checkpoint),

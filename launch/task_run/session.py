@@ -86,7 +86,7 @@ def _check_machine(asked: Request, options: argparse.Namespace, here: Sequence[G
 
 
 def _tiny(task: str) -> str:
-    return f"{task.removesuffix('_thinking').removesuffix('_long')}_tiny"
+    return f"{task.removesuffix('_thinking').removesuffix('_long').removesuffix('_one_gpu')}_tiny"
 
 
 def _machine(options: argparse.Namespace, here: Sequence[Gpu]) -> Machine:

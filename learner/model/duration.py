@@ -8,6 +8,7 @@ from learner.model.memory import FP32, Setting
 from learner.model.sizes import ModelSizes
 
 SUM_S = 2e-5  # of one sum over an engine's GPUs, assumed, besides the bytes
+BESIDE_CACHE = 3e9  # bytes that an engine needs besides weights and cache, assumed: context, graphs, images, arrivals
 IMAGE_PATCHES = 1024  # of one image, assumed: 512 x 512 pixels
 
 
@@ -73,6 +74,12 @@ class Engines:
     mem_fraction: float  # of a GPU, for weights, keys and values
     max_batch: int  # requests that an engine computes at once
     dtype_bytes: int = 2
+    reserved: float = 0.0  # bytes of `mem_fraction` for other things, where the rest of the GPU is somebody else's
+
+    @staticmethod
+    def sharing(gpu_bytes: float, mem_fraction: float, max_batch: int) -> Engines:
+        """One that has `mem_fraction` of a GPU for all that it needs."""
+        return Engines(1, 1, gpu_bytes, mem_fraction, max_batch, reserved=BESIDE_CACHE)
 
     def token_bytes(self, sizes: ModelSizes) -> int:
         """Keys and values of one token on all GPUs of an engine; heads are held twice where GPUs are more than they."""
@@ -81,7 +88,8 @@ class Engines:
 
     def cache_tokens(self, sizes: ModelSizes) -> int:
         """Tokens whose keys and values one engine has room for; not above 0 where its weights alone have none."""
-        room = self.mem_fraction * self.gpu_bytes * self.tensor_parallel - self.dtype_bytes * sizes.parameters
+        room = self.mem_fraction * self.gpu_bytes * self.tensor_parallel - self.reserved
+        room -= self.dtype_bytes * sizes.parameters
         return int(room // self.token_bytes(sizes))
 
     def batch(self, sizes: ModelSizes, episode_tokens: int, playing: int) -> int:

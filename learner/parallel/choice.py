@@ -77,7 +77,9 @@ def _settings(sizes: ModelSizes, setting: Setting, longest: int, fixed: Mapping[
         for context in [fixed["context"]] if "context" in fixed else _powers(MOST_CONTEXT):
             if setting.gpus % shards or setting.gpus % context:
                 continue
-            for expert in _deals(sizes, shards):
+            for expert in (
+                [1] if setting.lora_rank else _deals(sizes, shards)
+            ):  # adapters and dealt experts exclude each other
                 tokens = max(ceil(longest / context), given or min(LEAST_MICROBATCH, setting.microbatch_tokens))
                 made = replace(setting, shard_size=shard_size, context=context, expert=expert, microbatch_tokens=tokens)
                 if expert == fixed.get("expert", expert):

@@ -6,6 +6,12 @@ DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Where a backend's tensors lie: it takes no others."""
 
 
+def backend_of(device: str, *, shared: bool) -> str:
+    """What weights travel over from a learner on `device` ("cpu" or "cuda"). NCCL joins no two processes of one GPU:
+    where that is `shared` they go through the host's memory."""
+    return "nccl" if device == "cuda" and not shared else "gloo"
+
+
 def watchdog_s(timeout_s: float) -> float:
     """NCCL's own limit of what is waited for `timeout_s` at most. Where NCCL's passes, torch ends the process, so that
     it is far longer: whoever waits gives up first, and breaks the group up."""
