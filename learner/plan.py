@@ -47,8 +47,7 @@ def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> Non
 
     A model whose sizes are not known here passes.
     """
-    path = recipe.model.path
-    file = Path(path) / "config.json"
+    file = Path(path := recipe.model.path) / "config.json"
     config = json.loads(file.read_text()) if file.exists() else {}
     sizes = sizes_of(config)
     if sizes is None:
@@ -90,6 +89,7 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
         reference=objective.has_reference,
         optimizer=optimizer.name,
         freeze=optimizer.freeze,
+        freeze_layers=optimizer.freeze_layers,
         lora_rank=recipe.learner.lora.rank or 0,
         lora_targets=recipe.learner.lora.targets,
         episodes=recipe.learner.groups_per_step * recipe.learner.group_size,

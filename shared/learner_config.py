@@ -18,6 +18,9 @@ class OptimizerConfig(Section):
         "adamw", description="muon: for the matrices of decoder layers, with steps of AdamW's size; AdamW for the rest"
     )
     freeze: tuple[Literal["vision", "projector"], ...] = Field((), description="parts that are not trained")
+    freeze_layers: int = Field(
+        0, ge=0, description="so many decoder layers, from the first, and the embeddings are not trained; 0 = all are"
+    )
     lr: float = Field(1e-6, gt=0, description="learning rate of the model")
     value_lr: float = Field(1e-4, gt=0, description="learning rate of the value head")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
@@ -127,6 +130,11 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"learner.optimizer.freeze = {[*frozen]} with 'vision' in learner.lora.targets: one says that it "
                 "is not trained, the other that it is adapted; leave one of them out"
+            )
+        if self.optimizer.freeze_layers:
+            raise ValueError(
+                f"learner.optimizer.freeze_layers = {self.optimizer.freeze_layers} with learner.lora: adapters are "
+                "trained in all layers, and all weights are frozen; leave it out"
             )
         if self.objective.kl_reference_every:
             raise ValueError(

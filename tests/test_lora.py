@@ -168,6 +168,7 @@ WRONG = [
 ]
 CONTRADICTIONS = [
     ({"optimizer": "muon"}, {}, "learner.optimizer.name = 'muon' with learner.lora"),
+    ({"freeze_layers": 1}, {}, "freeze_layers = 1 with learner.lora: adapters are trained in all layers"),
     ({"freeze": ("projector",)}, {"targets": ("vision",)}, "freeze = ['projector'] with 'vision' in learner.lora"),
     ({"kl_coef": 0.1, "kl_reference_every": 3}, {}, "kl_reference_every = 3 with learner.lora"),
     ({"expert": 2}, {}, "learner.parallel.expert = 2 with learner.lora"),

@@ -84,6 +84,22 @@ def test_a_frozen_part_stays_as_it_was_and_the_rest_learns(folder, spec, ranks, 
     assert moved == {part: False, other: True, "text": True}
 
 
+@pytest.mark.slow
+def test_frozen_layers_and_the_embeddings_stay_as_they_were_and_those_above_learn(folder, spec, ranks):
+    before = dict(load_policy(str(folder), spec).named_parameters())
+    after = trained(folder, spec, ranks, freeze=("vision", "projector"), freeze_layers=1).policy.named_parameters()
+    moved = {name for name, p in after if not torch.equal(p, before[name])}
+    layers = {
+        name.split("language_model.layers.")[1].split(".")[0] for name in moved if "language_model.layers." in name
+    }
+    assert layers == {"1"} and not any("embed_tokens" in name for name in moved)
+
+
+def test_more_frozen_layers_than_there_are_is_one_line(folder, spec, ranks):
+    with pytest.raises(ValueError, match=r"freeze_layers = 3: the model has 2; lower it"):
+        trained(folder, spec, ranks, freeze_layers=3)
+
+
 def test_ranks_that_do_not_divide_into_shards_are_one_line():
     with pytest.raises(ValueError, match=r"learner\.parallel\.shard_size = 2 does not divide the 1 ranks"):
         init_ranks("cpu", parallel=ParallelConfig(shard_size=2))

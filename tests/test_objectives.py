@@ -75,6 +75,13 @@ def test_vtrace_at_the_level_of_tokens_by_hand():
     assert by_entropy == pytest.approx([-0.1, -0.1])
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_what_is_held_has_no_entropy_bonus(objective):
+    tokens = tokens_of([0.0, 0.0, 0.0], advantages=[1.0, 1.0, 1.0], hold=torch.tensor([0.3, 0.0, 1e-4]).double())
+    _, by_entropy, _ = gradients(objective, tokens, entropy_coef=0.1, hold_coef=2.0)
+    assert by_entropy == pytest.approx([0.0, -0.1, 0.0])
+
+
 @pytest.mark.parametrize(("ratio", "rho"), [("product", 0.5), ("geometric", 0.5**0.5)])
 def test_vtrace_at_the_level_of_turns_by_hand(ratio, rho):
     # A turn of two tokens with ratios 2 and 1/4, then one of a single token with ratio 1.

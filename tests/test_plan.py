@@ -150,6 +150,9 @@ def test_each_way_to_save_memory_saves_what_it_says():
     assert offloaded.weights == offloaded.optimizer == 0
     frozen = memory(sizes, dataclasses.replace(plain, freeze=("vision", "projector")))
     assert frozen.optimizer == 8 * sizes.text_parameters / 8 and frozen.weights == need.weights
+    half = memory(sizes, dataclasses.replace(plain, freeze_layers=18))
+    rest = sizes.parameters - sizes.head_parameters - (sizes.text_parameters - 2 * sizes.head_parameters) / 2
+    assert half.optimizer == pytest.approx(8 * rest / 8) and half.weights == need.weights
 
 
 def test_a_model_that_cannot_fit_is_refused_with_the_numbers_and_the_cure():

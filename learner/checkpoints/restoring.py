@@ -40,7 +40,7 @@ _FIXED = (
         "learner.groups_per_step",
         "learner.publish.every",
     ),
-    *("learner.optimizer.name", "learner.optimizer.freeze"),
+    *("learner.optimizer.name", "learner.optimizer.freeze", "learner.optimizer.freeze_layers"),
     *("learner.lora.rank", "learner.lora.alpha", "learner.lora.targets"),
 )
 

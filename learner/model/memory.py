@@ -29,6 +29,7 @@ class Setting:
     reference: bool = False
     optimizer: str = "adamw"
     freeze: tuple[str, ...] = ()
+    freeze_layers: int = 0
     lora_rank: int = 0  # 0 = all weights are trained
     lora_targets: tuple[str, ...] = ("attention", "dense")
     episodes: int = 128  # of a step
@@ -108,10 +109,9 @@ class _Shards:
     def of(sizes: ModelSizes, setting: Setting) -> _Shards:
         if setting.lora_rank:
             return _Shards._adapted(sizes, setting)
-        trained = sizes.parameters
-        trained -= sizes.vision_parameters if "vision" in setting.freeze else 0
-        trained -= sizes.projector_parameters if "projector" in setting.freeze else 0
-        spared = sizes.matrix_parameters * (ADAMW_STATES - MUON_STATES) if setting.optimizer == "muon" else 0
+        trained = sizes.parameters - _frozen(sizes, setting)
+        moved = sizes.matrix_parameters * (1 - setting.freeze_layers / sizes.num_layers)  # by Muon, if it is wanted
+        spared = moved * (ADAMW_STATES - MUON_STATES) if setting.optimizer == "muon" else 0
         padded = sizes.expert_parameters * (_padding(sizes, setting) - 1)
         here = FP32 / setting.shards
         weights = here * (sizes.parameters + padded)
@@ -133,6 +133,16 @@ class _Shards:
     def saved(self, setting: Setting) -> float:
         """What a checkpoint holds of it."""
         return (self.gradients if setting.lora_rank else self.weights) + self.optimizer
+
+
+def _frozen(sizes: ModelSizes, setting: Setting) -> float:
+    """Parameters that are not trained; of the first decoder layers, as many as of mean ones."""
+    frozen = float(sizes.vision_parameters if "vision" in setting.freeze else 0)
+    frozen += sizes.projector_parameters if "projector" in setting.freeze else 0
+    if setting.freeze_layers:
+        layers = sizes.text_parameters - sizes.head_parameters * (1 if sizes.tied else 2)
+        frozen += sizes.head_parameters + layers * setting.freeze_layers / sizes.num_layers
+    return frozen
 
 
 def _padding(sizes: ModelSizes, setting: Setting) -> float:

@@ -29,7 +29,7 @@ def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
 
     It is sharded where there are several ranks, a dtype other than float32, or an offload.
     """
-    freeze(policy, config.optimizer.freeze)
+    freeze(policy, config.optimizer.freeze, config.optimizer.freeze_layers)
     if ranks.experts is not None:
         check_experts(policy.vlm, ranks.experts)
         deal_experts(policy.vlm, ranks.experts)
@@ -61,8 +61,14 @@ def forward_only(
     return output
 
 
-def freeze(policy: Policy, parts: tuple[str, ...]) -> None:
-    """Takes `vision` (the tower) or `projector` (what merges its patches into tokens) out of training."""
+def freeze(policy: Policy, parts: tuple[str, ...], layers: int = 0) -> None:
+    """Takes `vision` (the tower), `projector` (what merges its patches into tokens) or the first `layers` decoder
+    layers, with the embeddings, out of training."""
+    text = policy.vlm.model.language_model
+    if layers > len(text.layers):
+        raise ValueError(f"learner.optimizer.freeze_layers = {layers}: the model has {len(text.layers)}; lower it")
+    for module in (text.embed_tokens, *text.layers[:layers]) if layers else ():
+        module.requires_grad_(False)
     visual = policy.vlm.model.visual
     mergers = {id(p) for name, p in visual.named_parameters() if "merger" in name}
     for p in visual.parameters():

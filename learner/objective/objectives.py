@@ -192,7 +192,8 @@ def _loss(
     value: Tensor | float = 0.0,
 ) -> Loss:
     """The sum over tokens of policy term, KL and entropy, and the value's sum. The policy term is 0 where the policy is
-    as good as certain (`min_entropy`): there advantages only add noise to what it always says."""
+    as good as certain (`min_entropy`): there advantages only add noise to what it always says. What is held
+    has no entropy bonus: there is nothing to explore."""
     if config.min_entropy:
         certain_N = tokens.entropies.detach() < config.min_entropy
         term = term._replace(loss_N=term.loss_N.masked_fill(certain_N, 0.0))
@@ -208,7 +209,10 @@ def _loss(
     if tokens.hold is not None:
         per_token_N = per_token_N + config.hold_coef * tokens.hold
     if config.entropy_coef:
-        per_token_N = per_token_N - config.entropy_coef * tokens.entropies
+        entropies_N = tokens.entropies
+        if tokens.hold is not None:
+            entropies_N = entropies_N.masked_fill(tokens.hold.detach() > 0, 0.0)
+        per_token_N = per_token_N - config.entropy_coef * entropies_N
     vs_N, value_weights_N = tokens.values.detach(), torch.ones_like(tokens.values)
     if targets is not None:
         vs_N, value_weights_N = targets.vs, targets.value_weights
