@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from envs.boards.board import Board, board_from_config
+from envs.boards.board import MOVES, Board, board_from_config
+from envs.boards.generate import BoardSpec, make_board
 from envs.boards.solver import optimal_first_moves
 from tests.bench.sokoban.planner import Perceptron, Reader, play, solved, teach, update
 
@@ -25,6 +26,16 @@ def test_a_turned_board_reads_alike_in_its_boxs_frame():
     reader = Reader()
     assert reader(ASKEW).words == reader(TURNED).words != reader(NEAR).words
     assert reader(ASKEW).moves[0] == "up" and reader(TURNED).moves[0] == "right"
+
+
+def test_a_misread_position_is_always_taken_for_the_same_one_beside_it():
+    reader, seen = Reader(), [make_board(seed, BoardSpec()) for seed in range(400)]
+    taken = [reader.taken_for(each, 0.25) for each in seen]
+    assert taken == [reader.taken_for(each, 0.25) for each in seen]
+    assert all(other in {each, *map(each.moved, MOVES)} for each, other in zip(seen, taken, strict=True))
+    share = sum(each != other for each, other in zip(seen, taken, strict=True)) / len(seen)
+    assert 0.1 < share <= 0.3  # some moves lead nowhere
+    assert [reader.taken_for(each, 0.0) for each in seen] == seen
 
 
 def test_what_was_taught_is_played_and_nothing_beyond_it():

@@ -1,11 +1,12 @@
 """How well Sokoban can be played by a policy that reads every board right: what planning alone costs in episodes.
 
-    python -m tests.bench.sokoban.planner [--steps 180] [--lr 2e-3] [--walls 0.05 0.15]
+    python -m tests.bench.sokoban.planner [--steps 180] [--lr 2e-3] [--walls 0.05 0.15] [--misread 0.1 --misforeseen 0.2]
 
-A perceptron gets the words that the small models write down in <think>, read without a mistake, and chooses one move at
-a time, up to three a turn and eight turns, as they do. It is first taught good moves within three of the solution,
-then trained by the environment's reward with V-trace, so its success is what a model of the same words could reach with
-as many episodes. The last line is one JSON object.
+A perceptron gets the words that small models write down in <think>, read without a mistake, and chooses one move
+at a time, up to three a turn and eight turns, as they do. It is first taught good moves within three of the solution,
+then trained by the environment's reward with V-trace, so its success is what a model of the same words could reach
+with as many episodes. With `--misread` and `--misforeseen` so large a part of all positions is always taken for one
+beside it, at a turn's first move and at later ones, as by a model that reads wrongly. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import zlib
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -59,6 +61,12 @@ class Reader:
     def __init__(self) -> None:
         self._numbers: dict[tuple[int | str, str], int] = {}
         self._seen: dict[Board, Seen] = {}
+
+    def taken_for(self, board: Board, wrong: float) -> Board:
+        """Of a share `wrong` of all positions the one that some move leads to, always the same; else itself."""
+        drawn = zlib.crc32(repr((board.cells, board.boxes, board.player)).encode())
+        beside = board.moved(MOVES[drawn // 1000 % 4])
+        return beside if drawn % 1000 < 1000 * wrong and not beside.solved else board
 
     def __call__(self, board: Board) -> Seen:
         """What reads alike however the board is turned: all but the cells and the frame's name."""
@@ -127,14 +135,18 @@ def teach(policy: Perceptron, reader: Reader, count: int = 6000, steps: int = 60
 
 
 @torch.no_grad()
-def play(policy: Perceptron, reader: Reader, starts: Sequence[Board], *, greedy: bool) -> list[list[Step]]:
-    """Whole episodes; one whose last step's reward is more than a step's ended well."""
+def play(
+    policy: Perceptron, reader: Reader, starts: Sequence[Board], *, greedy: bool, wrong: tuple[float, float] = (0, 0)
+) -> list[list[Step]]:
+    """Whole episodes; one whose last step's reward is more than a step's ended well. `wrong`: shares of positions that
+    are misread at the first move of a turn, and at later ones."""
     positions, episodes = list(starts), [list[Step]() for _ in starts]
     for move in range(TURNS * MOVES_A_TURN):
         live = [i for i, board in enumerate(positions) if not board.solved]
         if not live:
             break
-        seen = [reader(positions[i]) for i in live]
+        share = wrong[move % MOVES_A_TURN > 0]
+        seen = [reader(reader.taken_for(positions[i], share)) for i in live]
         logprobs = policy(seen).log_softmax(-1)
         choices = logprobs.argmax(-1) if greedy else torch.multinomial(logprobs.exp(), 1)[:, 0]
         for row, i in enumerate(live):
@@ -179,12 +191,12 @@ def update(policy: Perceptron, critic: Perceptron, episodes: list[list[Step]], s
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(options.seed)
-    rng, reader = np.random.default_rng(options.seed), Reader()
+    rng, reader, wrong = np.random.default_rng(options.seed), Reader(), (options.misread, options.misforeseen)
     held = boards(HELD_OUT, options.boards, "heldout", (0.05,))
     lengths = np.array([len(optimal_first_moves(board)) for board in held])
 
     def evaluated(policy: Perceptron, *, greedy: bool) -> dict[str, float]:
-        won = solved(play(policy, reader, held, greedy=greedy))
+        won = solved(play(policy, reader, held, greedy=greedy, wrong=wrong))
         parts = {name: (lengths >= low) & (lengths <= high) for name, (low, high) in CLASSES.items()}
         found = {"success": won.mean()} | {f"success_{name}": won[part].mean() for name, part in parts.items()}
         return {name: round(float(share), 3) for name, share in found.items()}
@@ -199,7 +211,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         for group in optimizer.param_groups:
             group["lr"] = options.lr * rate
         starts = boards(step * options.episodes, options.episodes, "train", options.walls)
-        episodes = play(policy, reader, starts, greedy=False)
+        episodes = play(policy, reader, starts, greedy=False, wrong=wrong)
         turns += sum(episode[-1].turn + 1 for episode in episodes)
         for part in np.array_split(rng.permutation(len(episodes)), options.minibatches):
             chosen = [episodes[i] for i in part]
@@ -225,7 +237,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("steps", 180), ("episodes", 64), ("minibatches", 4), ("boards", 500), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, value in (("lr", 2e-3), ("gamma", 0.95), ("lam", 0.95), ("entropy-coef", 0.01)):
+    for name, value in (("lr", 2e-3), ("gamma", 0.95), ("lam", 0.95), ("entropy-coef", 0.01), ("misread", 0.0),
+                        ("misforeseen", 0.0)):  # fmt: skip
         parser.add_argument(f"--{name}", type=float, default=value)
     parser.add_argument("--walls", type=float, nargs="+", default=[0.05, 0.15], help="of training boards, in turns")
     torch.set_num_threads(1)
