@@ -1,6 +1,6 @@
 """How well Sokoban can be played by a policy that reads every board right: what planning alone costs in episodes.
 
-    python -m tests.bench.sokoban.planner [--steps 180] [--lr 2e-3] [--walls 0.05 0.15] [--misread 0.1 --misforeseen 0.2]
+    python -m tests.bench.sokoban.planner [--steps 180] [--walls 0.05 0.15] [--misread 0.1] [--misforeseen 0.2]
 
 A perceptron gets the words that small models write down in <think>, read without a mistake, and chooses one move
 at a time, up to three a turn and eight turns, as they do. It is first taught good moves within three of the solution,
