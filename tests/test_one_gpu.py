@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from launch.clusters.layout import layout
 from launch.diagnosis.miniature import with_values
 from launch.engines import commands
 from launch.engines.commands import check_host, engine_specs
@@ -141,6 +142,11 @@ def test_ranks_and_devices_that_share_no_gpu_are_refused_before_anything_starts(
         check_host(recipe("--learner.device", "cpu"), 1)
     with pytest.raises(ConfigError, match=r"engine.gpus = \[1\]: the learner has GPU 0"):
         check_host(recipe("--engine.gpus", "[1]"), 1)
+
+
+def test_hosts_of_a_cluster_share_no_gpu(tmp_path):
+    with pytest.raises(ConfigError, match="on a cluster learner and engines have hosts of their own"):
+        layout(recipe(), tmp_path)
 
 
 def test_a_learner_started_by_hand_refuses_the_same():

@@ -109,7 +109,7 @@ done
 
 def layout(recipe: Recipe, folder: Path, seen: Seen | None = None) -> Layout:
     """`recipe` with what holds on every host: keys, addresses, that a learner which starts again goes on. ConfigError
-    for engines that run already. Without `seen` all hosts share this one's file system."""
+    for engines that run already or share a GPU. Without `seen` all hosts share this one's file system."""
     seen = seen or Seen(f"{folder}/recipe.toml", f"{folder}/keys", recipe.run.dir, str(ROOT))
     port = recipe.learner.bind.rpartition(":")[2]
     learner = recipe.learner.model_copy(update={"bind": f"tcp://0.0.0.0:{port}", "resume": "auto"})
@@ -122,6 +122,11 @@ def layout(recipe: Recipe, folder: Path, seen: Seen | None = None) -> Layout:
     if recipe.engine.urls:
         raise ConfigError(
             "engine.urls names engines that run already; on a cluster leave it out: engine hosts start them"
+        )
+    if recipe.engine.shares_gpu:
+        raise ConfigError(
+            "engine.shares_gpu: on a cluster learner and engines have hosts of their own; set it to false, or train on one "
+            "GPU with launch/local.py"
         )
     return Layout(recipe.model_copy(update=changes), folder, seen)
 
