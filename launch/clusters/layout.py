@@ -125,8 +125,8 @@ def layout(recipe: Recipe, folder: Path, seen: Seen | None = None) -> Layout:
         )
     if recipe.engine.shares_gpu:
         raise ConfigError(
-            "engine.shares_gpu: on a cluster learner and engines have hosts of their own; set it to false, or train on one "
-            "GPU with launch/local.py"
+            "engine.shares_gpu: on a cluster learner and engines have hosts of their own; set it to false, or train on "
+            "one GPU with launch/local.py"
         )
     return Layout(recipe.model_copy(update=changes), folder, seen)
 
