@@ -153,6 +153,15 @@ def test_a_mesh_is_made_as_small_as_the_ranks_and_the_report_says_so(
     assert (tmp_path / "mixture").exists() == (shared[1] > 1) == ("mixture" in made.recipe.model.path)
 
 
+@pytest.mark.parametrize(("built", "devices"), [(True, ("cuda", "cuda")), (False, ("cuda", "cpu"))])
+def test_a_shared_gpu_is_shared_in_the_round_too_where_sglang_is_built(monkeypatch, built, devices):
+    monkeypatch.setattr("launch.diagnosis.miniature._is_built", lambda recipe: built)
+    monkeypatch.setattr("launch.diagnosis.miniature.sglang_python", lambda recipe: Path("python"))
+    made = small(load_recipe("launch/recipes/geo3k_multi_turn_one_gpu.toml"), 1)
+    assert (made.recipe.learner.device, made.recipe.engine.device) == devices
+    assert (made.recipe.engine.shares_gpu, made.ranks, not made.no_publication) == (built, 1, built)
+
+
 def test_what_is_said_of_gpus_is_not_asked_of_the_cpu(tmp_path):
     fields = {"learner.parallel.attention": "flash3", "engine.attention_backend": "fa3", "engine.mem_fraction": 0.8}
     made = small(recipe_with(**CUDA, **fields))

@@ -37,6 +37,8 @@ def miniature(recipe: Recipe, run_dir: Path, model: Path | None, sizes: ModelSiz
     """`model`: the recipe's, where it is on this machine; `num_gpus`: what torch sees. A mixture that stands in for
     the recipe's is written into `run_dir`."""
     changes: list[str] = []
+    shares = recipe.engine.shares_gpu and num_gpus > 0 and _is_built(recipe)
+    recipe = recipe if shares else with_values(recipe, {"engine.shares_gpu": False})
     own = model is not None and sizes is not None and sizes.parameters <= LARGEST and _has_data(recipe)
     fields: dict[str, Any] = {"run.dir": str(run_dir), "run.name": "round", "eval.samples": 0}
     if own:
@@ -48,7 +50,7 @@ def miniature(recipe: Recipe, run_dir: Path, model: Path | None, sizes: ModelSiz
     taken = recipe.engine.tensor_parallel if own and fields["engine.kind"] == "sglang" else 1
     on_gpus = devices["learner.device"] == "cuda"
     free = num_gpus - (taken if devices["engine.device"] == "cuda" else 0) if on_gpus else MOST_RANKS
-    ranks = max(1, min(MOST_RANKS, free))
+    ranks = 1 if shares else max(1, min(MOST_RANKS, free))
     fields |= _mesh(recipe, ranks, changes)
     if not own:
         which = STAND_IN
@@ -112,13 +114,22 @@ def _devices(recipe: Recipe, num_gpus: int, changes: list[str]) -> tuple[dict[st
     if num_gpus == 0 and "cuda" in (learner, engine):
         changes.append("on the CPU: torch sees no GPU")
         return {"learner.device": "cpu", "engine.device": "cpu"}, ""
-    if learner == engine == "cuda" and num_gpus == 1:
+    if learner == engine == "cuda" and num_gpus == 1 and not recipe.engine.shares_gpu:
         changes.append("the engine on the CPU: NCCL joins no two ranks on one GPU")
         engine = "cpu"
     reason = (
         "" if learner == engine else "the learner's backend is NCCL, which the engine has on a GPU of its own alone"
     )
     return {"learner.device": learner, "engine.device": engine}, reason if learner == "cuda" else ""
+
+
+def _is_built(recipe: Recipe) -> bool:
+    """SGLang's environment, for the recipe's device."""
+    try:
+        sglang_python(recipe)
+    except ConfigError:
+        return False
+    return True
 
 
 def _engine(recipe: Recipe, device: str, own: bool, changes: list[str]) -> dict[str, Any]:
