@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from launch.task_run.tasks import sizes_of_model
-from learner.model.duration import Engines
+from learner.model.duration import LEAST_EPISODES, Engines
 from shared.config import ConfigError, Recipe
 
 FREE_FRACTION = 0.9  # of what is free when the engine starts: what it may take for the tokens that it is given
-LEAST_EPISODES = 2  # of full length that it has to have room for
 
 
 def shared_flags(recipe: Recipe, gpu_bytes: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.task_run.machines import Machine
 from launch.task_run.tasks import MODELS, value_of
-from learner.model.duration import Engines, generation_time, publication_time
+from learner.model.duration import LEAST_EPISODES, Engines, generation_time, publication_time
 from learner.model.memory import Setting, host_memory
 from learner.model.sizes import PUBLISHED, ModelSizes
 from learner.parallel.choice import Choice, choices
@@ -20,7 +20,6 @@ from shared.config import ConfigError, Recipe
 
 MESH = ("shard_size", "context", "expert", "microbatch_tokens", "activation_checkpointing", "offload")
 MEM_FRACTION = 0.8  # of an engine's GPU; the rest is for the vision tower, graphs and weights that arrive
-LEAST_EPISODES = 2  # of full length that an engine has to have room for
 MOST_BATCH = 256
 GAIN = 0.8  # of the seconds, at most, that engines of more GPUs each have to need: their sums cost more than is known
 RANK = 32  # of adapters that a refusal proposes

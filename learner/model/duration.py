@@ -9,6 +9,7 @@ from learner.model.sizes import ModelSizes
 
 SUM_S = 2e-5  # of one sum over an engine's GPUs, assumed, besides the bytes
 BESIDE_CACHE = 3e9  # bytes that an engine needs besides weights and cache, assumed: context, graphs, images, arrivals
+LEAST_EPISODES = 2  # of full length that an engine has to have room for
 IMAGE_PATCHES = 1024  # of one image, assumed: 512 x 512 pixels
 
 
