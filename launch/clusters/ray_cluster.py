@@ -88,6 +88,9 @@ def stop(made: Layout) -> str:
     return f"{made.job} has ended; logs in {made.folder / 'logs'}"
 
 
+SLOW = "Starting Ray client server failed"  # what a head node says that had no time for it
+
+
 @contextlib.contextmanager
 def _connected(made: Layout) -> Iterator[Any]:
     """Ray ends the process that finds no cluster, after minutes: another one tries first."""
@@ -112,7 +115,7 @@ def _connected(made: Layout) -> Iterator[Any]:
         f"import ray\ntry: ray.init(**{options!r})\nexcept Exception as error: raise SystemExit(str(error)) from None"
     )
     try:
-        call(sys.executable, "-c", trial, cure=CURE)
+        _try(trial)
         ray.init(**options)
     except Exception as error:  # noqa: BLE001 - Ray raises of many kinds
         said = " ".join(str(error).partition(" failed: ")[2].split())[-300:] or error
@@ -121,6 +124,16 @@ def _connected(made: Layout) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _try(program: str) -> None:
+    """Runs it in a process of its own, once more where the head node was too busy for Ray's own time limit."""
+    try:
+        call(sys.executable, "-c", program, cure=CURE)
+    except ConfigError as error:
+        if SLOW not in str(error):
+            raise
+        call(sys.executable, "-c", program, cure=CURE)
 
 
 def _supervisor(ray: Any, made: Layout) -> Any:

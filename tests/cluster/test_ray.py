@@ -16,6 +16,9 @@ from tests.support.machine import free_port
 ray = pytest.importorskip("ray", reason="pip install --group ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
+from launch.clusters import ray_cluster  # noqa: E402
+from shared.config import ConfigError  # noqa: E402
+
 STORE = {"object_store_memory": 80 * 2**20}
 
 
@@ -108,6 +111,20 @@ def test_what_cannot_run_is_refused_in_one_line(nodes, tmp_path, fields, line):
     assert refused.returncode == 2 and refused.stderr.startswith(f"error: {line}"), refused.stderr
     assert refused.stderr.count("\n") == 1
     assert not (tmp_path / "refused.cluster" / "keys").exists()
+
+
+@pytest.mark.parametrize(("said", "tries"), [(ray_cluster.SLOW, 2), ("of another version", 1)])
+def test_a_head_node_that_had_no_time_is_asked_once_more_and_any_other_is_not(monkeypatch, said, tries):
+    asked = []
+
+    def call(*words, cure):
+        asked.append(words)
+        raise ConfigError(f"python -c failed: {said}")
+
+    monkeypatch.setattr(ray_cluster, "call", call)
+    with pytest.raises(ConfigError, match=said):
+        ray_cluster._try("import ray")
+    assert len(asked) == tries
 
 
 def test_what_hosts_call_is_rendered_without_ray_and_submitting_says_how_to_install_it(tmp_path):
