@@ -174,6 +174,17 @@ class EngineConfig(Section):
         """Of the memory of a GPU that the learner computes on: what it may use."""
         return 1.0 - self.mem_fraction if self.shares_gpu else 1.0
 
+    def unshareable(self, device: str, num_ranks: int) -> str:
+        """Why the engine cannot share the GPU of a learner on `device` ("cpu" or "cuda"), if it is to; else empty."""
+        if self.shares_gpu and device != "cuda":
+            return "engine.shares_gpu with learner.device = 'cpu': there is no GPU to share; leave it out"
+        if self.shares_gpu and num_ranks > 1:
+            return (
+                f"engine.shares_gpu with {num_ranks} ranks: an engine shares the GPU of a learner of one rank; start "
+                "one, or leave it out"
+            )
+        return ""
+
     @model_validator(mode="after")
     def _one_engine_shares_a_gpu(self) -> Self:
         wanted = {"kind": "sglang", "device": "cuda", "count": 1, "tensor_parallel": 1, "urls": ()}

@@ -22,8 +22,8 @@ def engine_gpus(engine: EngineConfig, num_visible: int) -> list[tuple[int, ...]]
         return [()] * engine.count
     each = engine.tensor_parallel if engine.kind == "sglang" else 1
     needed = engine.count * each
-    last = () if engine.shares_gpu else tuple(range(max(0, num_visible - needed), num_visible))
-    gpus = engine.gpus or last or (0,)
+    last = tuple(range(max(0, num_visible - needed), num_visible))
+    gpus = engine.gpus or ((0,) if engine.shares_gpu else last)
     words = f"engine.count = {engine.count} engines of {each} GPU{'s' * (each > 1)} need {needed}"
     if len(gpus) != needed:
         raise ConfigError(f"{words}, but there are {len(gpus)} ({list(gpus)}); lower the count or set engine.gpus")
@@ -46,13 +46,8 @@ def check_apart(gpus: Sequence[tuple[int, ...]], num_ranks: int) -> None:
 
 def check_shared(engine: EngineConfig, learner_device: str, num_ranks: int) -> None:
     """ConfigError if the engine cannot share the GPU of the learner's one rank, which is the first of the host."""
-    if learner_device != "cuda":
-        raise ConfigError("engine.shares_gpu with learner.device = 'cpu': there is no GPU to share; leave it out")
-    if num_ranks > 1:
-        raise ConfigError(
-            f"engine.shares_gpu with {num_ranks} ranks: an engine shares the GPU of a learner of one rank; start one, "
-            "or leave it out"
-        )
+    if why := engine.unshareable(learner_device, num_ranks):
+        raise ConfigError(why)
     if engine.gpus not in ((), (0,)):
         raise ConfigError(f"engine.shares_gpu with engine.gpus = {list(engine.gpus)}: the learner has GPU 0; set it so")
 

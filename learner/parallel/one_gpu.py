@@ -10,14 +10,8 @@ from shared.config import Recipe
 
 def learner_bytes(recipe: Recipe, ranks: Ranks) -> float | None:
     """Bytes of its GPU that each rank may use; None on a CPU. ValueError where a GPU cannot be shared."""
-    if recipe.engine.shares_gpu:
-        if ranks.device.type != "cuda":
-            raise ValueError("engine.shares_gpu with learner.device = 'cpu': there is no GPU to share; leave it out")
-        if ranks.size > 1:
-            raise ValueError(
-                f"engine.shares_gpu with {ranks.size} ranks: an engine shares the GPU of a learner of one rank; start "
-                "one, or leave it out"
-            )
+    if why := recipe.engine.unshareable(ranks.device.type, ranks.size):
+        raise ValueError(why)
     num_bytes = gpu_bytes(ranks)
     return None if num_bytes is None else recipe.engine.learner_fraction * num_bytes
 
