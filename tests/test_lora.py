@@ -8,7 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from learner.lora.adapters import is_factor, merged
+from kernels.low_rank import merged
+from learner.lora.adapters import is_factor
 from learner.lora.attach import attach
 from learner.model.policy import empty_policy, load_policy
 from learner.model.sharding import forward_only

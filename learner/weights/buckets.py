@@ -11,6 +11,7 @@ from torch import Tensor
 
 from learner.lora.adapters import whole
 from learner.model.policy import Policy
+from shared.weights.adapters import SCALE, factor_names
 from shared.weights.families import FAMILIES
 
 
@@ -45,9 +46,19 @@ def gathered(policy: Policy, names: Collection[str] | None = None) -> Iterator[t
             yield published(policy, name, policy.adapters.merged(name, tensor) if policy.adapters else tensor)
 
 
-def changing(policy: Policy) -> Collection[str] | None:
-    """The names of the parameters that training changes, and that are sent; None = all."""
-    return policy.adapters.of.keys() if policy.adapters else None
+def outgoing(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """What a publication sends: the parameters that training changes, or the adapters alone that change them. A
+    collective where the policy is sharded."""
+    adapters = policy.adapters
+    if adapters is None or not adapters.alone:
+        yield from gathered(policy, adapters.of.keys() if adapters else None)
+        return
+    family = FAMILIES[policy.vlm.config.model_type]
+    for number, (name, each) in enumerate(adapters.of.items()):
+        factors = [whole(factor.detach()) for factor in each.factors]
+        if number == 0:
+            yield SCALE, torch.tensor([adapters.scale], dtype=torch.float64, device=factors[0].device)
+        yield from zip(factor_names(family.published_name(name)), factors, strict=True)
 
 
 def published(policy: Policy, name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -57,15 +68,17 @@ def published(policy: Policy, name: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int) -> Iterator[Bucket]:
-    """Cuts `weights`, cast to `dtype`, into buckets of at most `max_bytes`, or of one parameter that is larger."""
+    """Cuts `weights`, cast to `dtype` but for an adapter's scale, into buckets of at most `max_bytes`, or of one
+    parameter that is larger."""
     held: list[tuple[str, Tensor]] = []
     num_bytes = 0
     for name, tensor in weights:
-        size = tensor.numel() * dtype.itemsize
+        tensor = tensor if name == SCALE else tensor.to(dtype)
+        size = tensor.nbytes
         if held and num_bytes + size > max_bytes:
             yield _bucket(held, last=False)
             held, num_bytes = [], 0
-        held.append((name, tensor.to(dtype)))
+        held.append((name, tensor))
         num_bytes += size
     if held:
         yield _bucket(held, last=True)

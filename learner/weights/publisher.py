@@ -12,7 +12,8 @@ Every rank gathers; only rank 0 talks. An HTTP error or silence on either side e
 named and left out, the others, paused meanwhile, get the weights in another pass, and the next publication tries it
 again.
 
-Where adapters are trained, the weights that they adapt are sent, merged with them; engines have the others already.
+Where adapters are trained, the weights that they adapt are sent, merged with them, or the adapters alone, which engines
+merge; engines have the other weights already.
 
     Publisher (the learner's thread) ─▶ WeightUpdate ─▶ WeightGroupManager, EngineClient (the thread of EngineLink)
 """
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from learner.distributed import Ranks, broadcast_flag
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy
-from learner.weights.buckets import buckets, changing, gathered
+from learner.weights.buckets import buckets, outgoing
 from learner.weights.engine_watch import EngineWatch
 from learner.weights.fitting import fitting
 from learner.weights.group import WeightGroupManager
@@ -75,13 +76,14 @@ class Publisher:
 
         Returns metrics. An engine's fault is no error and costs no more time than the settings say; TimeoutError, on
         all ranks, when there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when
-        one holds other weights than it was given; ValueError, likewise, before any engine is asked, for weights that
-        are not finite, and where no engine has the learner's version of NCCL.
+        one holds other weights than it was given; ValueError, likewise, for weights that are not finite, before any
+        engine is asked, and where no engine has the learner's version of NCCL, or none takes the adapters alone.
         """
         check_finite(self.policy.vlm.named_parameters(), self.ranks, self.policy.dtype)
         started, name = time.monotonic(), weight_name(version, self._process_id)
         members, dropped = self._healthy(engines) if self.ranks.is_main else ({}, {})
-        members, unfit = fitting(members, self.settings.backend, self.ranks)
+        alone = self.policy.adapters is not None and self.policy.adapters.alone
+        members, unfit = fitting(members, self.settings.backend, self.ranks, adapters=alone)
         dropped |= unfit
         num_bytes, seconds, paused = 0, Seconds(), dict[EngineClient, float]()
         verifier = self.verifier if self.verifier and self.verifier.due() else None
@@ -127,7 +129,7 @@ class Publisher:
     def _walk(self, update: WeightUpdate | None, seconds: Seconds, verifier: WeightVerifier | None) -> None:
         """Every rank walks all buckets, whatever happens to the engines. The next is gathered while one is sent."""
         in_flight: Future[None] | None = None
-        walk = buckets(gathered(self.policy, changing(self.policy)), self.policy.dtype, self.settings.bucket_bytes)
+        walk = buckets(outgoing(self.policy), self.policy.dtype, self.settings.bucket_bytes)
         while True:
             with seconds.of("gather"):
                 bucket = next(walk, None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from learner.distributed import Ranks, broadcast_flag
 from learner.model.policy import Policy
 from learner.weights.agreement import Witness, disagreements
-from learner.weights.buckets import Bucket, changing, gathered
+from learner.weights.buckets import Bucket, gathered
 from learner.weights.canary import Canary, gap
 from learner.weights.group import Members
 from learner.weights.kept import KeptWeights
@@ -24,6 +24,7 @@ from learner.weights.tolerance import CanaryTolerance
 from shared.engine_api import EngineClient, EngineError, each
 from shared.engine_messages import EngineTraits
 from shared.log import get_logger
+from shared.weights.adapters import is_of_adapter
 from shared.weights.checksums import all_but, engine_name, part_of
 from shared.weights.families import FAMILIES
 
@@ -82,24 +83,25 @@ class WeightVerifier:
     def keep(self, bucket: Bucket) -> None:
         """Remembers the sampled parameters that are sent, laid out as engines hold them."""
         for (name, values), shape in zip(bucket.values(), bucket.shapes, strict=True):
-            if part_of(name) == self.part:
+            if part_of(name) == self.part and not is_of_adapter(name):
                 turned = self._family.is_turned(name)
                 self._kept.keep(name, values.view(shape).mT.contiguous() if turned else values.view(shape).clone())
 
     def keep_unsent(self) -> None:
-        """A collective: of the sampled part, what is not sent because training does not change it. Engines must hold it
-        as the model's files do."""
-        sent = changing(self._policy)
-        if sent is None:
+        """A collective: of the sampled part, what is not sent because training does not change it, which engines must
+        hold as the model's files do; and what engines make of an adapter that they were sent alone."""
+        adapters = self._policy.adapters
+        if adapters is None:
             return
         part = {
             name for name, _ in self._policy.named_weights() if part_of(self._family.published_name(name)) == self.part
         }
-        for name, values in gathered(self._policy, part - {*sent}):
+        frozen = {self._family.published_name(name) for name in part - adapters.of.keys()}
+        for name, values in gathered(self._policy, part if adapters.alone else part - adapters.of.keys()):
             if self._ranks.is_main:
                 values = values.to(self._policy.dtype)
                 self._kept.keep(name, values.mT.contiguous() if self._family.is_turned(name) else values)
-                self._unsent.add(engine_name(name))
+        self._unsent |= {engine_name(name) for name in frozen}
 
     def check(self, weights: str, members: Members, link: EngineLink) -> dict[str, float]:
         """Metrics. WrongWeights, on every rank, if an engine holds other weights; one that is silent is counted."""
@@ -161,7 +163,8 @@ class WeightVerifier:
     def _told_of(self, different: list[str]) -> str:
         words = f"holds other values of {', '.join(different[:3])} than "
         if not self._unsent.issuperset(different):
-            return words + "it was sent"
+            alone = self._policy.adapters and self._policy.adapters.alone
+            return words + ("the adapter that it was sent makes of model.path" if alone else "it was sent")
         return words + "model.path has, which adapters leave as they are: start it anew, from that folder"
 
     def _tell(self, engine: EngineClient, unknown: Mapping[str, str]) -> None:

@@ -139,7 +139,9 @@ class Hooks:
             if staging.version is None:
                 return output(success=False, message="nothing to install: the weights did not all come; forgotten")
             try:
-                buckets = staging.buckets()
+                from pronk_merged_adapters import merged_with_base
+
+                buckets = merged_with_base(staging.buckets(), manager.tp_worker.model_runner)
             except Exception as error:  # noqa: BLE001  the answer names it
                 return output(success=False, message=f"the update failed and is forgotten: {error!r}")
             success, message = self._install(manager, buckets, staging.requests[-1])
@@ -176,7 +178,7 @@ def told(result: Any, *_: Any) -> Any:
     """What each model process says of itself in /server_info, besides SGLang's own."""
     import torch
 
-    result.internal_state["updates_beside_generation"] = _wanted()
+    result.internal_state["updates_beside_generation"] = result.internal_state["takes_adapters"] = _wanted()
     if torch.version.cuda:
         result.internal_state["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return result

@@ -24,9 +24,9 @@ from shared.vision import VisionSpec
 from tests.support.checkpoints import config
 
 
-def adapted_policy(folder: str | Path, *, moved: float = 0.0, **lora: Any) -> Policy:
+def adapted_policy(folder: str | Path, *, moved: float = 0.0, spec: VisionSpec | None = None, **lora: Any) -> Policy:
     """In one process; `moved`: the deviation of B, which is 0 otherwise."""
-    policy = load_policy(str(folder), VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
+    policy = load_policy(str(folder), spec or VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
     settings = LoraConfig(**{"rank": 4, **lora})
     policy.adapters = attach(policy.vlm, settings, torch.float32)
     policy.adapters.base = base_hash(policy.vlm, str(folder))
