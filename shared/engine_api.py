@@ -192,7 +192,8 @@ class EngineClient(JsonClient):
 
     async def receive(self, bucket: Mapping[str, Any], timeout_s: float) -> None:
         """Takes part in the broadcast of a flat bucket: its names, dtypes, shapes and group; the last one of an update
-        also says the version that the weights now are, and each the `update` that has a name."""
+        also says the version that the weights now are, and each the `update` that has a name. It holds weights, or, of
+        an engine that `takes_adapters`, an adapter (`shared.weights.adapters`)."""
         body = {**bucket, "load_format": "flattened_bucket"}
         await self.post("/update_weights_from_distributed", body, timeout_s)
 

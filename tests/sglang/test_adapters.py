@@ -11,7 +11,7 @@ from learner.weights.publisher import PublishSettings
 from learner.weights.verify import WeightVerifier, WrongWeights
 from shared.weights.checksums import part_of
 from tests.support.publishing import publishing
-from tests.support.sglang_rig import vision_of
+from tests.support.sglang_rig import give_base, vision_of
 from tests.support.small.adapted import adapted_policy, move_adapters
 
 PAUSED, BESIDE = 0, 1
@@ -25,8 +25,9 @@ def policy(recipe):
 
 
 @pytest.fixture
-def publisher(policy, recipe, ranks):
+def publisher(servers, policy, recipe, ranks):
     settings = PublishSettings(timeout_s=20.0, bucket_bytes=50_000)
+    give_base(recipe, ranks, servers.urls[BESIDE])
     with publishing(policy, ranks, settings, WeightVerifier(policy, recipe.model.path, ranks)) as publisher:
         yield publisher
 

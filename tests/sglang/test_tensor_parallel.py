@@ -3,6 +3,8 @@ bytes of which the learner takes checksums."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from learner.model.policy import load_policy
@@ -12,7 +14,8 @@ from tests.support.engines import ask, call
 from tests.support.episodes import gap
 from tests.support.machine import free_port
 from tests.support.publishing import publishing
-from tests.support.sglang_rig import START_S, TOLERANCE, Servers, move, play, recipe_of, versions, vision_of
+from tests.support.sglang_rig import START_S, TOLERANCE, Servers, give_base, move, play, recipe_of, versions, vision_of
+from tests.support.small.adapted import adapted_policy, move_adapters
 
 SETTINGS = PublishSettings(timeout_s=60.0, call_timeout_s=60.0, health_timeout_s=30.0)
 
@@ -41,6 +44,20 @@ def test_two_ranks_play_with_what_they_are_given_and_hold_what_the_learner_says(
         episodes = play(recipe, [url], 8, version)
     assert [versions(episode) for episode in episodes] == [{version}] * 8
     assert max(gap(policy, episode) for episode in episodes) < TOLERANCE
+
+
+def test_two_ranks_merge_adapters_that_come_alone_and_each_holds_its_share(two_ranks, ranks):
+    recipe, (url,) = two_ranks.recipe, two_ranks.urls
+    targets = ("attention", "dense", "vision")
+    policy = adapted_policy(recipe.model.path, spec=vision_of(recipe), publish="adapter", targets=targets)
+    give_base(recipe, ranks, url)
+    settings = replace(SETTINGS, bucket_bytes=50_000)
+    with publishing(policy, ranks, settings, WeightVerifier(policy, recipe.model.path, ranks)) as publisher:
+        for version in range(1, len(publisher.verifier._parts) + 1):
+            move_adapters(policy, 0.02)
+            found = publisher.publish(version, [url])
+            assert (found["publish/engines"], found["publish/unproven"], found["publish/checksum_skipped"]) == (1, 0, 0)
+            assert found["publish/canary_gap"] < TOLERANCE
 
 
 def test_each_rank_tells_checksums_of_its_own_share(two_ranks):
