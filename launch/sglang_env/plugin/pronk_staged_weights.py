@@ -9,8 +9,8 @@ thread of its own receives them into host memory, and `end_weight_update` instal
 
 An update is whole when its last bucket, which alone carries a `weight_version`, has been announced; one that is not
 whole, or that failed, is forgotten at its end, and the weights stay what they are. No pause is needed, and no token is
-computed by a mixture: the forward that the overlap scheduler has under way is waited for. It costs the host the memory of
-what is sent, such as one copy of the model. An adapter that comes alone is merged as it is loaded
+computed by a mixture: the forward that the overlap scheduler has under way is waited for. It costs memory of the host
+for what is sent, such as one copy of the model. An adapter that comes alone is merged as it is loaded
 (`pronk_merged_adapters`). PRONK_STAGE_WEIGHTS=0 turns it off.
 
 Goes when SGLang itself receives weights beside generation.
