@@ -46,15 +46,17 @@ def recipe_of(tmp: Path, **fields: object) -> Recipe:
 
 @dataclass(slots=True)
 class Servers:
-    """Engines, started as launch/actors.py starts them: the first is paused for its weights, a second one is not."""
+    """Engines, started as launch/actors.py starts them; by default the first is paused for its weights, a second one is
+    not."""
 
     recipe: Recipe
     engines: list[Engine]
 
     @staticmethod
-    def start(recipe: Recipe) -> Servers:
+    def start(recipe: Recipe, *, paused: bool = True) -> Servers:
         model, specs = check(recipe)
-        specs = (replace(specs[0], env=specs[0].env | {"PRONK_STAGE_WEIGHTS": "0"}), *specs[1:])
+        if paused:
+            specs = (replace(specs[0], env=specs[0].env | {"PRONK_STAGE_WEIGHTS": "0"}), *specs[1:])
         servers = Servers(recipe, [Engine(spec, recipe.engine) for spec in specs])
         try:
             for engine in servers.engines:
