@@ -13,12 +13,11 @@ from actor.engine.weight_loader import WeightLoader, parse_entries
 from learner.model.duration import Speed, publication_time
 from learner.model.memory import Setting
 from learner.model.sizes import PUBLISHED, sizes_of
-from learner.weights.buckets import buckets, outgoing
 from learner.weights.verify import WeightVerifier, WrongWeights
 from shared.engine_api import EngineClient
 from shared.weights.checksums import engine_name, part_of
 from tests.support.publishing import FAST, assert_same, holds, publishing, served
-from tests.support.small.adapted import adapted_policy, move_adapters
+from tests.support.small.adapted import adapted_policy, move_adapters, sent_alone
 from tests.support.tiny import load_model, mixture_dir, running_engine, tiny_model_dir
 
 TARGETS = ("attention", "dense", "vision")
@@ -177,11 +176,11 @@ def test_engines_that_take_no_adapters_are_left_out_and_refused_where_there_are_
 
 @pytest.fixture(scope="module")
 def sent(folder):
-    """What it takes, and the buckets of an adapter: (names, dtypes, shapes), bytes."""
-    policy = adapted_policy(folder, publish="adapter", targets=("dense",))
-    loader = AdapterLoader(WeightLoader(load_model(folder)))
-    (bucket,) = buckets(outgoing(policy), torch.float32, 1 << 30)
-    return loader, [*zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)], bucket.flat
+    """What it takes, and an adapter: (names, dtypes, shapes), bytes."""
+    named = sent_alone(adapted_policy(folder, publish="adapter", targets=("dense",)))
+    entries = [(name, str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in named]
+    flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named])
+    return AdapterLoader(WeightLoader(load_model(folder))), entries, flat
 
 
 def taken(loader, entries, flat):

@@ -11,10 +11,10 @@ import torch
 from launch.engines.commands import PLUGIN
 from learner.export import export
 from learner.model.policy import load_policy
-from learner.weights.buckets import gathered, outgoing
+from learner.weights.buckets import gathered
 from shared.engine_messages import traits_of
 from shared.weights.adapters import SCALE
-from tests.support.small.adapted import adapted_policy
+from tests.support.small.adapted import adapted_policy, sent_alone
 from tests.support.small.families import qwen3_moe, qwen25
 from tests.support.tiny import tiny_model_dir
 
@@ -42,7 +42,7 @@ def runner_of(folder, dtype=torch.float32):
 def test_it_loads_what_a_merged_publication_would_send_byte_for_byte(plugin, tmp_path, make, targets):
     folder = make(tmp_path / "model")
     policy = adapted_policy(folder, moved=0.05, publish="adapter", targets=targets)
-    sent, base = list(outgoing(policy)), tmp_path / "base"
+    sent, base = sent_alone(policy), tmp_path / "base"
     export(base, gathered(load_policy(str(folder), policy.spec)), model_path=str(folder))  # laid out as published
     (loaded,) = plugin.merged_with_base([sent[:5], sent[5:]], runner_of(base))
     expected = dict(gathered(policy, policy.adapters.of.keys()))
@@ -58,7 +58,7 @@ def test_weights_pass_as_they_are(plugin, folder):
 
 
 def test_half_an_adapter_and_one_of_another_model_are_refused_before_anything_is_loaded(plugin, folder, tmp_path):
-    sent = list(outgoing(adapted_policy(folder, publish="adapter", targets=("dense",))))
+    sent = sent_alone(adapted_policy(folder, publish="adapter", targets=("dense",)))
     assert sent[0][0] == SCALE
     cases = [
         (sent[1:], folder, f"{SCALE} is missing"),

@@ -46,12 +46,17 @@ def gathered(policy: Policy, names: Collection[str] | None = None) -> Iterator[t
             yield published(policy, name, policy.adapters.merged(name, tensor) if policy.adapters else tensor)
 
 
+def changing(policy: Policy) -> Collection[str] | None:
+    """The names of the parameters that training changes; None = all."""
+    return policy.adapters.of.keys() if policy.adapters else None
+
+
 def outgoing(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """What a publication sends: the parameters that training changes, or the adapters alone that change them. A
     collective where the policy is sharded."""
     adapters = policy.adapters
     if adapters is None or not adapters.alone:
-        yield from gathered(policy, adapters.of.keys() if adapters else None)
+        yield from gathered(policy, changing(policy))
         return
     family = FAMILIES[policy.vlm.config.model_type]
     for number, (name, each) in enumerate(adapters.of.items()):

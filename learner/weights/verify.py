@@ -163,8 +163,12 @@ class WeightVerifier:
     def _told_of(self, different: list[str]) -> str:
         words = f"holds other values of {', '.join(different[:3])} than "
         if not self._unsent.issuperset(different):
-            alone = self._policy.adapters and self._policy.adapters.alone
-            return words + ("the adapter that it was sent makes of model.path" if alone else "it was sent")
+            if self._policy.adapters is None or not self._policy.adapters.alone:
+                return words + "it was sent"
+            return words + (
+                "the adapter that it was sent makes of model.path: start it anew, from that folder, and if it rounds "
+                "otherwise set learner.lora.publish = 'merged'"
+            )
         return words + "model.path has, which adapters leave as they are: start it anew, from that folder"
 
     def _tell(self, engine: EngineClient, unknown: Mapping[str, str]) -> None:

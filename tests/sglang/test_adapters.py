@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.weights import publisher as publishing_module
-from learner.weights.buckets import outgoing
 from learner.weights.publisher import PublishSettings
 from learner.weights.verify import WeightVerifier, WrongWeights
+from shared.engine_api import EngineClient
 from shared.weights.checksums import part_of
 from tests.support.publishing import publishing
 from tests.support.sglang_rig import give_base, vision_of
@@ -54,14 +53,20 @@ def test_a_server_without_the_plugin_is_refused_in_one_line(servers, publisher):
 
 
 def test_a_server_that_serves_the_base_or_another_one_is_found(servers, policy, publisher, monkeypatch):
-    url = servers.urls[BESIDE]
+    url, walk = servers.urls[BESIDE], publisher._walk
+
+    def without_adapters(*arguments):
+        kept = [(each.factors[1], each.factors[1].detach().clone()) for each in policy.adapters.of.values()]
+        with torch.no_grad():
+            for factor, _ in kept:
+                factor.zero_()
+            walk(*arguments)
+            for factor, value in kept:
+                factor.copy_(value)
+
+    move_adapters(policy, 1e-4)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            publishing_module,
-            "outgoing",
-            lambda policy: ((name, 0 * p if "lora_B" in name else p) for name, p in outgoing(policy)),
-        )
-        move_adapters(policy, 1e-4)
+        patch.setattr(publisher, "_walk", without_adapters)
         with pytest.raises(WrongWeights, match=f"engine {url}, version 5: holds other values of .* that it was sent "):
             publisher.publish(5, [url])
     with torch.no_grad():
@@ -71,10 +76,14 @@ def test_a_server_that_serves_the_base_or_another_one_is_found(servers, policy, 
         publisher.publish(6, [url])
 
 
-def test_half_an_adapter_is_forgotten_and_the_next_one_is_taken(servers, policy, publisher, monkeypatch):
-    url = servers.urls[BESIDE]
+def test_half_an_adapter_is_forgotten_and_the_next_one_is_taken(servers, publisher, monkeypatch):
+    url, real = servers.urls[BESIDE], EngineClient.receive
+
+    def receive(client, bucket, *limits):
+        names = [name.replace("lora_B", "lora_C") for name in bucket["names"]]
+        return real(client, {**bucket, "names": names}, *limits)
+
     with monkeypatch.context() as patch:
-        lacking = list(outgoing(policy))[:-1]
-        patch.setattr(publishing_module, "outgoing", lambda policy: iter(lacking))
+        patch.setattr(EngineClient, "receive", receive)
         assert publisher.publish(7, [url])["publish/dropped"] == 1
     assert publisher.publish(8, [url])["publish/engines"] == 1
