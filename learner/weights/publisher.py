@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from learner.distributed import Ranks, broadcast_flag
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy
-from learner.weights.buckets import buckets, changing, gathered
 from learner.weights.engine_watch import EngineWatch
 from learner.weights.fitting import fitting
+from learner.weights.gathering import gathered_buckets
 from learner.weights.group import WeightGroupManager
 from learner.weights.link import EngineLink
 from learner.weights.update import Seconds, WeightUpdate
@@ -127,13 +127,8 @@ class Publisher:
     def _walk(self, update: WeightUpdate | None, seconds: Seconds, verifier: WeightVerifier | None) -> None:
         """Every rank walks all buckets, whatever happens to the engines. The next is gathered while one is sent."""
         in_flight: Future[None] | None = None
-        walk = buckets(gathered(self.policy, changing(self.policy)), self.policy.dtype, self.settings.bucket_bytes)
-        while True:
-            with seconds.of("gather"):
-                bucket = next(walk, None)
-            if bucket is None:
-                break
-            if update is None:
+        for bucket in seconds.of_each("gather", gathered_buckets(self.policy, self.ranks, self.settings.bucket_bytes)):
+            if update is None or bucket is None:
                 continue
             if in_flight is None:  # no earlier: the engines generate while the first bucket is gathered
                 in_flight = self._link.start(update.begin())
