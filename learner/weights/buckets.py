@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from learner.lora.adapters import whole
 from learner.model.policy import Policy
-from shared.weights.adapters import SCALE, factor_names
 from shared.weights.families import FAMILIES
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,21 +53,6 @@ def changing(policy: Policy) -> Collection[str] | None:
     return policy.adapters.of.keys() if policy.adapters else None
 
 
-def outgoing(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """What a publication sends: the parameters that training changes, or the adapters alone that change them. A
-    collective where the policy is sharded."""
-    adapters = policy.adapters
-    if adapters is None or not adapters.alone:
-        yield from gathered(policy, changing(policy))
-        return
-    family = FAMILIES[policy.vlm.config.model_type]
-    for number, (name, each) in enumerate(adapters.of.items()):
-        factors = [whole(factor.detach()) for factor in each.factors]
-        if number == 0:
-            yield SCALE, torch.tensor([adapters.scale], dtype=torch.float64, device=factors[0].device)
-        yield from zip(factor_names(family.published_name(name)), factors, strict=True)
-
-
 def published(policy: Policy, name: str, tensor: Tensor) -> tuple[str, Tensor]:
     """A whole parameter of the policy's model, with its name and in its layout there."""
     family = FAMILIES[policy.vlm.config.model_type]
@@ -73,20 +60,23 @@ def published(policy: Policy, name: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int) -> Iterator[Bucket]:
-    """Cuts `weights`, cast to `dtype` but for an adapter's scale, into buckets of at most `max_bytes`, or of one
-    parameter that is larger."""
-    held: list[tuple[str, Tensor]] = []
-    num_bytes = 0
-    for name, tensor in weights:
-        tensor = tensor if name == SCALE else tensor.to(dtype)
-        size = tensor.nbytes
-        if held and num_bytes + size > max_bytes:
-            yield _bucket(held, last=False)
-            held, num_bytes = [], 0
-        held.append((name, tensor))
-        num_bytes += size
+    """Cuts `weights`, cast to `dtype`, into buckets of at most `max_bytes`, or of one parameter that is larger."""
+    for named, last in cut(weights, lambda weight: weight[1].numel() * dtype.itemsize, max_bytes):
+        yield _bucket([(name, tensor.to(dtype)) for name, tensor in named], last=last)
+
+
+def cut(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[tuple[list[Item], bool]]:
+    """(neighbours whose sizes add up to at most `most`, or one that is larger; whether they are the last)"""
+    held: list[Item] = []
+    total = 0
+    for item in items:
+        if held and total + size(item) > most:
+            yield held, False
+            held, total = [], 0
+        held.append(item)
+        total += size(item)
     if held:
-        yield _bucket(held, last=True)
+        yield held, True
 
 
 def _bucket(named: list[tuple[str, Tensor]], *, last: bool) -> Bucket:

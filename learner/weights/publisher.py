@@ -6,7 +6,7 @@
     per bucket: update_weights_from_distributed + broadcast, while the next one is gathered
     end_weight_update ───────────────────────▶ weights of the new version
     continue_generation
-    weights_checker, generate ───────────────▶ shows that it does (`learner.weights.verify`)
+    weights_checker, generate ───────────────▶ shows that it does (`learner.weights.verify`), during the next step
 
 Every rank gathers; only rank 0 talks. An HTTP error or silence on either side ends the pass: the engine at fault is
 named and left out, the others, paused meanwhile, get the weights in another pass, and the next publication tries it
@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from learner.distributed import Ranks, broadcast_flag
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy
-from learner.weights.buckets import buckets, outgoing
 from learner.weights.engine_watch import EngineWatch
 from learner.weights.fitting import fitting
+from learner.weights.gathering import gathered_buckets
 from learner.weights.group import WeightGroupManager
 from learner.weights.link import EngineLink
 from learner.weights.update import Seconds, WeightUpdate
-from learner.weights.verify import WeightVerifier
+from learner.weights.verify import Proof, WeightVerifier
 from shared.engine_api import EngineClient, each, reasons
 from shared.engine_messages import EngineTraits, weight_name
 from shared.log import get_logger
@@ -70,15 +70,19 @@ class Publisher:
         self._log = get_logger("publisher")
         self._manager = WeightGroupManager(settings.backend, settings.timeout_s, ranks.device.index or 0)
         self._served_at: float | None = None  # when an engine last took weights
+        self._proof: Proof | None = None  # under way
 
-    def publish(self, version: PolicyVersion, engines: Collection[str]) -> dict[str, float]:
+    def publish(self, version: PolicyVersion, engines: Collection[str], *, wait: bool = True) -> dict[str, float]:
         """Gives the policy's weights, as `version`, to all `engines` (rank 0's; ignored elsewhere) that work.
 
-        Returns metrics. An engine's fault is no error and costs no more time than the settings say; TimeoutError, on
-        all ranks, when there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when
-        one holds other weights than it was given; ValueError, likewise, for weights that are not finite, before any
-        engine is asked, and where no engine has the learner's version of NCCL, or none takes the adapters alone.
+        Returns metrics. `wait`: until the engines have shown what they hold; otherwise `proven` tells that later.
+        An engine's fault is no error and costs no more time than the settings say; TimeoutError, on all ranks, when
+        there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when one holds other
+        weights than it was given, also by a proof that nobody has waited for; ValueError, likewise, for weights that
+        are not finite, before any engine is asked, and where no engine has the learner's version of NCCL, or none takes
+        the adapters alone.
         """
+        proven = self.proven()
         check_finite(self.policy.vlm.named_parameters(), self.ranks, self.policy.dtype)
         started, name = time.monotonic(), weight_name(version, self._process_id)
         members, dropped = self._healthy(engines) if self.ranks.is_main else ({}, {})
@@ -99,11 +103,11 @@ class Publisher:
         for url, reason in dropped.items():
             self._log.warning("engine %s did not take version %s: %s", url, name, reason)
         self._check_somebody_is_served(bool(members), dropped)
-        proven: dict[str, float] = {}
         if verifier and broadcast_flag(bool(members), self.ranks):
             with seconds.of("proof"):
                 verifier.keep_unsent()
-                proven = verifier.check(name, members, self._link)
+                self._proof = verifier.start(name, members, self._link)
+                proven = self.proven() if wait else proven
         if self.policy.adapters:
             proven["lora/norm"] = self.policy.adapters.relative_norm()
         return proven | {
@@ -115,6 +119,14 @@ class Publisher:
             "publish/refused_requests": float(sum(traits.num_refused for traits in members.values())),
         }
 
+    def proven(self) -> dict[str, float]:
+        """Metrics of the last publication's proof, if nobody has waited for it yet: a collective then, which waits for
+        the engines' answers, each as long as the settings say. WrongWeights as in `publish`."""
+        proof, self._proof = self._proof, None
+        if proof is None or self.verifier is None:
+            return {}
+        return self.verifier.finish(proof, self._link)
+
     def watch(
         self, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool = True
     ) -> EngineWatch:
@@ -122,20 +134,18 @@ class Publisher:
         return EngineWatch(self._link, engines, weight_name(version, self._process_id), fresh=fresh)
 
     def close(self) -> None:
-        """Leaves the group; engines that are gone are no error. Nothing is published after this."""
+        """Leaves the group; engines that are gone are no error. Nothing is published after this, and a proof that is
+        under way is given up."""
+        if self._proof is not None:
+            self._proof.verdict.cancel()
         self._link.run(self._manager.shutdown())
         self._link.close()
 
     def _walk(self, update: WeightUpdate | None, seconds: Seconds, verifier: WeightVerifier | None) -> None:
         """Every rank walks all buckets, whatever happens to the engines. The next is gathered while one is sent."""
         in_flight: Future[None] | None = None
-        walk = buckets(outgoing(self.policy), self.policy.dtype, self.settings.bucket_bytes)
-        while True:
-            with seconds.of("gather"):
-                bucket = next(walk, None)
-            if bucket is None:
-                break
-            if update is None:
+        for bucket in seconds.of_each("gather", gathered_buckets(self.policy, self.ranks, self.settings.bucket_bytes)):
+            if update is None or bucket is None:
                 continue
             if in_flight is None:  # no earlier: the engines generate while the first bucket is gathered
                 in_flight = self._link.start(update.begin())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from learner.weights.buckets import Bucket
 from learner.weights.group import EnginesFailed, Members, WeightGroupManager
 from shared.engine_api import EngineClient, each, reasons
 from shared.engine_messages import NO_WEIGHTS
+
+Item = TypeVar("Item")
 
 
 class Seconds(dict[str, float]):
@@ -26,6 +28,16 @@ class Seconds(dict[str, float]):
             yield
         finally:
             self[name] += time.monotonic() - started
+
+    def of_each(self, name: str, items: Iterator[Item]) -> Iterator[Item]:
+        """The items; the seconds are those in which they are made."""
+        while True:
+            with self.of(name):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
 
 
 class WeightUpdate:

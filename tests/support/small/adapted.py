@@ -16,7 +16,7 @@ from learner.lora.reference import BasePolicy
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
-from learner.weights.buckets import buckets, outgoing
+from learner.weights.gathering import outgoing
 from shared.config import Recipe
 from shared.learner_config import LearnerConfig
 from shared.sections import EnvConfig, ModelConfig, RunConfig
@@ -49,9 +49,7 @@ def move_adapters(policy: Policy, deviation: float) -> None:
 
 def sent_alone(policy: Policy) -> list[tuple[str, torch.Tensor]]:
     """What a publication of the adapters alone sends, in one process."""
-    (bucket,) = buckets(outgoing(policy), policy.dtype, 1 << 30)
-    shaped = zip(bucket.values(), bucket.shapes, strict=True)
-    return [(name, values.view(shape)) for (name, values), shape in shaped]
+    return [(item.name, item.parts[0].tensor.to(item.dtype)) for item in outgoing(policy)]
 
 
 def adapted_config(*, lora: dict[str, Any] | None = None, **changes: Any) -> LearnerConfig:
