@@ -35,7 +35,7 @@ from actor.engine.weight_loader import broadcast, join_group
 from launch.tiny_models.build import build_config, build_model, build_tokenizer, save
 from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.model.policy import Policy, load_policy
-from learner.weights.buckets import buckets, outgoing
+from learner.weights.gathering import gathered_buckets
 from learner.weights.group import WeightGroup
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import WeightVerifier
@@ -119,7 +119,7 @@ def measure(url: str, folder: Path, policy: Policy, ranks: Ranks, count: int, bu
     settings = PublishSettings(bucket_bytes=bucket_bytes)
     publisher = Publisher(policy, ranks, settings, WeightVerifier(policy, str(folder), ranks))
     publisher.publish(0, [url])  # joins
-    flats = [bucket.flat for bucket in buckets(outgoing(policy), policy.dtype, bucket_bytes)]
+    flats = [bucket.flat for bucket in gathered_buckets(policy, ranks, bucket_bytes) if bucket]
     rows: list[dict[str, float]] = []
     with Client(url).running() as client, bare_group([flat.numel() for flat in flats]) as bare:
         for version in range(1, count + 1):
