@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from learner.weights.buckets import Bucket
 from learner.weights.group import EnginesFailed, Members, WeightGroupManager
-from shared.engine_api import EngineClient, each, reasons
+from shared.engine_api import EngineClient, bucket_content, each, reasons
 from shared.engine_messages import NO_WEIGHTS
 
 Item = TypeVar("Item")
@@ -100,7 +100,8 @@ class WeightUpdate:
                 group.broadcast(bucket.flat)
                 sent = time.monotonic() - started
 
-            calls = {engine: engine.receive(body | self._names(engine, bucket), limit) for engine in self._members}
+            contents = self._contents(bucket, body)
+            calls = {engine: engine.receive(contents[engine], limit) for engine in self._members}
             await self._manager.together("send weights", calls, broadcast)
             self._seconds["broadcast"] += sent
             self._seconds["load"] += time.monotonic() - started - sent
@@ -125,6 +126,12 @@ class WeightUpdate:
     def _update(self, engine: EngineClient) -> str:
         """What the engine is told that this update is called: so it takes nothing of another one, late though it be."""
         return self._name if self._members[engine].names_updates else ""
+
+    def _contents(self, bucket: Bucket, body: dict[str, Any]) -> dict[EngineClient, bytes]:
+        """What each engine is told of the bucket: written once for all that are told the same."""
+        told = {engine: tuple(self._names(engine, bucket).items()) for engine in self._members}
+        written = {names: bucket_content(body | dict(names)) for names in {*told.values()}}
+        return {engine: written[names] for engine, names in told.items()}
 
     def _names(self, engine: EngineClient, bucket: Bucket) -> dict[str, Any]:
         """What a bucket says to this engine of the update, and the last one of the version that the weights then are;
