@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from shared.weights.group import DEVICES, watchdog_s
 
 LAST_WORD_S = 2.0  # for the answers of those that waited for another
 ABORT_S = 10.0  # for breaking a group up, which may itself wait for the network
+LEAVE_S = 5.0
 Members = Mapping[EngineClient, EngineTraits]
 
 
@@ -99,6 +100,7 @@ class WeightGroupManager:
         self._group: WeightGroup | None = None
         self._generation = 0
         self._nonce = os.urandom(4).hex()  # an engine may still hold the groups of a learner that was killed
+        self._leaving = set[asyncio.Task[None]]()
 
     @property
     def call_timeout_s(self) -> float:
@@ -106,10 +108,13 @@ class WeightGroupManager:
         return self.timeout_s + 2 * LAST_WORD_S
 
     async def group_of(self, members: Members) -> WeightGroup:
-        """The group with exactly these engines. EnginesFailed names who did not join."""
+        """The group with exactly these engines. EnginesFailed names who did not join.
+
+        Neither gloo nor NCCL takes a member into a group, or lets one go: a change costs a new one. Nobody waits until
+        all have left the old one."""
         if self._group is not None and self._members == tuple(members):
             return self._group
-        await self.shutdown()
+        await self._give_up()
         self._generation += 1
         size = 1 + sum(traits.num_ranks for traits in members.values())
         name = f"pronk_weights_{self._nonce}_{self._generation}"
@@ -134,12 +139,21 @@ class WeightGroupManager:
         await engine.join_group(body, rank, self.call_timeout_s)
 
     async def shutdown(self) -> None:
+        """All engines have left, or do not answer."""
+        await self._give_up()
+        await asyncio.gather(*self._leaving)
+
+    async def _give_up(self) -> None:
         group, members = self._group, self._members
         self._group, self._members = None, ()
-        if group is None:
-            return
-        await group.abort()
-        left = await each(members, lambda engine: engine.leave_group(group.name, 5.0))
+        if group is not None:
+            await group.abort()
+            task = asyncio.create_task(self._leave(group.name, members))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _leave(self, name: str, members: Collection[EngineClient]) -> None:
+        left = await each(members, lambda engine: engine.leave_group(name, LEAVE_S))
         self._log.debug("engines that did not leave the group: %s", reasons(left))
 
     async def together(
@@ -175,7 +189,7 @@ class WeightGroupManager:
         at_fault = gone or (silent if own_failed else refused) or refused or silent
         at_fault = at_fault or {engine.url: f"failed to {what}" for engine in calls}
         self._log.warning("could not %s: %s", what, ", ".join(at_fault))
-        await self.shutdown()
+        await self._give_up()
         raise EnginesFailed(at_fault)
 
 

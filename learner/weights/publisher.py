@@ -8,9 +8,9 @@
     continue_generation
     weights_checker, generate ───────────────▶ shows that it does (`learner.weights.verify`), during the next step
 
-Every rank gathers; only rank 0 talks. An HTTP error or silence on either side ends the pass: the engine at fault is
-named and left out, the others, paused meanwhile, get the weights in another pass, and the next publication tries it
-again.
+Every rank gathers; only rank 0 talks. An engine that answers with an error, or not at all, is named and left out, and
+the next publication tries it again. Where that happens between the buckets the pass is over: the others, paused
+meanwhile, get the weights in another one.
 
 Where adapters are trained, the weights that they adapt are sent, merged with them; engines have the others already.
 
@@ -95,7 +95,7 @@ class Publisher:
             dropped |= update.failed
             num_bytes += update.num_bytes
             members = {engine: traits for engine, traits in members.items() if engine.url not in update.failed}
-            if not broadcast_flag(bool(update.failed) and bool(members), self.ranks):
+            if not broadcast_flag(not update.working and bool(members), self.ranks):
                 break
         for url, reason in dropped.items():
             self._log.warning("engine %s did not take version %s: %s", url, name, reason)
