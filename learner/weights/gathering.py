@@ -11,7 +11,6 @@ Shape suffixes: R = ranks that share a copy of the parameters, B = bytes of a ro
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from learner.distributed import Ranks
+from learner.distributed import Ranks, ranks_of_host
 from learner.lora.adapters import merged
 from learner.model.policy import Policy
 from learner.model.weight_files import part_at
@@ -182,8 +181,7 @@ class Gathering:
 
 def on_gpus_of_several_hosts(ranks: Ranks) -> bool:
     """Whether ranks that share a copy of the parameters are."""
-    of_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
-    return ranks.device.type == "cuda" and of_host < ranks.size // ranks.replicas
+    return ranks.device.type == "cuda" and ranks_of_host(ranks) < ranks.size // ranks.replicas
 
 
 def sent_shape(item: Outgoing) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from learner.distributed import Ranks, broadcast_flag
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy
+from learner.weights.companions import companions_of
 from learner.weights.engine_watch import EngineWatch
 from learner.weights.fitting import fitting
 from learner.weights.gathering import gathered_buckets
@@ -49,6 +50,7 @@ class PublishSettings:
     health_timeout_s: float = 10.0
     pause_mode: str = "in_place"  # or retract: running requests are computed anew, their KV forgotten
     give_up_s: float = 600.0  # without any engine that takes weights
+    senders: int = 1  # ranks of rank 0's host that are in the weight group, it included
 
 
 class Publisher:
@@ -63,11 +65,14 @@ class Publisher:
         api_key: str = "",
         process_id: str = "",
     ) -> None:
-        """`process_id` tells this learner's versions from those of the run's earlier processes."""
+        """A collective where there are several senders. `process_id` tells this learner's versions from those of the
+        run's earlier processes."""
         self.policy, self.ranks, self.settings, self.verifier = policy, ranks, settings, verifier
         self._link, self._process_id = EngineLink(api_key), process_id
         self._log = get_logger("publisher")
-        self._manager = WeightGroupManager(settings.backend, settings.timeout_s, ranks.device.index or 0)
+        self._companion, urls, key = companions_of(ranks, settings.senders, settings.timeout_s)
+        companions = [self._link.client(url, key) for url in urls]
+        self._manager = WeightGroupManager(settings.backend, settings.timeout_s, ranks.device.index or 0, companions)
         self._served_at: float | None = None  # when an engine last took weights
         self._proof: Proof | None = None  # under way
 
@@ -135,6 +140,8 @@ class Publisher:
         under way is given up."""
         if self._proof is not None:
             self._proof.verdict.cancel()
+        if self._companion is not None:
+            self._companion.close()
         self._link.run(self._manager.shutdown())
         self._link.close()
 

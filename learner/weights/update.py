@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from learner.weights.buckets import Bucket
-from learner.weights.group import EnginesFailed, Members, WeightGroup, WeightGroupManager
+from learner.weights.group import EnginesFailed, Members, WeightGroupManager
 from shared.engine_api import EngineClient, bucket_content, each, reasons
 from shared.engine_messages import NO_WEIGHTS
 
@@ -93,33 +93,27 @@ class WeightUpdate:
     async def send(self, bucket: Bucket) -> None:
         """Returns when the bucket has arrived, or an engine has failed."""
         self.num_bytes += bucket.flat.numel()
+        started = time.monotonic()
         try:
-            await self._send(bucket, await self._manager.group_of(self._members))
+            group = await self._manager.group_of(self._members)
+            body = {
+                "names": bucket.names,
+                "dtypes": bucket.dtypes,
+                "shapes": bucket.shapes,
+                "group_name": group.name,
+                "flush_cache": self._pause_mode == "retract",
+            }
+            told = {engine: tuple(self._names(engine, bucket).items()) for engine in self._members}
+            written = {
+                names: bucket_content(body | dict(names)) for names in {(), *told.values()}
+            }  # once for all alike
+            contents = {engine: written[names] for engine, names in told.items()}
+            sent = await self._manager.send(bucket.flat, contents, written[()])
+            self._seconds["broadcast"] += sent
+            self._seconds["load"] += time.monotonic() - started - sent
         except EnginesFailed as error:
             self.failed |= error.reasons
             self.working = False
-
-    async def _send(self, bucket: Bucket, group: WeightGroup) -> None:
-        body = {
-            "names": bucket.names,
-            "dtypes": bucket.dtypes,
-            "shapes": bucket.shapes,
-            "group_name": group.name,
-            "flush_cache": self._pause_mode == "retract",
-        }
-        limit, sent = self._manager.call_timeout_s, 0.0
-        started = time.monotonic()
-
-        def broadcast() -> None:
-            nonlocal sent
-            group.broadcast(bucket.flat)
-            sent = time.monotonic() - started
-
-        contents = self._contents(bucket, body)
-        calls = {engine: engine.receive(contents[engine], limit) for engine in self._members}
-        await self._manager.together("send weights", calls, broadcast)
-        self._seconds["broadcast"] += sent
-        self._seconds["load"] += time.monotonic() - started - sent
 
     async def end(self) -> None:
         limit = self._call_timeout_s
@@ -150,12 +144,6 @@ class WeightUpdate:
     def _update(self, engine: EngineClient) -> str:
         """What the engine is told that this update is called: so it takes nothing of another one, late though it be."""
         return self._name if self._members[engine].names_updates else ""
-
-    def _contents(self, bucket: Bucket, body: dict[str, Any]) -> dict[EngineClient, bytes]:
-        """What each engine is told of the bucket: written once for all that are told the same."""
-        told = {engine: tuple(self._names(engine, bucket).items()) for engine in self._members}
-        written = {names: bucket_content(body | dict(names)) for names in {*told.values()}}
-        return {engine: written[names] for engine, names in told.items()}
 
     def _names(self, engine: EngineClient, bucket: Bucket) -> dict[str, Any]:
         """What a bucket says to this engine of the update, and the last one of the version that the weights then are;
