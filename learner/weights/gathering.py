@@ -11,7 +11,6 @@ Shape suffixes: R = ranks that share a copy of the parameters, B = bytes of a ro
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from kernels.low_rank import merged
-from learner.distributed import Ranks
+from learner.distributed import Ranks, ranks_of_host
 from learner.lora.adapters import Adapters
 from learner.model.policy import Policy
 from learner.model.weight_files import part_at
@@ -196,8 +195,7 @@ class Gathering:
 
 def on_gpus_of_several_hosts(ranks: Ranks) -> bool:
     """Whether ranks that share a copy of the parameters are."""
-    of_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
-    return ranks.device.type == "cuda" and of_host < ranks.size // ranks.replicas
+    return ranks.device.type == "cuda" and ranks_of_host(ranks) < ranks.size // ranks.replicas
 
 
 def sent_shape(item: Outgoing) -> tuple[int, ...]:

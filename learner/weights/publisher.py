@@ -8,9 +8,9 @@
     continue_generation
     weights_checker, generate ───────────────▶ shows that it does (`learner.weights.verify`), during the next step
 
-Every rank gathers; only rank 0 talks. An HTTP error or silence on either side ends the pass: the engine at fault is
-named and left out, the others, paused meanwhile, get the weights in another pass, and the next publication tries it
-again.
+Every rank gathers; only rank 0 talks. An engine that answers with an error, or not at all, is named and left out, and
+the next publication tries it again. Where that happens between the buckets the pass is over: the others, paused
+meanwhile, get the weights in another one.
 
 Where adapters are trained, the weights that they adapt are sent, merged with them, or the adapters alone, which engines
 merge; engines have the other weights already.
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from learner.distributed import Ranks, broadcast_flag
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy
+from learner.weights.companions import companions_of
 from learner.weights.engine_watch import EngineWatch
 from learner.weights.fitting import fitting
 from learner.weights.gathering import gathered_buckets
@@ -50,6 +51,7 @@ class PublishSettings:
     health_timeout_s: float = 10.0
     pause_mode: str = "in_place"  # or retract: running requests are computed anew, their KV forgotten
     give_up_s: float = 600.0  # without any engine that takes weights
+    senders: int = 1  # ranks of rank 0's host that are in the weight group, it included
 
 
 class Publisher:
@@ -64,11 +66,14 @@ class Publisher:
         api_key: str = "",
         process_id: str = "",
     ) -> None:
-        """`process_id` tells this learner's versions from those of the run's earlier processes."""
+        """A collective where there are several senders. `process_id` tells this learner's versions from those of the
+        run's earlier processes."""
         self.policy, self.ranks, self.settings, self.verifier = policy, ranks, settings, verifier
         self._link, self._process_id = EngineLink(api_key), process_id
         self._log = get_logger("publisher")
-        self._manager = WeightGroupManager(settings.backend, settings.timeout_s, ranks.device.index or 0)
+        self._companion, urls, key = companions_of(ranks, settings.senders, settings.timeout_s)
+        companions = [self._link.client(url, key) for url in urls]
+        self._manager = WeightGroupManager(settings.backend, settings.timeout_s, ranks.device.index or 0, companions)
         self._served_at: float | None = None  # when an engine last took weights
         self._proof: Proof | None = None  # under way
 
@@ -98,7 +103,7 @@ class Publisher:
             dropped |= update.failed
             num_bytes += update.num_bytes
             members = {engine: traits for engine, traits in members.items() if engine.url not in update.failed}
-            if not broadcast_flag(bool(update.failed) and bool(members), self.ranks):
+            if not broadcast_flag(not update.working and bool(members), self.ranks):
                 break
         for url, reason in dropped.items():
             self._log.warning("engine %s did not take version %s: %s", url, name, reason)
@@ -138,6 +143,8 @@ class Publisher:
         under way is given up."""
         if self._proof is not None:
             self._proof.verdict.cancel()
+        if self._companion is not None:
+            self._companion.close()
         self._link.run(self._manager.shutdown())
         self._link.close()
 

@@ -80,8 +80,7 @@ def test_half_an_adapter_is_forgotten_and_the_next_one_is_taken(servers, publish
     url, real = servers.urls[BESIDE], EngineClient.receive
 
     def receive(client, bucket, *limits):
-        names = [name.replace("lora_B", "lora_C") for name in bucket["names"]]
-        return real(client, {**bucket, "names": names}, *limits)
+        return real(client, bucket.replace(b"lora_B", b"lora_C"), *limits)
 
     with monkeypatch.context() as patch:
         patch.setattr(EngineClient, "receive", receive)
