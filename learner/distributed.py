@@ -141,6 +141,11 @@ def make_expert_mesh(device_type: str, size: int, shard_size: int, expert: int) 
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
+def ranks_of_host(ranks: Ranks) -> int:
+    """How many ranks this rank's host has, as torchrun tells; all of them where nobody does."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+
+
 def gpu_bytes(ranks: Ranks) -> float | None:
     """Memory of this rank's GPU; None on a CPU."""
     if ranks.device.type != "cuda":

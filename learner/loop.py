@@ -74,7 +74,8 @@ def loop(
     """Each turn consumes `groups_per_step` groups and makes one optimizer step.
 
     It waits for groups (the actors unblock it, within `wait_timeout_s`) and, before a publication, for open
-    evaluations, so that each result belongs to one version.
+    evaluations, so that each result belongs to one version. Engines show during the next step what they hold; the first
+    and the last publication wait for that.
     """
     publisher.publish(version, coordinator.wait_for_engines())
     coordinator.open(version)
@@ -90,7 +91,7 @@ def loop(
             saver.wait()
             raise ShutdownRequested(f"asked to shut down after step {trainer.num_steps}")
         watched = watch(groups, trainer.num_steps + 1, recipe.record)
-        metrics = trainer.step(groups, version, watched)
+        metrics = trainer.step(groups, version, watched) | publisher.proven()
         step = trainer.num_steps
         coordinator.keep(step, version, groups, watched)
         check_step(trainer, coordinator, groups)
@@ -100,7 +101,7 @@ def loop(
             coordinator.finish_evaluations(step)
             saver.best.result(coordinator.value_of(f"step_{saver.best.candidate}"))
             version += 1
-            metrics |= publisher.publish(version, coordinator.engines())
+            metrics |= publisher.publish(version, coordinator.engines(), wait=due.last)
             coordinator.set_version(version)
         coordinator.record(step, version, groups, metrics | {"checkpoint/failed": float(saver.num_failed)})
         if due.evaluate:

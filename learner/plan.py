@@ -92,6 +92,7 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
         freeze_layers=optimizer.freeze_layers,
         lora_rank=recipe.learner.lora.rank or 0,
         lora_targets=recipe.learner.lora.targets,
+        lora_publish=recipe.learner.lora.publish,
         episodes=recipe.learner.groups_per_step * recipe.learner.group_size,
         episode_tokens=recipe.model.max_context // 2,
         passes=objective.passes,
@@ -164,7 +165,7 @@ def _times(sizes: ModelSizes, setting: Setting, speed: Speed) -> list[str]:
     return [
         f"a step: about {step.seconds:.1f} s, assuming {setting.episodes} episodes of {setting.episode_tokens} tokens "
         f"({step.flops:.2g} operations) at {speed.mfu:.0%} of {speed.tflops:g} TFLOP/s a GPU, none of them waiting",
-        f"a publication: about {publication.seconds:.1f} s, assuming {publication.sent / 1e9:.1f} GB sent at "
+        f"a publication: about {publication.seconds:.1f} s, assuming {publication.sent / 1e9:.3g} GB sent at "
         f"{speed.wire:g} GB/s{gathered if publication.gathered else ''}",
     ]
 
@@ -231,6 +232,7 @@ def options_parser() -> argparse.ArgumentParser:
     of_setting.add_argument("--freeze", nargs="*", choices=("vision", "projector"))
     of_setting.add_argument("--lora-rank", type=int, help="adapters are trained; 0 = all weights are")
     of_setting.add_argument("--lora-targets", nargs="+", choices=get_args(Target), help="attention dense")
+    of_setting.add_argument("--lora-publish", choices=("merged", "adapter"), help="what engines are sent; merged")
     return parser
 
 
@@ -267,8 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     if overrides and not options.config:
         parser.error(f"unknown option {overrides[0]}; the fields of a recipe need --config R.toml")
     given = {name: value for name, value in vars(options).items() if name in Setting.__dataclass_fields__}
-    if "dtype" in options:
-        given["dtype_bytes"] = DTYPE_BYTES[options.dtype]
+    given |= {"dtype_bytes": DTYPE_BYTES[options.dtype]} if "dtype" in options else {}
     gpu_bytes, names = options.gpu_memory * 1e9, [options.model] if options.model else list(PUBLISHED)
     setting = Setting(logits_bytes=0.1 * gpu_bytes)
     if options.config:
@@ -285,8 +286,7 @@ def main(argv: list[str] | None = None) -> int:
             print("\n\n".join(split.report(name, find(name), setting, room, speed) for name in names))
             return 0
         if options.longest:
-            told = [meshes(name, find(name), setting, options.longest, gpu_bytes, speed) for name in names]
-            print("\n\n".join(told))
+            print("\n\n".join(meshes(n, find(n), setting, options.longest, gpu_bytes, speed) for n in names))
             return 0
         judged = (gpu_bytes, options.host_memory * 1e9, speed)
         reports = [report(name, find(name), setting, *judged) for name in names]

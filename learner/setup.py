@@ -96,6 +96,7 @@ def build_publisher(recipe: Recipe, trainer: Trainer, process_id: str) -> Publis
         config.timeout_s,
         pause_mode=config.pause_mode,
         give_up_s=recipe.learner.wait_timeout_s,
+        senders=config.senders,
     )
     verifier = None
     if config.verify_every:

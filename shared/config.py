@@ -98,8 +98,10 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _actors_fit_the_learner(self) -> Self:
+    def _actors_and_engines_fit_the_learner(self) -> Self:
         learner, actor = self.learner, self.actor
+        if why := learner.lora.unsendable(self.engine, learner.device):
+            raise ValueError(why)
         if learner.actor_timeout_s < 2 * actor.heartbeat_s:
             raise ValueError(
                 f"learner.actor_timeout_s = {learner.actor_timeout_s}: below two heartbeats of {actor.heartbeat_s} s "

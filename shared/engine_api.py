@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import msgspec
+
 from shared.engine_messages import (
     EngineTraits,
     Generated,
@@ -49,7 +51,9 @@ class EngineClient(JsonClient):
 
     async def post(self, path: str, body: Any, timeout_s: float = CALL_S) -> Any:
         """Posts once; the decoded answer. Some routes answer 200 and say in the body that they failed."""
-        answer = await self.request("POST", path, body, timeout_s=timeout_s)
+        return self._checked(path, await self.request("POST", path, body, timeout_s=timeout_s))
+
+    def _checked(self, path: str, answer: Any) -> Any:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(self.url, f"{path} failed: {str(answer.get('message'))[:300]}", 400)
         return answer
@@ -190,11 +194,11 @@ class EngineClient(JsonClient):
             await self.end_update(None, timeout_s, update)
             await self.post("/begin_weight_update", body, timeout_s)
 
-    async def receive(self, bucket: Mapping[str, Any], timeout_s: float) -> None:
-        """Takes part in the broadcast of a flat bucket: its names, dtypes, shapes and group; the last one of an update
-        also says the version that the weights now are, and each the `update` that has a name."""
-        body = {**bucket, "load_format": "flattened_bucket"}
-        await self.post("/update_weights_from_distributed", body, timeout_s)
+    async def receive(self, bucket: bytes, timeout_s: float) -> None:
+        """Takes part in the broadcast of a flat bucket, which is told as `bucket_content` writes it. It holds weights,
+        or, of an engine that `takes_adapters`, an adapter (`shared.weights.adapters`)."""
+        path = "/update_weights_from_distributed"
+        self._checked(path, await self.post_content(path, bucket, timeout_s=timeout_s))
 
     async def end_update(self, name: str | None, timeout_s: float = CALL_S, update: str = "") -> None:
         """Installs what was received under this name; None = forgets it."""
@@ -253,6 +257,12 @@ class EngineClient(JsonClient):
         except TimeoutError:
             raise EngineError(self.url, reason) from None
         self.suspect = False
+
+
+def bucket_content(bucket: Mapping[str, Any]) -> bytes:
+    """What `EngineClient.receive` sends: a bucket's names, dtypes, shapes and group; the last one of an update also
+    says the version that the weights now are, and each the `update` that has a name."""
+    return msgspec.json.encode({**bucket, "load_format": "flattened_bucket"})
 
 
 async def each(keys: Iterable[Key], call: Callable[[Key], Awaitable[Result]]) -> dict[Key, Result | EngineError]:

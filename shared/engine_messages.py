@@ -163,6 +163,7 @@ class EngineTraits:
     num_ranks: int = 1  # of its tensor-parallel group: each is a rank of the weight group
     beside_generation: bool = False  # receives weights while it generates, and installs them at once
     names_updates: bool = False  # takes buckets and the end of an update only by its name
+    takes_adapters: bool = False  # alone, and merges them
     num_refused: int = 0  # requests since it began
     layout: Layout = field(default_factory=Layout)
     nccl: str = ""  # the version that it has; empty where that is not known
@@ -193,9 +194,14 @@ def traits_of(info: Any) -> EngineTraits:
     refused = info.get("refused")
     counts = refused.values() if isinstance(refused, dict) else ()
     num_ranks = ranks if isinstance(ranks, int) and ranks > 0 else 1
+
+    def all_say(trait: str) -> bool:
+        return all(isinstance(state, dict) and state.get(trait) is True for state in told)
+
     return EngineTraits(
         num_ranks=num_ranks,
-        beside_generation=all(isinstance(s, dict) and s.get("updates_beside_generation") is True for s in told),
+        beside_generation=all_say("updates_beside_generation"),
+        takes_adapters=all_say("takes_adapters"),
         names_updates=info.get("names_updates") is True,
         num_refused=sum(count for count in counts if isinstance(count, int) and count > 0),
         layout=layout_of(info, num_ranks),

@@ -42,6 +42,9 @@ class PublishConfig(Section):
     every: int = Field(1, gt=0, description="optimizer steps between weight publications")
     bucket_bytes: int = Field(512 * 2**20, gt=0, description="weights gathered and broadcast at once")
     timeout_s: float = Field(300.0, gt=0, description="an engine that takes longer for a publication is dropped")
+    senders: int = Field(
+        1, gt=0, description="ranks of rank 0's host that are in the weight group: NCCL sends over the links of all"
+    )
     pause_mode: Literal["in_place", "retract"] = Field(
         "in_place", description="running requests keep their cache at a publication, or compute it anew"
     )

@@ -148,7 +148,9 @@ class EngineConfig(Section):
     flags: dict[str, Any] = Field(default_factory=dict, description="sglang: any other flags of its server")
     sglang_env: str = Field(".venv-sglang", description="sglang: the environment that make sglang-env builds")
     stage_weights: Literal["auto", "on", "off"] = Field(
-        "auto", description="sglang: receives weights beside generation, in host memory; auto = where it runs on a CPU"
+        "auto",
+        description="sglang: receives weights beside generation, in host memory; auto = where it runs on a CPU, shares "
+        "its GPU, or takes adapters alone",
     )
     drain_pauses: bool = Field(
         True, description="sglang: a pause in place waits for the forward under way, so that its tokens are named right"

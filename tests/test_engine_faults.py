@@ -8,7 +8,7 @@ import torch
 
 from actor.engine.weight_loader import broadcast
 from learner.weights.buckets import buckets
-from shared.engine_api import EngineError
+from shared.engine_api import EngineError, bucket_content
 from shared.types import Sampling
 from tests.support.engine_weights_rig import GROUP, Publisher, engine
 from tests.support.engines import ask, call
@@ -138,7 +138,7 @@ def test_what_belongs_to_another_update_is_refused_and_leaves_the_one_under_way_
             assert error.value.status == 400
         for bucket in buckets(model.named_parameters(), torch.float32, 200_000):
             named = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": GROUP}
-            theirs = client.receive({**named, "update": "2-alive"}, 20)
+            theirs = client.receive(bucket_content({**named, "update": "2-alive"}), 20)
             await asyncio.gather(theirs, asyncio.to_thread(broadcast, publisher.group, bucket.flat, 10))
         await client.end_update("2-alive", update="2-alive")
         assert await client.weight_version() == "2-alive"

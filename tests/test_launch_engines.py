@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.engines.commands import NO_WEIGHTS, EngineSpec, engine_specs, last_lines
+from launch.engines.commands import NO_WEIGHTS, EngineSpec, engine_specs, last_lines, stages_weights
 from launch.engines.gpus import check_apart, claim, engine_gpus, names
 from launch.engines.supervisor import Engine
 from launch.processes.children import start_family, stop_all
@@ -85,6 +85,18 @@ def test_sglang_receives_weights_beside_generation_where_the_recipe_wants_it(sgl
         assert (spec.env["PRONK_STAGE_WEIGHTS"], spec.env["PRONK_DRAIN_PAUSES"]) == (staged, "1")
     (spec,) = sglang_specs(sglang_env, "--engine.drain_pauses", False)
     assert spec.env["PRONK_DRAIN_PAUSES"] == "0"
+
+
+@pytest.mark.parametrize(("publish", "staged"), [("merged", False), ("adapter", True)])
+def test_sglang_on_a_gpu_receives_adapters_alone_beside_generation(publish, staged):
+    fields = {
+        "engine.device": "cuda",
+        "learner.device": "cuda",
+        "learner.lora.rank": 8,
+        "learner.lora.publish": publish,
+    }
+    options = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
+    assert stages_weights(load_recipe("launch/recipes/colour_tiny.toml", options)) is staged
 
 
 def test_each_rank_of_sglang_on_a_cpu_has_cores(sglang_env, monkeypatch):

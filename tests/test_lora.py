@@ -8,7 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from learner.lora.adapters import is_factor, merged
+from kernels.low_rank import merged
+from learner.lora.adapters import is_factor
 from learner.lora.attach import attach
 from learner.model.policy import empty_policy, load_policy
 from learner.model.sharding import forward_only
@@ -165,6 +166,8 @@ WRONG = [
     ({"rank": 4, "targets": ()}, "targets is empty"),
     ({"rank": 4, "targets": ("atention",)}, "Input should be 'attention', 'dense', 'experts' or 'vision'"),
     ({"adapter": "x"}, "adapter = 'x' without learner.lora.rank"),
+    ({"publish": "adapter"}, "publish = 'adapter' without learner.lora.rank: there is no adapter to send"),
+    ({"rank": 4, "publish": "alone"}, "Input should be 'merged' or 'adapter'"),
 ]
 CONTRADICTIONS = [
     ({"optimizer": "muon"}, {}, "learner.optimizer.name = 'muon' with learner.lora"),
@@ -198,6 +201,23 @@ def test_the_command_line_names_what_is_wrong_with_it():
         load_recipe(recipe, ["--learner.lora.rank", "0"])
     with pytest.raises(ConfigError, match=r"learner.lora.targets.*should be 'attention'"):
         load_recipe(recipe, ["--learner.lora.rank", "8", "--learner.lora.targets", '["head"]'])
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ({"engine.device": "cuda"}, "learner.device = 'cpu' and engine.device = 'cuda': sums are rounded alike on"),
+        ({"learner.device": "cuda"}, "learner.device = 'cuda' and engine.device = 'cpu': sums are rounded alike on"),
+        ({"engine.kind": "sglang", "engine.stage_weights": "off"}, "engine.stage_weights = 'off': the plugin that"),
+    ],
+)
+def test_adapters_alone_are_refused_for_engines_that_would_not_merge_them_alike(engine, reason):
+    fields = {"learner.lora.rank": "8", "learner.lora.publish": "adapter"} | engine
+    options = [part for key, value in fields.items() for part in (f"--{key}", value)]
+    with pytest.raises(ConfigError, match=f"^learner.lora.publish = 'adapter' with {reason}[^\n]*$"):
+        load_recipe("launch/recipes/colour_tiny.toml", options)
+    fields["learner.lora.publish"] = "merged"
+    load_recipe("launch/recipes/colour_tiny.toml", [p for key, value in fields.items() for p in (f"--{key}", value)])
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_the_seconds_of_a_step_and_of_a_publication_follow_from_what_is_assumed(
             factor * step.flops
         )
     sent = publication_time(sizes, plain, speed)
-    assert sent.seconds == pytest.approx(sizes.parameters * (4 / 100e9 + 2 / 50e9))
+    assert sent.seconds == pytest.approx(sizes.parameters * (2 / 100e9 + 2 / 50e9))
     assert publication_time(sizes, dataclasses.replace(plain, gpus=1), speed).gathered == 0
 
 

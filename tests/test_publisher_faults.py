@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from learner.weights.buckets import gathered
+from learner.weights.gathering import gathered_buckets
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.update import WeightUpdate
 from shared.engine_messages import EngineTraits
@@ -176,3 +177,30 @@ def test_a_run_whose_engines_all_stay_away_stops_and_names_them(policy, ranks):
         time.sleep(0.3)
         with pytest.raises(TimeoutError, match=f"no engine has taken new weights .*{url}"):
             publisher.publish(2, [url])
+
+
+@pytest.mark.parametrize(
+    "route", ["/init_weights_update_group", "/pause_generation", "/begin_weight_update", "/end_weight_update"]
+)
+def test_an_engine_that_fails_before_or_after_the_buckets_costs_the_others_no_second_pass(
+    folder, policy, publisher, always_paused, route, monkeypatch
+):
+    """Only what has to be done with a new group is: every bucket is gathered and sent once."""
+    walks = []
+    monkeypatch.setattr(
+        "learner.weights.publisher.gathered_buckets", lambda *how: walks.append(how) or gathered_buckets(*how)
+    )
+    total = sum(4 * tensor.numel() for _, tensor in gathered(policy))
+    with running_engine(folder) as (good, app), JoiningEngine({route: refuses}) as bad:
+        metrics = publisher.publish(6, [bad, good])
+        assert served(metrics) == (1, 1) and (len(walks), metrics["publish/bytes"]) == (1, total)
+        assert_same(app, policy)
+        assert holds(good, policy, 6)
+
+
+def test_a_change_of_members_has_each_of_the_others_join_once_and_wait_for_nobody_who_leaves(policy, publisher):
+    with JoiningEngine({}) as gone, JoiningEngine({"/destroy_weights_update_group": is_silent}, num_ranks=2) as stays:
+        for version, urls in enumerate([[stays.url, gone], [stays.url], [stays.url], [gone, stays.url]]):
+            assert publisher.publish(version, urls)["publish/engines"] == len(urls)
+        joined = [path for path, _ in stays.seen if path == "/init_weights_update_group"]
+        assert len(joined) == 3  # once for each change

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from learner.model.policy import load_policy
-from learner.weights.verify import VerifierSettings, WeightVerifier, WrongWeights
+from learner.weights.verify import VerifierSettings, WeightVerifier, WrongWeights, hashes_compared
+from shared.engine_api import EngineClient
+from shared.engine_messages import EngineTraits
 from shared.vision import VisionSpec
 from shared.weights.checksums import all_but, engine_name, part_of
-from tests.support.engines import JoiningEngine, says
+from shared.weights.layout import Layout
+from tests.support.engines import JoiningEngine, is_silent, says
 from tests.support.publishing import FAST, check_no_stale_image, move, policy, publishing
 from tests.support.small.families import qwen25
 from tests.support.tiny import running_engine, tiny_model_dir
@@ -134,3 +139,52 @@ def test_only_every_so_many_publications_are_checked(folder, policy, ranks):
     with running_engine(folder) as (url, _), publishing(policy, ranks, FAST, verifier) as publisher:
         checked = ["publish/canary_gap" in publisher.publish(version, [url]) for version in range(5)]
         assert checked == [True, False, False, True, False]
+
+
+def test_a_publication_does_not_wait_for_the_proof_and_the_next_one_does(folder, policy, publisher):
+    """It is compared with the weights that were published, whatever training has made of them meanwhile."""
+    with running_engine(folder) as (url, app):
+        real, gate = app.scheduler.submit, threading.Event()
+        app.scheduler.submit = lambda *request: (gate.wait(20), real(*request))[1]
+        assert "publish/canary_gap" not in publisher.publish(1, [url], wait=False)
+        move(policy, 0.05)
+        gate.set()
+        found = publisher.proven()
+        assert found["publish/canary_gap"] < 1e-4
+        assert (found["publish/checksum_skipped"], found["publish/unproven"]) == (0, 0)
+        assert publisher.proven() == {}
+        publisher.publish(2, [url], wait=False)
+        assert publisher.publish(3, [url], wait=False)["publish/unproven"] == 0  # of version 2
+
+
+def test_wrong_weights_that_are_found_later_stop_the_run(folder, policy, publisher):
+    with running_engine(folder) as (url, app):
+        app.updates.loader.load = lambda flat, entries: None
+        for later in (publisher.proven, lambda: publisher.publish(9, [url])):
+            move(policy, 0.05)
+            publisher.publish(8, [url], wait=False)
+            with pytest.raises(WrongWeights, match=f"engine {url}, version 8: holds other values"):
+                later()
+
+
+def test_a_silent_engine_holds_up_neither_the_step_nor_the_end_of_the_run(folder, policy, ranks):
+    verifier = WeightVerifier(policy, str(folder), ranks, VerifierSettings(timeout_s=0.3))
+    with JoiningEngine({"/generate": is_silent}) as url, publishing(policy, ranks, FAST, verifier) as publisher:
+        publisher.publish(1, [url], wait=False)
+        assert publisher.proven()["publish/unproven"] == 1
+        verifier.settings = VerifierSettings(timeout_s=600.0)
+        publisher.publish(2, [url], wait=False)  # and is closed
+
+
+def test_checksums_are_asked_of_those_engines_alone_whose_are_compared():
+    known, packed = Layout("embedded", "sha256"), Layout("packed", "sha256", unknown="it may pack them")
+    for layouts, compared in (
+        ([known], [0]),
+        ([packed], []),
+        ([packed, known], [1]),
+        ([packed, packed], [0, 1]),
+        ([Layout(), Layout()], []),
+    ):
+        engines = [EngineClient(f"http://host:{port}") for port in range(1, 1 + len(layouts))]
+        members = {engine: EngineTraits(layout=layout) for engine, layout in zip(engines, layouts, strict=True)}
+        assert hashes_compared(members) == {engines[i] for i in compared}

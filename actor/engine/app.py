@@ -196,6 +196,7 @@ class EngineApp:
             "tp_size": 1,
             "updates_beside_generation": True,
             "names_updates": True,
+            "takes_adapters": True,
             "max_context": self.settings.max_context,
             "max_batch": self.settings.max_batch,
             "paused": s.paused,

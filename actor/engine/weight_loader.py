@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -107,6 +107,15 @@ class WeightLoader:
         self._parameters: dict[str, Tensor] = {family.published_name(name): parameter for name, parameter in every}
         self._own_names = [family.published_name(name) for name, _ in model.named_parameters()]
         self.device = next(model.parameters()).device
+        self.changed = set[str]()  # what was loaded since the start
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._parameters.keys()
+
+    def own(self, name: str) -> Tensor:
+        """The parameter with this published name, as the model holds it."""
+        return self._parameters[name].detach()
 
     def published(self, name: str) -> Tensor | None:
         """A view of the model's parameter, laid out as in the published checkpoints; None if there is none."""
@@ -130,6 +139,7 @@ class WeightLoader:
             own = self.published(name)
             assert own is not None, name  # `check` has seen it
             own.copy_(tensor)
+            self.changed.add(name)
 
     def get(self, name: str, limit: int) -> list[Any]:
         """The first `limit` rows of a parameter as nested lists of floats. ValueError if there is none."""

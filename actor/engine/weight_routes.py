@@ -2,7 +2,7 @@
 
 An update is received beside generation, into memory of its own; `end_weight_update` installs all of it between two
 steps. So no token is ever computed by a mixture, and an update that is discarded leaves no trace, such as one with
-weights that are not finite.
+weights that are not finite. An update holds weights, or an adapter alone, which is merged then.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from actor.engine.adapters import AdapterLoader
 from actor.engine.http import Handler
 from actor.engine.scheduler import Scheduler
 from actor.engine.weight_loader import (
@@ -29,6 +30,7 @@ from actor.engine.weight_loader import (
     raw_bytes,
 )
 from shared.guards.threads import in_thread
+from shared.weights.adapters import is_of_adapter
 from shared.weights.checksums import checksums
 
 log = logging.getLogger("engine")
@@ -103,6 +105,7 @@ class WeightUpdates:
         self, model: Any, scheduler: Scheduler, on_model: Callable[[Any], Awaitable[Any]], *, timeout_s: float
     ) -> None:
         self.loader = WeightLoader(model)
+        self.adapters = AdapterLoader(self.loader)
         self._scheduler, self._on_model, self._timeout_s = scheduler, on_model, timeout_s
         self._groups: dict[str, Any] = {}
         self._open: OpenUpdate | None = None
@@ -164,7 +167,7 @@ class WeightUpdates:
         if group is None:
             raise ValueError(f"there is no group {body.group_name!r}: call init_weights_update_group first")
         entries = parse_entries(body.names, body.dtypes, body.shapes)
-        self.loader.check(entries)
+        (self.adapters if is_of_adapter(entries[0].name) else self.loader).check(entries)
         size = sum(entry.nbytes for entry in entries)
         flat = torch.empty(size, dtype=torch.uint8, device=self.loader.device)
         try:
@@ -190,10 +193,14 @@ class WeightUpdates:
         if update.broken:
             raise ValueError(f"the update failed and is discarded; the weights are {self._scheduler.weight_version}")
         version = body.weight_version or update.version
+        adapter = self.adapters.collected(update.received)
 
         def install() -> None:
-            for flat, entries in update.received:
-                self.loader.load(flat, entries)
+            if adapter:
+                self.adapters.install(adapter)
+            else:
+                for flat, entries in update.received:
+                    self.loader.load(flat, entries)
             self._scheduler.weights_changed(version, update.flush)
 
         await self._on_model(install)

@@ -124,7 +124,7 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> Eng
 def stages_weights(recipe: Recipe) -> bool:
     """Whether weights arrive beside generation, in memory of the host, and are installed between two steps."""
     beside = recipe.engine.device == "cpu" or recipe.engine.shares_gpu  # they come through the host's memory anyway
-    return {"auto": beside, "on": True, "off": False}[recipe.engine.stage_weights]
+    return {"auto": beside or recipe.learner.lora.alone, "on": True, "off": False}[recipe.engine.stage_weights]
 
 
 def sglang_key(recipe: Recipe, path: Path) -> tuple[Path, str] | None:

@@ -23,15 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.cpu_linear import linear
+from kernels.low_rank import merged
 
 FACTORS = ("lora_A", "lora_B")
 """How the names of adapters' parameters end."""
-
-
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale B A of a matrix or a stack of them, summed in float32, in the dtype of W."""
-    add = torch.addmm if weight.ndim == 2 else torch.baddbmm
-    return add(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -139,13 +134,14 @@ class Adapted:
 @dataclass(slots=True)
 class Adapters:
     """All of a model's, by the names of the weights that they adapt. `base`: the hash of the weights beneath, where it
-    is known (`learner.lora.base`)."""
+    is known (`learner.lora.base`). `alone`: engines are sent them without the weights."""
 
     rank: int
     scale: float
     of: dict[str, Adapted]
     switch: Switch = field(default_factory=Switch)
     base: str = ""
+    alone: bool = False
     _norm: float = 0.0  # of all that is adapted
 
     @contextmanager

@@ -37,7 +37,7 @@ def attach(vlm: Any, config: LoraConfig, dtype: torch.dtype) -> Adapters:
     for p in vlm.parameters():
         p.requires_grad_(False)
         p.data = p.data.to(dtype)
-    adapters = Adapters(config.rank, config.scale, {})
+    adapters = Adapters(config.rank, config.scale, {}, alone=config.alone)
     for name, linear in linears.items():
         _adapt_linear(linear, config, adapters.switch)
         adapters.of[f"{name}.weight"] = Adapted(f"{name}.weight", linear, "weight", *FACTORS)

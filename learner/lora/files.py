@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from learner.lora.adapters import Adapted, Adapters
 from learner.lora.attach import fill
+from shared.weights.adapters import factor_names
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base"  # in the tensors' metadata: the hash of the base's weights, where Pronk wrote them
@@ -135,7 +136,7 @@ def _names(each: Adapted) -> tuple[str, str]:
     stacked = own != "weight"
     first = stacked and next(name for name, p in each.module.named_parameters() if p.ndim == 3) == own
     inner = ".base_layer" if first else ""
-    return f"base_model.model.{path}{inner}.lora_A.weight", f"base_model.model.{path}{inner}.lora_B.weight"
+    return factor_names(f"{path}{inner}")
 
 
 def _flattened(value: Tensor, *, first: bool) -> Tensor:

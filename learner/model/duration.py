@@ -55,13 +55,15 @@ def step_time(sizes: ModelSizes, setting: Setting, speed: Speed) -> StepTime:
 
 
 def publication_time(sizes: ModelSizes, setting: Setting, speed: Speed) -> PublicationTime:
-    """Shards are gathered as they lie where there are several, then sent, one after the other; of a model with adapters
-    what these adapt."""
+    """Shards are gathered in the dtype that is sent where there are several, then sent, one after the other; of a model
+    with adapters what these adapt, or they alone. Engines take their time to merge these."""
     changed = float(sizes.parameters)
-    if setting.lora_rank:
+    if setting.lora_rank and setting.lora_publish == "adapter":
+        changed = float(sizes.adapter_parameters(setting.lora_rank, setting.lora_targets))
+    elif setting.lora_rank:
         changed = float(sum(count * rows * columns for count, rows, columns in sizes.adapted(setting.lora_targets)))
-    gathered = setting.weight_bytes * changed if setting.shards > 1 else 0.0
     sent = setting.dtype_bytes * changed
+    gathered = sent if setting.shards > 1 else 0.0
     return PublicationTime(gathered, sent, gathered / (speed.gather * 1e9) + sent / (speed.wire * 1e9))
 
 

@@ -32,6 +32,7 @@ class Setting:
     freeze_layers: int = 0
     lora_rank: int = 0  # 0 = all weights are trained
     lora_targets: tuple[str, ...] = ("attention", "dense")
+    lora_publish: str = "merged"  # or adapter: engines are sent these alone
     episodes: int = 128  # of a step
     episode_tokens: int = 8192
     passes: int = 1  # over a step's episodes

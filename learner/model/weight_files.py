@@ -80,16 +80,22 @@ class WeightFiles:
 
 def local_part(parameter: Tensor) -> tuple[Tensor, Index]:
     """What this rank holds of a parameter, and which part of the whole it is."""
-    index = [slice(0, size) for size in parameter.shape]
     if not isinstance(parameter, DTensor):
-        return parameter.detach(), tuple(index)
-    mesh, mine = parameter.device_mesh, parameter.to_local().detach()
-    for dimension, placement in enumerate(parameter.placements):
+        return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
+    own = parameter.device_mesh.get_coordinate()
+    assert own is not None
+    return parameter.to_local().detach(), part_at(parameter, own)
+
+
+def part_at(parameter: DTensor, place: Sequence[int]) -> Index:
+    """Which part of the whole lies at this place of the parameter's mesh: shards of equal size, as far as they go."""
+    index = [slice(0, size) for size in parameter.shape]
+    for coordinate, ranks, placement in zip(place, parameter.device_mesh.shape, parameter.placements, strict=True):
         if isinstance(placement, Shard):
             size = parameter.shape[placement.dim]
-            begin = min(mesh.get_local_rank(dimension) * -(-size // mesh.size(dimension)), size)
-            index[placement.dim] = slice(begin, begin + mine.shape[placement.dim])
-    return mine, tuple(index)
+            each = -(-size // ranks)
+            index[placement.dim] = slice(min(coordinate * each, size), min((coordinate + 1) * each, size))
+    return tuple(index)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from learner.lora.adapters import whole
 from learner.model.policy import Policy
 from shared.weights.families import FAMILIES
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +49,7 @@ def gathered(policy: Policy, names: Collection[str] | None = None) -> Iterator[t
 
 
 def changing(policy: Policy) -> Collection[str] | None:
-    """The names of the parameters that training changes, and that are sent; None = all."""
+    """The names of the parameters that training changes; None = all."""
     return policy.adapters.of.keys() if policy.adapters else None
 
 
@@ -58,17 +61,22 @@ def published(policy: Policy, name: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_bytes: int) -> Iterator[Bucket]:
     """Cuts `weights`, cast to `dtype`, into buckets of at most `max_bytes`, or of one parameter that is larger."""
-    held: list[tuple[str, Tensor]] = []
-    num_bytes = 0
-    for name, tensor in weights:
-        size = tensor.numel() * dtype.itemsize
-        if held and num_bytes + size > max_bytes:
-            yield _bucket(held, last=False)
-            held, num_bytes = [], 0
-        held.append((name, tensor.to(dtype)))
-        num_bytes += size
+    for named, last in cut(weights, lambda weight: weight[1].numel() * dtype.itemsize, max_bytes):
+        yield _bucket([(name, tensor.to(dtype)) for name, tensor in named], last=last)
+
+
+def cut(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[tuple[list[Item], bool]]:
+    """(neighbours whose sizes add up to at most `most`, or one that is larger; whether they are the last)"""
+    held: list[Item] = []
+    total = 0
+    for item in items:
+        if held and total + size(item) > most:
+            yield held, False
+            held, total = [], 0
+        held.append(item)
+        total += size(item)
     if held:
-        yield _bucket(held, last=True)
+        yield held, True
 
 
 def _bucket(named: list[tuple[str, Tensor]], *, last: bool) -> Bucket:

@@ -1,11 +1,12 @@
-"""The process group that weights travel over: rank 0 of the learner, and every rank of the engines."""
+"""The process group that weights travel over: rank 0 of the learner, its companions, and every rank of the engines."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from shared.weights.group import DEVICES, watchdog_s
 
 LAST_WORD_S = 2.0  # for the answers of those that waited for another
 ABORT_S = 10.0  # for breaking a group up, which may itself wait for the network
+LEAVE_S = 5.0
 Members = Mapping[EngineClient, EngineTraits]
 
 
@@ -34,17 +36,30 @@ class EnginesFailed(Exception):
 
 
 class WeightGroup:
-    """Rank 0 of a process group beside the default one; engines are ranks 1, 2, ... Its methods block.
+    """A learner's end of a process group beside the default one: rank 0's, or that of a companion on its host; engines
+    are the last ranks. Its methods block.
 
     The store's keys are those that torch's own group constructor uses, so the other end may be built by that.
     """
 
-    def __init__(self, name: str, world_size: int, backend: str, timeout_s: float, device: int = 0) -> None:
-        """Only opens the store; `connect` waits for the engines. `device`: rank 0's GPU, if the backend needs one."""
+    def __init__(
+        self,
+        name: str,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        device: int = 0,
+        *,
+        rank: int = 0,
+        port: int = 0,
+    ) -> None:
+        """Only opens the store, or on a companion that at rank 0's `port`; `connect` waits for the others. `device`:
+        this rank's GPU, if the backend needs one."""
         self.name, self.world_size, self.backend, self.timeout_s = name, world_size, backend, timeout_s
+        self._rank, host = rank, "127.0.0.1" if rank else "0.0.0.0"
         self.device = torch.device("cpu") if DEVICES[backend] == "cpu" else torch.device(DEVICES[backend], device)
         timeout = timedelta(seconds=timeout_s)
-        tcp = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        tcp = dist.TCPStore(host, port, world_size, is_master=not rank, timeout=timeout, wait_for_workers=False)
         self.port = tcp.port
         self._tcp: Any = tcp
         self._group: Any = None
@@ -57,16 +72,17 @@ class WeightGroup:
         store.set_timeout(timeout)
         try:
             if self.backend == "gloo":
-                self._group = dist.ProcessGroupGloo(store, 0, self.world_size, timeout)
+                self._group = dist.ProcessGroupGloo(store, self._rank, self.world_size, timeout)
             else:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timedelta(seconds=watchdog_s(self.timeout_s))
-                self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
+                self._group = dist.ProcessGroupNCCL(store, self._rank, self.world_size, options)
         finally:
             del store, inner  # a traceback must not keep the store open: engines wait on it
 
     def broadcast(self, tensor: Tensor) -> None:
-        """To all engines, from wherever it lies. RuntimeError after the time limit, or when an engine is gone."""
+        """To all others, from wherever it lies; on a companion into it. RuntimeError after the time limit, or when
+        somebody is gone."""
         tensor = tensor.to(self.device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -92,13 +108,18 @@ class WeightGroup:
 class WeightGroupManager:
     """Keeps the group of rank 0 and the engines; builds it anew whenever they change or anything in it failed."""
 
-    def __init__(self, backend: str, timeout_s: float, device: int = 0) -> None:
+    def __init__(
+        self, backend: str, timeout_s: float, device: int = 0, companions: Sequence[EngineClient] = ()
+    ) -> None:
+        """`companions`: other ranks of the learner, which are spoken to as engines are."""
         self.backend, self.timeout_s, self._device = backend, timeout_s, device
+        self._companions = tuple(companions)
         self._log = get_logger("publisher")
-        self._members: tuple[EngineClient, ...] = ()
+        self._members: tuple[EngineClient, ...] = ()  # the engines
         self._group: WeightGroup | None = None
         self._generation = 0
         self._nonce = os.urandom(4).hex()  # an engine may still hold the groups of a learner that was killed
+        self._leaving = set[asyncio.Task[None]]()
 
     @property
     def call_timeout_s(self) -> float:
@@ -106,21 +127,40 @@ class WeightGroupManager:
         return self.timeout_s + 2 * LAST_WORD_S
 
     async def group_of(self, members: Members) -> WeightGroup:
-        """The group with exactly these engines. EnginesFailed names who did not join."""
+        """The group with exactly these engines. EnginesFailed names who did not join.
+
+        Neither gloo nor NCCL takes a member into a group, or lets one go: a change costs a new one. Nobody waits until
+        all have left the old one."""
         if self._group is not None and self._members == tuple(members):
             return self._group
-        await self.shutdown()
+        await self._give_up()
         self._generation += 1
-        size = 1 + sum(traits.num_ranks for traits in members.values())
+        size = 1 + len(self._companions) + sum(traits.num_ranks for traits in members.values())
         name = f"pronk_weights_{self._nonce}_{self._generation}"
         group = WeightGroup(name, size, self.backend, self.timeout_s, self._device)
         self._members, self._group = tuple(members), group
         calls, rank = {}, 1
-        for engine, traits in members.items():
+        for engine, num_ranks in [(c, 1) for c in self._companions] + [(e, t.num_ranks) for e, t in members.items()]:
             calls[engine] = self._join(engine, rank)
-            rank += traits.num_ranks
-        await self.together("join the group", calls, group.connect)
+            rank += num_ranks
+        await self._together("join the group", calls, group.connect)
         return group
+
+    async def send(self, tensor: Tensor, told: Mapping[EngineClient, bytes], content: bytes) -> float:
+        """Broadcasts a flat bucket to all that are in the group; the seconds of rank 0's own part. `told`: what each
+        engine is told of it; `content`: what companions are. EnginesFailed as `group_of`."""
+        group, seconds, started = self._group, 0.0, time.monotonic()
+        assert group is not None
+
+        def broadcast() -> None:
+            nonlocal seconds
+            group.broadcast(tensor)
+            seconds = time.monotonic() - started
+
+        contents = dict.fromkeys(self._companions, content) | dict(told)
+        calls = {engine: engine.receive(said, self.call_timeout_s) for engine, said in contents.items()}
+        await self._together("send weights", calls, broadcast)
+        return seconds
 
     async def _join(self, engine: EngineClient, rank: int) -> None:
         assert self._group is not None
@@ -134,15 +174,24 @@ class WeightGroupManager:
         await engine.join_group(body, rank, self.call_timeout_s)
 
     async def shutdown(self) -> None:
-        group, members = self._group, self._members
+        """All engines have left, or do not answer."""
+        await self._give_up()
+        await asyncio.gather(*self._leaving)
+
+    async def _give_up(self) -> None:
+        group, members = self._group, (*self._companions, *self._members)
         self._group, self._members = None, ()
-        if group is None:
-            return
-        await group.abort()
-        left = await each(members, lambda engine: engine.leave_group(group.name, 5.0))
+        if group is not None:
+            await group.abort()
+            task = asyncio.create_task(self._leave(group.name, members))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _leave(self, name: str, members: Collection[EngineClient]) -> None:
+        left = await each(members, lambda engine: engine.leave_group(name, LEAVE_S))
         self._log.debug("engines that did not leave the group: %s", reasons(left))
 
-    async def together(
+    async def _together(
         self, what: str, calls: Mapping[EngineClient, Coroutine[Any, Any, None]], own: Callable[[], None]
     ) -> None:
         """Runs each engine's call and rank 0's own part at once; EnginesFailed, naming who is at fault, if any fails.
@@ -175,8 +224,10 @@ class WeightGroupManager:
         at_fault = gone or (silent if own_failed else refused) or refused or silent
         at_fault = at_fault or {engine.url: f"failed to {what}" for engine in calls}
         self._log.warning("could not %s: %s", what, ", ".join(at_fault))
-        await self.shutdown()
-        raise EnginesFailed(at_fault)
+        await self._give_up()
+        ours = {companion.url for companion in self._companions}
+        self._companions = tuple(companion for companion in self._companions if companion.url not in at_fault)
+        raise EnginesFailed({url: reason for url, reason in at_fault.items() if url not in ours})
 
 
 def _errors(tasks: Mapping[EngineClient, asyncio.Task[None]]) -> dict[EngineClient, EngineError]:

@@ -23,12 +23,13 @@ class EngineLink:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="engines", daemon=True).start()
 
-    def client(self, url: str) -> EngineClient:
-        """Always the same one for a URL. EngineError for what is no URL: engines are told by actors."""
+    def client(self, url: str, api_key: str | None = None) -> EngineClient:
+        """Always the same one for a URL, with an `api_key` of its own if there is one. EngineError for what is no URL:
+        engines are told by actors."""
         url = url.rstrip("/")
         if url not in self._clients:
             try:
-                self._clients[url] = EngineClient(url, api_key=self._api_key)
+                self._clients[url] = EngineClient(url, api_key=self._api_key if api_key is None else api_key)
             except ValueError as error:
                 raise EngineError(url, str(error), sent=False) from None
         return self._clients[url]

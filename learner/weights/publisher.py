@@ -6,13 +6,14 @@
     per bucket: update_weights_from_distributed + broadcast, while the next one is gathered
     end_weight_update ───────────────────────▶ weights of the new version
     continue_generation
-    weights_checker, generate ───────────────▶ shows that it does (`learner.weights.verify`)
+    weights_checker, generate ───────────────▶ shows that it does (`learner.weights.verify`), during the next step
 
-Every rank gathers; only rank 0 talks. An HTTP error or silence on either side ends the pass: the engine at fault is
-named and left out, the others, paused meanwhile, get the weights in another pass, and the next publication tries it
-again.
+Every rank gathers; only rank 0 talks. An engine that answers with an error, or not at all, is named and left out, and
+the next publication tries it again. Where that happens between the buckets the pass is over: the others, paused
+meanwhile, get the weights in another one.
 
-Where adapters are trained, the weights that they adapt are sent, merged with them; engines have the others already.
+Where adapters are trained, the weights that they adapt are sent, merged with them, or the adapters alone, which engines
+merge; engines have the other weights already.
 
     Publisher (the learner's thread) ─▶ WeightUpdate ─▶ WeightGroupManager, EngineClient (the thread of EngineLink)
 """
@@ -27,13 +28,14 @@ from dataclasses import dataclass
 from learner.distributed import Ranks, broadcast_flag
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy
-from learner.weights.buckets import buckets, changing, gathered
+from learner.weights.companions import companions_of
 from learner.weights.engine_watch import EngineWatch
 from learner.weights.fitting import fitting
+from learner.weights.gathering import gathered_buckets
 from learner.weights.group import WeightGroupManager
 from learner.weights.link import EngineLink
 from learner.weights.update import Seconds, WeightUpdate
-from learner.weights.verify import WeightVerifier
+from learner.weights.verify import Proof, WeightVerifier
 from shared.engine_api import EngineClient, each, reasons
 from shared.engine_messages import EngineTraits, weight_name
 from shared.log import get_logger
@@ -49,6 +51,7 @@ class PublishSettings:
     health_timeout_s: float = 10.0
     pause_mode: str = "in_place"  # or retract: running requests are computed anew, their KV forgotten
     give_up_s: float = 600.0  # without any engine that takes weights
+    senders: int = 1  # ranks of rank 0's host that are in the weight group, it included
 
 
 class Publisher:
@@ -63,25 +66,33 @@ class Publisher:
         api_key: str = "",
         process_id: str = "",
     ) -> None:
-        """`process_id` tells this learner's versions from those of the run's earlier processes."""
+        """A collective where there are several senders. `process_id` tells this learner's versions from those of the
+        run's earlier processes."""
         self.policy, self.ranks, self.settings, self.verifier = policy, ranks, settings, verifier
         self._link, self._process_id = EngineLink(api_key), process_id
         self._log = get_logger("publisher")
-        self._manager = WeightGroupManager(settings.backend, settings.timeout_s, ranks.device.index or 0)
+        self._companion, urls, key = companions_of(ranks, settings.senders, settings.timeout_s)
+        companions = [self._link.client(url, key) for url in urls]
+        self._manager = WeightGroupManager(settings.backend, settings.timeout_s, ranks.device.index or 0, companions)
         self._served_at: float | None = None  # when an engine last took weights
+        self._proof: Proof | None = None  # under way
 
-    def publish(self, version: PolicyVersion, engines: Collection[str]) -> dict[str, float]:
+    def publish(self, version: PolicyVersion, engines: Collection[str], *, wait: bool = True) -> dict[str, float]:
         """Gives the policy's weights, as `version`, to all `engines` (rank 0's; ignored elsewhere) that work.
 
-        Returns metrics. An engine's fault is no error and costs no more time than the settings say; TimeoutError, on
-        all ranks, when there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when
-        one holds other weights than it was given; ValueError, likewise, before any engine is asked, for weights that
-        are not finite, and where no engine has the learner's version of NCCL.
+        Returns metrics. `wait`: until the engines have shown what they hold; otherwise `proven` tells that later.
+        An engine's fault is no error and costs no more time than the settings say; TimeoutError, on all ranks, when
+        there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when one holds other
+        weights than it was given, also by a proof that nobody has waited for; ValueError, likewise, for weights that
+        are not finite, before any engine is asked, and where no engine has the learner's version of NCCL, or none takes
+        the adapters alone.
         """
+        proven = self.proven()
         check_finite(self.policy.vlm.named_parameters(), self.ranks, self.policy.dtype)
         started, name = time.monotonic(), weight_name(version, self._process_id)
         members, dropped = self._healthy(engines) if self.ranks.is_main else ({}, {})
-        members, unfit = fitting(members, self.settings.backend, self.ranks)
+        alone = self.policy.adapters is not None and self.policy.adapters.alone
+        members, unfit = fitting(members, self.settings.backend, self.ranks, adapters=alone)
         dropped |= unfit
         num_bytes, seconds, paused = 0, Seconds(), dict[EngineClient, float]()
         verifier = self.verifier if self.verifier and self.verifier.due() else None
@@ -92,16 +103,16 @@ class Publisher:
             dropped |= update.failed
             num_bytes += update.num_bytes
             members = {engine: traits for engine, traits in members.items() if engine.url not in update.failed}
-            if not broadcast_flag(bool(update.failed) and bool(members), self.ranks):
+            if not broadcast_flag(not update.working and bool(members), self.ranks):
                 break
         for url, reason in dropped.items():
             self._log.warning("engine %s did not take version %s: %s", url, name, reason)
         self._check_somebody_is_served(bool(members), dropped)
-        proven: dict[str, float] = {}
         if verifier and broadcast_flag(bool(members), self.ranks):
             with seconds.of("proof"):
                 verifier.keep_unsent()
-                proven = verifier.check(name, members, self._link)
+                self._proof = verifier.start(name, members, self._link)
+                proven = self.proven() if wait else proven
         if self.policy.adapters:
             proven["lora/norm"] = self.policy.adapters.relative_norm()
         return proven | {
@@ -113,6 +124,14 @@ class Publisher:
             "publish/refused_requests": float(sum(traits.num_refused for traits in members.values())),
         }
 
+    def proven(self) -> dict[str, float]:
+        """Metrics of the last publication's proof, if nobody has waited for it yet: a collective then, which waits for
+        the engines' answers, each as long as the settings say. WrongWeights as in `publish`."""
+        proof, self._proof = self._proof, None
+        if proof is None or self.verifier is None:
+            return {}
+        return self.verifier.finish(proof, self._link)
+
     def watch(
         self, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool = True
     ) -> EngineWatch:
@@ -120,20 +139,20 @@ class Publisher:
         return EngineWatch(self._link, engines, weight_name(version, self._process_id), fresh=fresh)
 
     def close(self) -> None:
-        """Leaves the group; engines that are gone are no error. Nothing is published after this."""
+        """Leaves the group; engines that are gone are no error. Nothing is published after this, and a proof that is
+        under way is given up."""
+        if self._proof is not None:
+            self._proof.verdict.cancel()
+        if self._companion is not None:
+            self._companion.close()
         self._link.run(self._manager.shutdown())
         self._link.close()
 
     def _walk(self, update: WeightUpdate | None, seconds: Seconds, verifier: WeightVerifier | None) -> None:
         """Every rank walks all buckets, whatever happens to the engines. The next is gathered while one is sent."""
         in_flight: Future[None] | None = None
-        walk = buckets(gathered(self.policy, changing(self.policy)), self.policy.dtype, self.settings.bucket_bytes)
-        while True:
-            with seconds.of("gather"):
-                bucket = next(walk, None)
-            if bucket is None:
-                break
-            if update is None:
+        for bucket in seconds.of_each("gather", gathered_buckets(self.policy, self.ranks, self.settings.bucket_bytes)):
+            if update is None or bucket is None:
                 continue
             if in_flight is None:  # no earlier: the engines generate while the first bucket is gathered
                 in_flight = self._link.start(update.begin())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from learner.weights.buckets import Bucket
 from learner.weights.group import EnginesFailed, Members, WeightGroupManager
-from shared.engine_api import EngineClient, each, reasons
+from shared.engine_api import EngineClient, bucket_content, each, reasons
 from shared.engine_messages import NO_WEIGHTS
+
+Item = TypeVar("Item")
 
 
 class Seconds(dict[str, float]):
@@ -27,10 +29,22 @@ class Seconds(dict[str, float]):
         finally:
             self[name] += time.monotonic() - started
 
+    def of_each(self, name: str, items: Iterator[Item]) -> Iterator[Item]:
+        """The items; the seconds are those in which they are made."""
+        while True:
+            with self.of(name):
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+
 
 class WeightUpdate:
-    """Begin, then one bucket after the other, then end. After a failure it sends no more. `failed` holds who failed,
-    and why; such an engine generates on, the others stay `paused` for the pass that follows.
+    """Begin, then one bucket after the other, then end. `failed`: who failed, and why; such an engine generates on.
+
+    Whoever fails at the beginning or at the end is left out, and costs the others nothing. After a failure in between
+    no more is sent: nobody knows who has all that was sent so far, and the others stay `paused` for another pass.
 
     An engine that receives beside generation is not paused: it installs the whole update between two of its steps. Any
     other writes each bucket over its weights. Until it has all of them it calls them by no version: it may be left
@@ -48,30 +62,39 @@ class WeightUpdate:
         paused: dict[EngineClient, float],
     ) -> None:
         """`paused`: engines and since when; it is the publication's, for all of its passes."""
-        self._manager, self._members, self._name, self._paused = manager, members, name, paused
+        self._manager, self._members, self._name, self._paused = manager, dict(members), name, paused
         self._pause_mode, self._call_timeout_s, self._seconds = pause_mode, call_timeout_s, seconds
         self.failed: dict[str, str] = {}
         self.working, self._begun, self.num_bytes = True, False, 0
-        in_place = pause_mode == "in_place"
-        self._to_pause = [engine for engine, traits in members.items() if not (in_place and traits.beside_generation)]
-        self._renamed = {engine for engine, traits in members.items() if not traits.beside_generation}
+        self._renamed = set[EngineClient]()
 
     async def begin(self) -> None:
-        limit = self._call_timeout_s
-        with self._noting():
-            await self._manager.group_of(self._members)
-            self._begun = True
-            for engine in self._to_pause:
-                self._paused.setdefault(engine, time.monotonic())
-            await self._all(self._to_pause, lambda engine: engine.pause(self._pause_mode, limit))
-            renamed = await self._all(self._renamed, lambda engine: engine.rename_weights(NO_WEIGHTS, limit))
-            self._renamed = {engine for engine in self._renamed if renamed[engine]}
-            await self._all(self._members, lambda engine: engine.begin_update(limit, self._update(engine)))
+        while self._members:
+            try:
+                return await self._begin()
+            except EnginesFailed as error:
+                self._leave_out(error)
+        self.working = False
+
+    async def _begin(self) -> None:
+        limit, members = self._call_timeout_s, self._members
+        await self._manager.group_of(members)
+        self._begun = True
+        in_place = self._pause_mode == "in_place"
+        to_pause = [engine for engine, traits in members.items() if not (in_place and traits.beside_generation)]
+        for engine in to_pause:
+            self._paused.setdefault(engine, time.monotonic())
+        await self._all(to_pause, lambda engine: engine.pause(self._pause_mode, limit))
+        to_rename = [engine for engine, traits in members.items() if not traits.beside_generation]
+        renamed = await self._all(to_rename, lambda engine: engine.rename_weights(NO_WEIGHTS, limit))
+        self._renamed = {engine for engine in renamed if renamed[engine]}
+        await self._all(members, lambda engine: engine.begin_update(limit, self._update(engine)))
 
     async def send(self, bucket: Bucket) -> None:
         """Returns when the bucket has arrived, or an engine has failed."""
         self.num_bytes += bucket.flat.numel()
-        with self._noting():
+        started = time.monotonic()
+        try:
             group = await self._manager.group_of(self._members)
             body = {
                 "names": bucket.names,
@@ -80,35 +103,43 @@ class WeightUpdate:
                 "group_name": group.name,
                 "flush_cache": self._pause_mode == "retract",
             }
-            limit, sent = self._manager.call_timeout_s, 0.0
-            started = time.monotonic()
-
-            def broadcast() -> None:
-                nonlocal sent
-                group.broadcast(bucket.flat)
-                sent = time.monotonic() - started
-
-            calls = {engine: engine.receive(body | self._names(engine, bucket), limit) for engine in self._members}
-            await self._manager.together("send weights", calls, broadcast)
+            told = {engine: tuple(self._names(engine, bucket).items()) for engine in self._members}
+            written = {
+                names: bucket_content(body | dict(names)) for names in {(), *told.values()}
+            }  # once for all alike
+            contents = {engine: written[names] for engine, names in told.items()}
+            sent = await self._manager.send(bucket.flat, contents, written[()])
             self._seconds["broadcast"] += sent
             self._seconds["load"] += time.monotonic() - started - sent
+        except EnginesFailed as error:
+            self.failed |= error.reasons
+            self.working = False
 
     async def end(self) -> None:
-        limit, whole = self._call_timeout_s, self.working
-        with self._noting(), self._seconds.of("load"):
-            if whole:
-                await self._all(
-                    self._members, lambda engine: engine.end_update(self._name, limit, self._update(engine))
-                )
-                await self._all(self._renamed, lambda engine: engine.rename_weights(self._name, limit))
-            elif self._begun:
-                await each(self._members, lambda engine: engine.end_update(None, limit, self._update(engine)))
-        over = [engine for engine in self._paused if self.working or engine.url in self.failed]
-        with self._noting():
-            await self._all(over, lambda engine: engine.resume(limit))
+        limit = self._call_timeout_s
+        if self.working:
+            with self._seconds.of("load"):
+                await self._each(lambda engine: engine.end_update(self._name, limit, self._update(engine)))
+                await self._each(lambda engine: engine.rename_weights(self._name, limit), self._renamed)
+        elif self._begun:
+            await each(self._members, lambda engine: engine.end_update(None, limit, self._update(engine)))
+        over = {engine for engine in self._paused if self.working or engine.url in self.failed}
+        answers = await each(over, lambda engine: engine.resume(limit))
+        self._leave_out(EnginesFailed(reasons(answers)))
         if over:
             now = time.monotonic()
             self._seconds["pause"] = max(self._seconds["pause"], *(now - self._paused.pop(engine) for engine in over))
+
+    async def _each(
+        self, call: Callable[[EngineClient], Awaitable[object]], some: Collection[EngineClient] | None = None
+    ) -> None:
+        """The same call to all, or to `some` of them; whoever fails is left out."""
+        engines = [engine for engine in self._members if some is None or engine in some]
+        self._leave_out(EnginesFailed(reasons(await each(engines, call))))
+
+    def _leave_out(self, error: EnginesFailed) -> None:
+        self.failed |= {url: reason for url, reason in error.reasons.items() if url not in self.failed}
+        self._members = {engine: t for engine, t in self._members.items() if engine.url not in self.failed}
 
     def _update(self, engine: EngineClient) -> str:
         """What the engine is told that this update is called: so it takes nothing of another one, late though it be."""
@@ -119,14 +150,6 @@ class WeightUpdate:
         an engine that called them by no version meanwhile is told that at the end."""
         version = {"weight_version": self._name} if bucket.last and engine not in self._renamed else {}
         return version | ({"update": update} if (update := self._update(engine)) else {})
-
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        try:
-            yield
-        except EnginesFailed as error:
-            self.failed |= {url: reason for url, reason in error.reasons.items() if url not in self.failed}
-            self.working = False
 
     async def _all(
         self, engines: Iterable[EngineClient], call: Callable[[EngineClient], Awaitable[object]]

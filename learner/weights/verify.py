@@ -7,14 +7,17 @@ side of it.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from learner.distributed import Ranks, broadcast_flag
 from learner.model.policy import Policy
 from learner.weights.agreement import Witness, disagreements
-from learner.weights.buckets import Bucket, changing, gathered
+from learner.weights.buckets import Bucket, gathered
 from learner.weights.canary import Canary, gap
 from learner.weights.group import Members
 from learner.weights.kept import KeptWeights
@@ -22,8 +25,9 @@ from learner.weights.link import EngineLink
 from learner.weights.shards import EXPERTS, Heads
 from learner.weights.tolerance import CanaryTolerance
 from shared.engine_api import EngineClient, EngineError, each
-from shared.engine_messages import EngineTraits
+from shared.guards.threads import in_thread
 from shared.log import get_logger
+from shared.weights.adapters import is_of_adapter
 from shared.weights.checksums import all_but, engine_name, part_of
 from shared.weights.families import FAMILIES
 
@@ -48,8 +52,38 @@ class EngineWeights:
     checksums: tuple[dict[str, str], ...]
 
 
+@dataclass(slots=True)
+class Verdict:
+    """What the engines' answers show. `gaps`: the canary's, with the kind of each engine; `limits`: of these."""
+
+    wrong: dict[str, str] = field(default_factory=dict)
+    gaps: list[tuple[str, float]] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
+    num_skipped: int = 0
+    num_unverified: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Under way, of the weights of this name."""
+
+    weights: str
+    verdict: Future[Verdict]
+
+
+def hashes_compared(members: Members) -> set[EngineClient]:
+    """The engines whose checksums are compared with the learner's, or with those of another engine."""
+    kinds = Counter((traits.layout.kind, traits.layout.num_ranks) for traits in members.values())
+    return {
+        engine
+        for engine, traits in members.items()
+        if (layout := traits.layout).kind
+        and ((layout.hashed and not layout.unknown) or kinds[layout.kind, layout.num_ranks] > 1)
+    }
+
+
 class WeightVerifier:
-    """`due` and `check` are for all ranks alike; `keep` is rank 0's."""
+    """`due`, `start` and `finish` are for all ranks alike; `keep` is rank 0's."""
 
     def __init__(
         self, policy: Policy, model_path: str, ranks: Ranks, settings: VerifierSettings = VerifierSettings()
@@ -82,76 +116,99 @@ class WeightVerifier:
     def keep(self, bucket: Bucket) -> None:
         """Remembers the sampled parameters that are sent, laid out as engines hold them."""
         for (name, values), shape in zip(bucket.values(), bucket.shapes, strict=True):
-            if part_of(name) == self.part:
+            if part_of(name) == self.part and not is_of_adapter(name):
                 turned = self._family.is_turned(name)
                 self._kept.keep(name, values.view(shape).mT.contiguous() if turned else values.view(shape).clone())
 
     def keep_unsent(self) -> None:
-        """A collective: of the sampled part, what is not sent because training does not change it. Engines must hold it
-        as the model's files do."""
-        sent = changing(self._policy)
-        if sent is None:
+        """A collective: of the sampled part, what is not sent because training does not change it, which engines must
+        hold as the model's files do; and what engines make of an adapter that they were sent alone."""
+        adapters = self._policy.adapters
+        if adapters is None:
             return
         part = {
             name for name, _ in self._policy.named_weights() if part_of(self._family.published_name(name)) == self.part
         }
-        for name, values in gathered(self._policy, part - {*sent}):
+        frozen = {self._family.published_name(name) for name in part - adapters.of.keys()}
+        for name, values in gathered(self._policy, part if adapters.alone else part - adapters.of.keys()):
             if self._ranks.is_main:
                 values = values.to(self._policy.dtype)
                 self._kept.keep(name, values.mT.contiguous() if self._family.is_turned(name) else values)
-                self._unsent.add(engine_name(name))
+        self._unsent |= {engine_name(name) for name in frozen}
 
-    def check(self, weights: str, members: Members, link: EngineLink) -> dict[str, float]:
-        """Metrics. WrongWeights, on every rank, if an engine holds other weights; one that is silent is counted."""
+    def start(self, weights: str, members: Members, link: EngineLink) -> Proof:
+        """Asks the engines, and computes what the learner itself answers before its weights change; a collective. The
+        answers are judged as soon as all have come, beside whatever the learner does. `finish` it before the next."""
         key = f"canary-{self._run}-{self._publications}"
-        asked = link.start(each(members, lambda engine: self._ask(engine, key, members[engine])))
+        compared = hashes_compared(members)
+        asked = link.start(each(members, lambda engine: self._ask(engine, key, engine in compared)))
         own = self.canary.expected()
-        wrong, witnesses, num_skipped, num_unverified = dict[str, str](), dict[str, Witness](), 0, 0
-        gaps, limits = dict[EngineClient, float](), list[float]()
-        for engine, answer in link.wait(asked).items():
-            if isinstance(answer, EngineError):
-                num_unverified += 1
-                self._log.warning("engine %s did not confirm version %s: %s", engine.url, weights, answer.reason)
-                continue
-            layout = members[engine].layout
-            gaps[engine] = gap(own, answer.logprobs)
-            limits.append(self.tolerance.of(layout.kind))
-            different, unknown = self._kept.compare(answer.checksums, layout, self._policy.dtype)
-            witnesses[engine.url] = Witness(layout.kind, answer.checksums, unknown)
-            num_skipped += len(unknown)
-            self._tell(engine, unknown)
-            if different:
-                wrong[engine.url] = self._told_of(different)
-            elif reason := self._canary_fault(answer, gaps[engine], limits[-1], weights):
-                wrong[engine.url] = reason
-        wrong = disagreements(witnesses) | wrong
+
+        async def judged() -> Verdict:
+            answers = await asyncio.wrap_future(asked)
+            return await in_thread(lambda: self._judge(weights, members, own, answers))
+
+        return Proof(weights, link.start(judged()))
+
+    def finish(self, proof: Proof, link: EngineLink) -> dict[str, float]:
+        """Metrics; a collective. WrongWeights, on every rank, if an engine holds other weights; one that is silent is
+        counted."""
+        verdict = link.wait(proof.verdict)
         self._turn += 1
         self._kept.clear()
+        wrong = verdict.wrong
         if broadcast_flag(bool(wrong), self._ranks):
             raise WrongWeights(
-                "; ".join(f"engine {url}, version {weights}: {reason}" for url, reason in wrong.items())
-                or f"an engine holds other weights than version {weights}: rank 0 names it"
+                "; ".join(f"engine {url}, version {proof.weights}: {reason}" for url, reason in wrong.items())
+                or f"an engine holds other weights than version {proof.weights}: rank 0 names it"
             )
-        for engine, value in gaps.items():
-            self.tolerance.passed(members[engine].layout.kind, value)
+        for kind, value in verdict.gaps:
+            self.tolerance.passed(kind, value)
         return {
-            "publish/canary_gap": max(gaps.values(), default=0.0),
-            "publish/canary_tolerance": max(limits, default=self.tolerance.ceiling),
+            "publish/canary_gap": max((value for _, value in verdict.gaps), default=0.0),
+            "publish/canary_tolerance": max(verdict.limits, default=self.tolerance.ceiling),
             "publish/checksum_gap": 0.0,  # parameters that differ; any other number has stopped the run
-            "publish/checksum_skipped": float(num_skipped),
-            "publish/unproven": float(num_unverified),
+            "publish/checksum_skipped": float(verdict.num_skipped),
+            "publish/unproven": float(verdict.num_unverified),
         }
 
     # ------------------------------------------------------------------ what it is made of
 
-    async def _ask(self, engine: EngineClient, key: str, traits: EngineTraits) -> EngineWeights:
+    def _judge(
+        self, weights: str, members: Members, own: list[float], answers: Mapping[EngineClient, object]
+    ) -> Verdict:
+        """`own`: the learner's logprobs of the canary's tokens."""
+        found, witnesses = Verdict(), dict[str, Witness]()
+        for engine, answer in answers.items():
+            if not isinstance(answer, EngineWeights):
+                found.num_unverified += 1
+                reason = answer.reason if isinstance(answer, EngineError) else answer
+                self._log.warning("engine %s did not confirm version %s: %s", engine.url, weights, reason)
+                continue
+            layout = members[engine].layout
+            off, limit = gap(own, answer.logprobs), self.tolerance.of(layout.kind)
+            found.gaps.append((layout.kind, off))
+            found.limits.append(limit)
+            different, unknown = self._kept.compare(answer.checksums, layout, self._policy.dtype)
+            witnesses[engine.url] = Witness(layout.kind, answer.checksums, unknown)
+            found.num_skipped += len(unknown)
+            self._tell(engine, unknown)
+            if different:
+                found.wrong[engine.url] = self._told_of(different)
+            elif reason := self._canary_fault(answer, off, limit, weights):
+                found.wrong[engine.url] = reason
+        found.wrong = disagreements(witnesses) | found.wrong
+        return found
+
+    async def _ask(self, engine: EngineClient, key: str, hashes: bool) -> EngineWeights:
+        """With its checksums where `hashes` are wanted."""
         canary, limit = self.canary, self.settings.timeout_s
         banned = self._policy.banned_ids
         logprobs, version = await engine.next_logprobs(
             canary.token_ids, [canary.image], canary.watched, banned, key, limit
         )
         checksums: tuple[dict[str, str], ...] = ()
-        if traits.layout.kind:
+        if hashes:
             try:
                 checksums = await engine.checksums(all_but(self.part, self._names), limit)
             except EngineError as error:
@@ -161,7 +218,12 @@ class WeightVerifier:
     def _told_of(self, different: list[str]) -> str:
         words = f"holds other values of {', '.join(different[:3])} than "
         if not self._unsent.issuperset(different):
-            return words + "it was sent"
+            if self._policy.adapters is None or not self._policy.adapters.alone:
+                return words + "it was sent"
+            return words + (
+                "the adapter that it was sent makes of model.path: start it anew, from that folder, and if it rounds "
+                "otherwise set learner.lora.publish = 'merged'"
+            )
         return words + "model.path has, which adapters leave as they are: start it anew, from that folder"
 
     def _tell(self, engine: EngineClient, unknown: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from shared.sections import Section
+from shared.sections import EngineConfig, Section
 
 Target = Literal["attention", "dense", "experts", "vision"]
 
@@ -23,15 +23,43 @@ class LoraConfig(Section):
         description="the decoder's attention and dense MLPs, a mixture's experts, the vision tower with its projector",
     )
     adapter: str = Field("", description="folder of an adapter in peft's format to start from; empty = a new one")
+    publish: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="what engines are sent: the adapted weights with adapters merged into them, or adapters alone, "
+        "which engines merge",
+    )
 
     @property
     def on(self) -> bool:
         return self.rank is not None
 
     @property
+    def alone(self) -> bool:
+        """Whether engines are sent adapters without the weights."""
+        return self.publish == "adapter"
+
+    @property
     def scale(self) -> float:
         """Of B A."""
         return self.alpha / self.rank if self.rank else 0.0
+
+    def unsendable(self, engine: EngineConfig, device: str) -> str:
+        """Why engines cannot be sent adapters alone by a learner on `device` ("cpu" or "cuda"), if they are to; else
+        empty."""
+        if not self.alone:
+            return ""
+        said = f"learner.lora.publish = {self.publish!r}"
+        if not engine.urls and engine.device != device:
+            return (
+                f"{said} with learner.device = {device!r} and engine.device = {engine.device!r}: sums are rounded "
+                "alike on one kind of device alone; set publish = 'merged'"
+            )
+        if engine.kind == "sglang" and engine.stage_weights == "off":
+            return (
+                f"{said} with engine.stage_weights = 'off': the plugin that receives adapters is that which stages "
+                "weights; set it to 'auto'"
+            )
+        return ""
 
     @model_validator(mode="after")
     def _adapters_are_possible(self) -> Self:
@@ -50,4 +78,9 @@ class LoraConfig(Section):
         yield (
             bool(self.adapter) and self.rank is None,
             f"adapter = {self.adapter!r} without learner.lora.rank; set it to the adapter's r",
+        )
+        yield (
+            self.alone and self.rank is None,
+            f"publish = {self.publish!r} without learner.lora.rank: there is no adapter to send; set a rank, or leave "
+            "publish out",
         )

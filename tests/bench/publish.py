@@ -1,6 +1,7 @@
 """A publication of weights: seconds and bytes, and how long generation stands still, as a client sees it.
 
     python -m tests.bench.publish [--sglang] [--publications N] [--bucket-mb N] [--model tiny|large ...]
+        [--lora merged|adapter]
 
 Each model is published to one engine while a client has it generate, one short request after another. `broadcast_ratio`
 is the time of a bare broadcast of the same bytes, in the same buckets and beside the same client, over that of the
@@ -34,7 +35,7 @@ from actor.engine.weight_loader import broadcast, join_group
 from launch.tiny_models.build import build_config, build_model, build_tokenizer, save
 from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.model.policy import Policy, load_policy
-from learner.weights.buckets import buckets, gathered
+from learner.weights.gathering import gathered_buckets
 from learner.weights.group import WeightGroup
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import WeightVerifier
@@ -42,6 +43,7 @@ from shared.config import ConfigError
 from shared.engine_api import EngineClient
 from shared.vision import VisionSpec
 from tests.support.engines import ask, engine_process, sglang_process
+from tests.support.small.adapted import adapted_policy
 
 SIZES = {"tiny": {"hidden": 128, "layers": 4}, "large": {"hidden": 768, "layers": 7}}
 PARTS = ("seconds", "gather_s", "broadcast_s", "load_s", "pause_s", "proof_s")
@@ -117,7 +119,7 @@ def measure(url: str, folder: Path, policy: Policy, ranks: Ranks, count: int, bu
     settings = PublishSettings(bucket_bytes=bucket_bytes)
     publisher = Publisher(policy, ranks, settings, WeightVerifier(policy, str(folder), ranks))
     publisher.publish(0, [url])  # joins
-    flats = [bucket.flat for bucket in buckets(gathered(policy), policy.dtype, bucket_bytes)]
+    flats = [bucket.flat for bucket in gathered_buckets(policy, ranks, bucket_bytes) if bucket]
     rows: list[dict[str, float]] = []
     with Client(url).running() as client, bare_group([flat.numel() for flat in flats]) as bare:
         for version in range(1, count + 1):
@@ -155,6 +157,7 @@ def main() -> None:
     parser.add_argument("--publications", type=int, default=7)
     parser.add_argument("--bucket-mb", type=int, default=64)
     parser.add_argument("--model", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--lora", choices=("merged", "adapter"), help="of rank 16, and how it is sent: none")
     parser.add_argument("--receive", nargs="+", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.receive:
@@ -165,7 +168,8 @@ def main() -> None:
     for size in arguments.model:
         with tempfile.TemporaryDirectory() as folder:
             make_model(Path(folder), size)
-            policy = load_policy(folder, VisionSpec.load(folder))
+            lora = {"rank": 16, "publish": arguments.lora, "moved": 0.01}
+            policy = adapted_policy(folder, **lora) if arguments.lora else load_policy(folder, VisionSpec.load(folder))
             make = sglang_process if arguments.sglang else engine_process
             with make(Path(folder)) as engine:
                 found = measure(

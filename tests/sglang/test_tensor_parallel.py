@@ -3,6 +3,8 @@ bytes of which the learner takes checksums."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from learner.model.policy import load_policy
@@ -13,14 +15,15 @@ from tests.support.episodes import gap
 from tests.support.machine import free_port
 from tests.support.publishing import publishing
 from tests.support.sglang_rig import START_S, TOLERANCE, Servers, move, play, recipe_of, versions, vision_of
+from tests.support.small.adapted import adapted_policy, move_adapters
 
 SETTINGS = PublishSettings(timeout_s=60.0, call_timeout_s=60.0, health_timeout_s=30.0)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+@pytest.fixture(scope="module", params=[True], ids=["paused"])
+def two_ranks(request, tmp_path_factory):
     fields = {"engine.tensor_parallel": 2, "engine.port": free_port(), "engine.start_timeout_s": START_S}
-    running = Servers.start(recipe_of(tmp_path_factory.mktemp("two_ranks"), **fields))
+    running = Servers.start(recipe_of(tmp_path_factory.mktemp("two_ranks"), **fields), paused=request.param)
     yield running
     running.stop()
 
@@ -49,3 +52,17 @@ def test_each_rank_tells_checksums_of_its_own_share(two_ranks):
     same = {name for name in first if first[name] == second[name]}
     assert any(name.endswith("norm.weight") for name in same)
     assert not any(name.endswith(("qkv_proj.weight", "o_proj.weight", "embed_tokens.weight")) for name in same)
+
+
+@pytest.mark.parametrize("two_ranks", [False], ids=["beside generation"], indirect=True)
+def test_two_ranks_merge_adapters_that_come_alone_and_each_holds_its_share(two_ranks, ranks):
+    recipe, (url,) = two_ranks.recipe, two_ranks.urls
+    targets = ("attention", "dense", "vision")
+    policy = adapted_policy(recipe.model.path, spec=vision_of(recipe), publish="adapter", targets=targets)
+    settings = replace(SETTINGS, bucket_bytes=50_000)
+    with publishing(policy, ranks, settings, WeightVerifier(policy, recipe.model.path, ranks)) as publisher:
+        for version in range(1, len(publisher.verifier._parts) + 1):
+            move_adapters(policy, 0.02)
+            found = publisher.publish(version, [url])
+            assert (found["publish/engines"], found["publish/unproven"], found["publish/checksum_skipped"]) == (1, 0, 0)
+            assert found["publish/canary_gap"] < TOLERANCE

@@ -20,13 +20,16 @@ from launch.actors import check
 from launch.engines.supervisor import Engine, wait_until_serving
 from launch.processes.children import stop_all
 from launch.task_samples import held_out_samples
-from learner.model.policy import Policy
+from learner.distributed import Ranks
+from learner.model.policy import Policy, load_policy
+from learner.weights.publisher import PublishSettings
 from shared.config import Recipe, load_recipe
 from shared.engine_api import EngineClient
 from shared.types import Sampling, Ticket, Trajectory
 from shared.vision import VisionSpec
 from tests.support.engines import surprise_z
 from tests.support.episodes import packed
+from tests.support.publishing import publishing
 
 START_S = 600  # several servers at once, on a machine that has more to do
 TOLERANCE = 1e-4  # of a logprob
@@ -43,15 +46,17 @@ def recipe_of(tmp: Path, **fields: object) -> Recipe:
 
 @dataclass(slots=True)
 class Servers:
-    """Engines, started as launch/actors.py starts them: the first is paused for its weights, a second one is not."""
+    """Engines, started as launch/actors.py starts them; by default the first is paused for its weights, a second one is
+    not."""
 
     recipe: Recipe
     engines: list[Engine]
 
     @staticmethod
-    def start(recipe: Recipe) -> Servers:
+    def start(recipe: Recipe, *, paused: bool = True) -> Servers:
         model, specs = check(recipe)
-        specs = (replace(specs[0], env=specs[0].env | {"PRONK_STAGE_WEIGHTS": "0"}), *specs[1:])
+        if paused:
+            specs = (replace(specs[0], env=specs[0].env | {"PRONK_STAGE_WEIGHTS": "0"}), *specs[1:])
         servers = Servers(recipe, [Engine(spec, recipe.engine) for spec in specs])
         try:
             for engine in servers.engines:
@@ -116,6 +121,13 @@ def play(recipe: Recipe, urls: Sequence[str], count: int, version: int, *samplin
 def tickets(recipe: Recipe, count: int, version: int, temperature: float = 1.0, top_p: float = 1.0) -> list[Ticket]:
     sampling = Sampling(temperature, top_p, -1, recipe.env.turn_tokens)
     return [Ticket(s.id, s, 1, version, sampling, 600.0) for s in held_out_samples(recipe)[:count]]
+
+
+def give_base(recipe: Recipe, ranks: Ranks, url: str) -> None:
+    """The server holds what other tests have sent; afterwards it holds the weights of its model's files."""
+    policy = load_policy(recipe.model.path, vision_of(recipe))
+    with publishing(policy, ranks, PublishSettings(timeout_s=60.0)) as publisher:
+        assert publisher.publish(0, [url])["publish/engines"] == 1
 
 
 @torch.no_grad()

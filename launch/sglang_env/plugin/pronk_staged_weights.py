@@ -9,8 +9,9 @@ thread of its own receives them into host memory, and `end_weight_update` instal
 
 An update is whole when its last bucket, which alone carries a `weight_version`, has been announced; one that is not
 whole, or that failed, is forgotten at its end, and the weights stay what they are. No pause is needed, and no token is
-computed by a mixture: the forward that the overlap scheduler has under way is waited for. It costs the memory of one
-copy of the model on the host. PRONK_STAGE_WEIGHTS=0 turns it off.
+computed by a mixture: the forward that the overlap scheduler has under way is waited for. It costs memory of the host
+for what is sent, such as one copy of the model. An adapter that comes alone is merged as it is loaded
+(`pronk_merged_adapters`). PRONK_STAGE_WEIGHTS=0 turns it off.
 
 Goes when SGLang itself receives weights beside generation.
 """
@@ -139,7 +140,9 @@ class Hooks:
             if staging.version is None:
                 return output(success=False, message="nothing to install: the weights did not all come; forgotten")
             try:
-                buckets = staging.buckets()
+                from pronk_merged_adapters import merged_with_base
+
+                buckets = merged_with_base(staging.buckets(), manager.tp_worker.model_runner)
             except Exception as error:  # noqa: BLE001  the answer names it
                 return output(success=False, message=f"the update failed and is forgotten: {error!r}")
             success, message = self._install(manager, buckets, staging.requests[-1])
@@ -176,7 +179,7 @@ def told(result: Any, *_: Any) -> Any:
     """What each model process says of itself in /server_info, besides SGLang's own."""
     import torch
 
-    result.internal_state["updates_beside_generation"] = _wanted()
+    result.internal_state["updates_beside_generation"] = result.internal_state["takes_adapters"] = _wanted()
     if torch.version.cuda:
         result.internal_state["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return result

@@ -16,6 +16,7 @@ from learner.lora.reference import BasePolicy
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
+from learner.weights.gathering import outgoing
 from shared.config import Recipe
 from shared.learner_config import LearnerConfig
 from shared.sections import EnvConfig, ModelConfig, RunConfig
@@ -24,9 +25,9 @@ from shared.vision import VisionSpec
 from tests.support.checkpoints import config
 
 
-def adapted_policy(folder: str | Path, *, moved: float = 0.0, **lora: Any) -> Policy:
+def adapted_policy(folder: str | Path, *, moved: float = 0.0, spec: VisionSpec | None = None, **lora: Any) -> Policy:
     """In one process; `moved`: the deviation of B, which is 0 otherwise."""
-    policy = load_policy(str(folder), VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
+    policy = load_policy(str(folder), spec or VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
     settings = LoraConfig(**{"rank": 4, **lora})
     policy.adapters = attach(policy.vlm, settings, torch.float32)
     policy.adapters.base = base_hash(policy.vlm, str(folder))
@@ -44,6 +45,11 @@ def move_adapters(policy: Policy, deviation: float) -> None:
     for name, each in policy.adapters.of.items():
         b = each.factors[1]
         fill(b, whole(b) + deviation * torch.randn(b.shape, generator=torch.Generator().manual_seed(len(name))))
+
+
+def sent_alone(policy: Policy) -> list[tuple[str, torch.Tensor]]:
+    """What a publication of the adapters alone sends, in one process."""
+    return [(item.name, item.parts[0].tensor.to(item.dtype)) for item in outgoing(policy)]
 
 
 def adapted_config(*, lora: dict[str, Any] | None = None, **changes: Any) -> LearnerConfig:
