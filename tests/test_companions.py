@@ -1,4 +1,4 @@
-"""Other ranks of rank 0's host in the weight group: engines get the same; one that fails is left out as an engine is."""
+"""Other ranks of rank 0's host in the weight group: engines get the same, and one that fails is left out."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from learner.weights.buckets import buckets, gathered
 from learner.weights.verify import WeightVerifier
 from shared.engine_api import EngineClient, EngineError
 from tests.support.engines import ask, call
+from tests.support.many.engines import Engine, serve
 from tests.support.publishing import FAST, assert_same, holds, move, policy, publisher, publishing, served
 from tests.support.tiny import load_model, running_engine
 
@@ -35,6 +39,17 @@ def test_an_engine_holds_the_learners_weights_and_version_after_each_publication
             assert metrics["publish/bytes"] == 4 * sum(p.numel() for _, p in gathered(policy))
             assert_same(app, policy)
             assert holds(url, policy, version)
+
+
+def test_engines_are_asked_at_once_over_connections_that_outlive_a_publication(policy, publisher):
+    """Each has one for what is asked of it now and then, and one for the buckets."""
+    engines, ports = [Engine() for _ in range(3)], queue.SimpleQueue()
+    threading.Thread(target=serve, args=(engines, ports.put), daemon=True).start()
+    urls = [f"http://127.0.0.1:{port}" for port in ports.get(timeout=20)]
+    for version in range(3):
+        assert served(publisher.publish(version, urls)) == (3, 0)
+    assert [engine.num_connections for engine in engines] == [2, 2, 2]
+    assert [engine.num_received > 3 * 3 for engine in engines] == [True] * 3
 
 
 def test_requests_that_engines_have_refused_are_a_metric(folder, policy, publisher):

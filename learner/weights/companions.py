@@ -14,6 +14,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ import torch
 from aiohttp import web
 
 from learner.distributed import Ranks, all_sum, broadcast_frames, ranks_of_host
-from learner.weights.group import WeightGroup
+from learner.weights.group import ABORT_S, WeightGroup
 from shared.guards.threads import in_thread
 from shared.log import get_logger
 
@@ -48,6 +49,14 @@ class Companion:
             raise TimeoutError(f"rank {rank} cannot listen to rank 0")
 
     def close(self) -> None:
+        """Leaves its groups, within the time that breaking them up may take."""
+
+        async def leave() -> None:
+            groups, self._groups = self._groups, {}
+            await asyncio.gather(*(group.abort() for group in groups.values()))
+
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(leave(), self._loop).result(2 * ABORT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # ------------------------------------------------------------------ what it is made of

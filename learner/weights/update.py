@@ -13,6 +13,7 @@ from shared.engine_api import EngineClient, bucket_content, each, reasons
 from shared.engine_messages import NO_WEIGHTS
 
 Item = TypeVar("Item")
+TRIES = 3  # to begin, after each of which fewer engines are left: the other ranks wait for the next bucket meanwhile
 
 
 class Seconds(dict[str, float]):
@@ -69,11 +70,13 @@ class WeightUpdate:
         self._renamed = set[EngineClient]()
 
     async def begin(self) -> None:
-        while self._members:
+        for _ in range(TRIES):
             try:
                 return await self._begin()
             except EnginesFailed as error:
                 self._leave_out(error)
+            if not self._members:
+                break
         self.working = False
 
     async def _begin(self) -> None:

@@ -35,7 +35,7 @@ from learner.weights.link import EngineLink
 from learner.weights.update import Seconds, WeightUpdate
 from shared.engine_api import EngineClient
 from shared.engine_messages import EngineTraits
-from tests.support.many_engines import serve
+from tests.support.many.engines import serve_many
 from tests.support.small.published import published_config
 
 BUCKET_BYTES = 512 << 20
@@ -47,10 +47,8 @@ def weights(model: str, shrink: int) -> Iterator[tuple[str, Tensor]]:
         vlm = AutoModelForImageTextToText.from_config(published_config(model))
     for name, parameter in vlm.named_parameters():
         *stack, rows, columns = (1, *parameter.shape)
-        yield (
-            name,
-            torch.full((*stack, -(-rows // shrink), -(-columns // shrink)), 0.5)[0 if not stack else slice(None)],
-        )
+        shape = (*stack, -(-rows // shrink), -(-columns // shrink))[1:]  # of 1 at least
+        yield name, torch.full(shape, 0.5)
 
 
 class Learner:
@@ -152,7 +150,7 @@ def main() -> None:
 def started(count: int) -> tuple[list[str], Any]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(count, theirs), daemon=True)
+    process = context.Process(target=serve_many, args=(count, theirs), daemon=True)
     process.start()
     return [f"http://127.0.0.1:{port}" for port in ours.recv()], process
 

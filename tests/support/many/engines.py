@@ -9,7 +9,7 @@ import asyncio
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ class Engine:
         self.groups: dict[str, Any] = {}
         self.work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
-        self.num_connections = 0
+        self.num_connections = self.num_received = 0
         self.waits = {
             "/init_weights_update_group": self.join,
             "/update_weights_from_distributed": self.receive,
@@ -55,6 +55,7 @@ class Engine:
         shapes = zip(body["dtypes"], body["shapes"], strict=True)
         size = sum(BYTES[dtype] * math.prod(shape) for dtype, shape in shapes)
         broadcast(self.groups[body["group_name"]], torch.empty(size, dtype=torch.uint8), LIMIT_S)
+        self.num_received += 1
 
     def receive_bare(self, body: dict[str, Any]) -> None:
         """Afterwards one bucket after the other comes without a word."""
@@ -101,17 +102,21 @@ class Connection(asyncio.Protocol):
         self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\n" + b'{"success":true}')
 
 
-def serve(count: int, told: Any) -> None:
+def serve_many(count: int, told: Any) -> None:
     """Sends the ports to `told`, and serves for ever."""
     torch.set_num_threads(1)
+    serve([Engine() for _ in range(count)], told.send)
+
+
+def serve(engines: Sequence[Engine], told: Callable[[list[int]], Any]) -> None:
+    """Tells the ports, and serves for ever."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         servers = []
-        for _ in range(count):
-            engine = Engine()
+        for engine in engines:
             servers.append(await loop.create_server(lambda engine=engine: Connection(engine), "127.0.0.1", 0))
-        told.send([server.sockets[0].getsockname()[1] for server in servers])
+        told([server.sockets[0].getsockname()[1] for server in servers])
         await asyncio.Event().wait()
 
     asyncio.run(main())
