@@ -22,7 +22,7 @@ from typing import Any
 
 from actor.loop import EXIT_NO_LEARNER
 from envs.loader import load_env, load_module
-from launch.engines.commands import check_host
+from launch.engines.commands import check_alone, check_host
 from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
 from launch.processes.run_logs import RunLogs
 from launch.task_samples import held_out_samples, ready
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     recipe, options = parse(parser, argv)
     try:
         recipe = ready(recipe)
+        check_alone(recipe)
         check_host(recipe, options.ranks)
         check_meeting(recipe)
     except ValueError as error:

@@ -100,6 +100,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _actors_fit_the_learner(self) -> Self:
         learner, actor = self.learner, self.actor
+        if not actor.groups and self.engine.elsewhere:
+            raise ValueError(
+                "actor.groups = 0, and no engine is started here: there is nothing to do; raise engine.count"
+            )
         if learner.actor_timeout_s < 2 * actor.heartbeat_s:
             raise ValueError(
                 f"learner.actor_timeout_s = {learner.actor_timeout_s}: below two heartbeats of {actor.heartbeat_s} s "

@@ -116,9 +116,14 @@ class TicketServer:
             return self._book.evaluations.left(name)
 
     def engines(self) -> frozenset[str]:
-        """The engines that the actors now here use."""
+        """The engines that the actors now here have."""
         with self._changed:
-            return frozenset(url for actor in self._protocol.actors.values() for url in actor.engine_urls)
+            return self._protocol.engines()
+
+    def describe_wait(self) -> str:
+        """One line: what has arrived, what is missing, and whom it waits for."""
+        with self._changed:
+            return self._protocol.describe_wait(self.address)
 
     @property
     def max_staleness_seen(self) -> int:
