@@ -129,10 +129,11 @@ def test_a_head_node_that_had_no_time_is_asked_once_more_and_any_other_is_not(mo
 
 def test_what_hosts_call_is_rendered_without_ray_and_submitting_says_how_to_install_it(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['ray'] = None\n")
-    run = Submitted("ray", tmp_path, "drawn")
+    run = Submitted("ray", tmp_path, "drawn", **{"cluster.actor_nodes": 2})
     env = dict(os.environ, PYTHONPATH=str(tmp_path))
     said = subprocess.run(run.command("render"), cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
     assert said.returncode == 0, said.stderr
-    assert "torchrun.py --nnodes 2" in (run.cluster / "hosts.txt").read_text()
+    hosts = (run.cluster / "hosts.txt").read_text()
+    assert "torchrun.py --nnodes 2" in hosts and "actors: 2 x" in hosts and "--engine.count 0" in hosts
     refused = subprocess.run(run.command("submit"), cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
     assert refused.returncode == 2 and refused.stderr.startswith("error: ray is not installed: pip install --group ray")
