@@ -172,6 +172,10 @@ def test_the_commands_of_several_hosts_give_each_host_its_part(capsys) -> None:
     fields = actors[2 : actors.index("--actor.learner")]
     recipe = load_recipe(fields[1], fields[2:])
     assert recipe.engine.count * recipe.engine.tensor_parallel == 8
+    words = command(out, "launch/cluster.py")
+    assert words[2:5] == ["submit", "--on", "slurm"] and words[5 : 5 + len(fields)] == fields
+    cluster = load_recipe(words[6], words[7:]).cluster
+    assert (cluster.learner_nodes + cluster.engine_nodes) * cluster.gpus_per_node == 32
 
 
 def test_a_saved_recipe_is_the_one_that_would_run(capsys, tmp_path) -> None:
@@ -220,7 +224,7 @@ def test_a_task_for_gpus_has_a_small_twin_to_be_told_of(task) -> None:
         (["sokoban", "--model", "launch"], "unknown model 'launch'"),
         (["sokoban", "--gpus", "-1", "--dry-run"], "--gpus -1: at least 1"),
         (["sokoban", "--gpus", "12", "--dry-run"], "--gpus 12: several hosts have a multiple of 8"),
-        (["sokoban", "--dry-run"], "say how many with --gpus N"),
+        (["sokoban", "--dry-run"], "say how many with --gpus N; there is room on 1 or more (h100, 80 GB)"),
         (["sokoban", "--gpus", "4"], "sokoban needs GPUs, and there are none here"),
         (["geo3k", "--gpus", "16"], "docs/tutorials/cluster.md"),
         (["colour_tiny", "--gpus", "2"], "colour_tiny computes on the CPU; leave --gpus out"),
