@@ -44,6 +44,23 @@ def test_a_users_mistake_is_one_line(tmp_path, script, fields, expected):
     assert expected in run(script, tmp_path, **fields)[0]
 
 
+GEOMETRY = ("geo3k_tiny", {"question": "1+1", "answer": "2"}, "has no column 'problem'; it has: question, answer")
+SOKOBAN = ("sokoban_tiny", {"problem": "1+1", "answer": "2"}, "cannot play sample")
+
+
+@pytest.mark.parametrize(
+    ("script", "case"),
+    [("learner", GEOMETRY), ("local", GEOMETRY), ("evaluate", GEOMETRY), ("local", SOKOBAN), ("evaluate", SOKOBAN)],
+)
+def test_a_dataset_that_the_task_cannot_play_is_one_line(tmp_path, script, case):
+    recipe, row, expected = case
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    fields = {"data.source": path, "data.eval_source": path, "eval.samples": 1, "data.variants": []}
+    line, _ = refused(command(script, places(tmp_path, **fields), f"launch/recipes/{recipe}.toml"))
+    assert expected in line
+
+
 @pytest.mark.parametrize(
     ("script", "field", "value"), [("learner", "learner.bind", "tcp://127.0.0.1:{}"), ("actors", "engine.port", "{}")]
 )

@@ -29,7 +29,7 @@ def on_cpu(asked: Request, options: argparse.Namespace) -> int:
     lines = [
         f"{asked.task}: {recipe.model.path} on this machine's CPU",
         "",
-        f"  one learner, one engine, {recipe.actor.processes} of actors: {words}",
+        f"  one learner, one engine, actor processes: {recipe.actor.processes}; {words}",
         "",
         *report.batch(recipe, 0, rows),
         f"the run: {recipe.learner.total_steps} steps; how long one takes is not planned on a CPU",
