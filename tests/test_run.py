@@ -276,6 +276,23 @@ def test_every_task_has_a_recipe_and_every_model_sizes() -> None:
     assert len([model for model in MODELS if model.startswith("Qwen3") and find(model).parameters > 1e9]) == 12
 
 
+ROW = re.compile(r"\| (Qwen3-VL-\S+) \| (\d+) (\w+) \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) at ([\d.]+) \|")
+RUNGS = {"tutorials/one-gpu": "geo3k_multi_turn_one_gpu", "how-to/run-a-task": "geo3k_multi_turn"}
+RUNGS["tutorials/cluster"] = "geo3k_multi_turn"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUNGS)
+def test_each_rungs_table_is_what_the_plan_says_today(page: str, capsys) -> None:
+    found = ROW.findall(Path(f"docs/{page}.md").read_text(encoding="utf-8"))
+    assert len(found) >= 4
+    for model, gpus, gpu, *said, price in found:
+        words = ["--model", f"{model}-Instruct", "--gpus", gpus, "--gpu", gpu, "--price", price]
+        told = planned(capsys, RUNGS[page], *words)
+        values = (told["bytes_of_host"] / 1e9, told["seconds"]["step"], told["hours"], told["dollars"])
+        assert [f"{value:.0f}" for value in values] == [number.replace(",", "") for number in said]
+
+
 @pytest.mark.slow
 def test_the_page_of_hardware_is_what_the_plan_says_today() -> None:
     wrong = "python -m launch.task_run.hardware docs/figures/hardware.md writes it anew"

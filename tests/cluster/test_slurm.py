@@ -48,9 +48,9 @@ def test_a_run_that_loses_the_node_of_its_engines_gets_another_and_its_actors_fo
 
     assert json.loads((run.run / "result.json").read_text())["success_after"] >= 0.9
     engines, actors = ((run.cluster / "logs" / f"{part}-0.log").read_text() for part in ("engines", "actors"))
-    assert engines.count("INFO learner tcp://") == 2  # which they found again, from wherever they are
-    assert actors.count(" is here: run ") == 1
-    assert actors.count("engines named by the learner: http://") == 2
+    assert engines.count(" is here: run ") >= 2  # more if Slurm has taken a busy node for a lost one, too
+    assert actors.count(" is here: run ") == 1  # they stayed, and followed
+    assert actors.count("engines named by the learner: http://") >= 2
 
 
 def test_a_run_that_is_stopped_leaves_a_checkpoint_from_which_the_next_submission_goes_on(slurm, tmp_path):
