@@ -105,7 +105,8 @@ def run(
         cleanup.callback(server.close)
         server.begin()
         recipe = server.recipe
-    actors = [ActorProcess(recipe, index, urls, journals) for index in range(recipe.actor.processes)]
+    processes = recipe.actor.processes if recipe.actor.groups else 1  # which tells the learner of the engines
+    actors = [ActorProcess(recipe, index, urls, journals) for index in range(processes)]
     started += actors
     for actor in actors:
         actor.start()

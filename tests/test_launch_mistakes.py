@@ -38,6 +38,8 @@ def engine_that_says(answer):
         ("actors", {"engine.router": "http://router:30000"}, "engine.urls"),
         ("local", {"learner.objective.name": "trpo"}, "learner.objective.name = 'trpo'"),
         ("local", {"learner.bind": "tcp://127.0.0.1:6000"}, "give both the same port"),
+        ("local", {"engine.count": 0}, "engine.count = 0 is for one host of several"),
+        ("evaluate", {"actor.groups": 0}, "actor.groups = 0 is for one host of several"),
     ],
 )
 def test_a_users_mistake_is_one_line(tmp_path, script, fields, expected):

@@ -221,6 +221,18 @@ def test_the_learner_names_the_engines_of_those_that_are_here_to_those_that_have
     assert named_to(alone) == ("http://a:1", "http://a:2", "http://b:7")
 
 
+def test_an_actor_that_only_names_engines_does_not_count_as_idle(ticket_server: TicketServer, opened: list) -> None:
+    engines, _ = peers = [Peer(ticket_server.address, name) for name in ("engines", "playing")]
+    opened += peers
+    engines.slots = 0
+    for peer in peers:
+        peer.hello()
+        peer.expect(Welcome)
+    engines.send(Hello("engines", ("http://engines",), VOCAB, (), 1.0))
+    engines.expect(Welcome)
+    assert ticket_server.metrics()["actors/idle_frac"] == 0.5  # the other one's
+
+
 @pytest.mark.parametrize(
     ("urls", "reason"),
     [

@@ -165,8 +165,9 @@ class TicketServer:
                 "wire/rejected": self._protocol.rejects.counts.total(),
                 "actors/known": len(actors),
             }
-            if actors:
-                values["actors/idle_frac"] = sum(actor.idle_frac for actor in actors) / len(actors)
+            idle = [actor.idle_frac for actor in actors if actor.slots]  # others only name their host's engines
+            if idle:
+                values["actors/idle_frac"] = sum(idle) / len(idle)
             values |= {f"tickets/dropped/{reason}": n for reason, n in book.dropped.items()}
             values |= {f"tickets/refused/{reason}": n for reason, n in book.refused.items()}
             values |= {f"wire/refused_connections/{reason}": n for reason, n in self._router.refused.items()}

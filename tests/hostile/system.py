@@ -1,5 +1,5 @@
-"""The system that the hostile run attacks: one learner, two engines behind proxies that bend their answers, two actors;
-encrypted sockets and an API key."""
+"""The system that the hostile run attacks: one learner, two engines behind proxies that bend their answers, an actor
+that names them and one that plays on whatever the learner names; encrypted sockets and an API key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,10 @@ class System:
         engines = [f"http://127.0.0.1:{port}" for port in self.engine_ports]
         self.proxies = [BendingProxy(first + 2 + n, url, seed) for n, url in enumerate(engines)]
         arguments = self._arguments()
-        self.actors = self._start("launch/actors.py", *arguments)
+        alone = ["--engine.urls", "[]", "--engine.count", "0"]
+        self.supervisors = {
+            name: self._start("launch/actors.py", *arguments, *more) for name, more in (("", []), (" alone", alone))
+        }
         self._own["learner"] = self._start("launch/learner.py", *arguments)
 
     def _arguments(self) -> list[str]:
@@ -50,7 +54,7 @@ class System:
             "data.source": self.folder / "train.jsonl", "data.eval_source": self.folder / "held_out.jsonl",
             "transport.keys": self.keys, "transport.max_message_bytes": 2**24,
             "learner.bind": self.learner_address, "actor.learner": self.learner_address,
-            "actor.processes": 2, "actor.groups": 8, "actor.connect_timeout_s": 300,
+            "actor.groups": 8, "actor.connect_timeout_s": 300,
             "engine.urls": json.dumps([proxy.url for proxy in self.proxies]),
             "engine.api_key_file": self.keys / "engine.key", "engine.request_timeout_s": 20,
             "learner.total_steps": 1_000_000, "learner.publish.timeout_s": 8, "learner.lease_s": 60,
@@ -79,17 +83,13 @@ class System:
     def processes(self) -> dict[str, int]:
         """Name -> process id of what runs now."""
         found = {name: process.pid for name, process in self._own.items() if process.poll() is None}
-        if self.actors.poll() is None:
-            found["supervisor"] = self.actors.pid
-        for pid in children_of(self.actors.pid):
-            try:
-                if b"actor.worker" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                    continue
-                pairs = (pair.partition(b"=") for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-                index = json.loads(next(value for name, _, value in pairs if name == b"PRONK_ACTOR"))["index"]
-            except (OSError, StopIteration):  # it has ended, or is just being started
-                continue
-            found[f"actor {index}"] = pid
+        for name, supervisor in self.supervisors.items():
+            if supervisor.poll() is None:
+                found[f"supervisor{name}"] = supervisor.pid
+            for pid in children_of(supervisor.pid):
+                with suppress(OSError):  # it has ended
+                    if b"actor.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                        found[f"actor{name}"] = pid
         return found
 
     def rows(self) -> list[dict[str, Any]]:
@@ -105,7 +105,8 @@ class System:
 
     def stop(self) -> list[str]:
         """Ends the learner, then the actors, then the engines; who did not end well."""
-        ends = [("learner", self._own["learner"], 130, 180.0), ("supervisor", self.actors, 130, 60.0)]
+        ends = [("learner", self._own["learner"], 130, 180.0)]
+        ends += [(f"supervisor{name}", process, 130, 60.0) for name, process in self.supervisors.items()]
         ends += [(name, process, 0, 60.0) for name, process in self._own.items() if name != "learner"]
         bad = []
         for name, process, code, limit_s in ends:
