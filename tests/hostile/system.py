@@ -41,26 +41,25 @@ class System:
             wait_healthy(f"http://127.0.0.1:{port}", 300.0)
         engines = [f"http://127.0.0.1:{port}" for port in self.engine_ports]
         self.proxies = [BendingProxy(first + 2 + n, url, seed) for n, url in enumerate(engines)]
-        arguments = self._arguments()
-        alone = ["--engine.urls", "[]", "--engine.count", "0"]
+        urls = {"engine.urls": json.dumps([proxy.url for proxy in self.proxies])}
         self.supervisors = {
-            name: self._start("launch/actors.py", *arguments, *more) for name, more in (("", []), (" alone", alone))
+            name: self._start("launch/actors.py", *self._arguments(engines))
+            for name, engines in (("", urls), (" alone", {"engine.count": 0}))
         }
-        self._own["learner"] = self._start("launch/learner.py", *arguments)
+        self._own["learner"] = self._start("launch/learner.py", *self._arguments(urls))
 
-    def _arguments(self) -> list[str]:
+    def _arguments(self, engines: dict[str, Any]) -> list[str]:
         fields: dict[str, Any] = {
             "run.dir": self.folder / "runs", "run.name": "hostile", "env.module": "tests/hostile/env.py",
             "data.source": self.folder / "train.jsonl", "data.eval_source": self.folder / "held_out.jsonl",
             "transport.keys": self.keys, "transport.max_message_bytes": 2**24,
             "learner.bind": self.learner_address, "actor.learner": self.learner_address,
             "actor.groups": 8, "actor.connect_timeout_s": 300,
-            "engine.urls": json.dumps([proxy.url for proxy in self.proxies]),
             "engine.api_key_file": self.keys / "engine.key", "engine.request_timeout_s": 20,
             "learner.total_steps": 1_000_000, "learner.publish.timeout_s": 8, "learner.lease_s": 60,
             "eval.samples": HELD_OUT, "eval.every_steps": 20, "eval.best": "",
         }  # fmt: skip
-        return ["--config", RECIPE, *(part for k, v in fields.items() for part in (f"--{k}", str(v)))]
+        return ["--config", RECIPE, *(part for k, v in (fields | engines).items() for part in (f"--{k}", str(v)))]
 
     def _start_engine(self, port: int) -> subprocess.Popen[bytes]:
         options = ["--model-path", MODEL, "--port", str(port), "--max-context", "128", "--min-pixels", "1024"]
