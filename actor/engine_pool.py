@@ -15,6 +15,7 @@ from shared.types import Completion, Image, Sampling
 
 log = logging.getLogger("actor")
 WRONG_REQUEST = frozenset({400, 413, 422})  # every engine would refuse it
+REVIVE_S = 30.0  # a suspect engine is asked for so long; then why it is not ready is said, and it is asked anew
 
 
 class EnginePool:
@@ -26,11 +27,10 @@ class EnginePool:
     """
 
     def __init__(self, clients: Sequence[EngineClient], *, patience_s: float = 30.0, turn_tries: int = 3) -> None:
-        if not clients:
-            raise ValueError("no engine: give engine.urls or engine.count")
         self.clients, self.turn_tries, self._patience_s = tuple(clients), turn_tries, patience_s
         self.refusals = Refusals("an answer", log)
-        self._revivals: dict[str, asyncio.Task[None]] = {}
+        self._revivals: dict[EngineClient, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()  # of engines: wakes those that wait for one
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[Seat]:
@@ -48,28 +48,42 @@ class EnginePool:
         while not (well := [client for client in self.clients if not client.suspect]):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                reason = f"not healthy, or without this run's weights, for {self._patience_s:g} s"
-                raise EngineError((failed or self.clients[0]).url, reason)
+                raise self.nobody(failed)
             self._revive_suspects()
-            await asyncio.wait(self._revivals.values(), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), left_s)
         self._revive_suspects()
         client = min(well, key=lambda c: (c is failed, c.num_open))
         client.num_open += 1
         return client
 
+    def nobody(self, failed: EngineClient | None) -> EngineError:
+        """Why an episode has no engine."""
+        reason = f"not healthy, or without this run's weights, for {self._patience_s:g} s"
+        return EngineError((failed or self.clients[0]).url, reason)
+
+    def tell(self) -> None:
+        """Those that wait for an engine look again."""
+        self._news.set()
+        self._news.clear()
+
     def _revive_suspects(self) -> None:
         for client in self.clients:
-            if client.suspect and client.url not in self._revivals:
-                self._revivals[client.url] = asyncio.create_task(self._revive(client))
+            if client.suspect and client not in self._revivals:
+                self._revivals[client] = asyncio.create_task(self._revive(client))
 
     async def _revive(self, client: EngineClient) -> None:
-        """Asks a suspect engine until it is ready again or `patience_s` is over; the next episode asks anew."""
-        with suppress(EngineError):
-            await client.wait_ready(self._patience_s)
-        del self._revivals[client.url]
+        """Asks a suspect engine until it is ready again, for `REVIVE_S` or `patience_s`; who waits then asks anew."""
+        try:
+            await client.wait_ready(min(REVIVE_S, self._patience_s))
+        except EngineError as error:
+            self.refusals.add(client.url, "not_ready", str(error))
+        finally:
+            self._revivals.pop(client, None)
+            self.tell()
 
     async def close(self) -> None:
-        for task in self._revivals.values():
+        for task in [*self._revivals.values()]:
             task.cancel()
         for client in self.clients:
             await client.close()

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from actor.idle_meter import IdleMeter
 from actor.journal import Journal
+from actor.named_engines import NamedEngines
 from actor.stream import Stream
 from shared.codec import Message, TokenRules, WireError, check_trajectory
 from shared.guards.refusals import Refusals
@@ -54,9 +55,9 @@ EXIT_NO_LEARNER = 3  # of the process: the learner is silent, has failed, or wan
 class ActorSettings:
     name: str
     learner: str  # address
-    engine_urls: tuple[str, ...]
+    engine_urls: tuple[str, ...]  # its own; empty = it plays on those that the learner names
     rules: TokenRules
-    groups: int = 16  # played at once
+    groups: int = 16  # played at once; 0 = it only names its engines
     connect_timeout_s: float = 60.0  # the actor gives up when no learner has answered for so long
     reconnect_timeout_s: float = 600.0  # the same for a learner that has answered before
     heartbeat_s: float = 2.0
@@ -71,9 +72,11 @@ class End(NamedTuple):
     reason: str
 
 
-async def run_actor(settings: ActorSettings, play: Play, journal: Journal | None = None) -> int:
-    """Plays what the learner asks for until it says Stop, first what the `journal` found open. Returns the process's
-    exit code: 0, or 1 with one log line.
+async def run_actor(
+    settings: ActorSettings, play: Play, journal: Journal | None = None, named: NamedEngines | None = None
+) -> int:
+    """Plays what the learner asks for until it says Stop, first what the `journal` found open; `named` follows the
+    engines that the learner names. Returns the process's exit code: 0, or 1 with one log line.
 
     Waits for the learner's messages and for the next heartbeat; never longer than `connect_timeout_s` for a first
     answer, and `reconnect_timeout_s` for a learner that has gone silent. An exception of `play` ends the actor and is
@@ -84,7 +87,7 @@ async def run_actor(settings: ActorSettings, play: Play, journal: Journal | None
     try:
         async with asyncio.TaskGroup() as tasks:
             held_tickets = HeldTickets(settings, play, dealer, tasks, journal)
-            end = await Conversation(settings, dealer, held_tickets).run()
+            end = await Conversation(settings, dealer, held_tickets, named).run()
             farewell = end.reason
             get_logger(settings.name).log(logging.ERROR if end.code else logging.INFO, "%s", farewell)
             held_tickets.drop(held_tickets.held(), farewell)
@@ -103,8 +106,10 @@ async def run_actor(settings: ActorSettings, play: Play, journal: Journal | None
 class Conversation:
     """What an actor and the learner tell each other: heartbeats on time, and what each message of the learner does."""
 
-    def __init__(self, settings: ActorSettings, dealer: Dealer, held_tickets: HeldTickets) -> None:
-        self._settings, self._dealer, self._held_tickets = settings, dealer, held_tickets
+    def __init__(
+        self, settings: ActorSettings, dealer: Dealer, held_tickets: HeldTickets, named: NamedEngines | None = None
+    ) -> None:
+        self._settings, self._dealer, self._held_tickets, self._named = settings, dealer, held_tickets, named
         self._process_id: str | None = None  # of the learner process that has welcomed this actor
         self._misfits = 0  # messages of another schema
         self._log = get_logger(settings.name)
@@ -115,7 +120,7 @@ class Conversation:
         while True:
             now = time.monotonic()
             if now >= next_beat:
-                connected = await self._held_tickets.beat()
+                connected = await self._held_tickets.beat(engines=not self._named or bool(self._named.clients))
                 next_beat = now + (self._settings.heartbeat_s if connected else RECONNECT_S)
             try:
                 message = await self._dealer.receive(next_beat - now)
@@ -151,11 +156,13 @@ class Conversation:
                 tickets.forget(ticket_ids)
             case Cancel(ticket_ids, reason):
                 tickets.drop(ticket_ids, reason)
-            case Welcome(run_id, version, process_id):
+            case Welcome(run_id, version, process_id, engines):
                 if process_id != self._process_id:
                     log.info("learner %s is here: run %s, version %d", self._settings.learner, run_id, version)
                     await tickets.send_all()
                 self._process_id = process_id
+                if self._named and (reason := self._named.follow(engines)):
+                    return End(1, reason)
             case Stop(reason, failed):
                 return End(1 if failed or self._process_id is None else 0, f"the learner says stop: {reason}")
         return None
@@ -248,11 +255,11 @@ class HeldTickets:
                 task.cancel(reason)
         self.forget(ticket_ids)
 
-    async def beat(self) -> bool:
-        """Tells the learner what is held, and sends again what stayed without an answer; False = not connected."""
+    async def beat(self, *, engines: bool) -> bool:
+        """Says what is held, asks for more if there are engines, resends what has no answer; False = not connected."""
         s = self._settings
         hello = Hello(s.name, s.engine_urls, s.rules.vocab_size, self.held(), self._idle.read())
-        connected = await self._dealer.send(hello) and await self._dealer.send(Request(s.groups))
+        connected = await self._dealer.send(hello) and await self._dealer.send(Request(s.groups if engines else 0))
         late = time.monotonic() - 2 * s.heartbeat_s
         for finished in list(self._finished.values()) if connected else ():
             if not finished.taken and finished.sent_at <= late:
@@ -265,8 +272,7 @@ class HeldTickets:
             with self._idle:
                 async with asyncio.TaskGroup() as episodes:
                     played = [episodes.create_task(self._play_one(ticket, i)) for i in range(ticket.group_size)]
-        trajectories = tuple(task.result() for task in played)
-        group = Group(ticket.id, self._settings.name, trajectories, time.monotonic() - started)
+        group = Group(ticket.id, self._settings.name, tuple(p.result() for p in played), time.monotonic() - started)
         finished = self._finished[ticket.id] = Finished(group)
         del self._playing[ticket.id]
         await self._send(finished)

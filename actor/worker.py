@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from actor.isolation.processes import GRACE_S, RemoteEnv, UserProcesses
 from actor.journal import Journal
 from actor.limits import EpisodeLimits
 from actor.loop import EXIT_NO_LEARNER, ActorSettings, run_actor
+from actor.named_engines import NamedEngines
 from actor.render import Renderer
 from actor.rewards import EnvReward, FunctionReward, HttpReward, ProcessReward, Reward
 from actor.rollout import BuildEnv, Player
@@ -74,10 +76,7 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...], journals: str)
     model, actor = recipe.model, recipe.actor
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
     renderer = Renderer(PreTrainedTokenizerFast.from_pretrained(model.path), spec)
-    ways = (recipe.engine.router,) if recipe.engine.router else urls
-    timeout_s, api_key = recipe.engine.request_timeout_s, read_api_key(recipe.engine.api_key_file)
-    clients = [EngineClient(url, timeout_s=timeout_s, api_key=api_key) for url in ways]
-    engines = EnginePool(clients, turn_tries=recipe.engine.turn_tries)
+    engines = make_pool(recipe, urls)
     journal = Journal(Path(journals, str(index)), actor.journal_mb * 2**20) if journals else None
     processes = user_processes(recipe)
     player = make_player(recipe, renderer, engines, journal, processes)
@@ -96,11 +95,23 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...], journals: str)
     )
     keep_collections_short()
     try:
-        return EXIT_NO_LEARNER if await run_actor(settings, player.play, journal) else 0
+        named = engines if isinstance(engines, NamedEngines) else None
+        return EXIT_NO_LEARNER if await run_actor(settings, player.play, journal, named) else 0
     finally:
         await engines.close()
         if processes is not None:
             processes.close()
+
+
+def make_pool(recipe: Recipe, urls: tuple[str, ...]) -> EnginePool:
+    """The engines at `urls`, or behind the router; those that the learner names where there are none."""
+    engine, api_key = recipe.engine, read_api_key(recipe.engine.api_key_file)
+    ways = (engine.router,) if engine.router else urls
+    client = partial(EngineClient, timeout_s=engine.request_timeout_s, api_key=api_key)
+    if ways:
+        return EnginePool([client(url) for url in ways], turn_tries=engine.turn_tries)
+    learner, patience_s = recipe.actor.learner, recipe.actor.engines_timeout_s
+    return NamedEngines(client, learner, patience_s=patience_s, turn_tries=engine.turn_tries)
 
 
 def keep_collections_short() -> None:

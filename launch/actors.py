@@ -1,7 +1,11 @@
 """Starts engines and actor processes and watches over them: what is killed or crashes is started again.
 
 python launch/actors.py --config launch/recipes/R.toml --actor.learner tcp://HOST:PORT
+python launch/actors.py --config R.toml --actor.learner tcp://HOST:PORT --engine.count 0   # actors alone
+python launch/actors.py --config R.toml --actor.learner tcp://HOST:PORT --actor.groups 0   # engines alone
 python launch/actors.py --config launch/recipes/R.toml --record DIR     # no learner: groups go into a folder
+
+Actors without engines of their host play on those that the learner names: all engines that other hosts have.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from contextlib import ExitStack
 from functools import partial
 from tempfile import TemporaryDirectory
 
-from launch.engines.commands import EngineSpec, check_host
+from launch.engines.commands import EngineSpec, check_alone, check_host
 from launch.engines.gpus import claim
 from launch.engines.probe import ModelFacts
 from launch.engines.supervisor import Engine, check_router, wait_until_serving
@@ -77,6 +81,7 @@ def run(
     api_key = read_api_key(recipe.engine.api_key_file)
     model, specs = check(recipe)
     if make_server:
+        check_alone(recipe)
         specs = tuple(with_own_weights(spec) for spec in specs)
     raise_on_signals()
     for lock in [lock for spec in specs for lock in claim(spec.gpus, spec.name, "engine" if spec.shares_gpu else "")]:
@@ -90,7 +95,7 @@ def run(
     for engine in engines:
         engine.start()
     if screen is not None:
-        screen.update(f"{len(engines)} engines of this host are starting" if engines else "waiting for engine.urls")
+        screen.update(f"{len(engines)} engines of this host are starting" if engines else "no engines of this host")
     urls = recipe.engine.urls or tuple(spec.url for spec in specs)
     wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s, api_key)
     if recipe.engine.router:
@@ -100,7 +105,8 @@ def run(
         cleanup.callback(server.close)
         server.begin()
         recipe = server.recipe
-    actors = [ActorProcess(recipe, index, urls, journals) for index in range(recipe.actor.processes)]
+    processes = recipe.actor.processes if recipe.actor.groups else 1  # which tells the learner of the engines
+    actors = [ActorProcess(recipe, index, urls, journals) for index in range(processes)]
     started += actors
     for actor in actors:
         actor.start()

@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from launch.engines.commands import check_host
+from launch.engines.commands import check_alone, check_host
 from launch.evaluation.playing import EvaluationFailed, play
 from launch.evaluation.policies import Named, named
 from launch.evaluation.report import difference_of, lines_of, record_of
@@ -103,6 +103,7 @@ def checked(recipe: Recipe, options: argparse.Namespace) -> tuple[Recipe, list[N
     transport = recipe.transport.model_copy(update={"keys": ""})
     recipe = of_model(recipe.model_copy(update={"actor": actor, "transport": transport}), policies[0].folder)
     recipe = ready(recipe)
+    check_alone(recipe)
     check_host(recipe)
     count = recipe.eval.samples if options.samples is not None else None
     if options.dataset and count == 0:

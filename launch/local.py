@@ -22,10 +22,10 @@ from typing import Any
 
 from actor.loop import EXIT_NO_LEARNER
 from envs.loader import load_env, load_module
-from launch.engines.commands import check_host
+from launch.engines.commands import check_alone, check_host
 from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
 from launch.processes.run_logs import RunLogs
-from launch.task_samples import held_out_samples, ready
+from launch.task_samples import cannot_play, held_out_samples, ready
 from launch.terminal.progress import Progress
 from launch.terminal.screen import Screen, is_terminal
 from launch.terminal.state import RunState
@@ -42,11 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     recipe, options = parse(parser, argv)
     try:
         recipe = ready(recipe)
+        check_alone(recipe)
         check_host(recipe, options.ranks)
         check_meeting(recipe)
+        show_random_policy(recipe)
     except ValueError as error:
         return fail(error)
-    show_random_policy(recipe)
     raise_on_signals()
     folder = Path(recipe.run.dir) / recipe.run.name
     result = folder / "result.json"
@@ -142,20 +143,24 @@ def say_the_end(result: dict[str, Any], state: RunState) -> None:
 
 
 def show_random_policy(recipe: Recipe) -> None:
-    """Logs the success of a policy that knows only the format, where the environment has one (`random_response`)."""
+    """Logs the success of a policy that knows only the format, where the environment has one (`random_response`).
+    ValueError, in one line, for held-out samples that are not there or cannot be played."""
     respond = getattr(load_module(recipe.env.module), "random_response", None)
     samples = held_out_samples(recipe)
     if respond is None or not samples:
         return
     build_env, rng, successes = load_env(recipe.env.module), Random(0), 0
     for sample in samples:
-        env, done = build_env(sample=sample, args=recipe.env.args), False
-        env.reset()
-        for _ in range(recipe.env.max_turns):
-            if not done:
-                _, done, _ = env.step(respond(rng))
-        successes += bool(env.success)
-        env.close()
+        try:
+            env, done = build_env(sample=sample, args=recipe.env.args), False
+            env.reset()
+            for _ in range(recipe.env.max_turns):
+                if not done:
+                    _, done, _ = env.step(respond(rng))
+            successes += bool(env.success)
+            env.close()
+        except Exception as error:
+            raise cannot_play(recipe, sample, error) from error
     LOG.info("a random policy succeeds on %.3f of %d held-out samples", successes / len(samples), len(samples))
 
 

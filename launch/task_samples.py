@@ -78,9 +78,13 @@ def chosen_samples(recipe: Recipe, dataset: str, count: int | None) -> list[Samp
         env.reset()
         env.close()
     except Exception as error:
-        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"env.module = {recipe.env.module!r} cannot play sample {samples[0].id}: {words}") from error
+        raise cannot_play(recipe, samples[0], error) from error
     return samples
+
+
+def cannot_play(recipe: Recipe, sample: Sample, error: Exception) -> ValueError:
+    words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ValueError(f"env.module = {recipe.env.module!r} cannot play sample {sample.id}: {words}")
 
 
 def rows(recipe: Recipe, path: str) -> list[Sample]:

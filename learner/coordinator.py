@@ -128,14 +128,13 @@ class Coordinator(Follower):
         self._started = self._last_step = time.monotonic()
 
     def wait_for_engines(self) -> frozenset[str]:
-        """The engines that actors have announced. TimeoutError when no actor came."""
+        """The engines that actors have announced. TimeoutError when no actor with engines came."""
         address, timeout_s = self.ticket_server.address, self.recipe.learner.wait_timeout_s
         deadline = time.monotonic() + timeout_s
         while not (engines := self.engines()):
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"no actor came to {address} within {timeout_s:g} s; start "
-                    f"launch/actors.py --actor.learner {address}"
+                    f"no engine was named to {address} within {timeout_s:g} s: {self.ticket_server.describe_wait()}"
                 )
             time.sleep(0.05)
         return engines

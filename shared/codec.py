@@ -32,7 +32,7 @@ from shared.types import ITEMS, Group, Image, Message, Tickets, Trajectory
 
 __all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode", "frames_of"]
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 MESSAGES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
 
 
@@ -172,6 +172,7 @@ _REASONS = (  # of msgspec's words for what is wrong
     (re.compile(r"Expected `float` (<=|>=) -?1\.79769"), "not_finite"),
     (re.compile(r"Expected `(int|float)` (<=|>=) "), "out_of_range"),
     (re.compile(r"Expected `str` of length <="), "too_large"),
+    (re.compile(r"Expected `str` matching regex"), "wrong_form"),
     (re.compile(r"Expected `(array|object)` of length <="), "too_many"),
     (re.compile(r"Invalid enum value"), "unknown_value"),
     (re.compile(r"Invalid value .* `\$\.kind`$|.* required field `kind`$"), "unknown_kind"),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -247,15 +246,18 @@ class EngineClient(JsonClient):
             raise EngineError(self.url, f"the answer is wrong: {type(error).__name__}: {error}") from None
 
     async def _wait(self, check: Callable[[], Awaitable[object]], timeout_s: float, reason: str) -> None:
+        last = ""  # of its own words
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    with suppress(EngineError):
+                    try:
                         await check()
                         break
+                    except EngineError as error:
+                        last = f" ({error.reason})"
                     await asyncio.sleep(0.25)
         except TimeoutError:
-            raise EngineError(self.url, reason) from None
+            raise EngineError(self.url, reason + last) from None
         self.suspect = False
 
 

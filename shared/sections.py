@@ -111,9 +111,14 @@ class SamplingConfig(Section):
 class ActorConfig(Section):
     learner: str = Field("tcp://127.0.0.1:5555", description="address of the learner's ticket socket")
     processes: int = Field(1, gt=0, description="actor processes that launch/actors.py starts")
-    groups: int = Field(16, gt=0, description="groups that one process plays at once")
+    groups: int = Field(
+        16, ge=0, description="groups that one process plays at once; 0 = none: it only names its host's engines"
+    )
     connect_timeout_s: float = Field(60.0, gt=0, description="how long an actor waits for the learner at first")
     reconnect_timeout_s: float = Field(600.0, gt=0, description="how long it waits for a learner that has gone silent")
+    engines_timeout_s: float = Field(
+        600.0, gt=0, description="how long an actor without engines of its own waits until the learner names one"
+    )
     max_restarts: int = Field(10, ge=0, description="times within an hour that one actor process is started again")
     heartbeat_s: float = Field(2.0, gt=0, description="seconds between an actor's signs of life")
     journal_mb: int = Field(
@@ -130,7 +135,7 @@ class EngineConfig(Section):
     kind: Literal["embedded", "sglang"] = Field("embedded", description="which server launch/actors.py starts")
     urls: tuple[str, ...] = Field((), description="engines that run already; empty = start them")
     router: str = Field("", description="router before engine.urls: episodes go through it, weights to each of urls")
-    count: int = Field(1, gt=0, description="engines to start")
+    count: int = Field(1, ge=0, description="engines to start; 0 = none: actors play on those that the learner names")
     host: str = Field("127.0.0.1", description="address of this host where its engines listen, and the learner calls")
     port: int = Field(31000, gt=0, lt=65536, description="port of the first engine; the next ones follow")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the engines compute")
@@ -170,6 +175,11 @@ class EngineConfig(Section):
         if self.router and not self.urls:
             raise ValueError(f"engine.router = {self.router!r}: name the engines behind it in engine.urls")
         return self
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a host of this recipe starts no engine."""
+        return bool(self.urls) or not self.count
 
     @property
     def learner_fraction(self) -> float:

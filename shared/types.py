@@ -15,6 +15,8 @@ import xxhash
 from msgspec import Meta, Struct, field
 from numpy.typing import NDArray
 
+from shared.engine_urls import ENGINE_URL, ENGINES
+
 Item = TypeVar("Item")
 ITEMS = 2**16  # of one list or dict
 INFO_CHARACTERS = 2**12  # of what an environment said of one turn
@@ -22,6 +24,7 @@ _INT31 = 2**31 - 1
 Text = Annotated[str, Meta(max_length=2**22)]
 Id = Annotated[str, Meta(max_length=2**8)]  # of a ticket or a process: the learner sends it back, many at once
 Url = Annotated[str, Meta(max_length=2**11)]
+EngineUrls = Annotated[tuple[Annotated[Url, Meta(pattern=ENGINE_URL)], ...], Meta(max_length=ENGINES)]
 Many = Annotated[tuple[Item, ...], Meta(max_length=ITEMS)]
 Natural = Annotated[int, Meta(ge=0, le=_INT31)]
 Positive = Annotated[int, Meta(ge=1, le=_INT31)]
@@ -196,7 +199,8 @@ class Group(Message, frozen=True, eq=False, weakref=True):
 
 
 class Hello(Message, frozen=True):
-    """An actor introduces itself and the engines it uses; repeated as a heartbeat, with the held tickets."""
+    """An actor introduces itself and its own engines, which may be none; repeated as a heartbeat, with the held
+    tickets."""
 
     actor: Id
     engine_urls: Many[Url]
@@ -221,11 +225,13 @@ class Bye(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The learner knows the actor. `run_id` is new with each run, `process_id` also with each restart of a run."""
+    """The learner knows the actor. `run_id` is new with each run, `process_id` also with each restart of a run.
+    `engines`: all engines of the run, for an actor that has none of its own; an engine that is gone is not named."""
 
     run_id: Id
     version: PolicyVersion
     process_id: Id
+    engines: EngineUrls = ()
 
 
 class Tickets(Message, frozen=True):

@@ -65,6 +65,7 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--env.reward", "a.b", "--reward.url", "http://c"], "leave one of them out"),
         (MINIMAL, ["--env.max_failure_share", "1.5"], "env.max_failure_share = '1.5'"),
         (MINIMAL, ["--actor.groups", "100000"], "actor.processes x actor.groups = 100000"),
+        (MINIMAL, ["--actor.groups", "0", "--engine.count", "0"], "nobody would play or generate"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_value_and_cure(

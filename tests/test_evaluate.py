@@ -210,6 +210,16 @@ def test_two_known_models_are_told_apart(tmp_path):
     assert {run.name for run in Runs([Path(found["folder"]).parent]).all()} == {"model", "against"}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
+def test_two_equal_models_are_not_told_apart(tmp_path):
+    same = shutil.copytree(MODEL, tmp_path / "same")
+    ended = finished(alone(tmp_path, "--model", MODEL, "--against", same, "--samples", 48, "--repeats", 2))
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["difference"]["low"] <= 0 <= found["difference"]["high"] and 0 < found["success"] < 1
+    assert "no difference of success is shown" in ended.stderr
+
+
 INTERRUPTED = """
 import sys, time
 from pathlib import Path

@@ -38,10 +38,43 @@ def engine_that_says(answer):
         ("actors", {"engine.router": "http://router:30000"}, "engine.urls"),
         ("local", {"learner.objective.name": "trpo"}, "learner.objective.name = 'trpo'"),
         ("local", {"learner.bind": "tcp://127.0.0.1:6000"}, "give both the same port"),
+        ("local", {"engine.count": 0}, "engine.count = 0 is for one host of several"),
+        ("evaluate", {"actor.groups": 0}, "actor.groups = 0 is for one host of several"),
     ],
 )
 def test_a_users_mistake_is_one_line(tmp_path, script, fields, expected):
     assert expected in run(script, tmp_path, **fields)[0]
+
+
+@pytest.mark.parametrize("script", ["learner", "local", "evaluate"])
+def test_a_dataset_without_a_column_is_one_line_with_those_that_it_has(tmp_path, script):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "1+1", "answer": "2"}) + "\n")
+    fields = {"data.source": path, "data.eval_source": path, "eval.samples": 1}
+    line, _ = refused(command(script, places(tmp_path, **fields), "launch/recipes/geo3k_tiny.toml"))
+    assert "has no column 'problem'; it has: question, answer" in line
+
+
+BROKEN_ENV = """
+class Env:
+    def reset(self):
+        raise KeyError("board")
+
+    def close(self): ...
+
+def build_env(sample, args):
+    return Env()
+
+def random_response(rng):
+    return ""
+"""
+
+
+@pytest.mark.parametrize("script", ["local", "evaluate"])
+def test_held_out_samples_that_cannot_be_played_are_one_line(tmp_path, script):
+    (tmp_path / "env.py").write_text(BROKEN_ENV)
+    line, _ = run(script, tmp_path, **{"env.module": tmp_path / "env.py"})
+    assert "cannot play sample" in line and "KeyError: 'board'" in line
 
 
 @pytest.mark.parametrize(

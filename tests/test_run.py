@@ -172,6 +172,10 @@ def test_the_commands_of_several_hosts_give_each_host_its_part(capsys) -> None:
     fields = actors[2 : actors.index("--actor.learner")]
     recipe = load_recipe(fields[1], fields[2:])
     assert recipe.engine.count * recipe.engine.tensor_parallel == 8
+    words = command(out, "launch/cluster.py")
+    assert words[2:5] == ["submit", "--on", "slurm"] and words[5 : 5 + len(fields)] == fields
+    cluster = load_recipe(words[6], words[7:]).cluster
+    assert (cluster.learner_nodes + cluster.engine_nodes) * cluster.gpus_per_node == 32
 
 
 def test_a_saved_recipe_is_the_one_that_would_run(capsys, tmp_path) -> None:
@@ -220,7 +224,7 @@ def test_a_task_for_gpus_has_a_small_twin_to_be_told_of(task) -> None:
         (["sokoban", "--model", "launch"], "unknown model 'launch'"),
         (["sokoban", "--gpus", "-1", "--dry-run"], "--gpus -1: at least 1"),
         (["sokoban", "--gpus", "12", "--dry-run"], "--gpus 12: several hosts have a multiple of 8"),
-        (["sokoban", "--dry-run"], "say how many with --gpus N"),
+        (["sokoban", "--dry-run"], "say how many with --gpus N; there is room on 1 or more (h100, 80 GB)"),
         (["sokoban", "--gpus", "4"], "sokoban needs GPUs, and there are none here"),
         (["geo3k", "--gpus", "16"], "docs/tutorials/cluster.md"),
         (["colour_tiny", "--gpus", "2"], "colour_tiny computes on the CPU; leave --gpus out"),
@@ -270,6 +274,23 @@ def test_more_gpus_than_the_machine_has_are_refused_and_its_own_are_planned_with
 def test_every_task_has_a_recipe_and_every_model_sizes() -> None:
     assert {*ON_GPUS} < {*tasks()} and all(Path(f"launch/recipes/{task}.toml").exists() for task in tasks())
     assert len([model for model in MODELS if model.startswith("Qwen3") and find(model).parameters > 1e9]) == 12
+
+
+ROW = re.compile(r"\| (Qwen3-VL-\S+) \| (\d+) (\w+) \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) at ([\d.]+) \|")
+RUNGS = {"tutorials/one-gpu": "geo3k_multi_turn_one_gpu", "how-to/run-a-task": "geo3k_multi_turn"}
+RUNGS["tutorials/cluster"] = "geo3k_multi_turn"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUNGS)
+def test_each_rungs_table_is_what_the_plan_says_today(page: str, capsys) -> None:
+    found = ROW.findall(Path(f"docs/{page}.md").read_text(encoding="utf-8"))
+    assert len(found) >= 4
+    for model, gpus, gpu, *said, price in found:
+        words = ["--model", f"{model}-Instruct", "--gpus", gpus, "--gpu", gpu, "--price", price]
+        told = planned(capsys, RUNGS[page], *words)
+        values = (told["bytes_of_host"] / 1e9, told["seconds"]["step"], told["hours"], told["dollars"])
+        assert [f"{value:.0f}" for value in values] == [number.replace(",", "") for number in said]
 
 
 @pytest.mark.slow

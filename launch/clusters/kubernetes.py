@@ -1,4 +1,5 @@
-"""Kubernetes: an indexed Job for the learner's hosts, and one for the engine hosts, which come and go by themselves.
+"""Kubernetes: an indexed Job for the learner's hosts, one for the engine hosts and one for those with actors alone,
+which come and go by themselves.
 
 The pods get the recipe from a ConfigMap and the keys from a Secret, find the learner's first host by a headless
 Service, and share one volume, with the runs' folders and the logs.
@@ -22,7 +23,8 @@ def render(made: Layout) -> dict[str, str]:
     """File name -> text."""
     secret = f"kubectl -n {_namespace(made)} create secret generic {made.job}-keys --from-file=keys"
     comment = f"The hosts of {made.job}. Their keys are not here; submit makes them, as this does:\n{secret}"
-    return {FILE: manifest(_config_map(made), _service(made), _learner(made), _engines(made), comment=comment)}
+    jobs = [_learner(made), _engines(made), *([_actors(made)] if made.recipe.cluster.actor_nodes else [])]
+    return {FILE: manifest(_config_map(made), _service(made), *jobs, comment=comment)}
 
 
 def submit(made: Layout) -> str:
@@ -120,6 +122,10 @@ def _head(made: Layout) -> str:
     return f"{made.job}-learner-0.{made.job}"
 
 
+def _address(made: Layout) -> str:
+    return f"tcp://{_head(made)}:{made.learner_port}"
+
+
 def _learner(made: Layout) -> dict[str, Any]:
     pod = _pod(made, "learner", made.learner_command(_head(made)), made.learner_gpus, made.learner_leave_s)
     pod["spec"]["subdomain"] = made.job
@@ -127,12 +133,17 @@ def _learner(made: Layout) -> dict[str, Any]:
 
 
 def _engines(made: Layout) -> dict[str, Any]:
-    head, cluster = _head(made), made.recipe.cluster
-    called = made.engines_command(f"tcp://{head}:{made.learner_port}", "$PRONK_HOST", "JOB_COMPLETION_INDEX")
-    pod = _pod(made, "engines", called, made.engine_gpus, leave_s=30, before=made.wait_for_learner(head))
+    cluster, called = made.recipe.cluster, made.engines_command(_address(made), "$PRONK_HOST", "JOB_COMPLETION_INDEX")
+    pod = _pod(made, "engines", called, made.engine_gpus, leave_s=30, before=made.wait_for_learner(_head(made)))
     if cluster.kubernetes.engine_labels:
         pod["spec"]["nodeSelector"] = dict(cluster.kubernetes.engine_labels)
     return _job(made, "engines", cluster.engine_nodes, pod)
+
+
+def _actors(made: Layout) -> dict[str, Any]:
+    called, before = made.actors_command(_address(made)), made.wait_for_learner(_head(made))
+    pod = _pod(made, "actors", called, 0, leave_s=30, before=before)
+    return _job(made, "actors", made.recipe.cluster.actor_nodes, pod)
 
 
 def _job(made: Layout, part: str, hosts: int, pod: dict[str, Any]) -> dict[str, Any]:

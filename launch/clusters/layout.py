@@ -15,7 +15,7 @@ from shared.config import ConfigError, Recipe
 from shared.keys import make_api_key, make_keys, read_api_key
 
 CLIENT_TIMEOUT_S = 60.0
-FIND_S = 600  # an engine host looks for the learner
+FIND_S = 600  # a host with engines or actors looks for the learner
 _JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
@@ -85,11 +85,16 @@ class Layout:
     def engines_command(self, learner: str, host: str, number: str) -> str:
         """What each engine host calls; the arguments are the shell's words for the learner's address, the host's own,
         and its number, which keeps two of them apart on one machine."""
-        engine = self.recipe.engine
+        engine, alone = self.recipe.engine, " --actor.groups 0" if self.recipe.cluster.actor_nodes else ""
         return (
             f'python launch/actors.py --config {shlex.quote(self.seen.config)} --actor.learner "{learner}" \\\n'
-            f'  --engine.host "{host}" --engine.port $(({engine.port} + {engine.count} * {number}))'
+            f'  --engine.host "{host}" --engine.port $(({engine.port} + {engine.count} * {number})){alone}'
         )
+
+    def actors_command(self, learner: str) -> str:
+        """What each host with actors alone calls: their engines are those that the learner names."""
+        config = shlex.quote(self.seen.config)
+        return f'python launch/actors.py --config {config} --actor.learner "{learner}" --engine.count 0'
 
     def wait_for_learner(self, head: str) -> str:
         """Shell lines that end with code 1 if nobody answers there; the learner may still load, or start again."""
@@ -123,6 +128,11 @@ def layout(recipe: Recipe, folder: Path, seen: Seen | None = None) -> Layout:
         raise ConfigError(
             "engine.urls names engines that run already; on a cluster leave it out: engine hosts start them"
         )
+    for field, value in {"engine.count": recipe.engine.count, "actor.groups": recipe.actor.groups}.items():
+        if not value:
+            raise ConfigError(
+                f"{field} = 0 is for one host of several; on a cluster use cluster.actor_nodes, and leave it out"
+            )
     if recipe.engine.shares_gpu:
         raise ConfigError(
             "engine.shares_gpu: on a cluster learner and engines have hosts of their own; set it to false, or train on "

@@ -1,7 +1,7 @@
 """Ray: a supervisor inside the cluster, detached, that takes nodes for the run's hosts and watches over them.
 
 All hosts share a file system: the project, the run's folder and the cluster folder lie where they lie here. The
-learner's hosts have nodes of their own and start again together; each engine host comes and goes by itself.
+learner's hosts have nodes of their own and start again together; every other host comes and goes by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSTALL = "pip install --group ray, which is ray==2.60.0, into the environment o
 CURE = "is a Ray cluster running, of the same version? (ray start --head there, cluster.ray.address here)"
 REACH_S = 5.0
 ANSWER_S = 60.0
-ENGINES_LEAVE_S = 20.0
+OTHERS_LEAVE_S = 20.0
 _COLUMNS = ("part", "number", "address", "state", "since", "restarts")
 
 
@@ -39,6 +39,8 @@ def render(made: Layout) -> dict[str, str]:
         "learner": (cluster.learner_nodes, made.learner_gpus, "on nodes of their own, started again together"),
         "engines": (cluster.engine_nodes, made.engine_gpus, "each started again by itself"),
     }
+    if cluster.actor_nodes:
+        hosts["actors"] = (cluster.actor_nodes, 0, "each started again by itself")
     text = f"The hosts of {made.job} on Ray. The first learner host's address is PRONK_HEAD.\n"
     for part, (count, gpus, how) in hosts.items():
         text += f"\n{part}: {count} x ({cpus}, {gpus} GPUs{memory}), {how}, at most {cluster.restarts} times\n\n"
@@ -73,8 +75,8 @@ def status(made: Layout) -> str:
 
 
 def stop(made: Layout) -> str:
-    """The learner ends its step and writes a checkpoint; then the engines end."""
-    limit = made.learner_leave_s + ENGINES_LEAVE_S + ANSWER_S
+    """The learner ends its step and writes a checkpoint; then all others end."""
+    limit = made.learner_leave_s + OTHERS_LEAVE_S + ANSWER_S
     with _connected(made) as ray:
         actor, deadline = _supervisor(ray, made), time.monotonic() + limit
         if actor is None:

@@ -22,18 +22,23 @@ LEAVE_S = 10.0  # between SIGTERM and SIGKILL, for all but a learner that is to 
 
 @dataclass
 class Part:
-    """Hosts that come and go together: the learner's, or one with engines. The command's shell knows PRONK_HEAD, the
-    learner's address, PRONK_HOST, the host's own, and PRONK_NUMBER."""
+    """Hosts that come and go together: the learner's, or one with engines or actors. The command's shell knows
+    PRONK_HEAD, the learner's address, PRONK_HOST, the host's own, and PRONK_NUMBER."""
 
-    name: str
+    name: str  # its kind, and the number of the host where it is one
     command: str
     numbers: tuple[int, ...]  # of its hosts
     bundle: dict[str, float]  # what one host takes of its node
     leave_s: float  # between SIGTERM and SIGKILL when the run is stopped
 
     @property
+    def kind(self) -> str:
+        """learner, engines or actors"""
+        return self.name.partition("-")[0]
+
+    @property
     def is_learner(self) -> bool:
-        return self.name == "learner"
+        return self.kind == "learner"
 
     def log(self, number: int) -> str:
         return f"learner-{number}" if self.is_learner else self.name

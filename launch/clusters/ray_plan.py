@@ -20,8 +20,9 @@ def plan(made: Layout, cpus: float) -> Plan:
         return Part(name, called[kind], tuple(numbers), bundle, leave_s)
 
     parts = [part("learner", "learner", range(cluster.learner_nodes), made.learner_gpus, made.learner_leave_s)]
-    for number in range(cluster.engine_nodes):
-        parts.append(part(f"engines-{number}", "engines", range(number, number + 1), made.engine_gpus, LEAVE_S))
+    for kind, count, gpus in (("engines", cluster.engine_nodes, made.engine_gpus), ("actors", cluster.actor_nodes, 0)):
+        for number in range(count):
+            parts.append(part(f"{kind}-{number}", kind, range(number, number + 1), gpus, LEAVE_S))
     return Plan(made.job, str(made.folder), cluster.address, cluster.restarts, parts)
 
 
@@ -32,23 +33,26 @@ def commands(made: Layout) -> dict[str, str]:
     return {
         "learner": f"{start}exec {made.learner_command('$PRONK_HEAD')}\n",
         "engines": f"{start}exec {made.engines_command(head, '$PRONK_HOST', 'PRONK_NUMBER')}\n",
+        "actors": f"{start}exec {made.actors_command(head)}\n",
     }
 
 
 def cpus_of_a_host(made: Layout, nodes: list[dict[str, float]]) -> float:
     """Of one host. ConfigError, in one line, if the hosts do not fit on these nodes even when they are idle."""
     cluster, left = made.recipe.cluster, [dict(node) for node in nodes if node.get("CPU", 0) >= 1]
-    count = cluster.learner_nodes + cluster.engine_nodes
+    count = cluster.learner_nodes + cluster.engine_nodes + cluster.actor_nodes
     largest = sorted((node["CPU"] for node in left), reverse=True)
     cpus = float(cluster.cpus_per_node or (largest[count - 1] if len(largest) >= count else 0))
     kinds = [made.learner_gpus] * cluster.learner_nodes + [made.engine_gpus] * cluster.engine_nodes
+    kinds += [0] * cluster.actor_nodes
     there = ", ".join(f"{node['CPU']:g} CPUs and {node.get('GPU', 0):g} GPUs" for node in left) or "none"
     each = f"{cpus:g} CPUs" if cpus else "a whole node"
     memory = f" and {cluster.memory_gb} GB" if cluster.memory_gb else ""
+    actors = f" and {cluster.actor_nodes} x ({each}{memory}) for actors" if cluster.actor_nodes else ""
     short = ConfigError(
         f"the run wants {cluster.learner_nodes} x ({each} and {made.learner_gpus} GPUs{memory}) for its learner and "
-        f"{cluster.engine_nodes} x ({each} and {made.engine_gpus} GPUs{memory}) for engines; the cluster's nodes have "
-        f"{there}: start more, or lower what [cluster] asks for"
+        f"{cluster.engine_nodes} x ({each} and {made.engine_gpus} GPUs{memory}) for engines{actors}; "
+        f"the cluster's nodes have {there}: start more, or lower what [cluster] asks for"
     )
     taken: list[dict[str, float]] = []
     for number, gpus in enumerate(kinds):

@@ -22,7 +22,7 @@ from launch.clusters.ray_hosts import ENDED, LEAVE_S, Host, Part, Plan
 
 USER_ERROR = 2  # exit code
 POLL_S = 0.5
-ENGINES_END_S = 60.0  # longest between the learner's end and the engines' own
+OTHERS_END_S = 60.0  # longest between the learner's end and that of engines and actors
 SETTLE_S = 5.0  # after one host of several has failed: until the others have said why
 RAN_WELL_S = 60.0
 LONGEST_PAUSE_S = 60.0
@@ -171,10 +171,9 @@ class Life:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Of the table: part, number, address, state, since, restarts."""
-        name = "learner" if self.part.is_learner else "engines"
         addresses = self.addresses or ["-"] * len(self.part.numbers)
         return [
-            (name, str(number), address, self.state, self.since, str(self.restarts))
+            (self.part.kind, str(number), address, self.state, self.since, str(self.restarts))
             for number, address in zip(self.part.numbers, addresses, strict=True)
         ]
 
@@ -212,21 +211,31 @@ class Supervisor:
         for life in self.lives:  # room that a supervisor on a lost node has taken
             with contextlib.suppress(ValueError):
                 remove_placement_group(get_placement_group(f"{self.plan.job}-{life.part.name}"))
-        learner, *engines = [asyncio.create_task(life.live()) for life in self.lives]
+        learner, *others = [asyncio.create_task(life.live()) for life in self.lives]
         over = ""
         while not over:
             await asyncio.wait([learner], timeout=POLL_S)
-            lost = [task.exception() for task in engines if task.done() and task.exception()]
             if learner.done():
                 over = str(learner.exception() or "the learner has ended: the run is over")
             elif self.stopping:
                 over = "stopped"
-            elif lost and len(lost) == len(engines):
-                over = f"no engines are left: {lost[-1]}"
+            else:
+                over = self.without(others)
         if learner.done() and not learner.exception():
-            await asyncio.wait(engines, timeout=ENGINES_END_S)
-        for tasks in ([learner], engines):  # the learner writes its last checkpoint while engines still serve
+            await asyncio.wait(others, timeout=OTHERS_END_S)
+        for tasks in ([learner], others):  # the learner writes its last checkpoint while engines still serve
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return over
+
+    def without(self, others: list[asyncio.Task[None]]) -> str:
+        """Which kind of hosts has none left that is started again, and why; empty while each has one."""
+        of_kind: dict[str, list[asyncio.Task[None]]] = {}
+        for life, task in zip(self.lives[1:], others, strict=True):
+            of_kind.setdefault(life.part.kind, []).append(task)
+        for kind, tasks in of_kind.items():
+            lost = [task.exception() for task in tasks if task.done()]
+            if all(lost) and len(lost) == len(tasks):
+                return f"no {kind} are left: {lost[-1]}"
+        return ""

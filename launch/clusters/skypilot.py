@@ -1,4 +1,4 @@
-"""SkyPilot: one managed job over all of the run's hosts, the learner's first, then those with engines.
+"""SkyPilot: one managed job over all of the run's hosts: the learner's first, those with engines, those with actors.
 
 SkyPilot finds the machines, copies the project to them and installs it. When it loses one it starts all of them anew,
 and the learner goes on from its last checkpoint, which lies in a bucket.
@@ -29,7 +29,7 @@ def render(made: Layout) -> dict[str, str]:
     made.refuse_hours("SkyPilot")
     task: dict[str, Any] = {
         "name": made.job,
-        "num_nodes": cluster.learner_nodes + cluster.engine_nodes,
+        "num_nodes": cluster.learner_nodes + cluster.engine_nodes + cluster.actor_nodes,
         "resources": _resources(made),
         "workdir": str(ROOT),
         "file_mounts": {
@@ -41,6 +41,8 @@ def render(made: Layout) -> dict[str, str]:
         "run": _run(made),
     }
     comment = f"The hosts of {made.job}; submit makes the keys, and hands them over by: --secret-file {SECRETS}"
+    if cluster.actor_nodes and "accelerators" in task["resources"]:
+        comment += "\nThe hosts of a job are all alike: those with actors alone have GPUs too, and cost as much."
     return {FILE: manifest(task, comment=comment)}
 
 
@@ -110,7 +112,8 @@ def _setup(made: Layout) -> str:
 
 def _run(made: Layout) -> str:
     cluster = made.recipe.cluster
-    engines = made.engines_command(f"tcp://$head:{made.learner_port}", "$host", "number")
+    address = f"tcp://$head:{made.learner_port}"
+    engines, actors = made.engines_command(address, "$host", "number"), made.actors_command(address)
     return f"""\
 set -uo pipefail
 cd {made.seen.project}
@@ -127,10 +130,13 @@ learner() {{
 engines() (
 {made.wait_for_learner("$head")}{engines}
 )
+actors() (
+{made.wait_for_learner("$head")}{actors}
+)
 
 # A mistake in the recipe (code 2) stays one; anything else is tried again, the learner from its last checkpoint.
 for ((start = 0; start <= {cluster.restarts}; start++)); do
-  if ((number < 0)); then learner; else engines; fi
+  if ((number < 0)); then learner; elif ((number < {cluster.engine_nodes})); then engines; else actors; fi
   code=$?
   ((code == 0 || code == 2)) && break
   sleep 5

@@ -1,4 +1,5 @@
-"""Slurm: one job for the learner's hosts, and an array with one job an engine host, which come and go by themselves.
+"""Slurm: one job for the learner's hosts, and arrays with one job an engine host and one a host with actors alone,
+which come and go by themselves.
 
 The jobs find one another in the run's cluster folder, on the file system that all hosts share: the learner's job writes
 its address there, and takes it away when the run is over.
@@ -21,7 +22,8 @@ JOBS = "jobs.json"
 
 def render(made: Layout) -> dict[str, str]:
     """File name -> text."""
-    return {"learner.sbatch": _learner(made), "engines.sbatch": _engines(made)}
+    files = {"learner.sbatch": _learner(made), "engines.sbatch": _engines(made)}
+    return files | ({"actors.sbatch": _actors(made)} if made.recipe.cluster.actor_nodes else {})
 
 
 def submit(made: Layout) -> str:
@@ -31,21 +33,17 @@ def submit(made: Layout) -> str:
         raise ConfigError(
             f"jobs {', '.join(running)} of this run are in the queue: stop them first (launch/cluster.py stop)"
         )
-    if (
-        cluster.slurm.partition
-        and not call("sinfo", "-h", "-p", cluster.slurm.partition, "-o", "%P", cure=CURE).strip()
-    ):
-        known = call("sinfo", "-h", "-o", "%R", cure=CURE).split()
-        raise ConfigError(
-            f"cluster.slurm.partition = {cluster.slurm.partition!r} is not there; choose one of {', '.join(known)}"
-        )
+    _check_partition("partition", cluster.slurm.partition)
+    _check_partition("actor_partition", cluster.slurm.actor_partition)
     make_missing_keys(folder)
     write(render(made), made)
     (folder / ADDRESS).unlink(missing_ok=True)
     learner = _sbatch(folder / "learner.sbatch")
-    engines = _sbatch(folder / "engines.sbatch", f"--dependency=after:{learner}")
-    (folder / JOBS).write_text(json.dumps({"learner": learner, "engines": engines}) + "\n")
-    return f"jobs {learner} (learner) and {engines} (engines); logs in {folder / 'logs'}"
+    jobs = {"learner": learner}
+    for part in ("engines", "actors") if cluster.actor_nodes else ("engines",):
+        jobs[part] = _sbatch(folder / f"{part}.sbatch", f"--dependency=after:{learner}")
+    (folder / JOBS).write_text(json.dumps(jobs) + "\n")
+    return f"jobs {', '.join(f'{job} ({part})' for part, job in jobs.items())}; logs in {folder / 'logs'}"
 
 
 def status(made: Layout) -> str:
@@ -56,17 +54,24 @@ def status(made: Layout) -> str:
 
 
 def stop(made: Layout) -> str:
-    """The learner ends its step and writes a checkpoint, then its job ends; the engines' jobs end at once."""
+    """The learner ends its step and writes a checkpoint, then its job ends; all other jobs end at once."""
     jobs = _jobs(made.folder)
     (made.folder / ADDRESS).unlink(missing_ok=True)  # without it no job starts itself again
     live = _live(made.folder)
-    if jobs["engines"] in live:
-        call("scancel", jobs["engines"], cure=CURE)
+    if others := [job for part, job in jobs.items() if part != "learner" and job in live]:
+        call("scancel", *others, cure=CURE)
     if jobs["learner"] in live:
         call("scancel", "--state=PENDING", jobs["learner"], cure=CURE)
         if jobs["learner"] in _live(made.folder):  # it has started
             call("scancel", "--signal=TERM", jobs["learner"], cure=CURE)
     return f"asked {', '.join(live)} to end" if live else "no job of this run is in the queue"
+
+
+def _check_partition(field: str, name: str) -> None:
+    """ConfigError with those that are there; an empty name is the cluster's own choice."""
+    if name and not call("sinfo", "-h", "-p", name, "-o", "%P", cure=CURE).strip():
+        known = call("sinfo", "-h", "-o", "%R", cure=CURE).split()
+        raise ConfigError(f"cluster.slurm.{field} = {name!r} is not there; choose one of {', '.join(known)}")
 
 
 def _sbatch(script: Path, *options: str) -> str:
@@ -93,7 +98,9 @@ def _live(folder: Path) -> list[str]:
 
 def _head(made: Layout, part: str, nodes: int, gpus: int, *more: str) -> str:
     cluster, slurm = made.recipe.cluster, made.recipe.cluster.slurm
-    minutes = round(cluster.hours * 60)
+    minutes, partition = round(cluster.hours * 60), slurm.partition
+    if part == "actors" and slurm.actor_partition:
+        partition = slurm.actor_partition
     lines = [
         f"--job-name={made.job}-{part}",
         f"--nodes={nodes}",
@@ -102,7 +109,7 @@ def _head(made: Layout, part: str, nodes: int, gpus: int, *more: str) -> str:
         *([f"--gpus-per-node={gpus}"] if gpus else []),
         *([f"--mem={cluster.memory_gb}G"] if cluster.memory_gb else []),
         *([f"--time={minutes}"] if minutes else []),
-        *([f"--partition={slurm.partition}"] if slurm.partition else []),
+        *([f"--partition={partition}"] if partition else []),
         *([f"--account={slurm.account}"] if slurm.account else []),
         "--requeue",
         "--open-mode=append",
@@ -142,19 +149,31 @@ exit "$code"
 
 
 def _engines(made: Layout) -> str:
-    cluster, logs = made.recipe.cluster, f"{made.folder}/logs"
-    more = (f"--array=0-{cluster.engine_nodes - 1}", f"--output={logs}/engines-%a.log")
-    command = made.engines_command(f'$(cat "$folder/{ADDRESS}")', "$host", "SLURM_ARRAY_TASK_ID")
+    command = made.engines_command(_FOUND, "$host", "SLURM_ARRAY_TASK_ID")
+    return _array(made, "engines", made.recipe.cluster.engine_nodes, made.engine_gpus, command)
+
+
+def _actors(made: Layout) -> str:
+    return _array(made, "actors", made.recipe.cluster.actor_nodes, 0, made.actors_command(_FOUND))
+
+
+_FOUND = f'$(cat "$folder/{ADDRESS}")'
+
+
+def _array(made: Layout, part: str, nodes: int, gpus: int, command: str) -> str:
+    """One job a host."""
+    restarts = made.recipe.cluster.restarts
+    more = (f"--array=0-{nodes - 1}", f"--output={made.folder}/logs/{part}-%a.log")
     return f"""\
-{_head(made, "engines", 1, made.engine_gpus, *more)}
+{_head(made, part, 1, gpus, *more)}
 # The learner's job writes its address when it starts.
 for ((second = 0; second < {FIND_S}; second++)); do
   [ -s "$folder/{ADDRESS}" ] && break
   sleep 1
 done
 
-# Engines and actors, until the run is over. They start again, and look for the learner anew, if they fail or lose it.
-for ((start = 0; start <= {cluster.restarts}; start++)); do
+# Until the run is over. It starts again, and looks for the learner anew, if it fails or loses it.
+for ((start = 0; start <= {restarts}; start++)); do
   [ -s "$folder/{ADDRESS}" ] || {{ echo "the learner is not there: $folder/{ADDRESS} is missing"; exit 0; }}
   srun --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
     {command}

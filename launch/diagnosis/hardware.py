@@ -126,7 +126,7 @@ def check_shm(recipe: Recipe, folder: Path = Path("/dev/shm")) -> Finding:
 
 def check_files(recipe: Recipe) -> Finding:
     """Each episode in play holds a connection to its engine."""
-    engines = len(recipe.engine.urls) or recipe.engine.count
+    engines = len(recipe.engine.urls) or recipe.engine.count or 1
     playing = recipe.actor.groups * recipe.learner.group_size
     need = FILES_BESIDES + min(playing, CONNECTIONS * engines)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -139,8 +139,8 @@ def check_learner_port(recipe: Recipe) -> Finding:
 
 def check_engine_ports(recipe: Recipe, ephemeral: Path = EPHEMERAL) -> Finding:
     name, engine = "engine ports", recipe.engine
-    if engine.urls:
-        return not_checked(name, "the recipe's engines run elsewhere (engine.urls)")
+    if engine.elsewhere:
+        return not_checked(name, "the recipe's engines run elsewhere (engine.urls, or engine.count = 0)")
     try:
         check_reach(recipe)
         check_ports(recipe)

@@ -80,7 +80,7 @@ def cuda_of_torch() -> str:
 
 def check_sglang(recipe: Recipe) -> Finding:
     """The environment of SGLang's server, from its folder alone."""
-    if recipe.engine.kind != "sglang" or recipe.engine.urls:
+    if recipe.engine.kind != "sglang" or recipe.engine.elsewhere:
         return not_checked("sglang", f"the recipe starts none (engine.kind = {recipe.engine.kind!r})")
     try:
         sglang_python(recipe)
@@ -109,10 +109,10 @@ def check_nccl(recipe: Recipe, own: Environment | None = None) -> Finding:
     if recipe.learner.device != "cuda":
         return not_checked("nccl", "not used: on a CPU weights go over gloo")
     own = own or environment_in(Path(sys.prefix))
-    if recipe.engine.kind == "embedded" and not recipe.engine.urls:
+    if recipe.engine.kind == "embedded" and not recipe.engine.elsewhere:
         return ok("nccl", f"{own.nccl or 'of unknown version'} in learner and engines, which share this environment")
     there = environment_in(ROOT / recipe.engine.sglang_env)
-    if recipe.engine.urls or not there.sglang or not own.nccl or not there.nccl:
+    if recipe.engine.elsewhere or not there.sglang or not own.nccl or not there.nccl:
         learner, engine = own.nccl or "unknown", there.nccl or "unknown"
         words = f"learner {learner}, SGLang's environment {engine}"
         return not_checked("nccl", words, "the learner compares them before an engine joins")

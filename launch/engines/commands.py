@@ -50,7 +50,7 @@ def engine_specs(recipe: Recipe) -> tuple[EngineSpec, ...]:
 
 def check_host(recipe: Recipe, num_ranks: int = 0) -> tuple[EngineSpec, ...]:
     """The engines to start. ConfigError for those that cannot be, beside `num_ranks` ranks of the learner here."""
-    if recipe.engine.urls:
+    if recipe.engine.elsewhere:
         return ()
     check_reach(recipe)
     if recipe.engine.shares_gpu:
@@ -62,6 +62,14 @@ def check_host(recipe: Recipe, num_ranks: int = 0) -> tuple[EngineSpec, ...]:
         if num_ranks and recipe.engine.kind == "sglang":
             check_nccl(recipe)
     return specs
+
+
+def check_alone(recipe: Recipe) -> None:
+    """ConfigError unless this host has engines and actors that play: no other takes part."""
+    engines = recipe.engine.count or recipe.engine.urls
+    if not engines or not recipe.actor.groups:
+        field = "actor.groups" if engines else "engine.count"
+        raise ConfigError(f"{field} = 0 is for one host of several, and this command has one; set it to 1 or more")
 
 
 def check_nccl(recipe: Recipe) -> None:

@@ -21,7 +21,8 @@ def check_reach(recipe: Recipe) -> None:
     elif not is_local(learner) and _is_elsewhere(urlsplit(learner).hostname or ""):
         raise ConfigError(
             f"actor.learner = {learner!r} is another host, which cannot reach engines on engine.host = {host!r}: set "
-            "engine.host to this host's address in their network, or engine.urls to engines that run elsewhere"
+            "engine.host to this host's address in their network, engine.urls to engines that run elsewhere, or "
+            "engine.count to 0 for those that the learner names"
         )
 
 

@@ -53,14 +53,18 @@ def one_host(config: str, ranks: int, options: Sequence[str]) -> str:
 
 
 def several_hosts(job: Job, plan: Plan, config: str, options: Sequence[str]) -> list[str]:
-    """As docs/tutorials/cluster.md has them; HOST is the first learner host, ADDRESS each engine host's own."""
+    """As docs/tutorials/cluster.md has them, by hand or by a scheduler; HOST is the first learner host, ADDRESS each
+    engine host's own."""
     node, fields = job.machine.gpus_per_node, shlex.join(["--config", config, *options])
-    nodes = plan.ranks // node
+    nodes, engine_nodes = plan.ranks // node, (plan.gpus - plan.ranks) // node
+    size = f"--cluster.learner_nodes {nodes} --cluster.engine_nodes {engine_nodes} --cluster.gpus_per_node {node}"
     joined = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if nodes > 1 else ""
     return [
         "python -m shared.keys keys && python -m shared.keys keys --engine",
-        f"# on each of the {nodes} learner hosts",
+        f"# on each learner host ({nodes})",
         f"torchrun{joined} --nproc-per-node {node} launch/learner.py {fields} --learner.bind tcp://0.0.0.0:5555 {KEYS}",
-        f"# on each of the {(plan.gpus - plan.ranks) // node} engine hosts",
+        f"# on each engine host ({engine_nodes})",
         f"python launch/actors.py {fields} --actor.learner tcp://HOST:5555 --engine.host ADDRESS {KEYS}",
+        "# or all of them by slurm, ray, kubernetes or skypilot, with keys of their own",
+        f"python launch/cluster.py submit --on slurm {fields} {size}",
     ]

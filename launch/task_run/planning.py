@@ -140,6 +140,11 @@ def fits(job: Job, gpus: int, *, offload: bool | None = None) -> bool:
     return any(True for offloaded in _offloads(job, offload) for _ in _plans(job, gpus, offloaded))
 
 
+def fewest(job: Job) -> int:
+    """GPUs with room for it; 0 where no number has."""
+    return next((n for n in (1, *_more(1, job.machine)) if fits(job, n)), 0)
+
+
 def _offloads(job: Job, wanted: bool | None) -> tuple[bool, ...]:
     given = job.fixed("learner.parallel.offload")
     wanted = wanted if given is None else given

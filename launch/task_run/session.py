@@ -15,7 +15,7 @@ from launch.task_run import report
 from launch.task_run.commands import chosen_fields, on_one_host, one_host, several_hosts
 from launch.task_run.machines import ASSUMED, Machine, machine, machine_of
 from launch.task_run.places import check_data, download_command, fetch
-from launch.task_run.planning import Job, plan
+from launch.task_run.planning import Job, fewest, plan
 from launch.task_run.recipe_file import save
 from launch.task_run.request import SOKOBAN, Request
 from launch.task_samples import check_env
@@ -29,7 +29,7 @@ def on_cpu(asked: Request, options: argparse.Namespace) -> int:
     lines = [
         f"{asked.task}: {recipe.model.path} on this machine's CPU",
         "",
-        f"  one learner, one engine, {recipe.actor.processes} of actors: {words}",
+        f"  one learner, one engine, actor processes: {recipe.actor.processes}; {words}",
         "",
         *report.batch(recipe, 0, rows),
         f"the run: {recipe.learner.total_steps} steps; how long one takes is not planned on a CPU",
@@ -51,9 +51,11 @@ def on_gpus(asked: Request, options: argparse.Namespace) -> int:
     if not options.dry_run:
         _check_machine(asked, options, here)
     count = options.gpus or len(here)
-    if not count:
-        raise ConfigError("--dry-run on a machine without a GPU: say how many with --gpus N")
     job = Job(asked.recipe, asked.sizes, _machine(options, here), asked.given, options.episode_tokens)
+    if not count:
+        least = fewest(job)
+        room = f"; there is room on {least} or more ({job.machine})" if least else ""
+        raise ConfigError(f"--dry-run on a machine without a GPU: say how many with --gpus N{room}")
     found = plan(job, count)
     made, rows = asked.with_fields(chosen_fields(job, found)), asked.data.num_rows()
     lines = report.table(asked.task, job, found)

@@ -104,7 +104,8 @@ def _config(folder: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"learner.lora.adapter = {folder!r} is no adapter: {path} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"learner.lora.adapter = {folder!r} is no adapter: {path} cannot be read: {why}") from error
     if not isinstance(config, dict):
         raise ValueError(f"learner.lora.adapter = {folder!r} is no adapter: {path} is no description of one")
     return config
@@ -112,7 +113,10 @@ def _config(folder: str) -> dict[str, Any]:
 
 def _check_base(said: str, theirs: str, own: str) -> None:
     if theirs and own and theirs != own:
-        raise ValueError(f"{said} is of another model: its base has the hash {theirs}, that of model.path is {own}")
+        raise ValueError(
+            f"{said} is of another model: its base has the hash {theirs}, that of model.path is {own}; set model.path "
+            "to the model that it was trained on, or leave it out"
+        )
 
 
 def _check_tensors(said: str, found: dict[str, list[int]], adapters: Adapters) -> None:

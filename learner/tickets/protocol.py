@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from learner.tickets.book import TicketBook, Verdict
 from learner.tickets.failure_rate import FailureRate
 from learner.tickets.selection_bias import SelectionMeter
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
+from shared.engine_urls import ENGINES, unusable
 from shared.guards.refusals import Refusals
 from shared.log import get_logger
 from shared.transport import Router, Secure, Sent, SocketSettings
@@ -24,8 +24,6 @@ CANCELS_PER_HELLO = 8  # far fewer than a peer's queue holds; what is left over 
 RECEIPTS_PER_MESSAGE = 4  # few, so that an actor that sends without a pause need not wait
 KEPT_MISFITS = 1000
 NAMED_ACTORS = 8
-ENGINES_PER_ACTOR = 1024
-ENGINE_URL = re.compile(r"http://[\w.\-\[\]:]+(/[\w.\-/]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +74,10 @@ class TicketProtocol:
         self.failed: deque[tuple[Ticket, Group, str]] = deque(maxlen=settings.keep_failed)  # with the reason
         self._taken: dict[bytes, list[str]] = {}  # tickets whose groups' Receipt is to be sent
         self._misfits: Counter[bytes] = Counter()  # messages of peers that cannot take part
+
+    def engines(self) -> frozenset[str]:
+        """The engines that the actors now here have."""
+        return frozenset(url for actor in self.actors.values() for url in actor.engine_urls)
 
     # -------------------------------------------------------------- one message
 
@@ -136,25 +138,24 @@ class TicketProtocol:
             self._turn_away(peer, misfit.detail)
             return
         if peer not in self.actors:
-            self._log.info("actor %s is here, with engines %s", key, ", ".join(hello.engine_urls)[:1000])
+            named = f"with engines {', '.join(hello.engine_urls)[:1000]}" if hello.engine_urls else "without engines"
+            self._log.info("actor %s is here, %s", key, named)
         slots = self.actors[peer].slots if peer in self.actors else 0
         self.actors[peer] = Actor(key, hello.engine_urls, hello.idle_frac, self._clock(), slots)
         void = self._book.held(key, hello.held)
-        self._send(peer, Welcome(self._settings.run_id, self._book.version, self._book.nonce))
+        others = () if hello.engine_urls else tuple(sorted(self.engines())[:ENGINES])
+        self._send(peer, Welcome(self._settings.run_id, self._book.version, self._book.nonce, others))
         for start in range(0, min(len(void), CANCELS_PER_HELLO * IDS_PER_MESSAGE), IDS_PER_MESSAGE):
-            ids = void[start : start + IDS_PER_MESSAGE]
-            self._send(peer, Cancel(ids, "the learner has no use for these tickets"))
+            self._send(peer, Cancel(void[start : start + IDS_PER_MESSAGE], "the learner has no use for these tickets"))
 
     def _misfit(self, hello: Hello) -> WireError | None:
         """Why this actor cannot take part."""
-        vocab_size, urls = self._settings.rules.vocab_size, hello.engine_urls
+        vocab_size = self._settings.rules.vocab_size
         if hello.vocab_size != vocab_size:
             detail = f"vocabulary of {hello.vocab_size} tokens, the learner's has {vocab_size}"
             return WireError("vocab_size", f"{detail}; give actors and learner the same model.path")
-        if len(urls) > ENGINES_PER_ACTOR:
-            return WireError("engine_urls", f"{len(urls)} engines; one actor may name {ENGINES_PER_ACTOR}")
-        wrong = [url[:200] for url in urls if not ENGINE_URL.fullmatch(url)]
-        return WireError("engine_urls", f"engine url {wrong[0]!r}: write it as http://host:port") if wrong else None
+        wrong = unusable(hello.engine_urls)
+        return WireError("engine_urls", wrong) if wrong else None
 
     def _accept(self, peer: bytes, key: str, group: Group) -> None:
         others = [other for other in self._book.holders(group.ticket_id) if other != key]
@@ -268,7 +269,9 @@ class TicketProtocol:
         if not self.issuing:
             parts.append("tickets are not issued yet: no engine has weights")
         if not actors:
-            parts.append(f"no actor is here; start launch/actors.py --learner {address}")
+            parts.append(f"no actor is here; start launch/actors.py --actor.learner {address}")
+        elif not self.engines():
+            parts.append("no actor here has engines; start launch/actors.py with engine.count on the engines' hosts")
         for actor in actors[:NAMED_ACTORS]:
             count, oldest = book.holding(actor.key), book.oldest_held_s(actor.key)
             seen = now - actor.last_seen

@@ -116,9 +116,14 @@ class TicketServer:
             return self._book.evaluations.left(name)
 
     def engines(self) -> frozenset[str]:
-        """The engines that the actors now here use."""
+        """The engines that the actors now here have."""
         with self._changed:
-            return frozenset(url for actor in self._protocol.actors.values() for url in actor.engine_urls)
+            return self._protocol.engines()
+
+    def describe_wait(self) -> str:
+        """One line: what has arrived, what is missing, and whom it waits for."""
+        with self._changed:
+            return self._protocol.describe_wait(self.address)
 
     @property
     def max_staleness_seen(self) -> int:
@@ -160,8 +165,9 @@ class TicketServer:
                 "wire/rejected": self._protocol.rejects.counts.total(),
                 "actors/known": len(actors),
             }
-            if actors:
-                values["actors/idle_frac"] = sum(actor.idle_frac for actor in actors) / len(actors)
+            idle = [actor.idle_frac for actor in actors if actor.slots]  # others only name their host's engines
+            if idle:
+                values["actors/idle_frac"] = sum(idle) / len(idle)
             values |= {f"tickets/dropped/{reason}": n for reason, n in book.dropped.items()}
             values |= {f"tickets/refused/{reason}": n for reason, n in book.refused.items()}
             values |= {f"wire/refused_connections/{reason}": n for reason, n in self._router.refused.items()}

@@ -11,6 +11,7 @@ from shared.sections import Section
 
 class SlurmConfig(Section):
     partition: str = Field("", description="empty = the cluster's default one")
+    actor_partition: str = Field("", description="of hosts with actors alone, which need no GPU; empty = partition")
     account: str = Field("", description="whom the hours are charged to; empty = the user's own")
     options: tuple[str, ...] = Field((), description='further options of sbatch, such as "--qos=high"')
 
@@ -46,10 +47,12 @@ class SkyPilotConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Learner hosts hold the learner's ranks; engine hosts hold engines and the actors that play on them."""
+    """Learner hosts hold the learner's ranks, engine hosts the engines. Actors are on the engine hosts and play on the
+    engines there; with `actor_nodes` they are on hosts of their own and play on the engines of all hosts."""
 
     learner_nodes: int = Field(1, gt=0, description="hosts of the learner")
-    engine_nodes: int = Field(1, gt=0, description="hosts with engines, and the actors that play on them")
+    engine_nodes: int = Field(1, gt=0, description="hosts with engines, and with actors where actor_nodes is 0")
+    actor_nodes: int = Field(0, ge=0, description="hosts with actors alone; 0 = actors are on the engine hosts")
     gpus_per_node: int = Field(8, gt=0, description="GPUs of a host, where learner.device or engine.device is cuda")
     ranks_per_node: int = Field(1, gt=0, description="the learner's ranks on a host without GPUs; else one a GPU")
     cpus_per_node: int = Field(0, ge=0, description="cores that a host gives; 0 = all of it, alone")

@@ -71,6 +71,17 @@ def test_kubernetes_takes_the_manifests(tmp_path, fields):
     assert all(head in pod["spec"]["containers"][0]["command"][2] for pod in pods)
 
 
+def test_kubernetes_has_a_job_for_actors_alone(tmp_path):
+    documents = rendered("kubernetes", tmp_path, **GPUS, **{"cluster.actor_nodes": 2})
+    kubernetes_validate.validate(documents[-1], "1.37", strict=True)
+    engines, actors = documents[-2:]
+    spec, container = actors["spec"], actors["spec"]["template"]["spec"]["containers"][0]
+    assert (actors["metadata"]["name"], spec["completions"]) == ("pronk-drawn-actors", 2)
+    assert shell_is_sound(container["command"][2]) and "--engine.count 0" in container["command"][2]
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
+    assert "--actor.groups 0" in engines["spec"]["template"]["spec"]["containers"][0]["command"][2]
+
+
 def test_skypilot_takes_the_task(tmp_path):
     (task,) = rendered("skypilot", tmp_path, **GPUS, **{"cluster.skypilot.spot": True})
     assert shell_is_sound(task["setup"]) and shell_is_sound(task["run"])
@@ -86,7 +97,8 @@ def test_skypilot_takes_the_task(tmp_path):
 
 def test_skypilots_hosts_know_their_part_and_unpack_the_keys(tmp_path):
     """The task's own script, on this machine, with a stand-in for Python that prints what it is called with."""
-    (task,) = rendered("skypilot", tmp_path, **{"cluster.engine_nodes": 2})
+    (task,) = rendered("skypilot", tmp_path, **{"cluster.engine_nodes": 2, "cluster.actor_nodes": 1})
+    assert task["num_nodes"] == 5
     keys = tmp_path / "keys"
     keys.mkdir()
     (keys / "engine.key").write_text("secret")
@@ -100,8 +112,9 @@ def test_skypilots_hosts_know_their_part_and_unpack_the_keys(tmp_path):
     script = task["run"].replace("/opt/pronk", str(tmp_path / "project")).replace("/pronk/keys", str(tmp_path / "got"))
     script = re.sub(r"^\. .*/bin/activate", ". env/bin/activate", script, flags=re.M).replace("sleep 1", "break")
     said = []
-    for rank in range(4):
-        hosts = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4", "SKYPILOT_NODE_RANK": str(rank)}
+    for rank in range(5):
+        addresses = "\n".join(f"10.0.0.{number}" for number in range(1, 6))
+        hosts = {"SKYPILOT_NODE_IPS": addresses, "SKYPILOT_NODE_RANK": str(rank)}
         env = dict(os.environ, PRONK_KEYS=packed, **hosts)
         script_now = script.replace("sleep 5", "break")
         ran = subprocess.run(
@@ -113,6 +126,8 @@ def test_skypilots_hosts_know_their_part_and_unpack_the_keys(tmp_path):
     assert all("launch/learner.py" in text and "--rdzv-endpoint 10.0.0.1:" in text for text in said[:2])
     assert all("tcp://10.0.0.1:" in text for text in said[2:])
     assert "--engine.host 10.0.0.3" in said[2] and "--engine.host 10.0.0.4" in said[3]
+    assert "--engine.count 0" in said[4] and "--actor.groups 0" not in said[4]
+    assert all("--actor.groups 0" in text for text in said[2:4])
     assert all(text.endswith("\n0\n") for text in said)  # what they start does not have the keys in its environment
 
 

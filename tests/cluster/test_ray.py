@@ -1,4 +1,4 @@
-"""Runs on a real Ray cluster: a head, and three nodes, two for the learner's ranks and one for engines and actors."""
+"""Runs on a real Ray cluster: a head, and four nodes, two for the learner's ranks, others for engines and actors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nodes() -> Iterator[Cluster]:
     )
     cluster.client = f"ray://127.0.0.1:{port}"
     try:
-        for _ in range(3):
+        for _ in range(4):
             cluster.add_node(num_cpus=1, **STORE)
         yield cluster
     finally:
@@ -76,10 +76,13 @@ def test_a_run_that_loses_the_node_of_its_engines_gets_another_and_learns(nodes,
 
 
 def test_a_run_that_is_stopped_from_outside_the_cluster_leaves_a_checkpoint(nodes, tmp_path):
-    run = submitted(nodes, tmp_path, "stopped", **{"cluster.ray.address": nodes.client, "learner.total_steps": 60})
+    fields = {"cluster.ray.address": nodes.client, "learner.total_steps": 60, "cluster.actor_nodes": 1}
+    run = submitted(nodes, tmp_path, "stopped", **fields)
     said = run.call("submit")
     assert said.returncode == 0, said.stderr
     run.until("two steps", lambda: run.steps() >= 2)
+    table = run.call("status").stdout
+    assert [row.split()[0] for row in table.splitlines()[1:]] == ["learner", "learner", "engines", "actors"], table
     ended = run.call("stop")
     assert ended.returncode == 0 and "pronk-stopped has ended" in ended.stdout, ended.stderr
     assert any((run.run / "checkpoints").iterdir())
@@ -129,10 +132,11 @@ def test_a_head_node_that_had_no_time_is_asked_once_more_and_any_other_is_not(mo
 
 def test_what_hosts_call_is_rendered_without_ray_and_submitting_says_how_to_install_it(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['ray'] = None\n")
-    run = Submitted("ray", tmp_path, "drawn")
+    run = Submitted("ray", tmp_path, "drawn", **{"cluster.actor_nodes": 2})
     env = dict(os.environ, PYTHONPATH=str(tmp_path))
     said = subprocess.run(run.command("render"), cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
     assert said.returncode == 0, said.stderr
-    assert "torchrun.py --nnodes 2" in (run.cluster / "hosts.txt").read_text()
+    hosts = (run.cluster / "hosts.txt").read_text()
+    assert "torchrun.py --nnodes 2" in hosts and "actors: 2 x" in hosts and "--engine.count 0" in hosts
     refused = subprocess.run(run.command("submit"), cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
     assert refused.returncode == 2 and refused.stderr.startswith("error: ray is not installed: pip install --group ray")

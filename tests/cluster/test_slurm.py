@@ -1,4 +1,4 @@
-"""Runs on a real Slurm cluster: three nodes, two for the learner's ranks and one for engines and actors."""
+"""Runs on a real Slurm cluster of four nodes: two for the learner's ranks, one for engines, one for actors."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def node_of(job: str) -> str:
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
     if missing():
         pytest.skip(missing())
-    with local_slurm(tmp_path_factory.mktemp("slurm"), nodes=3) as cluster:
+    with local_slurm(tmp_path_factory.mktemp("slurm"), nodes=4) as cluster:
         yield cluster
 
 
-def test_a_run_that_loses_the_node_of_its_engines_gets_another_and_learns(slurm, tmp_path):
-    run = Submitted("slurm", tmp_path, "colour", **{"learner.total_steps": 150})
+def test_a_run_that_loses_the_node_of_its_engines_gets_another_and_its_actors_follow(slurm, tmp_path):
+    """The actors have a node of their own."""
+    run = Submitted("slurm", tmp_path, "colour", **{"learner.total_steps": 150, "cluster.actor_nodes": 1})
     said = run.call("submit")
     assert said.returncode == 0 and "logs in" in said.stdout, said.stderr
     engines = json.loads((run.cluster / "jobs.json").read_text())["engines"]
@@ -46,8 +47,10 @@ def test_a_run_that_loses_the_node_of_its_engines_gets_another_and_learns(slurm,
     run.until("the run's end", lambda: (run.run / "result.json").exists() and not queue())
 
     assert json.loads((run.run / "result.json").read_text())["success_after"] >= 0.9
-    starts = (run.cluster / "logs" / "engines-0.log").read_text().count("INFO learner tcp://")
-    assert starts == 2  # of the actor, which found the learner both times
+    engines, actors = ((run.cluster / "logs" / f"{part}-0.log").read_text() for part in ("engines", "actors"))
+    assert engines.count(" is here: run ") >= 2  # more if Slurm has taken a busy node for a lost one, too
+    assert actors.count(" is here: run ") == 1  # they stayed, and followed
+    assert actors.count("engines named by the learner: http://") >= 2
 
 
 def test_a_run_that_is_stopped_leaves_a_checkpoint_from_which_the_next_submission_goes_on(slurm, tmp_path):
@@ -81,21 +84,26 @@ def test_no_key_is_in_a_script_and_keys_that_others_can_read_are_refused(slurm, 
     assert refused.returncode == 2 and "open to others (mode 0644)" in refused.stderr
 
 
-def test_a_partition_that_is_not_there_is_one_line_with_those_that_are(slurm, tmp_path):
-    refused = Submitted("slurm", tmp_path, "lost", **{"cluster.slurm.partition": "gpu"}).call("submit")
+@pytest.mark.parametrize("field", ["partition", "actor_partition"])
+def test_a_partition_that_is_not_there_is_one_line_with_those_that_are(slurm, tmp_path, field):
+    refused = Submitted("slurm", tmp_path, "lost", **{f"cluster.slurm.{field}": "gpu"}).call("submit")
     assert refused.returncode == 2
-    assert refused.stderr == "error: cluster.slurm.partition = 'gpu' is not there; choose one of main\n"
+    assert refused.stderr == f"error: cluster.slurm.{field} = 'gpu' is not there; choose one of main\n"
     assert not (tmp_path / "lost.cluster" / "keys").exists()
 
 
 def test_scripts_are_rendered_without_slurm_and_are_sound_shell(tmp_path):
-    run = Submitted("slurm", tmp_path, "drawn")
+    more = {"cluster.actor_nodes": 3, "cluster.slurm.actor_partition": "cpu", "cluster.slurm.partition": "gpu"}
+    run = Submitted("slurm", tmp_path, "drawn", **more)
     env = dict(os.environ, PATH="/usr/bin:/bin")
     said = subprocess.run(run.command("render"), cwd=ROOT, capture_output=True, text=True, timeout=60, env=env)
     assert said.returncode == 0, said.stderr
-    for script in ("learner.sbatch", "engines.sbatch"):
-        assert str(run.cluster / script) in said.stdout
-        subprocess.run(["bash", "-n", str(run.cluster / script)], check=True, timeout=10)
+    for part, partition in (("learner", "gpu"), ("engines", "gpu"), ("actors", "cpu")):
+        script = run.cluster / f"{part}.sbatch"
+        assert str(script) in said.stdout
+        subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+        assert f"#SBATCH --partition={partition}\n" in script.read_text()
+    assert "--array=0-2\n" in script.read_text() and "--engine.count 0" in script.read_text()
     assert not (run.cluster / "keys").exists()
 
 

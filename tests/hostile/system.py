@@ -1,5 +1,5 @@
-"""The system that the hostile run attacks: one learner, two engines behind proxies that bend their answers, two actors;
-encrypted sockets and an API key."""
+"""The system that the hostile run attacks: one learner, two engines behind proxies that bend their answers, an actor
+that names them and one that plays on whatever the learner names; encrypted sockets and an API key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,25 @@ class System:
             wait_healthy(f"http://127.0.0.1:{port}", 300.0)
         engines = [f"http://127.0.0.1:{port}" for port in self.engine_ports]
         self.proxies = [BendingProxy(first + 2 + n, url, seed) for n, url in enumerate(engines)]
-        arguments = self._arguments()
-        self.actors = self._start("launch/actors.py", *arguments)
-        self._own["learner"] = self._start("launch/learner.py", *arguments)
+        urls = {"engine.urls": json.dumps([proxy.url for proxy in self.proxies])}
+        self.supervisors = {
+            name: self._start("launch/actors.py", *self._arguments(engines))
+            for name, engines in (("", urls), (" alone", {"engine.count": 0}))
+        }
+        self._own["learner"] = self._start("launch/learner.py", *self._arguments(urls))
 
-    def _arguments(self) -> list[str]:
+    def _arguments(self, engines: dict[str, Any]) -> list[str]:
         fields: dict[str, Any] = {
             "run.dir": self.folder / "runs", "run.name": "hostile", "env.module": "tests/hostile/env.py",
             "data.source": self.folder / "train.jsonl", "data.eval_source": self.folder / "held_out.jsonl",
             "transport.keys": self.keys, "transport.max_message_bytes": 2**24,
             "learner.bind": self.learner_address, "actor.learner": self.learner_address,
-            "actor.processes": 2, "actor.groups": 8, "actor.connect_timeout_s": 300,
-            "engine.urls": json.dumps([proxy.url for proxy in self.proxies]),
+            "actor.groups": 8, "actor.connect_timeout_s": 300,
             "engine.api_key_file": self.keys / "engine.key", "engine.request_timeout_s": 20,
             "learner.total_steps": 1_000_000, "learner.publish.timeout_s": 8, "learner.lease_s": 60,
             "eval.samples": HELD_OUT, "eval.every_steps": 20, "eval.best": "",
         }  # fmt: skip
-        return ["--config", RECIPE, *(part for k, v in fields.items() for part in (f"--{k}", str(v)))]
+        return ["--config", RECIPE, *(part for k, v in (fields | engines).items() for part in (f"--{k}", str(v)))]
 
     def _start_engine(self, port: int) -> subprocess.Popen[bytes]:
         options = ["--model-path", MODEL, "--port", str(port), "--max-context", "128", "--min-pixels", "1024"]
@@ -79,17 +82,13 @@ class System:
     def processes(self) -> dict[str, int]:
         """Name -> process id of what runs now."""
         found = {name: process.pid for name, process in self._own.items() if process.poll() is None}
-        if self.actors.poll() is None:
-            found["supervisor"] = self.actors.pid
-        for pid in children_of(self.actors.pid):
-            try:
-                if b"actor.worker" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                    continue
-                pairs = (pair.partition(b"=") for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-                index = json.loads(next(value for name, _, value in pairs if name == b"PRONK_ACTOR"))["index"]
-            except (OSError, StopIteration):  # it has ended, or is just being started
-                continue
-            found[f"actor {index}"] = pid
+        for name, supervisor in self.supervisors.items():
+            if supervisor.poll() is None:
+                found[f"supervisor{name}"] = supervisor.pid
+            for pid in children_of(supervisor.pid):
+                with suppress(OSError):  # it has ended
+                    if b"actor.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                        found[f"actor{name}"] = pid
         return found
 
     def rows(self) -> list[dict[str, Any]]:
@@ -105,7 +104,8 @@ class System:
 
     def stop(self) -> list[str]:
         """Ends the learner, then the actors, then the engines; who did not end well."""
-        ends = [("learner", self._own["learner"], 130, 180.0), ("supervisor", self.actors, 130, 60.0)]
+        ends = [("learner", self._own["learner"], 130, 180.0)]
+        ends += [(f"supervisor{name}", process, 130, 60.0) for name, process in self.supervisors.items()]
         ends += [(name, process, 0, 60.0) for name, process in self._own.items() if name != "learner"]
         bad = []
         for name, process, code, limit_s in ends:

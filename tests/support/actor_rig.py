@@ -62,6 +62,7 @@ class Learner:
         self.address = f"tcp://127.0.0.1:{port}"
         self.peer = b""
         self.process_id = "first"
+        self.engines: tuple[str, ...] = ()
 
     async def expect(self, kind: type, where: Callable[[Any], bool] = lambda _: True) -> Any:
         """The next message of this kind for which `where` holds; each Hello is welcomed."""
@@ -73,7 +74,7 @@ class Learner:
             self.peer, *frames = self.socket.recv_multipart()
             message = decode(frames)
             if isinstance(message, Hello):
-                self.send(Welcome("run-1", 0, self.process_id))
+                self.send(Welcome("run-1", 0, self.process_id, self.engines))
             if isinstance(message, kind) and where(message):
                 return message
         raise AssertionError(f"no {kind.__name__} came")

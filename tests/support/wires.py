@@ -111,7 +111,7 @@ EXAMPLES = [
     Request(3),
     Bye("done"),
     GROUP,
-    Welcome("run", 4, "p"),
+    Welcome("run", 4, "p", ("http://x:1", "http://[::1]:2/way")),
     Tickets((TICKET, replace(TICKET, evaluation=""))),
     Receipt(("0-a", "1-a")),
     Refusal("0-a", "stale"),
