@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -11,9 +10,10 @@ from typing import Any
 
 from shared.engine_api import EngineClient, EngineError
 from shared.guards.refusals import Refusals
+from shared.log import get_logger
 from shared.types import Completion, Image, Sampling
 
-log = logging.getLogger("actor")
+log = get_logger("actor")
 WRONG_REQUEST = frozenset({400, 413, 422})  # every engine would refuse it
 REVIVE_S = 30.0  # a suspect engine is asked for so long; then why it is not ready is said, and it is asked anew
 
@@ -77,7 +77,7 @@ class EnginePool:
         try:
             await client.wait_ready(min(REVIVE_S, self._patience_s))
         except EngineError as error:
-            self.refusals.add(client.url, "not_ready", str(error))
+            self.refusals.add(client.url, "not_ready", error.reason)
         finally:
             self._revivals.pop(client, None)
             self.tell()

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from actor.engine_pool import EnginePool
+from actor.engine_pool import EnginePool, log
 from shared.engine_api import EngineClient, EngineError
-from shared.log import get_logger
 
 LOOK_S = 5.0  # between two looks at an engine that is named no more and has episodes
 SAID = 1000  # characters of a log line
@@ -29,7 +28,6 @@ class NamedEngines(EnginePool):
         self._by_url: dict[str, EngineClient] = {}  # as the learner writes it
         self._leaving: dict[EngineClient, asyncio.Task[None]] = {}
         self._none_since: float | None = None
-        self._log = get_logger("actor")
 
     def follow(self, urls: Sequence[str]) -> str:
         """These are the run's engines now. Why the actor is to end; empty while it is not."""
@@ -42,7 +40,7 @@ class NamedEngines(EnginePool):
         self.clients = tuple(self._by_url.values())
         for what, which in (("named by the learner", new), ("named no more", gone)):
             if which:
-                self._log.info("engines %s: %s", what, ", ".join(which)[:SAID])
+                log.info("engines %s: %s", what, ", ".join(which)[:SAID])
         if new:
             self._revive_suspects()
             self.tell()
@@ -66,7 +64,7 @@ class NamedEngines(EnginePool):
             self._none_since = None
         elif self._none_since is None:
             self._none_since = now
-            self._log.info(
+            log.info(
                 "learner %s names no engine: this actor has none of its own, and waits up to %g s for one "
                 "(actor.engines_timeout_s)",
                 self._learner,

@@ -102,8 +102,6 @@ class Recipe(Section):
         learner, actor = self.learner, self.actor
         if why := learner.lora.unsendable(self.engine, learner.device):
             raise ValueError(why)
-        if not actor.groups and not self.engine.count and not self.engine.urls:
-            raise ValueError("actor.groups = 0 and engine.count = 0: nobody would play or generate; raise one of them")
         if learner.actor_timeout_s < 2 * actor.heartbeat_s:
             raise ValueError(
                 f"learner.actor_timeout_s = {learner.actor_timeout_s}: below two heartbeats of {actor.heartbeat_s} s "
@@ -115,6 +113,8 @@ class Recipe(Section):
                 f"actor.processes x actor.groups = {actor.processes * actor.groups} places, but the staleness bound "
                 f"admits {reach} groups at once; lower actor.groups or raise learner.max_staleness"
             )
+        if not actor.groups and not self.engine.count and not self.engine.urls:
+            raise ValueError("actor.groups = 0 and engine.count = 0: nobody would play or generate; raise one of them")
         return self
 
     @model_validator(mode="after")
