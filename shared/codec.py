@@ -129,7 +129,9 @@ def _decode(frames: Sequence[Frame], limits: Limits, images: Sequence[Image] | N
         raise WireError("missing_frame", f"header names {len(header.images)} images in {len(frames)} frames")
     if [image.content_hash for image in images] != header.images:
         raise WireError("image_hash", "damaged on its way: an image does not match its content hash")
-    return _message_of(header.message, Incoming(arrays[1:], images, limits))
+    message = _message_of(header.message, Incoming(arrays[1:], images, limits))
+    _check_free_form(message, limits)
+    return message
 
 
 def _header_of(frame: Frame) -> _Header:
@@ -179,7 +181,6 @@ def _message_of(body: msgspec.Raw, source: Incoming) -> Message:
         if isinstance(message, Group):
             for trajectory in message.trajectories:
                 check_lengths(trajectory)
-        _check_free_form(message, source.limits)
         return message
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _refusal(error, _stub_of(body)) from None
@@ -249,11 +250,12 @@ def check_trajectory(t: Trajectory, rules: TokenRules) -> None:
     sampled = t.loss_mask.view(bool)
     if mask and ids.view(np.uint32).max() >= rules.vocab_size:  # negative ones are large
         raise WireError("token_id", f"token ids {ids.min()}..{ids.max()} leave the vocabulary of {rules.vocab_size}")
-    places = {token: np.flatnonzero(ids == token) for token in (rules.placeholder_id, *rules.banned_ids)}
-    num_placeholders = len(places[rules.placeholder_id])
-    if num_placeholders != len(t.images):
+    special = {rules.placeholder_id, *rules.banned_ids}  # neighbours, in every family of models
+    near = np.flatnonzero((ids - min(special)).view(np.uint32) <= max(special) - min(special))
+    found = ids[near].tolist()
+    if (num_placeholders := found.count(rules.placeholder_id)) != len(t.images):
         raise WireError("placeholders", f"{num_placeholders} image placeholders for {len(t.images)} images")
-    if any(np.count_nonzero(sampled[banned]) for banned in places.values()):
+    if found and not special.isdisjoint(ids[near[sampled[near]]].tolist()):
         raise WireError("sampled_vision_id", "the policy sampled a vision token")
     if mask and not (logprobs.min() >= _LOWEST and logprobs.max() <= 0):  # neither holds for NaN
         raise WireError("logprob", "behaviour logprobs must be finite and <= 0")
