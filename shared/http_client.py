@@ -82,14 +82,18 @@ class JsonClient:
     async def _exchange(
         self, method: str, path: str, body: Any, timeout_s: float, typed: bool = False
     ) -> tuple[int, bytes]:
-        """(status, body) of a 2xx answer."""
-        data = None if body is None else msgspec.json.encode(body)
+        """(status, body) of a 2xx answer. Bytes go as they are."""
+        is_file = isinstance(body, bytes | memoryview)
+        data = body if body is None or is_file else msgspec.json.encode(body)
+        headers = {"content-type": "application/octet-stream"} if is_file else None
         if self._session is None:
             self._session = self._open()
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.request(method, self._base + path, data=data, allow_redirects=False) as response,
+                self._session.request(
+                    method, self._base + path, data=data, headers=headers, allow_redirects=False
+                ) as response,
             ):
                 status = response.status
                 limit = (MAX_TYPED_BYTES if typed else MAX_ANSWER_BYTES) if response.ok else MAX_ERROR_BYTES
