@@ -62,6 +62,8 @@ class EngineImages:
         return None
 
     async def _bring(self, image: Image) -> bool:
+        if self._sent.find(image.name):  # meanwhile
+            return True
         task = self._under_way.get(image.name)
         if task is None:
             task = self._under_way[image.name] = asyncio.create_task(self._bring_now(image))
