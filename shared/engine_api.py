@@ -21,7 +21,7 @@ from shared.engine_messages import (
     unfit,
     watched_logprobs,
 )
-from shared.engines.images import IMAGES_ROUTE, NO_NAMES, EngineImages
+from shared.engines.images import EngineImages
 from shared.http_client import HttpFailure, JsonClient
 from shared.types import Completion, Image, PolicyVersion, Sampling
 
@@ -46,7 +46,7 @@ class EngineClient(JsonClient):
         self.timeout_s = timeout_s
         self.num_open = 0  # episodes that play on this engine
         self.suspect = False  # the last request failed; cleared by the next that does not
-        self._images = EngineImages(self._send_image)
+        self._images = EngineImages(self)
         self.weights: tuple[PolicyVersion, str] = (-1, "")  # version and learner process of the last token it sampled
 
     async def post(self, path: str, body: Any, timeout_s: float = CALL_S) -> Any:
@@ -75,7 +75,10 @@ class EngineClient(JsonClient):
         new_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         body = generate_body(token_ids, (), sampling, banned_ids, stop_ids, new_tokens, seed, cache_key)
         try:
-            completion = self._read(completion_of, await self._generate(body, images))
+            answer = await self._images.shown(
+                images, lambda shown: self.ask("/generate", body | shown, self.timeout_s, Generated)
+            )
+            completion = self._read(completion_of, answer)
             if len(completion.token_ids) > new_tokens:
                 raise EngineError(self.url, f"sampled {len(completion.token_ids)} tokens, {new_tokens} were asked for")
         except EngineError:
@@ -226,28 +229,8 @@ class EngineClient(JsonClient):
 
     # ------------------------------------------------------------------ what these are made of
 
-    async def _generate(self, body: dict[str, Any], images: Sequence[Image]) -> Generated:
-        async def ask(shown: list[str]) -> Generated:
-            whole = body | ({"image_data": shown} if shown else {})
-            return await self._ask("/generate", whole, self.timeout_s, Generated)
-
-        return await self._images.shown(images, ask)
-
-    async def _send_image(self, image: Image) -> bool:
-        """Gives the engine the file; false if it takes none."""
-        try:
-            answer = await self._ask(IMAGES_ROUTE, image.data, CALL_S)
-        except EngineError as error:
-            if error.status not in NO_NAMES:
-                raise
-            return False
-        got = answer.get("image") if isinstance(answer, dict) else None
-        if isinstance(got, str) and got != image.name:
-            raise EngineError(self.url, f"{IMAGES_ROUTE}: it got another image than was sent: {got[:100]}")
-        return got is not None
-
-    async def _ask(self, path: str, body: Any, timeout_s: float, answer: type | None = None) -> Any:
-        """Asks again only when the engine cannot have seen the request, or says that it is full."""
+    async def ask(self, path: str, body: Any, timeout_s: float, answer: type | None = None) -> Any:
+        """Posts; again only when the engine cannot have seen the request, or says that it is full."""
         for attempt in range(CONNECT_TRIES):
             try:
                 return await self.request("POST", path, body, timeout_s=timeout_s, answer=answer)

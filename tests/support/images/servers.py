@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from urllib.parse import urlsplit
 
 from shared.engine_api import EngineClient
 from shared.engines.images import IMAGES_ROUTE
+from shared.types import image_name
+from tests.support.engines import says
 from tests.support.machine import LocalServer, QuietHandler
 
 
@@ -69,12 +72,15 @@ def copy(source: socket.socket, sink: socket.socket) -> None:
 
 @contextmanager
 def raw_engine(answers: dict[str, Any]) -> Iterator[str]:
-    """As `false_engine`, which may be sent files."""
+    """A server that answers each path as told, and may be sent files."""
 
     class Handler(QuietHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            answers[self.path](self, None)
+        def answer(self) -> None:
+            data = self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = json.loads(data) if data.startswith(b"{") else {}
+            answers[self.path](self, body)  # type: ignore[arg-type]
+
+        do_GET = do_POST = answer
 
     server = LocalServer(Handler)
     try:
@@ -88,3 +94,30 @@ def post(url: str, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
         connection.request("POST", path, data)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
+
+
+class FalseSglang:
+    """Keeps files by the hash that it computes, and takes requests that leave them out, as SGLang's server does with
+    --mm-preprocess-cache-size-mb and --trust-mm-content-hashes."""
+
+    def __init__(self, answer: Any) -> None:
+        self.kept: set[str] = set()
+        self.seen: list[tuple[list[bool], bool]] = []  # of each request: which files it had, and whether it was refused
+        self._answer = answer
+        info = {"trust_mm_content_hashes": True, "mm_preprocess_cache_size_mb": 256}
+        self.answers = {"/server_info": says(info), IMAGES_ROUTE: says({"detail": "Not Found"}, 404)}
+        self.answers["/generate"] = self.generate
+
+    def generate(self, request: Any, body: dict[str, Any]) -> None:
+        data = body["image_data"]
+        hashes = body.get("mm_content_hashes") or [None] * len(data)
+        wrong = False
+        for uri, name in zip(data, hashes, strict=True):
+            if name not in self.kept:
+                found = image_name(b64decode(uri.partition(",")[2]))
+                wrong |= name not in (None, found)
+                self.kept.add(found)
+        self.seen.append(([len(uri) > 10 for uri in data], wrong))
+        says({"error": {"message": "content hash mismatch"}} if wrong else self._answer, 400 if wrong else 200)(
+            request, body
+        )
