@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,18 @@ async def episode(client: EngineClient, images: list[Image | None], spec: Vision
 
 
 def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Of a process and all that it has started."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = int(fields[1])
+            ticks[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    family, found = {pid}, 0
+    while len(family) > found:
+        found = len(family)
+        family |= {child for child, parent in parents.items() if parent in family}
+    return sum(ticks.get(member, 0) for member in family) / os.sysconf("SC_CLK_TCK")
 
 
 async def measure(url: str, pid: int, spec: VisionSpec, turns: int, group: int) -> dict[str, Any]:
@@ -123,7 +134,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--url", default="", help="of an engine that runs already")
-    parser.add_argument("--pid", type=int, default=0, help="its process, with --url")
+    parser.add_argument("--pid", type=int, default=0, help="its process, with --url; its children count too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model_dir(folder)
