@@ -23,7 +23,7 @@ from shared.nccl.versions import environment_in, unequal_nccl
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
 ONE_ALONE = ("pp-size", "pipeline-parallel-size", "dp-size", "data-parallel-size")
-KEPT_IMAGES_MB = {"cpu": 256, "cuda": 2048}  # of the host, by device; 8 KiB a patch of 16 x 16 pixels
+KEPT_IMAGES_MB = {"cpu": 256, "cuda": 2048}  # of the host, by device; 6 KiB a patch of 16 x 16 pixels
 QUANTIZING = ("quantization", "torchao-config")
 
 

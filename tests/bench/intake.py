@@ -8,7 +8,7 @@ image of an episode is another file. The PNGs hold a photograph-like patch, line
 line is one JSON object. `cpu_ms_per_image` and `cpu_ms_per_episode` divide all CPU time of rank 0's process, ZeroMQ's
 threads included, by the images and by the episodes; `peak_bytes` is the most that it held, `bound_bytes` what it may
 hold: the files and arrays of the groups that the tickets allow, and `--slack-mib`. `rss_bytes` is the resident memory
-after each step.
+while the groups of each step are here.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from learner.tickets.book import BookSettings
 from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.codec import TokenRules, encode
+from shared.guards.memory import use_one_heap
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec
@@ -131,12 +132,12 @@ def learn(server: TicketServer, decoder: ImageDecoder, steps: int, groups: int) 
         assert len(made) == groups * GROUP
         server.commit()
         server.metrics()
+        rss.append(resident_bytes())
+        del batch, made
         server.set_version(step + 1)
         if step:
             cpu_s += time.process_time() - began
             step_s.append(time.monotonic() - started)
-        del batch, made
-        rss.append(resident_bytes())
     episodes = steps * groups * GROUP
     return {
         "cpu_ms_per_image": round(1e3 * cpu_s / episodes / IMAGES, 4),
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=int, default=0)
     parser.add_argument("--slack-mib", type=int, default=512, help="beside the groups")
     options = parser.parse_args()
+    use_one_heap()  # as the learner does
     groups = options.episodes // GROUP
     file_bytes = len(picture(np.random.default_rng(0)))
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +193,7 @@ def main() -> None:
         server.stop("enough")
         for worker in workers:
             worker.join(10.0)
-    held = (options.max_staleness + 2) * options.episodes * (IMAGES * file_bytes + 16 * TURNS * TURN_TOKENS)
+    held = (options.max_staleness + 1) * options.episodes * (IMAGES * file_bytes + 16 * TURNS * TURN_TOKENS)
     row = {"episodes": options.episodes, "steps": options.steps, "actors": share * options.processes}
     row |= {"file_bytes": file_bytes, **result, "peak_bytes": peak_bytes()}
     row |= {"bound_bytes": before + held + options.slack_mib * 2**20, "rejected": counts["wire/rejected"]}
