@@ -155,11 +155,12 @@ def peak_bytes() -> int:
 def served(options: argparse.Namespace, folder: str) -> tuple[TicketServer, ImageDecoder]:
     spec = VisionSpec(image_token_id=PLACEHOLDER)
     decoder, groups = ImageDecoder(spec), options.episodes // GROUP
-    book = BookSettings(group_size=GROUP, groups_per_version=groups, max_staleness=options.max_staleness)
+    settings = {"groups_per_version": groups, "max_staleness": options.max_staleness}
+    book = BookSettings(group_size=GROUP, lost_after_s=600.0, **settings)  # an actor's process is busy for long
     check = partial(check_group, decoder=decoder, max_context=2**16)
     rules = TokenRules(PLACEHOLDER, (), VOCAB)
-    settings = TicketServerSettings("tcp://127.0.0.1:*", Path(folder), "intake", rules, 60.0, check=check)
-    return TicketServer(SeedSource(), book, settings), decoder
+    served = TicketServerSettings("tcp://127.0.0.1:*", Path(folder), "intake", rules, 60.0, check=check)
+    return TicketServer(SeedSource(), book, served), decoder
 
 
 def main() -> None:
@@ -196,7 +197,11 @@ def main() -> None:
     held = (options.max_staleness + 1) * options.episodes * (IMAGES * file_bytes + 16 * TURNS * TURN_TOKENS)
     row = {"episodes": options.episodes, "steps": options.steps, "actors": share * options.processes}
     row |= {"file_bytes": file_bytes, **result, "peak_bytes": peak_bytes()}
-    row |= {"bound_bytes": before + held + options.slack_mib * 2**20, "rejected": counts["wire/rejected"]}
+    row |= {
+        "bound_bytes": before + held + options.slack_mib * 2**20,
+        "rejected": counts["wire/rejected"],
+        "reissued": counts["tickets/reissued"],
+    }
     print(json.dumps(row | {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}))
 
 
