@@ -40,7 +40,7 @@ from learner.tickets.book import BookSettings
 from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.codec import TokenRules, encode
-from shared.guards.memory import use_one_heap
+from shared.guards.memory import keep_heap, use_one_heap
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec
@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--slack-mib", type=int, default=512, help="beside the groups")
     options = parser.parse_args()
     use_one_heap()  # as the learner does
+    keep_heap()
     groups = options.episodes // GROUP
     file_bytes = len(picture(np.random.default_rng(0)))
     with tempfile.TemporaryDirectory() as folder:
