@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 from PIL import Image as PILImage
 
+from shared.guards.png_files import check_chunks
 from shared.types import Image
 from shared.vision import IMAGE_FORMATS, MAX_IMAGE_PIXELS, VisionSpec
 
@@ -166,6 +167,8 @@ def _encoded(source: Any) -> tuple[Image, tuple[int, int]]:
     try:
         with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as opened:
             size, rgb = opened.size, None if opened.format == "PNG" else _rgb(opened)
+        if rgb is None:
+            check_chunks(data, pixels=True)
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
         raise ValueError(f"an image cannot be decoded: {type(error).__name__}: {error}") from error
     if rgb is not None:

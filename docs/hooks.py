@@ -153,6 +153,8 @@ def engine_page() -> str:
         "# Engine API\n\nActors and the learner's publisher speak the part of SGLang's HTTP API that "
         "`shared/engine_api.py` holds; SGLang's server and the embedded engine answer it.\n\n"
         + _text(_docstring("shared.engine_api"))
+        + "\n\n## Images\n\n"
+        + _text(_docstring("shared.engines.images"))
         + "\n\n## The embedded engine's routes\n\n"
         + _text(_docstring("actor.engine.app"))
         + "\n"

@@ -29,7 +29,7 @@ from learner.shutdown import ShutdownRequested
 from learner.tickets.server import check_address
 from learner.tickets.sources import SeedSource
 from shared.config import EXIT_USER_ERROR, Recipe, fail, parse, recipe_parser
-from shared.guards.memory import bound_kernel_caches, kept_for_ever, use_one_heap
+from shared.guards.memory import bound_kernel_caches, keep_heap, kept_for_ever, use_one_heap
 from shared.keys import learner_security, read_api_key
 from shared.log import get_logger
 from shared.nccl import variables
@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--from-recording", default="", metavar="DIR", help="train on these groups, without actors")
     recipe, options = parse(parser, argv)
     rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        keep_heap()
     if recipe.learner.device == "cuda":
         os.environ.update(variables.settings(os.environ))
     if "TORCHELASTIC_RUN_ID" in os.environ:

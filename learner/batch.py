@@ -107,7 +107,7 @@ def make_episode(
     group: int = 0,
     place: int = -1,
 ) -> Episode:
-    """ValueError when the layout is wrong or an image cannot be read."""
+    """ValueError when the layout is wrong or an image has no size."""
     check_layout(trajectory, decoder.spec)
     grids = tuple(decoder.grid(image) for image in trajectory.images)
     sampled = np.flatnonzero(trajectory.loss_mask)
@@ -222,12 +222,17 @@ def pack(
     return on(pack_on_host(episodes, decoder, context), device)
 
 
+def shortest_first(episodes: Sequence[Episode]) -> list[Episode]:
+    """As a microbatch has them."""
+    return sorted(episodes, key=lambda e: e.num_tokens)
+
+
 def pack_on_host(episodes: Sequence[Episode], decoder: ImageDecoder, context: Context = ALONE) -> Microbatch:
     """As `pack`, without touching a device: a thread may do it meanwhile."""
-    episodes = sorted(episodes, key=lambda e: e.num_tokens)
+    episodes = shortest_first(episodes)
     expanded = [e.expanded() for e in episodes]
     pictures = Pictures.of([e.images for e in episodes], decoder, context.size)
-    images = [decoder.get(image) for image in pictures.images[context.rank]]
+    images = [decoder.get_or_blank(image) for image in pictures.images[context.rank]]
     counts = np.array([e.num_sampled for e in episodes])
     starts = np.cumsum([0, *(e.num_tokens for e in episodes)])
     targets = np.concatenate([e.targets + start for e, start in zip(expanded, starts, strict=False)])

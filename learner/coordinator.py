@@ -18,12 +18,13 @@ from threading import Event
 from typing import Any
 
 from learner.alarms.alarms import Alarms
-from learner.distributed import Ranks, broadcast_flag, broadcast_groups
+from learner.distributed import Ranks, broadcast_flag
 from learner.metrics.episodes import RunResult, held_out_metrics, middle_half, rollout_metrics
 from learner.metrics.evaluation import evaluation_metrics, in_words
 from learner.metrics.services import services_of
 from learner.metrics.shown import show
 from learner.metrics.writer import MetricLogger
+from learner.parallel.delivery import broadcast_groups
 from learner.recording.columns import Watched
 from learner.recording.recorder import Recorder as StepRecorder
 from learner.tickets.evaluations import Plan

@@ -1,4 +1,4 @@
-"""Ranks of the learner: process group, rank 0's groups and flags to all, sums over ranks. Every wait has a limit."""
+"""Ranks of the learner: process group, rank 0's frames and flags to all, sums over ranks. Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain, islice
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,9 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from learner.parallel.divisors import next_divisors
-from shared.codec import decode, frames_of
 from shared.learner_config import ParallelConfig
-from shared.types import Group
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Of the default group, by the ranks' device. On GPUs it is mixed, and no gloo group: `Ranks.on_cpu` is one."""
@@ -169,26 +165,11 @@ def broadcast_frames(frames: Sequence[bytes | memoryview] | None, ranks: Ranks) 
     if frames is not None:
         sizes = torch.tensor([memoryview(frame).nbytes for frame in frames], dtype=torch.int64)
     dist.broadcast(sizes, src=0)
-    joined = bytearray(b"".join(frames)) if frames is not None else bytearray(int(sizes.sum()))
+    joined = bytearray().join(frames) if frames is not None else bytearray(int(sizes.sum()))
     if joined:
         dist.broadcast(torch.frombuffer(joined, dtype=torch.uint8), src=0)
     view, ends = memoryview(joined).toreadonly(), sizes.cumsum(0).tolist()
     return [view[end - size : end] for size, end in zip(sizes.tolist(), ends, strict=True)]
-
-
-def broadcast_groups(groups: Sequence[Group] | None, ranks: Ranks) -> Sequence[Group]:
-    """Rank 0's groups on every rank, as the wire's frames; the others pass None."""
-    if ranks.size == 1:
-        assert groups is not None
-        return groups
-    messages = [frames_of(group) for group in groups or ()]
-    counts = np.array([len(frames) for frames in messages], dtype=np.int64).tobytes()
-    received = broadcast_frames([counts, *chain(*messages)] if groups is not None else None, ranks)
-    if groups is not None:
-        return groups
-    rest = iter(received[1:])
-    messages = [list(islice(rest, count)) for count in np.frombuffer(received[0], dtype=np.int64)]
-    return [group for group in map(decode, messages) if isinstance(group, Group)]
 
 
 def all_sum(tensor: Tensor, ranks: Ranks) -> Tensor:

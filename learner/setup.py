@@ -32,6 +32,7 @@ from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import VerifierSettings, WeightVerifier
 from shared.codec import TokenRules
 from shared.config import Recipe
+from shared.guards.refusals import Refusals
 from shared.keys import learner_security, read_api_key
 from shared.log import get_logger
 from shared.settings.objective import ObjectiveConfig
@@ -54,6 +55,8 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     if recipe.learner.objective.has_reference:
         reference = BasePolicy(policy) if policy.adapters else build_policy(recipe, ranks).requires_grad_(False)
     trainer = Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
+    rejected = Path(recipe.run.dir) / recipe.run.name / "rejected" / f"rank_{ranks.rank}"
+    trainer.decoder.refusals = Refusals("an image", get_logger("learner"), rejected)
     if recipe.learner.parallel.check:
         trainer.router.counting = False
         check_shared(policy, ranks, min(recipe.learner.parallel.microbatch_tokens, recipe.model.max_context))

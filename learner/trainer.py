@@ -109,6 +109,8 @@ class Trainer:
         self.num_steps += 1
         self.num_skipped += work.num_skipped > 0
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if work.num_bad else 0
+        self.packer.delivery.forget()
+        work.num_blank = self.decoder.take_num_blank()
         work.stats.gather(self.ranks)
         if watched is not None:
             watched.gather(self.ranks)
@@ -152,7 +154,7 @@ class Trainer:
         microbatches = self.packer.plan(episodes)
         with self.packer.batches(episodes, microbatches) as batches:
             for chosen, batch in zip(microbatches, batches, strict=True):
-                order = sorted(chosen, key=lambda i: episodes[i].num_tokens)  # as `pack` has them
+                order = sorted(chosen, key=lambda i: episodes[i].num_tokens)  # as `shortest_first` has them
                 places = [torch.arange(starts[i], starts[i + 1], device=self.ranks.device) for i in order]
                 for row, policy in asked:
                     found_N = forward_only(policy, batch, self.temperature).logprobs

@@ -20,15 +20,26 @@ import threading
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
 
 from shared.engine_messages import parse_weight_name
-from shared.frames import DEFAULT_LIMITS, DTYPES, Frame, Incoming, Limits, Outgoing, WireError, digest, num_items
-from shared.types import ITEMS, Group, Image, Message, Tickets, Trajectory
+from shared.frames import (
+    DEFAULT_LIMITS,
+    DTYPES,
+    Frame,
+    Incoming,
+    Limits,
+    Outgoing,
+    WireError,
+    check_plain,
+    digest,
+    num_items,
+)
+from shared.types import Group, Image, Message, Tickets, Trajectory
 
 __all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode", "frames_of"]
 
@@ -79,16 +90,16 @@ def encode(message: Message, limits: Limits = DEFAULT_LIMITS) -> list[Frame]:
     return frames
 
 
-def decode(frames: Sequence[Frame], limits: Limits = DEFAULT_LIMITS) -> Message:
+def decode(frames: Sequence[Frame], limits: Limits = DEFAULT_LIMITS, images: Sequence[Image] | None = None) -> Message:
     """The message in `frames`, fully checked; its arrays are read-only views of `frames`. Raises WireError, whatever
-    the frames hold."""
+    the frames hold. `images`: what stands for its images, where `split_images` has taken them away."""
     try:
-        message = _decode(frames, limits)
+        message = _decode(frames, limits, images)
     except WireError:
         raise
     except Exception as error:  # whatever a message does to its reader, it is refused
         raise WireError("unreadable", f"{type(error).__name__}: {_one_line(error)}") from error
-    if isinstance(message, Group):
+    if isinstance(message, Group) and images is None:
         _received[message] = frames
     return message
 
@@ -98,19 +109,29 @@ def frames_of(group: Group) -> Sequence[Frame]:
     return _received.get(group) or encode(group)
 
 
-def _decode(frames: Sequence[Frame], limits: Limits) -> Message:
+def split_images(frames: Sequence[Frame]) -> tuple[list[Frame], list[Image]]:
+    """The frames of a sound message without those of its images, and the images."""
+    names = _header_of(frames[0]).images
+    end = len(frames) - 1 - len(names)
+    return [*frames[:end], frames[-1]], list(map(Image, frames[end:-1], names))
+
+
+def _decode(frames: Sequence[Frame], limits: Limits, images: Sequence[Image] | None) -> Message:
     _check_sizes(frames, limits)
     header = _header_of(frames[0])
-    num_images = len(header.images) if len(header.images) < len(frames) - 1 else 0
+    num_images = len(header.images) if images is None and len(header.images) < len(frames) - 1 else 0
     arrays = frames[: len(frames) - 1 - num_images]
     if digest(arrays) != frames[-1]:
         raise WireError("digest", "damaged on its way: its digest does not match")
-    if len(header.images) != num_images:
+    if images is None:
+        images = [Image.of(frame) for frame in frames[len(arrays) : -1]]
+    if len(header.images) != len(images):
         raise WireError("missing_frame", f"header names {len(header.images)} images in {len(frames)} frames")
-    images = [Image.of(frame) for frame in frames[len(arrays) : -1]]
     if [image.content_hash for image in images] != header.images:
         raise WireError("image_hash", "damaged on its way: an image does not match its content hash")
-    return _message_of(header.message, Incoming(arrays[1:], images, limits))
+    message = _message_of(header.message, Incoming(arrays[1:], images, limits))
+    _check_free_form(message, limits)
+    return message
 
 
 def _header_of(frame: Frame) -> _Header:
@@ -160,7 +181,6 @@ def _message_of(body: msgspec.Raw, source: Incoming) -> Message:
         if isinstance(message, Group):
             for trajectory in message.trajectories:
                 check_lengths(trajectory)
-        _check_free_form(message, source.limits)
         return message
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _refusal(error, _stub_of(body)) from None
@@ -198,26 +218,8 @@ def _check_free_form(message: Message, limits: Limits) -> None:
     if isinstance(message, Tickets):
         for number, ticket in enumerate(message.tickets):
             where = f"Tickets.tickets[{number}].sample"
-            _check_plain(ticket.sample.prompt, limits.depth + 1, f"{where}.prompt")
-            _check_plain(ticket.sample.metadata, limits.depth, f"{where}.metadata")
-
-
-def _check_plain(value: Any, depth: int, where: str) -> None:
-    if depth == 0:
-        raise WireError("too_deep", f"{where} is nested too deeply")
-    if isinstance(value, list | tuple | dict):
-        if len(value) > ITEMS:
-            raise WireError("too_many", f"{where} has {len(value)} items, limit {ITEMS}")
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(value, dict) and not isinstance(key, str):
-                raise WireError("wrong_type", f"{where} has a key that is {type(key).__name__}, expected str")
-            _check_plain(item, depth - 1, f"{where}[{key!r:.40}]")
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise WireError("out_of_range", f"{where} is an integer of more than 64 bits")
-    elif isinstance(value, float | np.floating) and not math.isfinite(value):
-        raise WireError("not_finite", f"{where} is {value}")
-    elif not (value is None or isinstance(value, bool | int | float | str | np.integer | np.floating)):
-        raise WireError("wrong_type", f"{where} is {type(value).__name__}, which cannot be sent")
+            check_plain(ticket.sample.prompt, limits.depth + 1, f"{where}.prompt")
+            check_plain(ticket.sample.metadata, limits.depth, f"{where}.metadata")
 
 
 # ------------------------------------------------------------------ trajectories
@@ -249,11 +251,12 @@ def check_trajectory(t: Trajectory, rules: TokenRules) -> None:
     sampled = t.loss_mask.view(bool)
     if mask and ids.view(np.uint32).max() >= rules.vocab_size:  # negative ones are large
         raise WireError("token_id", f"token ids {ids.min()}..{ids.max()} leave the vocabulary of {rules.vocab_size}")
-    places = {token: np.flatnonzero(ids == token) for token in (rules.placeholder_id, *rules.banned_ids)}
-    num_placeholders = len(places[rules.placeholder_id])
-    if num_placeholders != len(t.images):
+    special = {rules.placeholder_id, *rules.banned_ids}  # neighbours, in every family of models
+    near = np.flatnonzero((ids - min(special)).view(np.uint32) <= max(special) - min(special))
+    found = ids[near].tolist()
+    if (num_placeholders := found.count(rules.placeholder_id)) != len(t.images):
         raise WireError("placeholders", f"{num_placeholders} image placeholders for {len(t.images)} images")
-    if any(np.count_nonzero(sampled[banned]) for banned in places.values()):
+    if found and not special.isdisjoint(ids[near[sampled[near]]].tolist()):
         raise WireError("sampled_vision_id", "the policy sampled a vision token")
     if mask and not (logprobs.min() >= _LOWEST and logprobs.max() <= 0):  # neither holds for NaN
         raise WireError("logprob", "behaviour logprobs must be finite and <= 0")

@@ -22,6 +22,7 @@ from shared.engine_messages import (
     unfit,
     watched_logprobs,
 )
+from shared.engines.images import EngineImages
 from shared.http_client import HttpFailure, JsonClient
 from shared.types import Completion, Image, PolicyVersion, Sampling
 
@@ -46,6 +47,7 @@ class EngineClient(JsonClient):
         self.timeout_s = timeout_s
         self.num_open = 0  # episodes that play on this engine
         self.suspect = False  # the last request failed; cleared by the next that does not
+        self._images = EngineImages(self)
         self.weights: tuple[PolicyVersion, str] = (-1, "")  # version and learner process of the last token it sampled
 
     async def post(self, path: str, body: Any, timeout_s: float = CALL_S) -> Any:
@@ -74,9 +76,12 @@ class EngineClient(JsonClient):
         """Continues the stream. An abort is a Completion, not an error. Requests of one `cache_key` share what the
         engine keeps of their common beginning, others do not."""
         new_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        body = generate_body(token_ids, images, sampling, banned_ids, stop_ids, new_tokens, seed, cache_key)
+        body = generate_body(token_ids, (), sampling, banned_ids, stop_ids, new_tokens, seed, cache_key)
         try:
-            completion = self._read(completion_of, await self._generate(body))
+            answer = await self._images.shown(
+                images, lambda shown: self.ask("/generate", body | shown, self.timeout_s, Generated)
+            )
+            completion = self._read(completion_of, answer)
             if len(completion.token_ids) > new_tokens:
                 raise EngineError(self.url, f"sampled {len(completion.token_ids)} tokens, {new_tokens} were asked for")
         except EngineError:
@@ -95,7 +100,8 @@ class EngineClient(JsonClient):
         """Waits for an answer with logprobs, whatever the weights are; returns the prompt's tokens as the engine
         counts them, and the likeliest next token."""
         body = generate_body(token_ids, images, Sampling(0.0), banned_ids, max_new_tokens=2)
-        meta = (await self.request("POST", "/generate", body, timeout_s=timeout_s, answer=Generated)).meta_info
+        answer = await self.request("POST", "/generate", body, timeout_s=timeout_s, answer=Generated)
+        meta = self._read(lambda answer: answer.meta, answer)
         if not meta.output_token_logprobs:
             raise EngineError(self.url, "the answer has no output_token_logprobs; does an engine serve there?")
         return meta.prompt_tokens, meta.output_token_logprobs[0][1]
@@ -226,11 +232,11 @@ class EngineClient(JsonClient):
 
     # ------------------------------------------------------------------ what these are made of
 
-    async def _generate(self, body: dict[str, Any]) -> Generated:
-        """Asks again only when the engine cannot have seen the request, or says that it is full."""
+    async def ask(self, path: str, body: Any, timeout_s: float, answer: type | None = None) -> Any:
+        """Posts; again only when the engine cannot have seen the request, or says that it is full."""
         for attempt in range(CONNECT_TRIES):
             try:
-                return await self.request("POST", "/generate", body, timeout_s=self.timeout_s, answer=Generated)
+                return await self.request("POST", path, body, timeout_s=timeout_s, answer=answer)
             except EngineError as error:
                 if attempt == CONNECT_TRIES - 1 or (error.sent and error.status != 503):
                     raise

@@ -50,7 +50,7 @@ def generate_body(
         settings["sampling_seed"] = seed
     body: dict[str, Any] = {"input_ids": list(token_ids), "sampling_params": settings, "return_logprob": True}
     if images:
-        body["image_data"] = [_uris.of(image) for image in images]
+        body["image_data"] = data_uris(images)
     if cache_key:
         body["extra_key"] = cache_key
     return body
@@ -67,6 +67,11 @@ class _DataUris(threading.local):
 
 
 _uris = _DataUris()
+
+
+def data_uris(images: Sequence[Image]) -> list[str]:
+    """The images as every engine takes them."""
+    return [_uris.of(image) for image in images]
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -93,14 +98,22 @@ class Meta(msgspec.Struct):
 
 
 class Generated(msgspec.Struct):
-    """The answer of /generate, as far as it is read."""
+    """The answer of /generate, as far as it is read. The embedded engine only names the images that it has not got."""
 
-    meta_info: Meta
+    meta_info: Meta | None = None
+    unknown_images: list[str] = []
+
+    @property
+    def meta(self) -> Meta:
+        """ValueError without any."""
+        if self.meta_info is None:
+            raise ValueError("the answer has no meta_info; does an engine serve there?")
+        return self.meta_info
 
 
 def completion_of(answer: Generated) -> Completion:
     """The checked completion in an answer of /generate."""
-    meta = answer.meta_info
+    meta = answer.meta
     pairs, kind = meta.output_token_logprobs or [], meta.finish_reason.type
     if not pairs and kind != "abort":
         raise ValueError("the answer has no output_token_logprobs, without which nothing can be trained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import typing
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from shared.types import Image, Trajectory
+from shared.types import ITEMS, Image, Trajectory
 
 Frame = bytes | memoryview
 HASH_DIGITS = 32
@@ -88,6 +89,25 @@ def _item_bytes(kind: int) -> int:
 
 _LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bin, ext, str
 _ITEM_BYTES = [_item_bytes(kind) for kind in range(256)]
+
+
+def check_plain(value: Any, depth: int, where: str) -> None:
+    """WireError unless a free-form value is made of what msgpack has, in bounds; `depth`: how deep it may be nested."""
+    if depth == 0:
+        raise WireError("too_deep", f"{where} is nested too deeply")
+    if isinstance(value, list | tuple | dict):
+        if len(value) > ITEMS:
+            raise WireError("too_many", f"{where} has {len(value)} items, limit {ITEMS}")
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
+                raise WireError("wrong_type", f"{where} has a key that is {type(key).__name__}, expected str")
+            check_plain(item, depth - 1, f"{where}[{key!r:.40}]")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise WireError("out_of_range", f"{where} is an integer of more than 64 bits")
+    elif isinstance(value, float | np.floating) and not math.isfinite(value):
+        raise WireError("not_finite", f"{where} is {value}")
+    elif not (value is None or isinstance(value, bool | int | float | str | np.integer | np.floating)):
+        raise WireError("wrong_type", f"{where} is {type(value).__name__}, which cannot be sent")
 
 
 class Outgoing:

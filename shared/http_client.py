@@ -21,6 +21,7 @@ MAX_TYPED_BYTES = 64 << 20  # of an answer of a known type, which takes no more 
 MAX_ANSWER_BYTES = 8 << 20  # of any other JSON, which takes up to 25 times as much
 MAX_ERROR_BYTES = 64 << 10
 HEADERS = {"content-type": "application/json"}
+FILE_HEADERS = {"content-type": "application/octet-stream"}
 
 
 class HttpFailure(Exception):
@@ -74,9 +75,12 @@ class JsonClient:
         self, method: str, path: str, body: Any = None, *, timeout_s: float, answer: type | None = None
     ) -> Any:
         """The decoded JSON of a 2xx answer (None when it is empty), checked against the type `answer` where one is
-        given. `failure` for any other answer, and after `timeout_s`."""
-        data = None if body is None else msgspec.json.encode(body)
-        return self._decoded(path, *await self._exchange(method, path, data, timeout_s, answer is not None), answer)
+        given. The body is sent as JSON, bytes as they are. `failure` for any other answer, and after `timeout_s`."""
+        data, headers = body, FILE_HEADERS
+        if not isinstance(body, bytes | memoryview):
+            data, headers = None if body is None else msgspec.json.encode(body), None
+        found = await self._exchange(method, path, data, timeout_s, answer is not None, headers)
+        return self._decoded(path, *found, answer)
 
     async def post_content(self, path: str, content: bytes, *, timeout_s: float) -> Any:
         """As `request`, of a body that is JSON already, over connections of its own that cost less."""
@@ -105,15 +109,23 @@ class JsonClient:
             await self._session.close()
 
     async def _exchange(
-        self, method: str, path: str, data: bytes | None, timeout_s: float, typed: bool = False
+        self,
+        method: str,
+        path: str,
+        data: bytes | memoryview | None,
+        timeout_s: float,
+        typed: bool = False,
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """(status, body) of a 2xx answer."""
+        """(status, body) of a 2xx answer. `data` goes as it is, as a JSON text unless `headers` say otherwise."""
         if self._session is None:
             self._session = self._open()
         with self._failing(path, timeout_s):
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.request(method, self._base + path, data=data, allow_redirects=False) as response,
+                self._session.request(
+                    method, self._base + path, data=data, headers=headers, allow_redirects=False
+                ) as response,
             ):
                 status = response.status
                 limit = (MAX_TYPED_BYTES if typed else MAX_ANSWER_BYTES) if response.ok else MAX_ERROR_BYTES

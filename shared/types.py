@@ -6,6 +6,7 @@ Shape suffixes: T = tokens of one episode's compact stream (one placeholder per 
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
@@ -15,7 +16,7 @@ import xxhash
 from msgspec import Meta, Struct, field
 from numpy.typing import NDArray
 
-from shared.engine_urls import ENGINE_URL, ENGINES
+from shared.engines.urls import ENGINE_URL, ENGINES
 
 Item = TypeVar("Item")
 ITEMS = 2**16  # of one list or dict
@@ -57,16 +58,30 @@ class Ending(StrEnum):
 TRAINABLE_ENDINGS = frozenset({Ending.COMPLETED, Ending.MAX_TURNS, Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})
 
 
+IMAGE_NAME = "sha256:"  # the beginning of an image's name; hexadecimal digits follow
+
+
+def image_name(data: bytes | memoryview) -> str:
+    return IMAGE_NAME + hashlib.sha256(data).hexdigest()
+
+
 class Image:
     """One image, as the very bytes the engine was given (an encoded file such as PNG); received large ones are
     read-only views, equal to their bytes. Never changed after it is made."""
 
-    __slots__ = ("content_hash", "data")
+    __slots__ = ("_name", "content_hash", "data")
     data: bytes | memoryview
-    content_hash: str  # XXH3 (128 bits) of `data`, 32 hex digits
+    content_hash: str  # XXH3 (128 bits) of `data`, 32 hex digits: it tells damage, not forgery
 
     def __init__(self, data: bytes | memoryview, content_hash: str = "") -> None:
         self.data, self.content_hash = data, content_hash
+        self._name = ""
+
+    @property
+    def name(self) -> str:
+        """What engines call it: no two files have the same name, whoever makes them. Computed once."""
+        self._name = self._name or image_name(self.data)
+        return self._name
 
     @staticmethod
     def of(data: bytes | memoryview) -> Image:

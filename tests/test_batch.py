@@ -199,13 +199,13 @@ def test_what_is_no_image_or_too_large_is_one_clear_error():
         ImageDecoder(SPEC).get(Image.of(buffer.getvalue()))
 
 
-def test_a_group_with_an_image_that_cannot_be_decoded_is_found_before_it_reaches_a_step():
+def test_a_group_with_an_image_that_breaks_off_is_found_before_it_reaches_a_step():
     group = random_groups(SPEC, 1, group_size=2)[0]
     check_group(group, ImageDecoder(SPEC))
     first = group.trajectories[0]
     cut = Image.of(first.images[0].data[:200])
     spoiled = replace(first, images=(cut, *first.images[1:]))
-    with pytest.raises(ValueError, match="cannot be decoded"):
+    with pytest.raises(ValueError, match="is refused: a PNG of 200 bytes breaks off"):
         check_group(replace(group, trajectories=(spoiled, group.trajectories[1])), ImageDecoder(SPEC))
     with pytest.raises(ValueError, match="3 image placeholders but 1 images"):
         spoiled = replace(first, images=first.images[:1])

@@ -33,7 +33,7 @@ def bomb(side: int) -> bytes:
 
 
 def engine(data: bytes) -> None:
-    ImageCache(SPEC).get("data:image/png;base64," + base64.b64encode(data).decode())
+    ImageCache(SPEC).get(["data:image/png;base64," + base64.b64encode(data).decode()])
 
 
 def learner(data: bytes) -> None:
@@ -76,7 +76,7 @@ def test_a_damaged_image_is_one_error_of_its_reader(take: Callable[[bytes], None
 def test_the_engine_refuses_an_image_beyond_its_context_before_it_is_decoded() -> None:
     images, uri = ImageCache(SPEC, max_tokens=4), "data:image/png;base64," + base64.b64encode(bomb(1000)).decode()
     with pytest.raises(ValueError, match="tokens; the context is 4"):  # else: that the file is cut off
-        images.get(uri)
+        images.get([uri])
 
 
 @EVERYWHERE

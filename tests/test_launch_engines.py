@@ -71,6 +71,7 @@ def test_sglang_is_started_for_the_recipes_model_on_a_cpu(sglang_env):
     assert flags["--attention-backend"] == "torch_native" and flags["--disable-overlap-schedule"] is True
     assert json.loads(flags["--mm-process-config"])["image"]["size"]["shortest_edge"] == 1024
     assert spec.env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    assert flags["--mm-preprocess-cache-size-mb"] == "256" and flags["--trust-mm-content-hashes"] is True
     assert (
         spec.env["PYTHONPATH"].endswith("stand_ins")
         and spec.env["PATH"] == f"{sglang_env / 'bin'}:{os.environ['PATH']}"

@@ -20,7 +20,7 @@ from actor.named_engines import NamedEngines
 from learner.tickets.server import TicketServer
 from shared.codec import WireError, decode, encode
 from shared.engine_api import EngineClient, EngineError
-from shared.engine_urls import ENGINES
+from shared.engines.urls import ENGINES
 from shared.types import Completion, Hello, Request, Sampling, Welcome
 from tests.support.actor_rig import Learner, Stage, dismiss, with_learner
 from tests.support.machine import LocalServer, QuietHandler, children_of, free_port, until, until_async

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from learner.model.policy import load_policy
 from learner.packing.ahead import ahead
 from learner.packing.place import on
 from learner.trainer import Trainer
+from shared.guards.refusals import Refusals
 from shared.vision import expand
 from tests.support.checkpoints import config, recipe, save
 from tests.support.episodes import random_groups
@@ -122,18 +125,38 @@ def test_steps_are_bit_for_bit_those_without_the_thread_a_resumed_one_too(folder
     assert torch.equal(weights(trainer), weights(plain)) and torch.equal(weights(resumed), weights(plain))
 
 
-@pytest.mark.slow
-def test_an_image_that_cannot_be_decoded_ends_the_step_with_its_cause(folder, spec, ranks, monkeypatch):
+def decoding_only(first: int, error: Exception):
+    """`ImageDecoder._decode` that raises `error` from the image of this number on, and what it was asked for."""
     decode, seen = ImageDecoder._decode, []
 
     def broken(self, image):
         seen.append(image)
-        if len(seen) == 3:
-            raise ValueError(f"image {image.content_hash[:12]} cannot be decoded: truncated")
+        if len(seen) > first:
+            raise error
         return decode(self, image)
 
+    return broken, seen
+
+
+@pytest.mark.slow
+def test_what_fails_while_a_microbatch_is_packed_ends_the_step_with_its_cause(folder, spec, ranks, monkeypatch):
+    broken, _ = decoding_only(2, RuntimeError("no memory"))
     monkeypatch.setattr(ImageDecoder, "_decode", broken)
     trainer = Trainer(load_policy(str(folder), spec), config(microbatch_tokens=90), ranks)
-    with pytest.raises(ValueError, match="cannot be decoded: truncated"):
+    with pytest.raises(RuntimeError, match="no memory"):
         trainer.step(random_groups(spec, 4, turns=2), 0)
     assert not threads()
+
+
+@pytest.mark.slow
+def test_an_image_that_cannot_be_decoded_is_left_blank_counted_and_kept(folder, spec, ranks, monkeypatch, tmp_path):
+    broken, seen = decoding_only(2, ValueError("image 1 cannot be decoded: broken data stream"))
+    monkeypatch.setattr(ImageDecoder, "_decode", broken)
+    trainer = Trainer(load_policy(str(folder), spec), config(microbatch_tokens=90), ranks)
+    trainer.decoder.refusals = Refusals("an image", logging.getLogger("test"), tmp_path)
+    metrics = trainer.step(random_groups(spec, 4, turns=2), 0)
+    assert metrics["images/unreadable"] == len(seen) - 2 > 0 and metrics["optim/skipped_steps"] == 0
+    assert trainer.decoder.refusals.counts == {"unreadable": len(seen) - 2}
+    kept = msgspec.msgpack.decode(min(tmp_path.glob("*.msgpack")).read_bytes())
+    assert kept["frames"] == [bytes(seen[2].data)]
+    assert trainer.step(random_groups(spec, 1, with_images=False), 0)["images/unreadable"] == 0

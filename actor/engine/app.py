@@ -22,6 +22,7 @@ from actor.engine.scheduler import Scheduler
 from actor.engine.settings import EngineSettings
 from actor.engine.weight_loader import nccl_version
 from actor.engine.weight_routes import WeightUpdates
+from shared.engines.images import IMAGES_ROUTE
 from shared.guards.refusals import Refusals
 from shared.vision import VisionSpec
 
@@ -111,6 +112,7 @@ class EngineApp:
     def routes(self) -> dict[str, Handler]:
         return {
             "POST /generate": self.generate,
+            f"POST {IMAGES_ROUTE}": self.add_image,
             "POST /abort_request": self.abort,
             "POST /flush_cache": self.flush_cache,
             "GET /flush_cache": self.flush_cache,
@@ -132,7 +134,10 @@ class EngineApp:
         if self.scheduler.num_open >= MAX_OPEN_REQUESTS:
             raise HttpError(503, f"{MAX_OPEN_REQUESTS} requests are open already")
         body.check(self.vocab_size)
-        request = Request(body, self.images, self.spec, max_context=self.settings.max_context, eos_ids=self.eos_ids)
+        images, unknown = self.images.get(body.images)
+        if unknown:  # no refusal: the client sends them and asks again
+            return {"unknown_images": unknown}
+        request = Request(body, images, self.spec, max_context=self.settings.max_context, eos_ids=self.eos_ids)
         del body  # the images' texts, and the request may be open for long
         done = asyncio.Event()
         request.on_done = lambda: self._loop.call_soon_threadsafe(done.set)
@@ -143,6 +148,10 @@ class EngineApp:
             self.scheduler.call(lambda: self.scheduler.abort(request.rid))
             raise
         return request.answer()
+
+    async def add_image(self, file: bytes) -> dict[str, Any]:
+        """Takes the file of an image; answers the name by which requests may show it, as long as it is kept."""
+        return {"image": self.images.add(file)}
 
     async def abort(self, body: AbortBody) -> dict[str, Any]:
         if body.rid is None and not body.abort_all:

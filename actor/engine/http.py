@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from shared.engines.images import IMAGES_ROUTE
 from shared.guards.memory import give_back_soon
 from shared.guards.refusals import Refusals
 
@@ -19,7 +20,7 @@ log = logging.getLogger("engine")
 MAX_CONNECTIONS = 4096
 MAX_BODY_BYTES = 64 << 20
 MAX_SMALL_BYTES = 4 << 20  # of routes other than these
-LARGE = ("POST /generate",)
+LARGE = ("POST /generate", f"POST {IMAGES_ROUTE}")
 MAX_READING_BYTES = 512 << 20  # of all bodies that are being read
 READ_S = 120.0  # the longest time for that
 MAX_VALUES = 2**18  # numbers, texts, lists and objects of a body, counted before it is unpacked: 200 bytes each at most
@@ -40,7 +41,7 @@ class HttpError(Exception):
 
 class HttpServer(web.Server):
     """Routes "METHOD /path" to async handlers. A handler takes the body, as what its parameter is annotated with (a
-    dict without annotation), and returns what to send.
+    dict without annotation; `bytes`: as it comes, else it is JSON), and returns what to send.
 
     With an `api_key` a request must carry it ("authorization: Bearer KEY"), else it is answered 401, its body unread.
     A body may hold `MAX_VALUES` values and `max_tokens` more. What is not answered 200 is counted in `refusals`.
@@ -119,9 +120,14 @@ class HttpServer(web.Server):
         handler, decoder, most = route
         if length is None or length > most:
             raise HttpError(413, f"send a Content-Length of at most {most}")
+        if decoder is None:
+            return await handler(await self._body(request, length))
         if request.path in OPEN_PATHS or not length:
             return await handler(decoder.decode(b"{}"))
-        return await handler(decoder.decode(await self._body(request, length)))
+        body = await self._body(request, length)
+        if length > self._max_values and body.count(b",") >= self._max_values:
+            raise HttpError(413, f"a body of more than {self._max_values} values")
+        return await handler(decoder.decode(body))
 
     async def _body(self, request: web.BaseRequest, length: int) -> bytes:
         """Read if there is room for it beside those that are being read. The caller unpacks it before it waits again:
@@ -137,8 +143,6 @@ class HttpServer(web.Server):
         finally:
             self._reading -= length
         give_back_soon(length)  # what it is unpacked to, too
-        if length > self._max_values and body.count(b",") >= self._max_values:
-            raise HttpError(413, f"a body of more than {self._max_values} values")
         return body
 
     def _is_allowed(self, request: web.BaseRequest) -> bool:
@@ -162,9 +166,11 @@ class _HttpLog(logging.Logger):
             self._refusals.add(peer, type(error).__name__, " ".join(str(error)[:1000].split()))
 
 
-def _decoder(handler: Handler) -> msgspec.json.Decoder[Any]:
+def _decoder(handler: Handler) -> msgspec.json.Decoder[Any] | None:
+    """None for a handler of bytes."""
     hints = {name: kind for name, kind in get_type_hints(handler).items() if name != "return"}
-    return msgspec.json.Decoder(next(iter(hints.values()), dict[str, Any]))
+    kind = next(iter(hints.values()), dict[str, Any])
+    return None if kind is bytes else msgspec.json.Decoder(kind)
 
 
 def _error(message: object) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta, Struct
 
-from actor.engine.images import ImageCache, ImagePatches
+from actor.engine.images import ImagePatches
 from actor.engine.sampling import Sampler
 from shared.engine_messages import BAN
 from shared.vision import VisionSpec, expand, mrope_positions, next_position
@@ -63,6 +63,11 @@ class GenerateBody(Struct, frozen=True):
     extra_key: str | None = None
     token_ids_logprob: list[Token] | None = None
 
+    @property
+    def images(self) -> list[str]:
+        """Each as a data URI, as bare base64, or as the name that POST /images answered."""
+        return [self.image_data] if isinstance(self.image_data, str) else self.image_data or []
+
     def check(self, vocab_size: int) -> None:
         """ValueError for a token outside the vocabulary, or if nothing may be sampled."""
         bias = (self.sampling_params and self.sampling_params.logit_bias) or {}
@@ -83,14 +88,13 @@ class Request:
     def __init__(
         self,
         body: GenerateBody,
-        images: ImageCache,
+        images: Sequence[ImagePatches],
         spec: VisionSpec,
         *,
         max_context: int,
         eos_ids: frozenset[int],
     ) -> None:
-        uris = [body.image_data] if isinstance(body.image_data, str) else body.image_data or ()
-        self.images = tuple(images.get(uri) for uri in uris)
+        self.images = tuple(images)
         grids = [image.grid for image in self.images]
         self.ids, _ = expand(body.input_ids, grids, spec)
         room = max_context - len(self.ids)

@@ -211,9 +211,12 @@ class Scheduler:
 
     def _compute(self, batch: list[Request]) -> None:
         images = [r.new_images() for r in batch]
-        flat = [image for own in images for image in own]
-        features = iter(self.runner.encode([p.patches for p in flat], [p.grid for p in flat]))
-        rows = [_row(r, [next(features) for _ in own]) for r, own in zip(batch, images, strict=True)]
+        distinct = list(
+            {id(image): image for own in images for image in own}.values()
+        )  # episodes of a group share some
+        encoded = self.runner.encode([p.patches for p in distinct], [p.grid for p in distinct])
+        features = {id(image): found for image, found in zip(distinct, encoded, strict=True)}
+        rows = [_row(r, [features[id(p)] for p in own]) for r, own in zip(batch, images, strict=True)]
         tokens, logprobs, watched = sample(self.runner.forward(rows), [r.sampler for r in batch], self._biases)
         self.steps += 1
         self.tokens_out += len(batch)

@@ -24,9 +24,10 @@ from launch.recording import with_own_weights
 from launch.task_samples import training_samples
 from learner.checkpoints.restoring import load_checkpoint
 from learner.checkpoints.saver import Saver
-from learner.distributed import broadcast_groups, close_ranks, init_ranks
+from learner.distributed import close_ranks, init_ranks
 from learner.lora.adapters import is_factor
 from learner.model import attention_backend
+from learner.parallel.delivery import broadcast_groups
 from learner.parallel.one_gpu import keep_to_share, learner_bytes
 from learner.plan import check_recipe
 from learner.setup import build_publisher, build_trainer

@@ -23,6 +23,7 @@ from shared.nccl.versions import environment_in, unequal_nccl
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
 ONE_ALONE = ("pp-size", "pipeline-parallel-size", "dp-size", "data-parallel-size")
+KEPT_IMAGES_MB = {"cpu": 256, "cuda": 2048}  # of the host, by device; 6 KiB a patch of 16 x 16 pixels
 QUANTIZING = ("quantization", "torchao-config")
 
 
@@ -184,6 +185,9 @@ def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
         "mm-process-config": {"image": {"size": size}},
         "weight-version": NO_WEIGHTS,
         "skip-server-warmup": True,  # ours has an image
+        # pixels of images that were sent: each turn shows all so far, and clients leave out what was kept
+        "mm-preprocess-cache-size-mb": KEPT_IMAGES_MB[engine.device],
+        "trust-mm-content-hashes": True,  # what is sent is compared all the same (`shared.engines.images`)
     }
     if engine.device == "cpu":
         flags |= {

@@ -30,6 +30,7 @@ class Work:
     num_bad: int = 0  # updates without a finite loss and gradient
     num_skipped: int = 0  # updates that changed no weight
     num_left_out: int = 0  # updates that were not made, as the policy had moved far enough
+    num_blank: int = 0  # images of this rank that could not be decoded
     divergences: list[float] = field(default_factory=list)  # of each update, as `_divergence` has it
     last: Microbatch | None = None  # of this rank's microbatches
     watched: Watched | None = None  # takes down columns of tokens, in the first pass
@@ -37,10 +38,12 @@ class Work:
     def done(self, episodes: Sequence[Episode], ranks: Ranks) -> dict[str, float]:
         """How much there was to do, where the time went and how fast it went; a collective."""
         own = sum(load.flops for load in self.loads)
-        flops = float(all_sum(torch.tensor(own, dtype=torch.float64, device=ranks.device), ranks))
+        sums = torch.tensor([own, self.num_blank], dtype=torch.float64, device=ranks.device)
+        flops, num_blank = all_sum(sums, ranks).tolist()
         num_tokens, num_sampled = sum(e.num_tokens for e in episodes), sum(e.num_sampled for e in episodes)
         metrics = self.clock.metrics() | speed(flops, self.clock.total, ranks) | balance(self.loads, ranks)
         metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_sampled)}
         metrics |= {"batch/tokens": float(num_tokens), "batch/microbatches": float(len(self.loads))}
+        metrics["images/unreadable"] = num_blank
         metrics["speed/tokens_per_s"] = num_tokens / max(self.clock.total, 1e-9)
         return metrics

@@ -24,18 +24,27 @@ class Pictures:
 
     @staticmethod
     def of(of_episodes: Sequence[tuple[Image, ...]], decoder: ImageDecoder, num_ranks: int) -> Pictures:
-        shown = [image for images in of_episodes for image in images]
-        distinct = {image.content_hash: image for image in shown}
-        sizes = {key: math.prod(decoder.grid(image)) // decoder.spec.merge_size**2 for key, image in distinct.items()}
-        owners = deal(list(sizes.values()), num_ranks)
-        keys = [
-            [key for key, owner in zip(distinct, owners, strict=True) if owner == rank] for rank in range(num_ranks)
-        ]
-        order = list(chain(*keys))
+        of_ranks, sizes = deal_images(of_episodes, decoder, num_ranks)
+        order = [image.content_hash for image in chain(*of_ranks)]
         first_row = dict(zip(order, accumulate((sizes[key] for key in order), initial=0), strict=False))
-        rows = [first_row[image.content_hash] + np.arange(sizes[image.content_hash]) for image in shown]
+        shown = [image.content_hash for image in chain(*of_episodes)]
+        rows = [first_row[key] + np.arange(sizes[key]) for key in shown]
         return Pictures(
-            [[distinct[key] for key in of_rank] for of_rank in keys],
-            [sum(sizes[key] for key in of_rank) for of_rank in keys],
+            of_ranks,
+            [sum(sizes[image.content_hash] for image in of_rank) for of_rank in of_ranks],
             np.concatenate([np.zeros(0, dtype=np.int64), *rows]),
         )
+
+
+def deal_images(
+    of_episodes: Sequence[tuple[Image, ...]], decoder: ImageDecoder, num_ranks: int
+) -> tuple[list[list[Image]], dict[str, int]]:
+    """The distinct images of each rank, and the visual tokens of each by content hash."""
+    distinct = {image.content_hash: image for image in chain(*of_episodes)}
+    sizes = {key: math.prod(decoder.grid(image)) // decoder.spec.merge_size**2 for key, image in distinct.items()}
+    owners = deal(list(sizes.values()), num_ranks)
+    images = [
+        [image for image, owner in zip(distinct.values(), owners, strict=True) if owner == rank]
+        for rank in range(num_ranks)
+    ]
+    return images, sizes

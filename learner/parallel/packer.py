@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
-from learner.batch import Episode, Microbatch, empty_microbatch, pack_on_host
+from learner.batch import Episode, Microbatch, empty_microbatch, pack_on_host, shortest_first
 from learner.distributed import Ranks
 from learner.images import ImageDecoder
 from learner.metrics.balance import Load
 from learner.microbatches import plan, plan_together
 from learner.model.sizes import ModelSizes
 from learner.packing.ahead import ahead
+from learner.packing.pictures import deal_images
 from learner.packing.place import on, pinned
+from learner.parallel.delivery import Delivery
 from shared.learner_config import LearnerConfig
+from shared.types import Image
 
 
 class Packer:
@@ -34,11 +38,13 @@ class Packer:
         self.config = config
         self.ranks = ranks
         self.decoder = decoder
+        self.delivery = Delivery(ranks, decoder)
         self._sizes = sizes
         self._harmless_id = next(i for i in range(len(banned_ids) + 1) if i not in banned_ids)
 
     def plan(self, episodes: list[Episode]) -> list[list[int]]:
-        """This rank's microbatches. Episodes whose loss is exactly 0 take no part; the token count still has them."""
+        """This rank's microbatches, whose images come to it from rank 0: a collective. Episodes whose loss is exactly 0
+        take no part; the token count still has them."""
         useful = list(range(len(episodes)))
         config, objective, context = self.config, self.config.objective, self.ranks.context
         if objective.group_relative and objective.entropy_coef == 0 and not objective.has_reference:
@@ -49,8 +55,21 @@ class Packer:
         place = plan if config.group_size == 1 else plan_together
         budget = config.parallel.microbatch_tokens * context.size
         costs = self._costs([episodes[i] for i in useful])
-        mine = place(lengths, self.ranks.size // context.size, budget, costs)[self.ranks.rank // context.size]
-        return [[useful[i] for i in chosen] for chosen in mine]
+        of_all = [
+            [[useful[i] for i in chosen] for chosen in bins]
+            for bins in place(lengths, self.ranks.size // context.size, budget, costs)
+        ]
+        self.delivery.bring(partial(self._images, episodes, of_all))
+        return of_all[self.ranks.rank // context.size]
+
+    def _images(self, episodes: list[Episode], microbatches: list[list[list[int]]], rank: int) -> dict[str, Image]:
+        """What a rank decodes of its microbatches, by content hash."""
+        size = self.ranks.context.size
+        found: dict[str, Image] = {}
+        for chosen in microbatches[rank // size]:
+            shown = [e.images for e in shortest_first([episodes[i] for i in chosen])]
+            found |= {image.content_hash: image for image in deal_images(shown, self.decoder, size)[0][rank % size]}
+        return found
 
     def _costs(self, episodes: list[Episode]) -> list[float] | None:
         """Operations of each: attention grows with the square of its length; an image counts where it is seen first."""

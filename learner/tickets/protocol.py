@@ -12,7 +12,7 @@ from learner.tickets.book import TicketBook, Verdict
 from learner.tickets.failure_rate import FailureRate
 from learner.tickets.selection_bias import SelectionMeter
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
-from shared.engine_urls import ENGINES, unusable
+from shared.engines.urls import ENGINES, unusable
 from shared.guards.refusals import Refusals
 from shared.log import get_logger
 from shared.transport import Router, Secure, Sent, SocketSettings

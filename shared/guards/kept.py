@@ -38,3 +38,8 @@ class Kept(Generic[Key, Value]):
         while self._bytes > self._max_bytes:
             self._bytes -= self._size_of(*self._values.popitem(last=False))
         return value
+
+    def drop(self, key: Key) -> None:
+        """The value of `key` is not kept any more."""
+        if key in self._values:
+            self._bytes -= self._size_of(key, self._values.pop(key))

@@ -138,9 +138,11 @@ def receive_bare(router: zmq.Socket, count: int) -> None:
 
 def receive_pronk(router: Router, protocol: TicketProtocol, count: int) -> None:
     """As the ticket server's thread: waits, then reads what is there."""
-    got = 0
+    got, came = 0, time.monotonic()
     while got < count:
-        if not router.wait(WAIT_S):
+        if router.wait(1.0):  # else the guard of its connections may have asked for a look
+            came = time.monotonic()
+        elif time.monotonic() - came > WAIT_S:
             raise TimeoutError(f"group {got} of {count} did not come within {WAIT_S:g} s")
         while got < count and (received := router.receive()) is not None:
             peer, frames = received

@@ -22,7 +22,6 @@ from learner.checkpoints.saver import Saver
 from learner.distributed import (
     Ranks,
     barrier,
-    broadcast_groups,
     close_ranks,
     init_ranks,
     make_context,
@@ -33,6 +32,7 @@ from learner.guards.finite import check_finite
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import parallelize
 from learner.optim import MuonAdamW, clip_
+from learner.parallel.delivery import broadcast_groups
 from learner.recording.columns import watch
 from learner.trainer import Trainer
 from learner.weights.buckets import gathered
