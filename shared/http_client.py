@@ -76,9 +76,9 @@ class JsonClient:
     ) -> Any:
         """The decoded JSON of a 2xx answer (None when it is empty), checked against the type `answer` where one is
         given. The body is sent as JSON, bytes as they are. `failure` for any other answer, and after `timeout_s`."""
-        data, headers = body, FILE_HEADERS
-        if not isinstance(body, bytes | memoryview):
-            data, headers = None if body is None else msgspec.json.encode(body), None
+        is_file = isinstance(body, bytes | memoryview)
+        data = body if body is None or is_file else msgspec.json.encode(body)
+        headers = FILE_HEADERS if is_file else None
         found = await self._exchange(method, path, data, timeout_s, answer is not None, headers)
         return self._decoded(path, *found, answer)
 
