@@ -19,7 +19,7 @@ from learner.advantages import equal, group_advantages, group_signal
 from learner.distributed import ALONE, Context
 from learner.images import ImageDecoder
 from learner.packing.documents import Packing, packing_of
-from learner.packing.pictures import Pictures
+from learner.packing.pictures import Pictures, readable
 from learner.packing.place import STAYS, on
 from learner.packing.tower import TowerInputs, blank, tower_inputs
 from learner.parallel.share import Share, divide, filled
@@ -202,6 +202,7 @@ class Microbatch:
     episode_end: Tensor  # bool [N]
     advantages: Tensor  # float32 [N], relative to the group
     episode_tokens: Tensor  # float32 [N], sampled tokens of the token's episode
+    readable: Tensor  # float32 [N], 0 where the episode shows an image that this rank cannot decode, else 1
     sampled: tuple[int, ...]  # tokens of each episode
     empty: bool
     places: tuple[int, ...] = ()  # of its episodes, in their order here
@@ -252,6 +253,7 @@ def pack_on_host(episodes: Sequence[Episode], decoder: ImageDecoder, context: Co
         "episode_end": episode_end,
         "advantages": np.repeat(np.array([e.advantage for e in episodes], dtype=np.float32), counts),
         "episode_tokens": np.repeat(counts.astype(np.float32), counts),
+        "readable": np.repeat(readable([e.images for e in episodes], pictures.images[context.rank], images), counts),
     }
     for name in ("behaviour_logprobs", "versions", "rewards", "turn_end"):
         arrays[name] = np.concatenate([getattr(e, name) for e in episodes])

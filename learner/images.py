@@ -21,6 +21,7 @@ from shared.vision import IMAGE_FORMATS, MAX_IMAGE_PIXELS, Grid, VisionSpec, pat
 class ImagePatches:
     patches: np.ndarray  # uint8 [patches, 3, patch, patch] in merge-block order
     grid: Grid
+    readable: bool = True
 
 
 class AbsentImage(Image):
@@ -77,7 +78,7 @@ class ImageDecoder:
 
     def get_or_blank(self, image: Image) -> ImagePatches:
         """As `get`. In place of what cannot be decoded there are patches of zeros, and the file is counted and kept:
-        the step was planned with it, on other ranks too, and goes on."""
+        the step was planned with it, on other ranks too, and goes on; episodes that show it have no weight in it."""
         try:
             return self.get(image)
         except ValueError as error:
@@ -85,7 +86,7 @@ class ImageDecoder:
             with self._lock:
                 self._num_blank += 1
                 self.refusals.add("a step", "unreadable", str(error), (self._present(image).data,))
-            return ImagePatches(np.zeros((grid[1] * grid[2], 3, side, side), np.uint8), grid)
+            return ImagePatches(np.zeros((grid[1] * grid[2], 3, side, side), np.uint8), grid, readable=False)
 
     def take_num_blank(self) -> int:
         """How many images `get_or_blank` left blank since the last call."""

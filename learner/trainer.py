@@ -31,6 +31,7 @@ from learner.objective.columns import tokens_of
 from learner.objective.objectives import loss_of
 from learner.objective.survey import Survey
 from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
+from learner.parallel.collectives import lowest
 from learner.parallel.packer import Packer
 from learner.recording.columns import Watched, recorded_columns
 from shared.learner_config import LearnerConfig
@@ -252,13 +253,17 @@ class Trainer:
         proximal = None
         if objective.proximal == "learner":  # in a step's only update the policy is still what it was
             proximal = batch.proximal_logprobs if self._survey.policy else output.logprobs.detach()
-        tokens = tokens_of(batch, output, said, proximal, per_episode=self._per_episode)
+        whole = 1.0 / batch.episode_tokens if self._per_episode else torch.ones_like(batch.episode_tokens)
+        readable = lowest(batch.readable, batch.share)
+        tokens = tokens_of(batch, output, said, proximal, whole * readable)
         loss = loss_of(tokens, objective, work.scaling)
         if self.ranks.context.leads:  # the others have the same tokens
             work.stats.add(work.version - batch.versions, loss_columns(tokens, loss))
             if work.watched is not None:
                 work.watched.add(batch, recorded_columns(tokens, loss))
-        lost = torch.zeros_like(unused) if loss.dropped is None else (tokens.weights * loss.dropped.any_N).sum()
+        lost = (whole * (1.0 - readable)).sum()
+        if loss.dropped is not None:
+            lost = lost + (tokens.weights * loss.dropped.any_N).sum()
         share = loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
         return [share, lost, *self._divergence(batch, output.logprobs)]
 

@@ -16,7 +16,7 @@ from learner.distributed import close_ranks, init_ranks
 from learner.weights.buckets import gathered
 from tests.support.learner_ranks import recipe_of, train, trainer_of
 from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES
-from tests.support.ranks.cuts import CUTS, FEW
+from tests.support.ranks.cuts import CUTS
 from tests.support.ranks.weights import distance
 from tests.support.small.families import qwen25
 from tests.support.tiny import mixture_dir, running_engine, tiny_model_dir
@@ -88,10 +88,8 @@ def test_how_model_and_work_lie_on_the_ranks_changes_nothing_beyond_rounding(res
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_microbatch_may_be_cut_anywhere(results, size, cut):
-    if cut == FEW:
-        assert distance(results[size]["exact"]["cuts"][cut], results[1]["exact"]["cuts"][cut]) < 1e-12
-    else:
-        assert distance(results[size]["cuts"][cut], results[1]["cuts"][cut]) < 1e-6
+    """In float64: of one document in float32 the kernels of some processors differ by 1.2e-6 by themselves."""
+    assert distance(results[size]["exact"]["cuts"][cut], results[1]["exact"]["cuts"][cut]) < 1e-12
 
 
 @pytest.mark.parametrize("mode", EXACT)

@@ -149,6 +149,33 @@ def test_what_fails_while_a_microbatch_is_packed_ends_the_step_with_its_cause(fo
 
 
 @pytest.mark.slow
+def test_an_episode_with_an_image_that_cannot_be_decoded_trains_nothing(folder, spec, ranks, monkeypatch):
+    """The weights are those of a step without it, whose advantages are not scaled by what it earned."""
+    groups = random_groups(spec, 3, turns=2)
+    bad = {image.content_hash for trajectory in groups[1].trajectories for image in trajectory.images}
+    assert bad and not bad & {i.content_hash for g in (groups[0], groups[2]) for t in g.trajectories for i in t.images}
+    decode = ImageDecoder._decode
+
+    def broken(self, image):
+        if image.content_hash in bad:
+            raise ValueError("broken data stream")
+        return decode(self, image)
+
+    monkeypatch.setattr(ImageDecoder, "_decode", broken)
+
+    def moved(chosen):
+        settings = config(normalize_advantages=False, kl_coef=0.0, entropy_coef=0.1, advantage_floor=0.0)
+        trainer = Trainer(load_policy(str(folder), spec), settings, ranks)
+        before = torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
+        trainer.step(chosen, 0)
+        return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]) - before
+
+    without, among = moved([groups[0], groups[2]]), moved(groups)
+    assert float(without.abs().max()) > 0
+    assert float((among - without).norm() / without.norm()) < 1e-3
+
+
+@pytest.mark.slow
 def test_an_image_that_cannot_be_decoded_is_left_blank_counted_and_kept(folder, spec, ranks, monkeypatch, tmp_path):
     broken, seen = decoding_only(2, ValueError("image 1 cannot be decoded: broken data stream"))
     monkeypatch.setattr(ImageDecoder, "_decode", broken)

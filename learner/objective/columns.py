@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from learner.batch import Microbatch
@@ -12,10 +11,10 @@ from learner.objective.terms import hold_term
 
 
 def tokens_of(
-    batch: Microbatch, output: PolicyOutput, said: PolicyOutput | None, proximal_N: Tensor | None, *, per_episode: bool
+    batch: Microbatch, output: PolicyOutput, said: PolicyOutput | None, proximal_N: Tensor | None, weights_N: Tensor
 ) -> Tokens:
     """`output`: of the policy in training; `said`: of the reference, None where it was asked before the step's first
-    update or there is none; `per_episode`: each episode weighs the same."""
+    update or there is none; `weights_N`: of each token in the loss."""
     hold = None
     if said is not None and said.labels is not None and output.label_logprobs is not None:
         hold = hold_term(output.logprobs, said.labels, output.label_logprobs)
@@ -28,7 +27,7 @@ def tokens_of(
         turn_end=batch.turn_end,
         episode_end=batch.episode_end,
         advantages=batch.advantages,
-        weights=1.0 / batch.episode_tokens if per_episode else torch.ones_like(batch.episode_tokens),
+        weights=weights_N,
         reference_logprobs=batch.reference_logprobs if said is None else said.logprobs,
         reference_entropies=None if said is None else said.entropies,
         proximal_logprobs=proximal_N,

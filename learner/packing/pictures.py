@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from learner.images import ImageDecoder
+from learner.images import ImageDecoder, ImagePatches
 from learner.parallel.layout import deal
 from shared.types import Image
 
@@ -48,3 +48,11 @@ def deal_images(
         for rank in range(num_ranks)
     ]
     return images, sizes
+
+
+def readable(
+    of_episodes: Sequence[tuple[Image, ...]], shown: Sequence[Image], found: Sequence[ImagePatches]
+) -> np.ndarray:
+    """float32, for each episode: 0 where one of its images could not be decoded. `found`: what was made of `shown`."""
+    wrong = {image.content_hash for image, patches in zip(shown, found, strict=True) if not patches.readable}
+    return np.array([all(i.content_hash not in wrong for i in images) for images in of_episodes], dtype=np.float32)

@@ -36,6 +36,15 @@ def whole_columns(columns: list[Tensor], share: Share) -> list[Tensor]:
     return list(_Predictions.apply(share, *columns))
 
 
+def lowest(column_N: Tensor, share: Share | None) -> Tensor:
+    """Of a column [N] that each rank has, the least of all ranks' values; no gradient."""
+    if share is None:
+        return column_N
+    found = column_N.clone()
+    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=share.context.group)
+    return found
+
+
 def exchanged(rows: Tensor, exchange: Exchange, share: Share) -> Tensor:
     """Rows [V of this rank, W] of the vision tower's output -> those that this rank reads, in their order. Where it
     has computed none, `rows` are a blank image's, and get gradients of 0."""

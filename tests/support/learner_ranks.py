@@ -46,7 +46,7 @@ from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_groups
 from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES
 from tests.support.ranks.checks import said_by_the_check
-from tests.support.ranks.cuts import CUTS, FEW, groups_of
+from tests.support.ranks.cuts import CUTS, groups_of
 from tests.support.ranks.doubled import in_float64
 from tests.support.ranks.processes import in_processes
 
@@ -158,8 +158,8 @@ def gradients_of_cuts(folder: str, ranks: Ranks, cuts: Sequence[str]) -> dict[st
 
 
 def exact(folder: str, ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """In float64: the cut of few tokens, and what EXACT names, of one rank by case and of four by mode."""
-    found: dict[str, dict[str, Any]] = {"cuts": gradients_of_cuts(folder, ranks, [FEW])}
+    """In float64: all cuts, and what EXACT names, of one rank by case and of four by mode."""
+    found: dict[str, dict[str, Any]] = {"cuts": gradients_of_cuts(folder, ranks, [*CUTS])}
     for name, (size, case, settings) in EXACT.items():
         changes, num_groups = CASES[case]
         if ranks.size == 1:
@@ -256,7 +256,6 @@ def compute(folder: str, out: Path, engine: str) -> None:
             if name == "context":
                 result["check"] = said_by_the_check(trainer.policy, trainer.ranks)
     if ranks.size != 3:
-        result["cuts"] = gradients_of_cuts(folder, ranks, [cut for cut in CUTS if cut != FEW])
         with in_float64():
             result["exact"] = exact(folder, ranks)
     if ranks.is_main:
