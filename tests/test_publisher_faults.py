@@ -14,6 +14,7 @@ from learner.weights.gathering import gathered_buckets
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.update import WeightUpdate
 from shared.engine_messages import EngineTraits
+from shared.log import get_logger
 from tests.support.engines import (
     JoiningEngine,
     call,
@@ -29,6 +30,11 @@ from tests.support.publishing import FAST, assert_same, held, holds, move, polic
 from tests.support.tiny import running_engine
 
 __all__ = ["policy"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def log_is_captured(monkeypatch):
+    monkeypatch.setattr(get_logger("publisher"), "propagate", True)
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
     python -m tests.bench.parallel.gathering [--ranks N] [--rounds N] [--model NAME] [--shrink N]
 
-The parameters are those of `tests.bench.publish_many`, in float32 shards as training has them. `whole`: each parameter
-gathered as it is on every rank, then cast and laid out there; `rows`: `learner.weights.gathering`. Both take turns.
-Seconds are those of a gathering, of all ranks together, medians of the rounds. The last line is one JSON object.
+The parameters are those of `tests.bench.parallel.publish_many`, in float32 shards as training has them. `whole`: each
+parameter gathered as it is on every rank, then cast and laid out there; `rows`: `learner.weights.gathering`. Both take
+turns. Seconds are those of a gathering, of all ranks together, medians of the rounds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.weights.buckets import buckets, gathered
 from learner.weights.gathering import gathered_buckets
-from tests.bench.publish_many import BUCKET_BYTES, weights
+from tests.bench.parallel.publish_many import BUCKET_BYTES, weights
 from tests.support.ranks.processes import in_processes
 from tests.support.ranks.sent import counted
 

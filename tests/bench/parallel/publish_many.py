@@ -1,6 +1,6 @@
 """A publication to many engines: what it costs beside the bare broadcast, bucket by bucket, and a change of members.
 
-    python -m tests.bench.publish_many [--engines N] [--rounds N] [--model NAME] [--shrink N]
+    python -m tests.bench.parallel.publish_many [--engines N] [--rounds N] [--model NAME] [--shrink N]
 
 The parameters have the names and the number of dimensions of the published model; each of their last two dimensions is
 divided by --shrink, and a bucket of 512 MiB by its square. The engines are simulated in one process: each answers HTTP
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 import torch
