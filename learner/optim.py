@@ -19,10 +19,11 @@ MUON_MOMENTUM = 0.95
 HEAD_GROUP = 2  # among the optimizer's groups, the value head's
 
 
-def make_optimizer(policy: Policy, config: OptimizerConfig) -> AdamW:
+def make_optimizer(policy: Policy, config: OptimizerConfig, lr: float | None = None) -> AdamW:
     """Groups: matrices (with weight decay), vectors (without), value head (own rate, without), experts (with; stacks of
     matrices, which may lie on another mesh) where there are any; with Muon, the matrices of decoder layers make a last
-    one. Experts, embeddings and the vision tower stay AdamW's."""
+    one. Experts, embeddings and the vision tower stay AdamW's. `lr`: of the policy, in place of `config.lr`."""
+    lr = config.lr if lr is None else lr
     head = list(policy.value_head.parameters())
     body = {name: p for name, p in policy.vlm.named_parameters() if p.requires_grad}
     hidden = {name for name, p in body.items() if "language_model.layers." in name and p.ndim == 2}
@@ -30,19 +31,19 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> AdamW:
     experts = {name for name in body if ".experts." in name}
     matrices = [p for name, p in body.items() if p.ndim >= 2 and name not in hidden | experts]
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "base_lr": config.lr, "weight_decay": config.weight_decay},
-        {"params": [p for p in body.values() if p.ndim < 2], "base_lr": config.lr, "weight_decay": 0.0},
+        {"params": matrices, "base_lr": lr, "weight_decay": config.weight_decay},
+        {"params": [p for p in body.values() if p.ndim < 2], "base_lr": lr, "weight_decay": 0.0},
         {"params": head, "base_lr": config.value_lr, "weight_decay": 0.0},
     ]
     if experts:
         own = [body[name] for name in body if name in experts]
-        groups.append({"params": own, "base_lr": config.lr, "weight_decay": config.weight_decay})
+        groups.append({"params": own, "base_lr": lr, "weight_decay": config.weight_decay})
     if config.name == "adamw":
-        return AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+        return AdamW(groups, lr=lr, betas=config.betas, fused=True)
     groups = [group | {"muon": False} for group in groups]
-    moved = {"base_lr": config.lr, "weight_decay": config.weight_decay, "muon": True}
+    moved = {"base_lr": lr, "weight_decay": config.weight_decay, "muon": True}
     groups.append({"params": [body[name] for name in body if name in hidden], **moved})
-    return MuonAdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    return MuonAdamW(groups, lr=lr, betas=config.betas, fused=True)
 
 
 def lr_factor(step: int, config: LearnerConfig) -> float:

@@ -109,6 +109,11 @@ class LearnerConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     guard: GuardConfig = GuardConfig()
 
+    @property
+    def lr(self) -> float:
+        """Of the policy, before warm-up and decay: of its weights, or of the adapters that are trained instead."""
+        return self.lora.lr if self.lora.on and self.lora.lr else self.optimizer.lr
+
     @model_validator(mode="after")
     def _a_step_can_be_cut(self) -> Self:
         episodes = self.groups_per_step * self.group_size
