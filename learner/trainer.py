@@ -66,7 +66,7 @@ class Trainer:
         self.config = config
         self.ranks = ranks
         self.temperature = temperature
-        self.optimizer = make_optimizer(policy, config.optimizer, config.lr)
+        self.optimizer = make_optimizer(policy, config.optimizer, config.policy_lr)
         self.decoder = ImageDecoder(policy.spec)
         self.num_steps = 0
         self.num_skipped = 0
@@ -124,7 +124,7 @@ class Trainer:
         metrics |= self._moved(work, metrics)
         clock.lap("forward")
         largest = np.max(work.norms, axis=0).tolist()
-        metrics |= {"optim/grad_norm": largest[0], "optim/lr": self.config.lr * factor * rate}
+        metrics |= {"optim/grad_norm": largest[0], "optim/lr": self.config.policy_lr * factor * rate}
         if self._apart:
             metrics["optim/value_grad_norm"] = largest[1]
         metrics["optim/skipped_steps"] = float(self.num_skipped)

@@ -110,9 +110,9 @@ class LearnerConfig(Section):
     guard: GuardConfig = GuardConfig()
 
     @property
-    def lr(self) -> float:
+    def policy_lr(self) -> float:
         """Of the policy, before warm-up and decay: of its weights, or of the adapters that are trained instead."""
-        return self.lora.lr if self.lora.on and self.lora.lr else self.optimizer.lr
+        return self.lora.adapter_lr if self.lora.on and self.lora.adapter_lr else self.optimizer.lr
 
     @model_validator(mode="after")
     def _a_step_can_be_cut(self) -> Self:

@@ -22,7 +22,7 @@ class LoraConfig(Section):
         ("attention", "dense"),
         description="the decoder's attention and dense MLPs, a mixture's experts, the vision tower with its projector",
     )
-    lr: float | None = Field(
+    adapter_lr: float | None = Field(
         None, gt=0, description="of adapters, in place of learner.optimizer.lr, which suits whole weights; null = that"
     )
     adapter: str = Field("", description="folder of an adapter in peft's format to start from; empty = a new one")

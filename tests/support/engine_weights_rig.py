@@ -7,7 +7,7 @@ import torch
 
 from actor.engine.weight_loader import broadcast, join_group
 from learner.weights.buckets import buckets
-from shared.engine_api import EngineClient
+from shared.engine_api import EngineClient, bucket_content
 from shared.vision import VisionSpec
 from tests.support.machine import free_port, until_async
 from tests.support.tiny import load_model, running_engine
@@ -59,7 +59,7 @@ class Publisher:
         await self.engine.begin_update()
         for bucket in buckets(model.named_parameters(), torch.float32, 200_000):
             named = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": GROUP}
-            theirs = self.engine.receive({**named, "weight_version": version, **extra}, 20)
+            theirs = self.engine.receive(bucket_content({**named, "weight_version": version, **extra}), 20)
             await asyncio.gather(theirs, asyncio.to_thread(broadcast, self.group, bucket.flat, 10))
         await self.engine.end_update(version)
         await self.engine.resume()
