@@ -60,7 +60,8 @@ def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_that_share_each_microbatch_train_and_publish(tmp_path: Path) -> None:
-    """As the page on model parallelism starts them: torchrun, and the actors beside it."""
+    """As the page on model parallelism starts them: torchrun, and the actors beside it. Where weights come between an
+    episode's tokens, keys and values of older ones stay: the gap of such a step is not compared."""
     fields = {"learner.parallel.context": 2, "learner.total_steps": 2, "eval.samples": 0}
     arguments = places(tmp_path, **fields)
     started = [*TWO_RANKS, *command("learner", arguments)[1:]]
@@ -72,7 +73,8 @@ def test_two_ranks_that_share_each_microbatch_train_and_publish(tmp_path: Path) 
         learner.kill()
     rows = [row for row in metrics(tmp_path) if "rollout/reward" in row]
     for row in rows:
-        assert row.get("behaviour/logprob_gap/lag_0", 0.0) < 1e-4 and 1.0 <= row["parallel/imbalance"] < 2.0
+        assert row.get("behaviour/logprob_gap/lag_0", 0.0) < 1e-4 or row["staleness/mixed_versions"] > 0
+        assert 1.0 <= row["parallel/imbalance"] < 2.0
         assert row["parallel/tokens_max"] - row["parallel/tokens_mean"] <= 2 * row["batch/microbatches"]
     assert [row["policy_version"] for row in rows] == [1, 2] and "behaviour/logprob_gap/lag_0" in rows[0]
 
