@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shared.recordings.reading import read_step, steps
-from tests.support.machine import children_of
+from tests.support.machine import children_of, is_there
 from tests.support.runs import command, finished, local, metrics, places, refused
 
 TWO_RANKS = [sys.executable, "launch/processes/torchrun.py", "--standalone", "--nproc-per-node", "2"]
@@ -103,8 +103,7 @@ def test_ctrl_c_stops_everything_within_ten_seconds_and_leaves_no_process(tmp_pa
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
         assert time.monotonic() - started < 10
-        alive = [pid for pid in family if Path(f"/proc/{pid}").exists()]
-        assert not [pid for pid in alive if "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]]
+        assert not [pid for pid in family if is_there(pid)]
     finally:
         if process.poll() is None:
             process.kill()

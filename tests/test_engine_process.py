@@ -15,7 +15,7 @@ from actor.engine_pool import EnginePool
 from shared.engine_api import EngineClient, EngineError
 from shared.types import Sampling
 from tests.support.engines import call, engine_process, wait_healthy
-from tests.support.machine import free_port, until
+from tests.support.machine import free_port, is_there, until
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,14 +44,7 @@ def test_an_engine_dies_with_its_parent(folder):
     finally:
         parent.kill()
         parent.communicate()
-    until(lambda: not alive(pid), 10.0)
-
-
-def alive(pid):
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
+    until(lambda: not is_there(pid), 10.0)
 
 
 def last_line(capsys):

@@ -22,7 +22,7 @@ from learner.metrics.evaluation import compared, evaluation_metrics
 from learner.tickets.book import EvaluationResult
 from shared.recordings.reading import read_step, recordings
 from shared.types import Ending, Group, Sample, Sampling, Ticket
-from tests.support.machine import children_of, free_port, until
+from tests.support.machine import children_of, free_port, is_there, until
 from tests.support.runs import RECIPE, command, finished, local, places
 from tests.support.wires import episode, failed_episode
 
@@ -267,7 +267,7 @@ def test_ctrl_c_ends_all_its_processes(tmp_path):
         process.send_signal(signal.SIGINT)
         process.stderr.read()
         assert process.wait(30) == 130
-        until(lambda: not {*family} & {pid for pid in family if Path(f"/proc/{pid}").exists()}, 10)
+        until(lambda: not any(is_there(pid) for pid in family), 10)
     finally:
         if process.poll() is None:
             process.kill()

@@ -13,7 +13,7 @@ import pytest
 
 from actor.isolation.lifeline import die_with_parent
 from tests.support.actor_rig import Learner, actor_process
-from tests.support.machine import children_of, until
+from tests.support.machine import children_of, is_there, until
 from tests.support.runs import command, local, places, refused
 from tests.support.starts.forked import order_of
 
@@ -66,7 +66,7 @@ def test_a_launchers_own_children_are_forked_too_and_end_with_it(tmp_path: Path)
     finally:
         launcher.kill()
         launcher.wait()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), 120)
+    until(lambda: not any(is_there(pid) for pid in family), 120)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from envs.sokoban import random_response
 from shared.config import Recipe
 from shared.types import Ending, Sample, Trajectory
 from tests.support.actor_rig import Learner, actor_process, give
-from tests.support.machine import until
+from tests.support.machine import is_there, until
 from tests.support.rollout_rig import SYSTEM, Scripted, renderer, ticket
 
 __all__ = ["renderer"]  # a fixture
@@ -72,14 +72,6 @@ def hasty(renderer) -> Iterator[Stage]:
         yield made
 
 
-def alive(pid: int) -> bool:
-    """Also false for one that has ended and that nobody has collected yet."""
-    try:
-        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.parametrize(
     ("what", "ending", "words"),
     [
@@ -119,7 +111,7 @@ def test_a_process_that_is_ended_takes_what_it_started_with_it(hasty: Stage, tmp
     told = tmp_path / "pids"
     assert hasty.play(do="has a child", pids=str(told)).ending is Ending.ENV_TIMEOUT
     for pid in map(int, told.read_text().split()):
-        until(lambda pid=pid: not alive(pid))
+        until(lambda pid=pid: not is_there(pid))
 
 
 def test_a_process_serves_one_episode_after_another_until_it_has_taken_much_memory(renderer) -> None:
@@ -138,7 +130,7 @@ def test_a_process_serves_one_episode_after_another_until_it_has_taken_much_memo
         assert serving(do="leaks") == first
         second = serving()
         assert second != first
-        assert not alive(first)
+        assert not is_there(first)
 
 
 def test_each_process_throws_dice_of_its_own(stage: Stage) -> None:
@@ -158,7 +150,7 @@ def test_an_episode_that_is_given_up_leaves_no_process(renderer) -> None:
         env.reset()
         pid = env.step("up")[2]["pid"]
         del env
-        until(lambda: not alive(pid))
+        until(lambda: not is_there(pid))
         assert stage.play().ending is Ending.COMPLETED
         assert not Path(f"/proc/{pid}").exists()  # its parent has collected it
 
@@ -169,7 +161,7 @@ def test_the_parent_of_the_processes_may_be_killed(renderer) -> None:
         env.reset()
         pid = env.step("up")[2]["pid"]
         stage.processes._nursery._process.kill()
-        until(lambda: not alive(pid))
+        until(lambda: not is_there(pid))
         assert stage.play().ending is Ending.COMPLETED
 
 
@@ -263,7 +255,7 @@ def test_nothing_is_left_when_the_actor_ends(tmp_path: Path, number: signal.Sign
         asyncio.run(give(learner, hanging))
         until(told.exists, 60)
         pids = [*map(int, told.read_text().split())]
-        assert all(map(alive, pids))
+        assert all(map(is_there, pids))
         os.kill(process.pid, number)
         process.wait(30)
-        until(lambda: not any(map(alive, pids)))
+        until(lambda: not any(map(is_there, pids)))

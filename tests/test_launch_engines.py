@@ -18,7 +18,7 @@ from launch.processes.children import start_family, stop_all
 from shared.config import ConfigError, load_recipe
 from shared.engine_api import EngineError
 from shared.sections import EngineConfig
-from tests.support.machine import free_port, until
+from tests.support.machine import free_port, is_there, until
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 
@@ -291,7 +291,7 @@ def test_what_an_engine_has_started_ends_with_it(tmp_path):
     until(lambda: (tmp_path / "log").read_text().endswith("\n"))
     grandchild = int((tmp_path / "log").read_text())
     stop_all([child])
-    until(lambda: not Path(f"/proc/{grandchild}").exists() or " Z " in Path(f"/proc/{grandchild}/stat").read_text())
+    until(lambda: not is_there(grandchild))
 
 
 def test_the_end_of_a_log_is_shown(tmp_path):

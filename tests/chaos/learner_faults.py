@@ -18,6 +18,7 @@ from tests.chaos.recovery import DISK, LEARNER, Recoveries
 from tests.chaos.report import went_on_from
 from tests.chaos.sockets import Line, between, cut, release, silence
 from tests.chaos.system import System
+from tests.support.machine import is_there
 
 GONE_S = 10.0
 SECOND_ENDS_S = 90.0
@@ -180,11 +181,3 @@ def wait_until_gone(pids: list[int]) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {pids} were killed and do not end")
         time.sleep(0.05)
-
-
-def is_there(pid: int) -> bool:
-    """Whether it may still write: a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -50,6 +50,14 @@ async def until_async(done: Callable[[], object], timeout_s: float = 20.0, state
         await asyncio.sleep(0.005)
 
 
+def is_there(pid: int) -> bool:
+    """False also for a process that has ended and that nobody has collected yet: who adopts orphans may be slow."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def children_of(pid: int) -> list[int]:
     """The process ids of all living descendants, from /proc."""
     parents: dict[int, list[int]] = {}
