@@ -12,7 +12,6 @@ import torch
 from learner.weights.buckets import gathered
 from learner.weights.gathering import gathered_buckets
 from learner.weights.publisher import Publisher, PublishSettings
-from learner.weights.update import WeightUpdate
 from shared.engine_messages import EngineTraits
 from shared.log import get_logger
 from tests.support.engines import (
@@ -26,7 +25,7 @@ from tests.support.engines import (
     refuses,
     talks_nonsense,
 )
-from tests.support.publishing import FAST, assert_same, held, holds, move, policy, publishing, served
+from tests.support.publishing import FAST, assert_same, held, holds, in_mid_update, move, policy, publishing, served
 from tests.support.tiny import running_engine
 
 __all__ = ["policy"]  # a fixture
@@ -47,19 +46,6 @@ def publisher(policy, ranks):
 def always_paused(monkeypatch):
     """Engines are spoken to as those that cannot receive beside generation."""
     monkeypatch.setattr("shared.engine_api.traits_of", lambda info: EngineTraits())
-
-
-def in_mid_update(monkeypatch, action):
-    """Calls `action` once, before the third bucket."""
-    real, count = WeightUpdate.send, [0]
-
-    async def send(self, bucket):
-        count[0] += 1
-        if count[0] == 3:
-            action()
-        await real(self, bucket)
-
-    monkeypatch.setattr(WeightUpdate, "send", send)
 
 
 @pytest.mark.slow

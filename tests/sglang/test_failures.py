@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from learner.weights import publisher as publisher_module
 from shared.engine_api import EngineError
 from tests.support.engines import ask
 from tests.support.episodes import gap
+from tests.support.publishing import in_mid_update
 from tests.support.sglang_rig import TOLERANCE, move, play, tickets, versions, with_player
 
 
@@ -70,20 +70,12 @@ def test_a_server_that_stops_answering_in_mid_update_is_left_behind_and_taken_ba
     first, second = servers.urls
     publisher.publish(40, servers.urls)
     group = os.getpgid(servers.pid(1))
-    gathered = publisher_module.gathered
-
-    def freezing(*args):
-        for number, item in enumerate(gathered(*args)):
-            if number == 40:
-                os.killpg(group, signal.SIGSTOP)
-            yield item
-
     before = copy.deepcopy(policy)
     move(policy, 3)
     publisher.settings = replace(publisher.settings, bucket_bytes=200_000)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(publisher_module, "gathered", freezing)
+            in_mid_update(patched, lambda: os.killpg(group, signal.SIGSTOP))
             values = publisher.publish(41, servers.urls)
         assert (values["publish/engines"], values["publish/dropped"]) == (1, 1)
         assert any(second in record.getMessage() for record in caplog.records)

@@ -14,6 +14,7 @@ from learner.model.policy import load_policy
 from learner.weights.buckets import gathered
 from learner.weights.canary import gap
 from learner.weights.publisher import Publisher, PublishSettings
+from learner.weights.update import WeightUpdate
 from learner.weights.verify import WeightVerifier
 from shared.vision import VisionSpec
 from shared.weights.checksums import checksums
@@ -46,6 +47,19 @@ def move(policy, amount):
     with torch.no_grad():
         for p in policy.vlm.parameters():
             p.add_(amount)
+
+
+def in_mid_update(monkeypatch, action):
+    """Calls `action` once, before the third bucket."""
+    real, count = WeightUpdate.send, [0]
+
+    async def send(self, bucket):
+        count[0] += 1
+        if count[0] == 3:
+            action()
+        await real(self, bucket)
+
+    monkeypatch.setattr(WeightUpdate, "send", send)
 
 
 def served(metrics):
