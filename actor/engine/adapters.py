@@ -6,7 +6,7 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,15 +54,15 @@ class AdapterLoader:
             if entry.shape != wanted:
                 raise ValueError(f"{entry.name} has the shape {[*entry.shape]}, not {[*wanted]}")
 
-    def collected(self, received: Iterable[tuple[Tensor, list[Entry]]]) -> Adapter | None:
+    def collected(self, received: Sequence[tuple[Tensor, list[Entry]]]) -> Adapter | None:
         """The adapter that an update's buckets hold; None where they hold weights. ValueError for both in one, and for
         half an adapter."""
-        every = [named for flat, entries in received for named in unflatten(flat, entries)]
-        tensors = {name: tensor for name, tensor in every if is_of_adapter(name)}
-        if not tensors:
+        kinds = {is_of_adapter(entry.name) for _, entries in received for entry in entries}
+        if True not in kinds:
             return None
-        if len(tensors) < len(every):
+        if False in kinds:
             raise ValueError("the update holds an adapter and weights: it is discarded")
+        tensors = {name: tensor for flat, entries in received for name, tensor in unflatten(flat, entries)}
         names = {self._places[name][0] for name in tensors if name != SCALE}
         wanted = {SCALE, *(factor for name in names for factor in factor_names(name))}
         if missing := sorted(wanted - tensors.keys()):

@@ -211,9 +211,7 @@ class Scheduler:
 
     def _compute(self, batch: list[Request]) -> None:
         images = [r.new_images() for r in batch]
-        distinct = list(
-            {id(image): image for own in images for image in own}.values()
-        )  # episodes of a group share some
+        distinct = [*{id(image): image for own in images for image in own}.values()]  # a group's episodes share some
         encoded = self.runner.encode([p.patches for p in distinct], [p.grid for p in distinct])
         features = {id(image): found for image, found in zip(distinct, encoded, strict=True)}
         rows = [_row(r, [features[id(p)] for p in own]) for r, own in zip(batch, images, strict=True)]

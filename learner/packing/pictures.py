@@ -55,4 +55,6 @@ def readable(
 ) -> np.ndarray:
     """float32, for each episode: 0 where one of its images could not be decoded. `found`: what was made of `shown`."""
     wrong = {image.content_hash for image, patches in zip(shown, found, strict=True) if not patches.readable}
+    if not wrong:
+        return np.ones(len(of_episodes), dtype=np.float32)
     return np.array([all(i.content_hash not in wrong for i in images) for images in of_episodes], dtype=np.float32)

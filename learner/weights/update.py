@@ -107,9 +107,8 @@ class WeightUpdate:
                 "flush_cache": self._pause_mode == "retract",
             }
             told = {engine: tuple(self._names(engine, bucket).items()) for engine in self._members}
-            written = {
-                names: bucket_content(body | dict(names)) for names in {(), *told.values()}
-            }  # once for all alike
+            # Once for all engines that are told the same, and for companions, which are told nothing more.
+            written = {names: bucket_content(body | dict(names)) for names in {(), *told.values()}}
             contents = {engine: written[names] for engine, names in told.items()}
             sent = await self._manager.send(bucket.flat, contents, written[()])
             self._seconds["broadcast"] += sent
