@@ -20,7 +20,7 @@ from learner.export import main as export_main
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.trainer import Trainer
-from learner.weights.publisher import gathered
+from learner.weights.buckets import gathered
 from tests.support.checkpoints import config, recipe, save
 from tests.support.episodes import random_groups
 from tests.support.tiny import load_model, tiny_model_dir
