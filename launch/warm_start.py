@@ -29,10 +29,14 @@ from launch.tiny_models.tower import teach_tower
 from learner.batch import make_episode, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
+from learner.model.sharding import compile_blocks
+from learner.optim import make_optimizer, set_learning_rates
+from shared.learner_config import OptimizerConfig
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Image, Trajectory, Turn
 from shared.vision import VisionSpec
 
+WARM_UP = 50  # steps
 FIRST_SEED = 1_000_000_000  # training seeds lie below, held-out seeds above 2_000_000_000
 
 
@@ -87,8 +91,8 @@ def weighted(answer: Answer, tokenizer: PreTrainedTokenizerFast, choice_weight: 
 
 
 def train(task: Task, options: argparse.Namespace) -> None:
-    """Maximises the weighted mean logprob of the shown answers; AdamW, warm-up, then a square-root decay to 0."""
-    steps, lr = options.steps, options.lr
+    """Maximises the weighted mean logprob of the shown answers; a warm-up, then a decay to 0."""
+    steps = options.steps
     phrases = list(task.phrases) * 50 + ["system\n", "user\n", "assistant\n", "\n"] * 200
     vocab_size = task.model.get("vocab_size", 640)
     tokenizer = tiny_model.build_tokenizer(phrases, vocab_size)
@@ -102,13 +106,15 @@ def train(task: Task, options: argparse.Namespace) -> None:
     if options.tower_steps:
         teach_tower(policy, pixels=task.cell_pixels, steps=options.tower_steps, seed=options.seed)
     model.model.visual.requires_grad_(not options.freeze_tower)
+    if options.compile:
+        compile_blocks(policy)
     settings, device = ObjectiveConfig(), torch.device("cpu")
     lesson = Lesson(**{field.name: getattr(options, field.name) for field in fields(Lesson) if field.name in options})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    moves = OptimizerConfig(name=options.optimizer, lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = make_optimizer(policy, moves)
     started = time.monotonic()
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps) ** 0.5
+        set_learning_rates(optimizer, min(1.0, (step + 1) / WARM_UP) * (1 - step / steps) ** options.decay)
         first = FIRST_SEED + options.seed * 10_000_000 + step * options.batch
         seeds = range(first, first + options.batch)
         shown = [demonstration(task, s, renderer, tokenizer, lesson, options.choice_weight) for s in seeds]
@@ -135,6 +141,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=8, help="episodes of one step")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--decay", type=float, default=0.5, help="power of the decay: 1 is linear")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks: pays after some 200 steps")
     parser.add_argument("--expertise", type=float, default=0.4, help="share of answers that are good ones")
     parser.add_argument("--reach", type=int, default=3, help="Sokoban: good moves are shown this near to the solution")
     parser.add_argument("--jump", type=float, default=0.0, help="Sokoban: share of turns that show a fresh board")

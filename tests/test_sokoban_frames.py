@@ -33,7 +33,8 @@ def positions(board: Board) -> list[Board]:
 
 
 def parts(told: str) -> tuple[list[str], str, str, str, str, list[str], str]:
-    """Of a reading: the cells; the frame, the player, the target, the room behind; the walls; the idle moves."""
+    """Of a reading: the cells; the frame, the player, the target, the room behind; the walls with their cells and
+    where they touch the player; the idle moves."""
     words = told.split()
     first = next(i for i, word in enumerate(words) if word[0] == "@")
     frame, near, ahead, room = words[first : first + 4]
@@ -60,11 +61,15 @@ def tokenizer():
 
 
 def test_a_reading_names_target_player_box_and_walls_as_cells_and_then_from_the_box() -> None:
-    assert reading(BOARD) == "33 11 22 23 @dr -1-1 >11 =11 #+0+1 !bi"
+    assert reading(BOARD) == "33 11 22 @dr -1-1 >11 =11 23 #+0+1 ~ !bi"
 
 
 def test_a_state_has_no_cells() -> None:
-    assert state(BOARD.moved("down")) == "@dr +0-1 >11 =11 #+0+1 !io"
+    assert state(BOARD.moved("down")) == "@dr +0-1 >11 =11 #+0+1 ~ !io"
+
+
+def test_a_wall_beside_the_player_is_marked_by_the_move_that_leads_into_it() -> None:
+    assert state(BOARD.moved("right").moved("right")) == "@rd +1-1 >11 =11 #+1+0 ~o !io"
 
 
 def test_moves_are_told_in_the_frame_and_as_they_are_with_states_between_them() -> None:
@@ -83,7 +88,8 @@ def test_a_move_that_solves_is_followed_by_the_state_and_nothing_more() -> None:
 def test_every_position_can_be_had_back_from_its_words(board: Board) -> None:
     for position in positions(board):
         cells, frame, near, ahead, room, walls, idle = parts(reading(position))
-        target, player, box, *inner = (int(cell[0]) * 6 + int(cell[1]) for cell in cells)
+        target, player, box = (int(cell[0]) * 6 + int(cell[1]) for cell in cells)
+        inner = [int(cell[0]) * 6 + int(cell[1]) for cell in walls[::3]]
         assert (player, (box,), (target,), inner) == (
             position.player, position.boxes, position.targets, inner_walls(position)
         )  # fmt: skip
@@ -91,7 +97,9 @@ def test_every_position_can_be_had_back_from_its_words(board: Board) -> None:
         fore, _, _, out = (dict(zip(MOVES, (-6, 6, -1, 1), strict=True))[move] for move in used.moves)
         assert box + int(near[:2]) * fore + int(near[2:]) * out == player
         assert box + int(ahead[1]) * fore + int(ahead[2]) * out == target
-        assert [box + int(wall[1:3]) * fore + int(wall[3:]) * out for wall in walls] == inner
+        assert [box + int(wall[1:3]) * fore + int(wall[3:]) * out for wall in walls[1::3]] == inner
+        beside = {player + step: "~" + turn[0] for turn, step in zip(TURNS, (fore, -fore, -out, out), strict=True)}
+        assert walls[2::3] == [beside.get(wall, "~") for wall in inner]
         named = zip(TURNS, used.moves, strict=True)
         assert idle[1:] == "".join(turn[0] for turn, move in named if position.moved(move) == position)
         corner = box - int(room[1]) * fore - int(room[2]) * out
@@ -146,7 +154,7 @@ def test_no_word_stands_for_two_kinds_and_few_values_make_one() -> None:
 
 def test_frames_are_told_of_each_of_several_boxes() -> None:
     board = env_of(1, num_boxes=2, grid_size=(7, 7)).position
-    assert len(state(board).split()) == 2 * (5 + len(inner_walls(board)))
+    assert len(state(board).split()) == 2 * (5 + 2 * len(inner_walls(board)))
     assert parse_actions(moves_with_states(board, ["up", "left"]), 3) == ["up", "left"]
     assert board_from_config(board.env_config()) == board
 

@@ -4,13 +4,14 @@ The frame of a box is the one of the eight symmetries that brings its target ahe
 target is farther away, `out` the side on which it lies, `back` and `in` are their opposites; where the target leaves
 that open, the player decides in the same way, and then the order of FRAMES. A state such as
 
-    @dr -1-1 >21 =12 #+0-1 !bi
+    @dr -1-1 >21 =12 #+0-1 ~f !fb
 
 tells for each box: its frame (`fore` is down, `out` is right), how far fore and out of it the player and the target
-are, how many free rows and columns of the board lie back and in of it, how far fore and out each inner wall is, in the
-order in which reading names them, and which moves of the player lead nowhere (`back` and `in`). What there is to see is
-told before it as cells: the targets, the player, the boxes, the inner walls. A move is said in the frame of the first
-box that is not on its target, then as it is: `fore down`.
+are, how many free rows and columns of the board lie back and in of it, of each inner wall how far fore and out it is
+and which move of the player leads into it (`fore`), and which moves lead nowhere (`fore` and `back`). In <think> the
+cells of all there is to see are told too: target, player and box before the frame, each wall before its words. A wall
+has the same number of words wherever it is, so that what was told of it lies always as far back. A move is said in the
+frame of the first box that is not on its target, then as it is: `fore down`.
 """
 
 from __future__ import annotations
@@ -64,17 +65,16 @@ def frame_of(width: int, box: int, target: int, player: int) -> Frame:
 
 
 def reading(board: Board) -> str:
-    """All that there is to see as cells, and the state."""
-    cells = (*board.targets, board.player, *board.boxes, *inner_walls(board))
-    return f"{names(board, cells)} {state(board)}"
+    """The state, and all that there is to see as cells."""
+    cells = (*board.targets, board.player, *board.boxes)
+    return f"{names(board, cells)} {state(board, named=True)}"
 
 
 @lru_cache(4096)
-def state(board: Board) -> str:
-    """What a move can change."""
-    walls = inner_walls(board)
-    idle = [move for move in MOVES if board.moved(move) is board]
-    return " ".join(_around(board, *pair, walls, idle) for pair in zip(board.boxes, board.targets, strict=False))
+def state(board: Board, *, named: bool = False) -> str:
+    """What a move can change; `named`: each wall's cell is told before it."""
+    pairs = zip(board.boxes, board.targets, strict=False)
+    return " ".join(_around(board, *pair, named=named) for pair in pairs)
 
 
 def moves_with_states(board: Board, moves: Sequence[str]) -> str:
@@ -108,24 +108,31 @@ def _said(board: Board, move: str) -> str:
     return f"{frame_of(board.width, box, target, board.player).said(move)} {move}"
 
 
-def _around(board: Board, box: int, target: int, walls: Sequence[int], idle: Sequence[str]) -> str:
+def _around(board: Board, box: int, target: int, *, named: bool) -> str:
     width, height = board.width, board.height
     frame = frame_of(width, box, target, board.player)
     row, column = divmod(box, width)
     room = {"up": row - 1, "down": height - 2 - row, "left": column - 1, "right": width - 2 - column}
     _, back, inward, _ = frame.moves
-    player, ahead, *far = (
-        frame.offset(cell // width - row, cell % width - column) for cell in (board.player, target, *walls)
-    )
+    player, ahead = (frame.offset(cell // width - row, cell % width - column) for cell in (board.player, target))
+    idle = [move for move in MOVES if board.moved(move) is board]
     words = (
         frame.word,
         f"{player[0]:+d}{player[1]:+d}",
         f">{ahead[0]}{ahead[1]}",
         f"={room[back]}{room[inward]}",
-        *(f"#{fore:+d}{out:+d}" for fore, out in far),
+        *(_wall(board, frame, box, cell, named) for cell in inner_walls(board)),
         "!" + "".join(turn[0] for turn, move in zip(TURNS, frame.moves, strict=True) if move in idle),
     )
     return " ".join(words)
+
+
+def _wall(board: Board, frame: Frame, box: int, cell: int, named: bool) -> str:
+    width = board.width
+    rows, columns = cell // width - board.player // width, cell % width - board.player % width
+    beside = "".join(turn[0] for turn, move in zip(TURNS, frame.moves, strict=True) if _STEPS[move] == (rows, columns))
+    fore, out = frame.offset(cell // width - box // width, cell % width - box % width)
+    return f"{names(board, [cell]) + ' ' if named else ''}#{fore:+d}{out:+d} ~{beside}"
 
 
 def words() -> tuple[str, ...]:
@@ -140,5 +147,6 @@ def words() -> tuple[str, ...]:
         *(f">{fore}{out}" for fore in near for out in range(fore + 1)),
         *(f"={back}{inward}" for back in near for inward in near),
         *(f"#{offset}" for offset in offsets),
+        *("~" + beside for beside in ("", "f", "b", "i", "o")),
         *("!" + "".join(turn[0] for turn in idle) for count in range(5) for idle in combinations(TURNS, count)),
     )

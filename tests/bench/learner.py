@@ -45,7 +45,7 @@ from tests.support.episodes import learner_config
 
 PADDED: dict[str, dict[str, Any]] = {
     "padded": {},
-    "padded_to_context": {"context": 1024},  # model.max_context of sokoban_tiny
+    "padded_to_context": {"context": 1280},  # model.max_context of sokoban_tiny
     "padded_kept_logits": {"kept_logits": True},
     "sorted_kept_logits": {"kept_logits": True, "by_length": True},
 }

@@ -72,7 +72,7 @@ class Reader:
         """What reads alike however the board is turned: all but the cells and the frame's name."""
         if board not in self._seen:
             player, target, room, *walls, idle = state(board).split()[1:]
-            words = [*enumerate((player, target, room, idle)), *(("wall", wall) for wall in walls)]
+            words = [*enumerate((player, target, room, idle)), *(("wall", wall) for wall in walls[::2])]
             numbers = (self._numbers.setdefault(word, len(self._numbers)) for word in words)
             frame = frame_of(board.width, board.boxes[0], board.targets[0], board.player)
             self._seen[board] = Seen(tuple(numbers), frame.moves)

@@ -32,7 +32,16 @@ from shared.vision import VisionSpec
 
 FIRST_SEED = 2_000_000_000
 GUESS = 0.5  # weight that marks words that chance chose
-KINDS = {"@": "frame", "+": "relative", "-": "relative", ">": "relative", "=": "room", "#": "walls", "!": "idle"}
+KINDS = {
+    "@": "frame",
+    "+": "relative",
+    "-": "relative",
+    ">": "relative",
+    "=": "room",
+    "#": "walls",
+    "~": "walls beside",
+    "!": "idle",
+}
 
 
 def kind_of(word: str, weight: float) -> str:
