@@ -1,12 +1,13 @@
 """How well Sokoban can be played by a policy that reads every board right: what planning alone costs in episodes.
 
-    python -m tests.bench.sokoban.planner [--steps 180] [--walls 0.05 0.15] [--misread 0.1] [--misforeseen 0.2]
+    python -m tests.bench.sokoban.planner [--steps 180] [--recipe RECIPE] [--misread 0.1] [--misforeseen 0.2]
 
 A perceptron gets the words that small models write down in <think>, read without a mistake, and chooses one move
 at a time, up to three a turn and eight turns, as they do. It is first taught good moves within three of the solution,
-then trained by the environment's reward with V-trace, so its success is what a model of the same words could reach
-with as many episodes. With `--misread` and `--misforeseen` so large a part of all positions is always taken for one
-beside it, at a turn's first move and at later ones, as by a model that reads wrongly. The last line is one JSON object.
+then trained by the environment's reward with V-trace on the recipe's variants of boards, so its success is what a model
+of the same words could reach with as many episodes. With `--misread` and `--misforeseen` so large a part of all
+positions is always taken for one beside it, at a turn's first move and at later ones, as by a model that reads wrongly.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import tomllib
 import zlib
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -31,6 +34,7 @@ from envs.boards.solver import optimal_first_moves
 from envs.sokoban import BLOCKED_REWARD, ON_TARGET_REWARD, STEP_REWARD
 from learner.vtrace import token_vtrace
 
+ROOT = Path(__file__).resolve().parents[3]
 TURNS, MOVES_A_TURN, REACH, EXPERTISE = 8, 3, 3, 0.8
 MOST_WORDS, WIDTH = 2048, 256
 CLASSES = {"1_3": (1, 3), "4_6": (4, 6), "7_9": (7, 9), "10_up": (10, 10_000)}
@@ -104,9 +108,8 @@ class Perceptron(nn.Module):
         return self.leave(functional.gelu(hidden))
 
 
-def boards(first: int, count: int, split: str, walls: Sequence[float]) -> list[Board]:
-    """One after the other of each share of walls."""
-    specs = [BoardSpec(wall_chance=chance, split=split) for chance in walls]
+def boards(first: int, count: int, specs: Sequence[BoardSpec]) -> list[Board]:
+    """One after the other of each kind."""
     return [make_board(seed, specs[seed % len(specs)]) for seed in range(first, first + count)]
 
 
@@ -114,7 +117,7 @@ def teach(policy: Perceptron, reader: Reader, count: int = 6000, steps: int = 60
     """Good moves where the solution is within reach, none preferred elsewhere."""
     rng = np.random.default_rng(0)
     shown: list[tuple[Seen, list[float]]] = []
-    for board in boards(TAUGHT, count, "train", (0.05,)):
+    for board in boards(TAUGHT, count, [BoardSpec(split="train")]):
         for _ in range(TURNS):
             best = optimal_first_moves(board)
             seen, wanted = reader(board), [1 / 4] * 4
@@ -192,7 +195,9 @@ def update(policy: Perceptron, critic: Perceptron, episodes: list[list[Step]], s
 def measure(options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(options.seed)
     rng, reader, wrong = np.random.default_rng(options.seed), Reader(), (options.misread, options.misforeseen)
-    held = boards(HELD_OUT, options.boards, "heldout", (0.05,))
+    held = boards(HELD_OUT, options.boards, [BoardSpec(split="heldout")])
+    variants = tomllib.loads(options.recipe.read_text())["data"]["variants"]
+    specs = [BoardSpec(split="train", **variant) for variant in variants]
     lengths = np.array([len(optimal_first_moves(board)) for board in held])
 
     def evaluated(policy: Perceptron, *, greedy: bool) -> dict[str, float]:
@@ -210,7 +215,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         rate = min(1.0, (step + 1) / WARM_UP) * (1 - (1 - FINAL_SHARE) * step / options.steps)
         for group in optimizer.param_groups:
             group["lr"] = options.lr * rate
-        starts = boards(step * options.episodes, options.episodes, "train", options.walls)
+        starts = boards(step * options.episodes, options.episodes, specs)
         episodes = play(policy, reader, starts, greedy=False, wrong=wrong)
         turns += sum(episode[-1].turn + 1 for episode in episodes)
         for part in np.array_split(rng.permutation(len(episodes)), options.minibatches):
@@ -224,6 +229,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         if (step + 1) % 20 == 0:
             print(f"step {step + 1}  success {solved(episodes).mean():.2f}", flush=True)
     return vars(options) | {
+        "recipe": options.recipe.stem,
         "turns": turns,
         "seconds": round(time.monotonic() - began),
         "sampled_before": evaluated(start, greedy=False),
@@ -237,10 +243,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("steps", 180), ("episodes", 64), ("minibatches", 4), ("boards", 500), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    for name, value in (("lr", 2e-3), ("gamma", 0.95), ("lam", 0.95), ("entropy-coef", 0.01), ("misread", 0.0),
+    for name, value in (("lr", 2e-3), ("gamma", 0.97), ("lam", 0.95), ("entropy-coef", 0.01), ("misread", 0.0),
                         ("misforeseen", 0.0)):  # fmt: skip
         parser.add_argument(f"--{name}", type=float, default=value)
-    parser.add_argument("--walls", type=float, nargs="+", default=[0.05, 0.15], help="of training boards, in turns")
+    parser.add_argument("--recipe", type=Path, default=ROOT / "launch/recipes/sokoban_tiny.toml")
     torch.set_num_threads(1)
     print(json.dumps(measure(parser.parse_args())))
 
