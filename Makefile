@@ -74,6 +74,7 @@ lint: env
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/mypy
+	@mkdir -p build
 	$(PY) -m pytest --collect-only --quiet tests tests/sglang tests/cluster > build/collected || { tail -n 20 build/collected; exit 1; }
 
 # Three processes on two cores: a fifth of the tests' time is waiting.
