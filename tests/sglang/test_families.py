@@ -24,6 +24,7 @@ from tests.support.small.families import FAMILIES, as_mixture
 from tests.support.tiny import tiny_model_dir
 
 PYTHON = Path(".venv-sglang/bin/python")
+pytestmark = pytest.mark.timeout(900)  # the process that loads has 600 s of its own
 
 
 @dataclass(frozen=True)
