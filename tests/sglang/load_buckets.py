@@ -64,6 +64,7 @@ def load(folder: Path, case: dict[str, Any], settings: Any, port: int, rank: int
     found = {"class": type(model).__name__, "different": different(model, expected), "count": len(own)}
     found |= {"alone": sorted(own.keys() ^ expected.keys()), "exported_different": exported}
     (folder / f"{case['name']}_{rank}.json").write_text(json.dumps(found))
+    torch.distributed.barrier()  # rank 0 holds the store that the others may still be joining groups by
 
 
 def different(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
