@@ -162,6 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--turns", type=int, default=8, help="Sokoban: turns of one episode, at most")
     parser.add_argument("--wall-chances", type=float, nargs="+", default=(0.05,), help="Sokoban: each board draws one")
+    parser.add_argument("--boxes", type=int, nargs="+", default=(1,), help="Sokoban: each board draws one of these")
     parser.add_argument("--tower-steps", type=int, default=0, help="Sokoban: first teach the vision tower alone")
     parser.add_argument("--freeze-tower", action="store_true", help="demonstrations do not train the vision tower")
     parser.add_argument("--seed", type=int, default=0)

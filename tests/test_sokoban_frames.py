@@ -9,8 +9,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from envs.boards.board import MOVES, WALL, Board, board_from_config, board_of
-from envs.boards.reading import FRAMES, TURNS, frame_of, inner_walls, moves_with_states, reading, state, words
+from envs.boards.board import MOVES, SYMBOLS, WALL, Board, board_from_config, board_of
+from envs.boards.reading import FRAMES, TURNS, frame_of, inner_walls, moves_with_states, paired, reading, state, words
 from envs.sokoban import build_env, parse_actions
 from launch.tiny_models.build import build_tokenizer
 from launch.tiny_models.demonstrations import TASKS, Lesson, scattered, sokoban_answer
@@ -18,8 +18,13 @@ from launch.warm_start import main, weighted
 from shared.types import Sample
 
 TASK = TASKS["sokoban"]
-ROWS = ("######", "#P___#", "#_X#_#", "#__O_#", "#____#", "######")
-BOARD = board_of(6, 6, bytes("#_O√XPS".index(symbol) for row in ROWS for symbol in row))
+
+
+def board_at(*rows: str) -> Board:
+    return board_of(6, 6, bytes(SYMBOLS.index(symbol) for row in rows for symbol in row))
+
+
+BOARD = board_at("######", "#P___#", "#_X#_#", "#__O_#", "#____#", "######")
 
 
 def env_of(seed: int, **args: object):
@@ -154,9 +159,23 @@ def test_no_word_stands_for_two_kinds_and_few_values_make_one() -> None:
 
 def test_frames_are_told_of_each_of_several_boxes() -> None:
     board = env_of(1, num_boxes=2, grid_size=(7, 7)).position
-    assert len(state(board).split()) == 2 * (5 + 2 * len(inner_walls(board)))
+    assert len(state(board).split()) == 2 * (5 + 2 * len(inner_walls(board)) + 2)
     assert parse_actions(moves_with_states(board, ["up", "left"]), 3) == ["up", "left"]
     assert board_from_config(board.env_config()) == board
+
+
+def test_each_box_has_the_other_boxes_told_after_the_walls_and_as_they_are() -> None:
+    board = board_at("######", "#____#", "#XPX_#", "#__O_#", "#_O__#", "######")
+    told = "33 42 22 21 23 @rd +1+0 >21 =01 23 #+2+0 ~f !b @dl +0+1 >21 =11 21 #+0+2 ~o !o"
+    assert reading(board) == told
+
+
+def test_boxes_that_are_not_on_their_targets_come_first() -> None:
+    board = env_of(1, num_boxes=2).position
+    first, second = board.targets
+    one, other = replace(board, boxes=(first, second - 1)), replace(board, boxes=(first + 1, second))
+    assert [paired(each)[0] for each in (one, other)] == [(second - 1, second), (first + 1, first)]
+    assert paired(replace(board, boxes=board.targets)) == [(first, first), (second, second)]
 
 
 def test_only_words_that_chance_chose_are_marked_as_guesses() -> None:

@@ -10,8 +10,9 @@ tells for each box: its frame (`fore` is down, `out` is right), how far fore and
 are, how many free rows and columns of the board lie back and in of it, of each inner wall how far fore and out it is
 and which move of the player leads into it (`fore`), and which moves lead nowhere (`fore` and `back`). In <think> the
 cells of all there is to see are told too: target, player and box before the frame, each wall before its words. A wall
-has the same number of words wherever it is, so that what was told of it lies always as far back. A move is said in the
-frame of the first box that is not on its target, then as it is: `fore down`.
+has the same number of words wherever it is, so that what was told of it lies always as far back. The other boxes are
+told after the walls, as walls are. Boxes that are not on their targets come first; a move is said in the frame of the
+first box, then as it is: `fore down`.
 """
 
 from __future__ import annotations
@@ -73,8 +74,12 @@ def reading(board: Board) -> str:
 @lru_cache(4096)
 def state(board: Board, *, named: bool = False) -> str:
     """What a move can change; `named`: each wall's cell is told before it."""
-    pairs = zip(board.boxes, board.targets, strict=False)
-    return " ".join(_around(board, *pair, named=named) for pair in pairs)
+    return " ".join(_around(board, *pair, named=named) for pair in paired(board))
+
+
+def paired(board: Board) -> list[tuple[int, int]]:
+    """Each box and its target, both in the order of their cells; those that are not yet together come first."""
+    return sorted(zip(board.boxes, board.targets, strict=False), key=lambda pair: pair[0] == pair[1])
 
 
 def moves_with_states(board: Board, moves: Sequence[str]) -> str:
@@ -103,8 +108,7 @@ def names(board: Board, cells: Sequence[int]) -> str:
 
 
 def _said(board: Board, move: str) -> str:
-    pairs = list(zip(board.boxes, board.targets, strict=False))
-    box, target = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+    box, target = paired(board)[0]
     return f"{frame_of(board.width, box, target, board.player).said(move)} {move}"
 
 
@@ -115,13 +119,14 @@ def _around(board: Board, box: int, target: int, *, named: bool) -> str:
     room = {"up": row - 1, "down": height - 2 - row, "left": column - 1, "right": width - 2 - column}
     _, back, inward, _ = frame.moves
     player, ahead = (frame.offset(cell // width - row, cell % width - column) for cell in (board.player, target))
+    others = [other for other in board.boxes if other != box]
     idle = [move for move in MOVES if board.moved(move) is board]
     words = (
         frame.word,
         f"{player[0]:+d}{player[1]:+d}",
         f">{ahead[0]}{ahead[1]}",
         f"={room[back]}{room[inward]}",
-        *(_wall(board, frame, box, cell, named) for cell in inner_walls(board)),
+        *(_wall(board, frame, box, cell, named) for cell in (*inner_walls(board), *others)),
         "!" + "".join(turn[0] for turn, move in zip(TURNS, frame.moves, strict=True) if move in idle),
     )
     return " ".join(words)

@@ -52,6 +52,7 @@ class Lesson:
     near: float = 0.0  # Sokoban: share of boards that begin within reach
     turns: int = 8  # Sokoban: of one episode, at most
     wall_chances: tuple[float, ...] = (0.05,)  # Sokoban: each board draws one
+    boxes: tuple[int, ...] = (1,)  # Sokoban: each board draws one of these numbers
     split: str = "train"  # Sokoban: of the boards
 
 
@@ -92,7 +93,7 @@ def play_sokoban(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration
 def _sokoban(seed: int, rng: random.Random, lesson: Lesson) -> sokoban.SokobanEnv:
     longest = {"max_solution": lesson.reach} if rng.random() < lesson.near else {}
     sample = Sample(str(seed), metadata={"seed": seed, "split": lesson.split})
-    args = {"pixels_per_cell": CELL_PIXELS, "wall_chance": rng.choice(lesson.wall_chances)}
+    args = {"pixels_per_cell": CELL_PIXELS, "wall_chance": rng.choice(lesson.wall_chances), "num_boxes": lesson.boxes}
     return sokoban.build_env(sample, args | longest)
 
 

@@ -13,6 +13,7 @@ from tests.support.machine import free_port
 ROOT = Path(__file__).resolve().parents[2]
 COLOUR = "launch/recipes/colour_tiny.toml"
 LONGEST_S = 240.0
+ENDLESS = 10_000  # steps of a run that a test stops: no machine is so fast that it ends before
 
 
 class Submitted:

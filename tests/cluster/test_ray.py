@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.submitted import ROOT, Submitted
+from tests.cluster.submitted import ENDLESS, ROOT, Submitted
 from tests.support.machine import free_port
 
 ray = pytest.importorskip("ray", reason="pip install --group ray")
@@ -76,7 +76,7 @@ def test_a_run_that_loses_the_node_of_its_engines_gets_another_and_learns(nodes,
 
 
 def test_a_run_that_is_stopped_from_outside_the_cluster_leaves_a_checkpoint(nodes, tmp_path):
-    fields = {"cluster.ray.address": nodes.client, "learner.total_steps": 60, "cluster.actor_nodes": 1}
+    fields = {"cluster.ray.address": nodes.client, "learner.total_steps": ENDLESS, "cluster.actor_nodes": 1}
     run = submitted(nodes, tmp_path, "stopped", **fields)
     said = run.call("submit")
     assert said.returncode == 0, said.stderr
@@ -86,7 +86,7 @@ def test_a_run_that_is_stopped_from_outside_the_cluster_leaves_a_checkpoint(node
     ended = run.call("stop")
     assert ended.returncode == 0 and "pronk-stopped has ended" in ended.stdout, ended.stderr
     assert any((run.run / "checkpoints").iterdir())
-    assert run.steps() < 60
+    assert run.steps() < ENDLESS
     assert "the last run: " in run.call("stop").stdout
     written = "".join(path.read_text() for path in run.cluster.glob("*.*") if path.is_file())
     assert len(run.secrets()) >= 6 and not any(secret in written for secret in run.secrets())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.local_slurm import LocalSlurm, local_slurm, missing
-from tests.cluster.submitted import ROOT, Submitted
+from tests.cluster.submitted import ENDLESS, ROOT, Submitted
 
 
 def queue() -> list[str]:
@@ -54,7 +54,7 @@ def test_a_run_that_loses_the_node_of_its_engines_gets_another_and_its_actors_fo
 
 
 def test_a_run_that_is_stopped_leaves_a_checkpoint_from_which_the_next_submission_goes_on(slurm, tmp_path):
-    run = Submitted("slurm", tmp_path, "stopped", **{"learner.total_steps": 60})
+    run = Submitted("slurm", tmp_path, "stopped", **{"learner.total_steps": ENDLESS})
     assert run.call("submit").returncode == 0
     again = run.call("submit")
     assert again.returncode == 2 and "are in the queue: stop them first" in again.stderr
@@ -63,12 +63,13 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_from_which_the_next_submissio
     run.until("an empty queue", lambda: not queue())
     assert any((run.run / "checkpoints").iterdir())
     before = run.steps()
-    assert before < 60
+    assert before < ENDLESS
     assert "no job of this run" in run.call("stop").stdout and "is in the queue" in run.call("status").stdout
 
-    assert run.call("submit").returncode == 0
+    shorter = Submitted("slurm", tmp_path, "stopped", **{"learner.total_steps": before + 20})
+    assert shorter.call("submit").returncode == 0
     run.until("the run's end", lambda: (run.run / "result.json").exists() and not queue())
-    assert run.steps() == 60
+    assert run.steps() == before + 20
 
 
 def test_no_key_is_in_a_script_and_keys_that_others_can_read_are_refused(slurm, tmp_path):

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from envs.boards.board import MOVES, Board
 from envs.boards.generate import BoardSpec, make_board
-from envs.boards.reading import frame_of, state
+from envs.boards.reading import frame_of, paired, state
 from envs.boards.solver import optimal_first_moves
 from envs.sokoban import BLOCKED_REWARD, ON_TARGET_REWARD, STEP_REWARD
 from learner.vtrace import token_vtrace
@@ -63,7 +63,7 @@ class Reader:
     """Numbers the words of positions; each is read once."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[int | str, str], int] = {}
+        self._numbers: dict[tuple[int, int | str, str], int] = {}
         self._seen: dict[Board, Seen] = {}
 
     def taken_for(self, board: Board, wrong: float) -> Board:
@@ -75,10 +75,15 @@ class Reader:
     def __call__(self, board: Board) -> Seen:
         """What reads alike however the board is turned: all but the cells and the frame's name."""
         if board not in self._seen:
-            player, target, room, *walls, idle = state(board).split()[1:]
-            words = [*enumerate((player, target, room, idle)), *(("wall", wall) for wall in walls[::2])]
-            numbers = (self._numbers.setdefault(word, len(self._numbers)) for word in words)
-            frame = frame_of(board.width, board.boxes[0], board.targets[0], board.player)
+            numbers: list[int] = []
+            for place, told in enumerate(state(board).split("@")[1:]):
+                player, target, room, *walls, idle = told.split()[1:]
+                others = len(board.boxes) - 1
+                bare, boxes = walls[: len(walls) - 2 * others : 2], walls[len(walls) - 2 * others :: 2]
+                words = [*enumerate((player, target, room, idle)), *(("wall", wall) for wall in bare)]
+                words += [("box", box) for box in boxes]
+                numbers += [self._numbers.setdefault((place, *word), len(self._numbers)) for word in words]
+            frame = frame_of(board.width, *paired(board)[0], board.player)
             self._seen[board] = Seen(tuple(numbers), frame.moves)
         return self._seen[board]
 
