@@ -100,6 +100,18 @@ def parse_actions(text: str, limit: int) -> list[str]:
     return [word for word in words if word in MOVES][:limit]
 
 
+def move_reward(before: Board, after: Board) -> float:
+    """Of a walk, a push, or a move that led nowhere."""
+    if after is before:
+        return BLOCKED_REWARD
+    reward = STEP_REWARD
+    if after.boxes is not before.boxes:  # the box was where the player is now
+        (pushed,) = set(after.boxes) - set(before.boxes)
+        reward += ON_TARGET_REWARD * (after.cells[pushed] == TARGET)
+        reward += OFF_TARGET_REWARD * (after.cells[after.player] == TARGET)
+    return reward
+
+
 def length_classes(moves: int) -> tuple[str, ...]:
     """The classes of boards whose shortest solution has `moves` moves."""
     if moves <= 3:
@@ -180,15 +192,8 @@ class SokobanEnv(Env):
     def _move(self, move: str) -> tuple[float, bool]:
         """Walk or push; the reward and whether anything moved."""
         before, self.position = self.position, self.position.moved(move)
-        if self.position is before:
-            return BLOCKED_REWARD, False
-        reward, cells = STEP_REWARD, self.board.cells
-        if self.position.boxes is not before.boxes:  # the box was where the player is now
-            (pushed,) = set(self.position.boxes) - set(before.boxes)
-            reward += ON_TARGET_REWARD * (cells[pushed] == TARGET)
-            reward += OFF_TARGET_REWARD * (cells[self.position.player] == TARGET)
-            self.success = self.position.solved
-        return reward, True
+        self.success = self.position.solved
+        return move_reward(before, self.position), self.position is not before
 
     def _accuracies(self, response: str, actions: list[str]) -> dict[str, bool]:
         """Whether <think> tells the board as it is, and <answer> what its moves lead to; to be called before them."""

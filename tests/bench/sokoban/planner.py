@@ -4,9 +4,10 @@
 
 A perceptron gets the words that small models write down in <think>, read without a mistake, and chooses one move
 at a time, up to three a turn and eight turns, as they do. It is first taught good moves within three of the solution,
-then trained by the environment's reward with V-trace on the recipe's variants of boards, so its success is what a model
-of the same words could reach with as many episodes. With `--misread` and `--misforeseen` so large a part of all
-positions is always taken for one beside it, at a turn's first move and at later ones, as by a model that reads wrongly.
+on boards of one box, then trained by the environment's reward with V-trace on the recipe's variants of boards, so its
+success is what a model of the same words could reach with as many episodes. With `--misread` and `--misforeseen` so
+large a part of all positions is always taken for one beside it, at a turn's first move and at later ones, as by a model
+that reads wrongly.
 The last line is one JSON object.
 """
 
@@ -31,7 +32,7 @@ from envs.boards.board import MOVES, Board
 from envs.boards.generate import BoardSpec, make_board
 from envs.boards.reading import frame_of, paired, state
 from envs.boards.solver import optimal_first_moves
-from envs.sokoban import BLOCKED_REWARD, ON_TARGET_REWARD, STEP_REWARD
+from envs.sokoban import move_reward
 from learner.vtrace import token_vtrace
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,6 +58,7 @@ class Step:
     logprob: float
     reward: float
     turn: int
+    solved: bool
 
 
 class Reader:
@@ -146,7 +148,7 @@ def teach(policy: Perceptron, reader: Reader, count: int = 6000, steps: int = 60
 def play(
     policy: Perceptron, reader: Reader, starts: Sequence[Board], *, greedy: bool, wrong: tuple[float, float] = (0, 0)
 ) -> list[list[Step]]:
-    """Whole episodes; one whose last step's reward is more than a step's ended well. `wrong`: shares of positions that
+    """Whole episodes. `wrong`: shares of positions that
     are misread at the first move of a turn, and at later ones."""
     positions, episodes = list(starts), [list[Step]() for _ in starts]
     for move in range(TURNS * MOVES_A_TURN):
@@ -160,15 +162,14 @@ def play(
         for row, i in enumerate(live):
             choice = int(choices[row])
             after = positions[i].moved(seen[row].moves[choice])
-            reward = BLOCKED_REWARD if after is positions[i] else STEP_REWARD + ON_TARGET_REWARD * after.solved
-            logprob = float(logprobs[row, choice])
-            episodes[i].append(Step(seen[row], choice, logprob, reward, move // MOVES_A_TURN))
+            reward, logprob = move_reward(positions[i], after), float(logprobs[row, choice])
+            episodes[i].append(Step(seen[row], choice, logprob, reward, move // MOVES_A_TURN, after.solved))
             positions[i] = after
     return episodes
 
 
 def solved(episodes: Sequence[list[Step]]) -> np.ndarray:
-    return np.array([episode[-1].reward > 0.5 for episode in episodes])
+    return np.array([episode[-1].solved for episode in episodes])
 
 
 def update(policy: Perceptron, critic: Perceptron, episodes: list[list[Step]], scale: float, gamma: float, lam: float,
@@ -200,9 +201,10 @@ def update(policy: Perceptron, critic: Perceptron, episodes: list[list[Step]], s
 def measure(options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(options.seed)
     rng, reader, wrong = np.random.default_rng(options.seed), Reader(), (options.misread, options.misforeseen)
-    held = boards(HELD_OUT, options.boards, [BoardSpec(split="heldout")])
-    variants = tomllib.loads(options.recipe.read_text())["data"]["variants"]
-    specs = [BoardSpec(split="train", **variant) for variant in variants]
+    recipe = tomllib.loads(options.recipe.read_text())
+    number = (recipe["env"]["args"]["num_boxes"],)
+    held = boards(HELD_OUT, options.boards, [BoardSpec(num_boxes=number, split="heldout")])
+    specs = [BoardSpec(num_boxes=number, split="train", **variant) for variant in recipe["data"]["variants"]]
     lengths = np.array([len(optimal_first_moves(board)) for board in held])
 
     def evaluated(policy: Perceptron, *, greedy: bool) -> dict[str, float]:

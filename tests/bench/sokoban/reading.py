@@ -1,6 +1,6 @@
 """How well a small Sokoban model reads held-out boards: what probability it gives to each true word, by kind and turn.
 
-    python -m tests.bench.sokoban.reading MODEL --games 100 [--walls 0.05 0.3]
+    python -m tests.bench.sokoban.reading MODEL --games 100 [--walls 0.05 0.3] [--boxes 2]
 
 Episodes are played at random, good moves among the random ones within reach, and the model is asked for every word
 after the true ones before it (teacher-forced). A word is read right where it has more than half of the probability.
@@ -54,10 +54,10 @@ def kind_of(word: str, weight: float) -> str:
     return "cells" if word.isdigit() else KINDS.get(word[:1], "moves and form")
 
 
-def measure(model: str, games: int, walls: tuple[float, ...]) -> dict[str, object]:
+def measure(model: str, games: int, walls: tuple[float, ...], boxes: tuple[int, ...]) -> dict[str, object]:
     spec, tokenizer = VisionSpec.load(model), PreTrainedTokenizerFast.from_pretrained(model)
     policy, decoder, renderer = load_policy(model, spec).eval(), ImageDecoder(spec), Renderer(tokenizer, spec)
-    lesson = Lesson(expertise=0.5, wall_chances=walls, split="heldout")
+    lesson = Lesson(expertise=0.5, wall_chances=walls, boxes=boxes, split="heldout")
     kinds: dict[str, list[float]] = defaultdict(list)
     turns: dict[int, list[float]] = defaultdict(list)
     for seed in range(FIRST_SEED, FIRST_SEED + games):
@@ -106,9 +106,10 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--games", type=int, default=100)
     parser.add_argument("--walls", type=float, nargs="+", default=[0.05], help="each board draws one")
+    parser.add_argument("--boxes", type=int, nargs="+", default=[1], help="each board draws one")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure(str(options.model), options.games, tuple(options.walls))
+    found = measure(str(options.model), options.games, tuple(options.walls), tuple(options.boxes))
     for name in ("kinds", "by_turn"):
         for key, value in found[name].items():
             print(f"{name:8} {key:16} {value:.4f}")
