@@ -170,11 +170,12 @@ def test_each_box_has_the_other_boxes_told_after_the_walls_and_as_they_are() -> 
     assert reading(board) == told
 
 
-def test_boxes_that_are_not_on_their_targets_come_first() -> None:
+def test_a_box_on_a_target_keeps_it_and_comes_last() -> None:
     board = env_of(1, num_boxes=2).position
     first, second = board.targets
-    one, other = replace(board, boxes=(first, second - 1)), replace(board, boxes=(first + 1, second))
-    assert [paired(each)[0] for each in (one, other)] == [(second - 1, second), (first + 1, first)]
+    for box, settled, free in ((second - 1, first, second), (first + 1, second, first), (first - 1, first, second)):
+        position = replace(board, boxes=tuple(sorted((box, settled))))
+        assert paired(position) == [(box, free), (settled, settled)]
     assert paired(replace(board, boxes=board.targets)) == [(first, first), (second, second)]
 
 

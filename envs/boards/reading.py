@@ -11,8 +11,8 @@ are, how many free rows and columns of the board lie back and in of it, of each 
 and which move of the player leads into it (`fore`), and which moves lead nowhere (`fore` and `back`). In <think> the
 cells of all there is to see are told too: target, player and box before the frame, each wall before its words. A wall
 has the same number of words wherever it is, so that what was told of it lies always as far back. The other boxes are
-told after the walls, as walls are. Boxes that are not on their targets come first; a move is said in the frame of the
-first box, then as it is: `fore down`.
+told after the walls, as walls are. Boxes that are on a target come last; a move is said in the frame of the first box,
+then as it is: `fore down`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 
-from envs.boards.board import MOVES, WALL, Board
+from envs.boards.board import MOVES, TARGET, WALL, Board
 
 TURNS = ("fore", "back", "in", "out")
 FARTHEST = 3
@@ -78,8 +78,12 @@ def state(board: Board, *, named: bool = False) -> str:
 
 
 def paired(board: Board) -> list[tuple[int, int]]:
-    """Each box and its target, both in the order of their cells; those that are not yet together come first."""
-    return sorted(zip(board.boxes, board.targets, strict=False), key=lambda pair: pair[0] == pair[1])
+    """Each box and its target. A box that is on a target is there to stay, and comes last; the others and the targets
+    that are free come in the order of their cells."""
+    settled = [box for box in board.boxes if board.cells[box] == TARGET]
+    moving = [box for box in board.boxes if box not in settled]
+    free = [target for target in board.targets if target not in settled]
+    return [*zip(moving, free, strict=False), *zip(settled, settled, strict=True)]
 
 
 def moves_with_states(board: Board, moves: Sequence[str]) -> str:
