@@ -204,7 +204,10 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     recipe = tomllib.loads(options.recipe.read_text())
     number = (recipe["env"]["args"]["num_boxes"],)
     held = boards(HELD_OUT, options.boards, [BoardSpec(num_boxes=number, split="heldout")])
-    specs = [BoardSpec(num_boxes=number, split="train", **variant) for variant in recipe["data"]["variants"]]
+    specs = [
+        BoardSpec(num_boxes=number, split="train", **variant)
+        for variant in recipe.get("data", {}).get("variants", [{}])
+    ]
     lengths = np.array([len(optimal_first_moves(board)) for board in held])
 
     def evaluated(policy: Perceptron, *, greedy: bool) -> dict[str, float]:
