@@ -48,6 +48,18 @@ def test_what_was_taught_is_played_and_nothing_beyond_it():
     assert [step.turn for step in episodes[0]] == [0] * len(episodes[0])
 
 
+def test_an_episode_of_two_boxes_has_won_where_both_are_on_targets():
+    torch.manual_seed(0)
+    starts = [make_board(seed, BoardSpec(num_boxes=(2,), max_solution=4)) for seed in range(40)]
+    episodes, ends = play(Perceptron(4), Reader(), starts, greedy=False), []
+    for position, episode in zip(starts, episodes, strict=True):
+        for step in episode:
+            position = position.moved(step.seen.moves[step.choice])
+        ends.append(position.solved)
+    assert solved(episodes).tolist() == ends
+    assert 0 < sum(ends) < sum(any(step.reward > 0.5 for step in episode) for episode in episodes)
+
+
 def test_moves_that_won_become_likelier():
     torch.manual_seed(0)
     policy, critic, reader = Perceptron(4), Perceptron(1), Reader()

@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from envs.boards.board import MOVES, Board
 from envs.boards.generate import BoardSpec, make_board
-from envs.boards.reading import frame_of, paired, state
+from envs.boards.reading import frame_of, inner_walls, paired, state
 from envs.boards.solver import optimal_first_moves
 from envs.sokoban import move_reward
 from learner.vtrace import token_vtrace
@@ -77,13 +77,11 @@ class Reader:
     def __call__(self, board: Board) -> Seen:
         """What reads alike however the board is turned: all but the cells and the frame's name."""
         if board not in self._seen:
-            numbers: list[int] = []
+            numbers, walls = list[int](), len(inner_walls(board))
             for place, told in enumerate(state(board).split("@")[1:]):
-                player, target, room, *walls, idle = told.split()[1:]
-                others = len(board.boxes) - 1
-                bare, boxes = walls[: len(walls) - 2 * others : 2], walls[len(walls) - 2 * others :: 2]
-                words = [*enumerate((player, target, room, idle)), *(("wall", wall) for wall in bare)]
-                words += [("box", box) for box in boxes]
+                player, target, room, *obstacles, idle = told.split()[1:]
+                words: list[tuple[int | str, str]] = [*enumerate((player, target, room, idle))]
+                words += [("wall" if i < walls else "box", each) for i, each in enumerate(obstacles[::2])]
                 numbers += [self._numbers.setdefault((place, *word), len(self._numbers)) for word in words]
             frame = frame_of(board.width, *paired(board)[0], board.player)
             self._seen[board] = Seen(tuple(numbers), frame.moves)
@@ -148,8 +146,7 @@ def teach(policy: Perceptron, reader: Reader, count: int = 6000, steps: int = 60
 def play(
     policy: Perceptron, reader: Reader, starts: Sequence[Board], *, greedy: bool, wrong: tuple[float, float] = (0, 0)
 ) -> list[list[Step]]:
-    """Whole episodes. `wrong`: shares of positions that
-    are misread at the first move of a turn, and at later ones."""
+    """Whole episodes. `wrong`: shares of positions that are misread at the first move of a turn, and at later ones."""
     positions, episodes = list(starts), [list[Step]() for _ in starts]
     for move in range(TURNS * MOVES_A_TURN):
         live = [i for i, board in enumerate(positions) if not board.solved]
