@@ -79,13 +79,8 @@ def contexts(ranks: Ranks) -> Rows:
         made = groups(STEP_TOKENS // length, length, length // TURN_TOKENS)
         steps = [cpu_of(lambda made=made: trainer.step(made, 3))[0] for _ in range(REPEATS)]
         prompt, decode = _engine(runner, length)
-        row = {
-            "context": length,
-            "learner_us": 1e6 * min(steps) / STEP_TOKENS,
-            "prompt_us": prompt,
-            "decode_us": decode,
-        }
-        rows.append(row | {"prompt_and_decode_tokens": [DECODED * length, DECODED * DECODE_STEPS]})
+        costs = {"learner_us": 1e6 * min(steps) / STEP_TOKENS, "prompt_us": prompt, "decode_us": decode}
+        rows.append({"context": length, **costs})
     return rows
 
 
@@ -193,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     ranks, found = init_ranks("cpu"), {}
     try:
         for name in options.only:
-            found[name] = SWEEPS[name](ranks)
+            found[name] = [{key: round(value, 3) for key, value in row.items()} for row in SWEEPS[name](ranks)]
             for row in found[name]:
                 print(name, json.dumps(row), file=sys.stderr, flush=True)
     finally:
