@@ -1,6 +1,6 @@
 """Where cost stops being linear: by context, episodes a step, engines and actors, on this machine's CPU.
 
-    python -m tests.bench.scale.growth [--only contexts episodes engines actors] [--draw FILE]
+    python -m tests.bench.scale.growth [--only episodes contexts engines actors] [--draw FILE]
 
 Each row is the cost of one unit while their number grows; where growth is linear, rows are equal.
 `contexts`: of the small Sokoban model, processor time a token of the learner's step on 16,384 tokens in episodes of one
@@ -144,8 +144,8 @@ def _told(*command: str) -> dict[str, Any]:
 
 
 SWEEPS: dict[str, Callable[[Ranks], Rows]] = {
+    "episodes": episodes,  # first: the most memory is that of the process so far
     "contexts": contexts,
-    "episodes": episodes,
     "engines": engines,
     "actors": actors,
 }
@@ -170,12 +170,16 @@ def draw(found: dict[str, Rows], path: Path) -> None:
         places = [row[axis] for row in rows]
         for (key, label), colour in zip(lines.items(), COLOURS, strict=False):
             panel.plot(places, [row[key] for row in rows], "o-", color=colour, label=label)
-        panel.set(xlabel=axis, ylabel=unit, ylim=(0, None))
+        highest = max(row[key] for row in rows for key in lines)
+        panel.set(xlabel=axis, ylabel=unit, ylim=(0, 1.15 * highest))
         panel.set_xscale("log", base=2)
         panel.set_xticks(places, [f"{place:,}" for place in places])
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False)
+        if len(lines) > 1:
+            panel.legend(frameon=False)
+        else:
+            panel.set_title(*lines.values(), fontsize="medium")
     figure.savefig(path, dpi=110)
 
 

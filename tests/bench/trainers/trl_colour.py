@@ -34,6 +34,7 @@ from shared.types import Sample
 MODEL = "launch/models/colour_tiny"
 GROUPS, GROUP, NEW_TOKENS = 16, 4, 4  # a step, as the recipe colour_tiny.toml has them
 HELD_OUT, NUM_HELD_OUT = 2_000_000_000, 200
+STDOUT = sys.stdout  # lines of JSON alone; what the trainer prints goes to stderr
 
 
 class Processor(Qwen3VLProcessor):
@@ -73,7 +74,7 @@ class Rewards:
     def __call__(self, completions: list[list[dict[str, str]]], seed: list[int], **_: Any) -> list[float]:
         rewards = [right(s, answer[0]["content"]) for s, answer in zip(seed, completions, strict=True)]
         seconds = time.monotonic() - self.began
-        print(json.dumps({"seconds": seconds, "success": sum(rewards) / len(rewards)}), flush=True)
+        print(json.dumps({"seconds": seconds, "success": sum(rewards) / len(rewards)}), file=STDOUT, flush=True)
         return rewards
 
 
@@ -119,7 +120,8 @@ def main() -> int:
             processing_class=processing,
         )
     rewards.began = time.monotonic()
-    trainer.train()
+    with contextlib.redirect_stdout(sys.stderr):
+        trainer.train()
     seconds = time.monotonic() - rewards.began
     print(json.dumps({"seconds": seconds, "held_out": held_out_success(trainer, banned)}))
     return 0
