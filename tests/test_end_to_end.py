@@ -21,7 +21,7 @@ TWO_RANKS = [sys.executable, "launch/processes/torchrun.py", "--standalone", "--
 @pytest.mark.learning
 @pytest.mark.slow
 def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
-    fields = {"eval.every_steps": 15, "learner.checkpoint.keep": 1}
+    fields = {"learner.total_steps": 60, "eval.every_steps": 15, "learner.checkpoint.keep": 1}
     fields["learner.publish.pause_mode"] = "retract"  # so that no token stands on what older weights computed
     run = finished(local([*places(tmp_path, **fields), "--ranks", "2"]), timeout_s=280)
     assert "Warning" not in run.stderr, run.stderr[:3000]
@@ -40,7 +40,7 @@ def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
     assert gaps
     assert max(gaps) < 1e-4
     recordings = [read_step(path) for path in steps(tmp_path / "colour_tiny" / "recordings")]
-    assert [read.header.step for read in recordings] == [1, 10, 20, 30, 40]
+    assert [read.header.step for read in recordings] == [1, 10, 20, 30, 40, 50, 60]
     assert all(len(read.summaries) == 32 and not read.damages for read in recordings)
     ours = [summary for summary in recordings[0].summaries if summary.trained]
     assert ours and max(summary.max_gap for summary in ours) < 1e-4  # both have the weights of version 0
@@ -51,11 +51,11 @@ def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
     assert replayed["episodes"] == 32 and replayed["gap"]["max"] < 1e-4
     assert max(replayed["recorded"].values()) < 1e-4
     _, *successes = [row["eval/success"] for row in metrics(tmp_path) if "eval/success" in row]
-    evaluated = dict(zip((15, 30, 40), successes, strict=True))
+    evaluated = dict(zip((15, 30, 45, 60), successes, strict=True))
     folder = tmp_path / "colour_tiny" / "checkpoints"
     best = json.loads((folder / "best.json").read_text())
     assert best["value"] == max(successes) == evaluated[best["step"]]
-    assert {p.name for p in folder.glob("step_*")} == {best["checkpoint"], "step_00000040"}
+    assert {p.name for p in folder.glob("step_*")} == {best["checkpoint"], "step_00000060"}
 
 
 @pytest.mark.slow
