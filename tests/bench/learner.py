@@ -95,7 +95,8 @@ def main() -> int:
 
 
 def trainer_of(model: str, config: LearnerConfig, ranks: Ranks) -> Trainer:
-    policy = load_policy(model, VisionSpec.load(model, min_pixels=1024, max_pixels=1 << 20))
+    spec = VisionSpec.load(model, min_pixels=1024, max_pixels=1 << 20)
+    policy = load_policy(model, spec, config.objective.critic_width)
     parallelize(policy, ranks, config, torch.float32)
     return Trainer(policy, config, ranks)
 

@@ -17,11 +17,11 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,11 @@ import torch
 from actor.engine.runner import Row, Runner
 from launch.plots.figure import COLOURS
 from learner.distributed import Ranks, close_ranks, init_ranks
-from learner.model.policy import load_policy
-from learner.model.sharding import parallelize
-from learner.trainer import Trainer
 from shared.types import Group
-from shared.vision import VisionSpec
+from tests.bench.learner import trainer_of
 from tests.bench.transport import trajectory
 from tests.support.episodes import learner_config
+from tests.support.runs import finished
 from tests.support.tiny import load_model, tiny_model_dir
 
 MODEL = "launch/models/sokoban_tiny"
@@ -50,14 +48,8 @@ EPISODES, EPISODE_TOKENS = (64, 256, 1024, 4096), 128
 ENGINES, ACTORS = (1, 4, 16, 64), (1, 8, 64, 512)
 DECODED, DECODE_STEPS = 8, 20
 REPEATS = 3
+CONFIG = learner_config(critic_width=64)
 Rows = list[dict[str, Any]]
-
-
-def trainer_of(model: str, ranks: Ranks) -> Trainer:
-    config = learner_config(critic_width=64)
-    policy = load_policy(model, VisionSpec.load(model, min_pixels=1024, max_pixels=1 << 20), 64)
-    parallelize(policy, ranks, config, torch.float32)
-    return Trainer(policy, config, ranks)
 
 
 def groups(count: int, tokens: int, turns: int) -> list[Group]:
@@ -73,11 +65,11 @@ def cpu_of(step: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def contexts(ranks: Ranks) -> Rows:
-    trainer, rows = trainer_of(MODEL, ranks), []
+    trainer, rows = trainer_of(MODEL, CONFIG, ranks), []
     runner = Runner(load_model(MODEL), trainer.decoder.spec, num_slots=DECODED, max_context=CONTEXTS[-1] + DECODE_STEPS)
     for length in CONTEXTS:
         made = groups(STEP_TOKENS // length, length, length // TURN_TOKENS)
-        steps = [cpu_of(lambda made=made: trainer.step(made, 3))[0] for _ in range(REPEATS)]
+        steps = [cpu_of(partial(trainer.step, made, 3))[0] for _ in range(REPEATS)]
         prompt, decode = _engine(runner, length)
         costs = {"learner_us": 1e6 * min(steps) / STEP_TOKENS, "prompt_us": prompt, "decode_us": decode}
         rows.append({"context": length, **costs})
@@ -92,9 +84,9 @@ def _engine(runner: Runner, length: int) -> tuple[float, float]:
         places = np.broadcast_to(np.arange(past, past + count), (3, count))
         return Row(slot, past, rng.integers(2, VOCAB, count), places)
 
-    prompts = [cpu_of(lambda slot=slot: runner.forward([row(slot, 0, length)]))[0] for slot in range(DECODED)]
+    prompts = [cpu_of(partial(runner.forward, [row(slot, 0, length)]))[0] for slot in range(DECODED)]
     decoded = [
-        cpu_of(lambda k=k: runner.forward([row(slot, length + k, 1) for slot in range(DECODED)]))[0]
+        cpu_of(partial(runner.forward, [row(slot, length + k, 1) for slot in range(DECODED)]))[0]
         for k in range(DECODE_STEPS)
     ]
     return 1e6 * statistics.median(prompts) / length, 1e6 * statistics.median(decoded) / DECODED
@@ -103,11 +95,11 @@ def _engine(runner: Runner, length: int) -> tuple[float, float]:
 def episodes(ranks: Ranks) -> Rows:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(str(tiny_model_dir(folder)), ranks)
+        trainer = trainer_of(str(tiny_model_dir(folder)), CONFIG, ranks)
         trainer.step(groups(8, EPISODE_TOKENS, 1), 3)  # warms up
         for count in EPISODES:
             made = groups(count, EPISODE_TOKENS, 1)
-            seconds, metrics = cpu_of(lambda made=made: trainer.step(made, 3))
+            seconds, metrics = cpu_of(partial(trainer.step, made, 3))
             computed = sum(metrics[f"time/{part}_s"] for part in ("forward", "backward", "optimizer"))
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             host = max(seconds - computed, metrics["time/prepare_s"])
@@ -137,10 +129,7 @@ def actors(_: Ranks) -> Rows:
 
 def _told(*command: str) -> dict[str, Any]:
     """The last line that a benchmark prints."""
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(finished([sys.executable, *command], timeout_s=600).stdout.splitlines()[-1])
 
 
 SWEEPS: dict[str, Callable[[Ranks], Rows]] = {

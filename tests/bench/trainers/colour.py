@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from launch.plots.series import read_run
-from tests.support.runs import local, places
+from tests.support.runs import finished, local, places
 
 HEIGHT, WINDOW = 0.9, 3
 LIMIT_S = 1800.0
@@ -57,10 +58,7 @@ def play_pronk(lr: float, seed: int, steps: int, _: str) -> Outcome:
     fields |= {"learner.total_steps": steps, "learner.checkpoint.every": 0, "eval.samples": HELD_OUT}
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
-        command = local(places(Path(folder), **fields))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+        done = finished(local(places(Path(folder), **fields)), timeout_s=LIMIT_S)
         run = read_run(Path(folder) / "colour_tiny")
         minutes, success = run.series("rollout/success", "minutes"), run.series("rollout/success", "steps")
     found = zip(run.steps, minutes.x.tolist(), success.y.tolist(), strict=True)
@@ -75,13 +73,17 @@ def play_trl(lr: float, seed: int, steps: int, peers: str) -> Outcome:
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
         assert process.stdout
+        limit = threading.Timer(LIMIT_S, process.kill)
+        limit.start()
         for line in process.stdout:
             told = json.loads(line)
             if "held_out" in told:
                 held_out = told["held_out"]
             else:
                 rows.append(Step(time.monotonic() - began, told["seconds"], told["success"]))
-        if process.wait(LIMIT_S):
+        code = process.wait(LIMIT_S)
+        limit.cancel()
+        if code:
             said.seek(0)
             raise RuntimeError(f"{' '.join(command)}: {said.read()[-2000:]}")
     return Outcome(rows, held_out)

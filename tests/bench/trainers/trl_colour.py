@@ -53,8 +53,8 @@ def processor() -> Processor:
 def question(seed: int) -> dict[str, Any]:
     observation, _ = build_env(Sample("", metadata={"seed": seed})).reset()
     image: Image = observation["multi_modal_data"]["image"][0]
-    system, user = (("system", SYSTEM_PROMPT), ("user", observation["obs_str"]))
-    return {"prompt": [{"role": role, "content": text} for role, text in (system, user)], "image": image, "seed": seed}
+    said = (("system", SYSTEM_PROMPT), ("user", observation["obs_str"]))
+    return {"prompt": [{"role": role, "content": text} for role, text in said], "image": image, "seed": seed}
 
 
 def right(seed: int, answer: str) -> float:
