@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from launch.engines.network import free_port
 from learner.alarms.__main__ import main
 from learner.alarms.alarms import Alarms
 from learner.alarms.records import Alarm
@@ -25,7 +26,6 @@ from shared.config import ConfigError, Recipe, load_recipe
 from shared.log import get_logger
 from shared.sections import AlarmsConfig, EnvConfig, ModelConfig, RunConfig
 from shared.types import Ending, Group
-from tests.support.machine import free_port
 from tests.support.small.runs import episode
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from launch.engines.network import free_port
 from learner.tickets.records import Verdict
 from shared.codec import WireError, decode, encode
 from shared.types import Bye, Group, Refusal
@@ -21,7 +22,6 @@ from tests.chaos.links import Link
 from tests.chaos.proxy import corrupted, damaged, fingerprints, is_group, is_refusal, with_a_bad_image
 from tests.chaos.recovery import is_served
 from tests.chaos.report import Recovery, audit, slow, table
-from tests.support.machine import free_port
 from tests.support.wires import episode
 
 

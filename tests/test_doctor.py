@@ -16,10 +16,11 @@ from launch.diagnosis import hardware, places, software
 from launch.diagnosis.hardware import GIB, Gpu
 from launch.diagnosis.report import Finding, as_json, exit_code, refused, table
 from launch.doctor import examine
+from launch.engines.network import free_port
 from shared.config import load_recipe
 from shared.nccl.versions import Environment
 from tests.support.environments import made_up_environment
-from tests.support.machine import LocalServer, QuietHandler, free_port
+from tests.support.machine import LocalServer, QuietHandler
 from tests.support.runs import RECIPE
 from tests.support.tiny import running_engine
 

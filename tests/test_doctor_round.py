@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from launch.diagnosis import places
 from launch.diagnosis.miniature import STAND_IN, miniature
 from launch.diagnosis.round import STAGES, Followed, end, watch
+from launch.engines.network import free_port
 from launch.processes.children import start_family
 from shared.config import load_recipe
 from tests.support.environments import made_up_environment
-from tests.support.machine import free_port
 from tests.support.runs import RECIPE
 
 MODEL = Path("launch/models/colour_tiny")
@@ -62,7 +62,7 @@ def test_the_round_of_a_recipe_with_a_mesh_shares_its_microbatches_and_experts(t
     """What cannot be had here is made smaller, or left out."""
     overrides = ("--model.dtype", "float32", "--engine.kind", "embedded")
     _, found = doctor(tmp_path, "--config", "launch/recipes/sokoban_long.toml", *overrides)
-    assert {name for name, each in found.items() if each["state"] == "failed"} <= {"task"}  # its data is not made
+    assert {name for name, each in found.items() if each["state"] == "failed"} <= {"task"}, found  # has no data
     assert [found[f"round: {stage}"]["state"] for stage in STAGES] == ["ok"] * len(STAGES), found
     words = found["round: learner"]["found"]
     assert words.startswith("2 ranks on cpu") and words.endswith(
@@ -160,6 +160,13 @@ def test_a_shared_gpu_is_shared_in_the_round_too_where_sglang_is_built(monkeypat
     made = small(load_recipe("launch/recipes/geo3k_multi_turn_one_gpu.toml"), 1)
     assert (made.recipe.learner.device, made.recipe.engine.device) == devices
     assert (made.recipe.engine.shares_gpu, made.ranks, not made.no_publication) == (built, 1, built)
+
+
+def test_the_kernel_gives_the_engines_port_to_no_other_socket_before_it_listens(tmp_path, monkeypatch):
+    (tmp_path / "range").write_text("12000\t60999\n")
+    monkeypatch.setattr("launch.engines.network.EPHEMERAL", tmp_path / "range")
+    ports = {small(recipe_with()).recipe.engine.port for _ in range(20)}
+    assert 10000 <= min(ports) < max(ports) < 12000
 
 
 def test_what_is_said_of_gpus_is_not_asked_of_the_cpu(tmp_path):

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from actor.engine.weight_loader import broadcast
+from launch.engines.network import free_port
 from learner.weights.buckets import buckets
 from shared.engine_api import EngineError, bucket_content
 from shared.types import Sampling
 from tests.support.engine_weights_rig import GROUP, Publisher, engine
 from tests.support.engines import ask, call
-from tests.support.machine import free_port
 from tests.support.tiny import load_model, running_engine
 
 __all__ = ["engine"]  # a fixture

@@ -12,9 +12,9 @@ from actor.engine_pool import EnginePool
 from actor.limits import EpisodeLimits
 from actor.rollout import Player
 from actor.stream import Stream
+from launch.engines.network import free_port
 from shared.engine_api import EngineClient, EngineError
 from shared.types import Completion, Ending, Sampling, Trajectory, Turn
-from tests.support.machine import free_port
 from tests.support.rollout_rig import Counting, Scripted, completion, renderer, threads, ticket
 from tests.support.tiny import running_engine
 

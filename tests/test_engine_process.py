@@ -12,10 +12,11 @@ import pytest
 
 from actor.engine.server import main
 from actor.engine_pool import EnginePool
+from launch.engines.network import free_port
 from shared.engine_api import EngineClient, EngineError
 from shared.types import Sampling
 from tests.support.engines import call, engine_process, wait_healthy
-from tests.support.machine import free_port, is_there, until
+from tests.support.machine import is_there, until
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from launch import evaluate
 from launch.dashboard_server.recorded import recorded, step_page
 from launch.dashboard_server.runs import Runs
+from launch.engines.network import free_port
 from launch.evaluation.report import difference_of, lines_of, record_of
 from learner.metrics.evaluation import compared, evaluation_metrics
 from learner.tickets.book import EvaluationResult
 from shared.recordings.reading import read_step, recordings
 from shared.types import Ending, Group, Sample, Sampling, Ticket
-from tests.support.machine import children_of, free_port, is_there, until
+from tests.support.machine import children_of, is_there, until
 from tests.support.runs import RECIPE, command, finished, local, places
 from tests.support.wires import episode, failed_episode
 

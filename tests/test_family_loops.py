@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from launch.engines.network import free_port
 from learner.export import export_checkpoint
-from tests.support.machine import free_port
 from tests.support.runs import command, finished, metrics, places
 from tests.support.small.families import EXPERT_SIZE, FAMILIES, NUM_EXPERTS, as_mixture, qwen25
 

@@ -15,6 +15,7 @@ from PIL import Image as PILImage
 
 from envs.colour import COLOURS
 from envs.datasets import load_dataset
+from launch.engines.network import free_port
 from shared.codec import WireError, check_trajectory, decode, encode
 from shared.engine_api import EngineClient, EngineError
 from shared.log import get_logger
@@ -24,7 +25,7 @@ from tests.hostile import answers, images, messages, rows
 from tests.hostile.attack import Attack
 from tests.hostile.watch import LAST, MIB, Watch, resident_bytes
 from tests.support.engines import false_engine
-from tests.support.machine import free_port, until
+from tests.support.machine import until
 from tests.support.wires import RULES, TICKET
 
 

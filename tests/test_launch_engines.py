@@ -13,12 +13,13 @@ import pytest
 
 from launch.engines.commands import NO_WEIGHTS, EngineSpec, engine_specs, last_lines, stages_weights
 from launch.engines.gpus import check_apart, claim, engine_gpus, names
+from launch.engines.network import free_port
 from launch.engines.supervisor import Engine
 from launch.processes.children import start_family, stop_all
 from shared.config import ConfigError, load_recipe
 from shared.engine_api import EngineError
 from shared.sections import EngineConfig
-from tests.support.machine import free_port, is_there, until
+from tests.support.machine import is_there, until
 
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 

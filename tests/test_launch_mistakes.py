@@ -8,7 +8,8 @@ from contextlib import closing
 
 import pytest
 
-from tests.support.machine import LocalServer, QuietHandler, free_port
+from launch.engines.network import free_port
+from tests.support.machine import LocalServer, QuietHandler
 from tests.support.runs import command, places, refused
 from tests.support.tiny import running_engine, tiny_model_dir
 

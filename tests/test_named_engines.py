@@ -17,13 +17,14 @@ import pytest
 
 from actor.loop import run_actor
 from actor.named_engines import NamedEngines
+from launch.engines.network import free_port
 from learner.tickets.server import TicketServer
 from shared.codec import WireError, decode, encode
 from shared.engine_api import EngineClient, EngineError
 from shared.engines.urls import ENGINES
 from shared.types import Completion, Hello, Request, Sampling, Welcome
 from tests.support.actor_rig import Learner, Stage, dismiss, with_learner
-from tests.support.machine import LocalServer, QuietHandler, children_of, free_port, until, until_async
+from tests.support.machine import LocalServer, QuietHandler, children_of, until, until_async
 from tests.support.rollout_rig import completion
 from tests.support.runs import command, metrics, places
 from tests.support.tickets.server_rig import Peer, opened, ticket_server

@@ -9,12 +9,12 @@ import sys
 import numpy as np
 import pytest
 
+from launch.engines.network import free_port
 from learner.offline import run_recorded
 from shared.config import load_recipe
 from shared.recordings.groups import Recorder, files, read
 from shared.vision import VisionSpec
 from tests.support.episodes import random_groups
-from tests.support.machine import free_port
 from tests.support.runs import RECIPE
 from tests.support.tiny import tiny_model_dir
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launch.engines.commands import sglang_python
+from launch.engines.network import free_port
 from launch.processes.children import ROOT
 from launch.tiny_models.mixture import mixture_of
 from learner.model.sizes import ModelSizes
@@ -134,10 +134,8 @@ def _is_built(recipe: Recipe) -> bool:
 
 def _engine(recipe: Recipe, device: str, own: bool, changes: list[str]) -> dict[str, Any]:
     """One, on a free port of loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     fields: dict[str, Any] = {"engine.urls": (), "engine.router": "", "engine.count": 1, "engine.gpus": ()}
-    fields |= {"engine.host": "127.0.0.1", "engine.port": port, "engine.kind": recipe.engine.kind}
+    fields |= {"engine.host": "127.0.0.1", "engine.port": free_port(), "engine.kind": recipe.engine.kind}
     if not own:
         fields["engine.tensor_parallel"] = 1
     if recipe.engine.kind == "sglang":

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import random
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from shared.config import ConfigError, Recipe
 from shared.keys import is_local
+
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # what the kernel gives to whoever asks for any port
 
 
 def check_reach(recipe: Recipe) -> None:
@@ -54,6 +58,27 @@ def check_ports(recipe: Recipe) -> None:
             raise ConfigError(
                 f"engine.port = {engine.port}: port {port} is occupied; choose another one (--engine.port)"
             ) from None
+
+
+def free_port(in_a_row: int = 1) -> int:
+    """The first of this many ports of loopback that nobody listens on. The kernel gives none of them to a socket that
+    asks for any, as those of torchrun and gloo do, before the port is used. OSError if there are none."""
+    chance = random.SystemRandom()  # no seed of a run makes two processes choose alike
+    below = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else 32768
+    low, high = (10000, below - in_a_row) if below > 11000 else (10000, 65536 - in_a_row)
+    for first in (chance.randrange(low, high) for _ in range(1000)):
+        if all(map(_is_free, range(first, first + in_a_row))):
+            return first
+    raise OSError(f"no {in_a_row} free ports in a row between {low} and {high + in_a_row}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def url_of(host: str, port: int) -> str:

@@ -28,10 +28,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from launch.engines.network import free_port
 from launch.plots.figure import Curve, draw
 from launch.plots.series import Run, Series, read_run, smoothed
 from shared.config import ConfigError, fail, load_recipe
-from tests.support.machine import free_port
 
 SETS = Path(__file__).with_suffix(".toml")
 WINDOW = 10  # steps over which success is averaged

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from actor.render import Fragment, Renderer
 from envs.loader import load_env
 from launch.actors import check
+from launch.engines.network import free_port
 from launch.engines.supervisor import Engine, wait_until_serving
 from launch.processes.children import stop_all
 from launch.task_samples import held_out_samples, ready
@@ -31,7 +32,6 @@ from shared.engine_api import EngineClient, EngineError
 from shared.engine_messages import generate_body
 from shared.types import Sampling
 from shared.vision import VisionSpec
-from tests.support.machine import free_port
 
 AT_ONCE = (1, 8, 32)
 NEW_TOKENS = 16

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.machine import free_port
+from launch.engines.network import free_port
 
 CORRECTIONS = {"importance": "V-trace", "none": "no correction"}
 LAST = 10  # steps over which the success in training is averaged

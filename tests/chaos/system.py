@@ -13,12 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from launch.engines.network import free_port
 from tests.chaos.deaths import Deaths
 from tests.chaos.disk import Disk
 from tests.chaos.links import Link
 from tests.chaos.proxy import Peer, Proxy
 from tests.chaos.sockets import trouble
-from tests.support.machine import children_of, free_port
+from tests.support.machine import children_of
 
 RECIPE, MODEL = "launch/recipes/colour_tiny.toml", "launch/models/colour_tiny"
 PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "tests.chaos.learner"}

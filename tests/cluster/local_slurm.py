@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.support.machine import children_of, free_port
+from launch.engines.network import free_port
+from tests.support.machine import children_of
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 START_S = 30.0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.machine import free_port
+from launch.engines.network import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 COLOUR = "launch/recipes/colour_tiny.toml"

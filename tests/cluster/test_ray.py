@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.engines.network import free_port
 from tests.cluster.submitted import ENDLESS, ROOT, Submitted
-from tests.support.machine import free_port
 
 ray = pytest.importorskip("ray", reason="pip install --group ray")
 from ray.cluster_utils import Cluster  # noqa: E402

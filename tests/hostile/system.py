@@ -11,11 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from launch.engines.network import free_port
 from shared.keys import make_api_key, make_keys
 from tests.hostile import rows
 from tests.hostile.answers import BendingProxy
 from tests.support.engines import wait_healthy
-from tests.support.machine import children_of, free_port
+from tests.support.machine import children_of
 
 RECIPE = "launch/recipes/colour_tiny.toml"
 MODEL = "launch/models/colour_tiny"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from launch.engines.network import free_port
 from learner.distributed import close_ranks, init_ranks
 from learner.model.policy import load_policy
 from learner.weights.publisher import PublishSettings
-from tests.support.machine import free_port
 from tests.support.publishing import publishing
 from tests.support.sglang_rig import START_S, Servers, recipe_of, vision_of
 

@@ -9,13 +9,13 @@ import random
 import pytest
 import torch
 
+from launch.engines.network import free_port
 from launch.engines.probe import ModelFacts
 from learner.model.policy import load_policy
 from learner.weights.publisher import PublishSettings
 from shared.engine_api import EngineClient
 from shared.types import Image, Sampling
 from tests.support.engines import call
-from tests.support.machine import free_port
 from tests.support.publishing import publishing
 from tests.support.sglang_rig import ENDS, START_S, TOLERANCE, Servers, move, recipe_of, vision_of
 from tests.support.tiny import continued, draw_image, load_model, logprobs_under, png

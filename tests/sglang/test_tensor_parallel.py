@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from launch.engines.network import free_port
 from learner.model.policy import load_policy
 from learner.weights.publisher import PublishSettings
 from learner.weights.verify import WeightVerifier
 from tests.support.engines import ask, call
 from tests.support.episodes import gap
-from tests.support.machine import free_port
 from tests.support.publishing import publishing
 from tests.support.sglang_rig import START_S, TOLERANCE, Servers, move, play, recipe_of, versions, vision_of
 from tests.support.small.adapted import adapted_policy, move_adapters

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from actor.engine.weight_loader import broadcast, join_group
+from launch.engines.network import free_port
 from learner.weights.buckets import buckets
 from shared.engine_api import EngineClient, bucket_content
 from shared.vision import VisionSpec
-from tests.support.machine import free_port, until_async
+from tests.support.machine import until_async
 from tests.support.tiny import load_model, running_engine
 
 GROUP = "weights"

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from actor.engine.weight_loader import broadcast, join_group, parse_entries
 from launch.engines.commands import engine_specs
+from launch.engines.network import free_port
 from shared.config import load_recipe
 from shared.engine_api import EngineClient
-from tests.support.machine import LocalServer, QuietHandler, free_port
+from tests.support.machine import LocalServer, QuietHandler
 
 ROOT = Path(__file__).parents[2]
 Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]

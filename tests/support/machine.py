@@ -1,37 +1,13 @@
-"""What tests need of this machine: a free port, an HTTP server, and waits that have a limit."""
+"""What tests need of this machine: an HTTP server, and waits that have a limit."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-import socket
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-
-EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # what the kernel gives to whoever connects
-
-
-def free_port(in_a_row: int = 1) -> int:
-    """The first of this many ports that nobody listens on, and that no outgoing connection is given later."""
-    chance = random.SystemRandom()  # no seed of a test makes two processes choose alike
-    below = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else 32768
-    low, high = (10000, below - in_a_row) if below > 11000 else (10000, 65536 - in_a_row)
-    for first in (chance.randrange(low, high) for _ in range(1000)):
-        if all(map(_is_free, range(first, first + in_a_row))):
-            return first
-    raise OSError(f"no {in_a_row} free ports in a row between {low} and {high + in_a_row}")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def until(done: Callable[[], object], timeout_s: float = 20.0, state: Callable[[], object] = str) -> None:

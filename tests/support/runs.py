@@ -8,7 +8,7 @@ import sys
 from collections.abc import Container
 from pathlib import Path
 
-from tests.support.machine import free_port
+from launch.engines.network import free_port
 
 RECIPE = "launch/recipes/colour_tiny.toml"
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from launch.engines.network import free_port
 from learner.scale.records import Loop
 from learner.scale.simulation import simulate
 from tests.bench.scale.calibrate import loop_from, rows_of
-from tests.support.machine import free_port
 
 RECIPE, NAME = "launch/recipes/sokoban_tiny.toml", "sokoban_tiny"
 BOUNDS = (0, 1, 2, 4)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from launch.engines.network import free_port
 from learner.distributed import BACKENDS
-from tests.support.machine import free_port
 
 
 def take_place(told: dict[str, str]) -> None:
