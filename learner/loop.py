@@ -80,7 +80,8 @@ def loop(
     publisher.publish(version, coordinator.wait_for_engines())
     coordinator.open(version)
     if trainer.num_steps == 0:
-        coordinator.evaluate("before", greedy=recipe.eval.greedy)
+        if recipe.eval.before:
+            coordinator.evaluate("before", greedy=recipe.eval.greedy)
         if recipe.learner.guard.on_entropy == "rewind":
             saver.save(version, coordinator.state())
     due, guards = Due(), Guards(recipe, trainer, saver)

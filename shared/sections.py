@@ -217,6 +217,7 @@ class EngineConfig(Section):
 class EvalConfig(Section):
     every_steps: int = Field(0, ge=0, description="0 = only before and after training")
     samples: int = Field(0, ge=0, description="held-out samples; 0 = no evaluation")
+    before: bool = Field(True, description="the policy is evaluated before training, too")
     greedy: bool = Field(False, description="also evaluate greedily before and after")
     repeats: int = Field(
         1, gt=0, description="episodes of each held-out sample: gives mean and pass@k; greedy plays one"

@@ -64,7 +64,8 @@ def plans_of(name: str, options: argparse.Namespace) -> list[Plan]:
         raise ValueError(f"{options.sets} has no set {name!r}; it has {', '.join(sets)}")
     common = sets[name].pop("all", {})
     common |= {"learner.total_steps": 10**6, "learner.max_minutes": options.minutes, "learner.checkpoint.every": 0}
-    common |= {"learner.optimizer.schedule": "constant", "learner.resume": "never", "eval.samples": options.samples}
+    common |= {"learner.optimizer.schedule": "constant", "learner.resume": "never"}
+    common |= {"eval.samples": options.samples, "eval.before": False}  # the clock is training's alone
     if unknown := set(options.only) - set(sets[name]):
         raise ValueError(f"set {name!r} has no {', '.join(sorted(unknown))}; it has {', '.join(sets[name])}")
     labels = {label: fields for label, fields in sets[name].items() if not options.only or label in options.only}
