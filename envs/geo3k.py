@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from envs.base import Env, Info, Observation, metadata_of, setting
+from envs.geometry.reading import read_accuracy
 from envs.geometry.triangles import Problem, make_problem
 from envs.math_grading.normalize import last_box
 from envs.math_reward import LIMIT_S, Verdict, reward_function
@@ -41,6 +42,7 @@ class GradeSettings:
     tolerance: float | None = None
     format_reward: float = 0.0  # given once an episode, for an answer (or tool call) of the right form
     grade_limit_s: float = LIMIT_S
+    diagnostics: bool = False  # of drawn problems: also measures whether `<think>` names the numbers in the picture
 
     def __post_init__(self) -> None:
         if self.reward_model not in ("default", "geo3k"):
@@ -106,8 +108,15 @@ class Geo3kEnv(Env):
         verdict = self.verdict()
         if verdict.outcome != "no_answer":
             self.bonus = self.settings.format_reward
-        info = {"reward": self.score() + self.bonus, "outcome": verdict.outcome, "metrics": verdict_metrics(verdict)}
+        metrics: dict[str, Any] = verdict_metrics(verdict) | {"turn_metrics": self.diagnosis(response_text)}
+        info = {"reward": self.score() + self.bonus, "outcome": verdict.outcome, "metrics": metrics}
         return {"obs_str": "The answer has been taken."}, True, info
+
+    def diagnosis(self, response_text: str) -> dict[str, bool]:
+        """What `diagnostics` measures of a turn."""
+        if self.problem is None or not self.settings.diagnostics:
+            return {}
+        return read_accuracy(response_text, self.problem.numbers)
 
     def verdict(self) -> Verdict:
         """The verdict on everything written so far."""

@@ -59,8 +59,9 @@ class Geo3kToolEnv(Geo3kEnv):
         if info["tool_executed"] and not self.bonus:
             earned = self.bonus = self.settings.format_reward
         done = call is None or turn + 1 >= self.max_turns
+        called = {"tool_call": float(call is not None), "tool_executed": float(info["tool_executed"])}
         metrics: dict[str, Any] = {
-            "turn_metrics": {"tool_call": float(call is not None), "tool_executed": float(info["tool_executed"])},
+            "turn_metrics": called | self.diagnosis(response_text),
             "tool_used": float(self.num_executed > 0),
             "tool_score": info["score"] or 0.0,
             "tool_timeout": float(info["tool_timeout"]),

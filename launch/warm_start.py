@@ -158,9 +158,9 @@ def main(argv: list[str] | None = None) -> None:
         "--choice-weight",
         type=float,
         default=1.0,
-        help="Sokoban: weight in the loss of the tokens that choose a random move, from which nothing can be learned",
+        help="Sokoban, triangles: weight in the loss of what is drawn by lot, from which nothing can be learned",
     )
-    parser.add_argument("--turns", type=int, default=8, help="Sokoban: turns of one episode, at most")
+    parser.add_argument("--turns", type=int, default=8, help="Sokoban, triangles: turns of one episode, at most")
     parser.add_argument("--wall-chances", type=float, nargs="+", default=(0.05,), help="Sokoban: each board draws one")
     parser.add_argument("--boxes", type=int, nargs="+", default=(1,), help="Sokoban: each board draws one of these")
     parser.add_argument("--tower-steps", type=int, default=0, help="Sokoban: first teach the vision tower alone")

@@ -64,13 +64,25 @@ def test_a_small_geometry_model_learns_to_call_the_tool_in_the_right_form(tmp_pa
     assert after >= before + 0.3
 
 
+@pytest.mark.learning
+@pytest.mark.slow
+def test_a_small_geometry_model_learns_what_answers_each_kind_of_question(tmp_path: Path) -> None:
+    fields = {"learner.total_steps": 30, "learner.optimizer.schedule": "constant", "eval.greedy": "false"}
+    result = json.loads(run("geo3k_answers_tiny", places(tmp_path, **fields)).stdout.splitlines()[-1])
+    assert result["success_before"] < 0.2 and result["read_accuracy_before"] > 0.95
+    assert result["success_after"] >= result["success_before"] + 0.2
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_starts")
 @pytest.mark.parametrize("recipe", ["geo3k_tiny", "sokoban_tiny"])
 def test_a_small_twin_runs_the_whole_loop(tmp_path: Path, recipe: str) -> None:
     fields = {"learner.total_steps": 2, "learner.groups_per_step": 8, "eval.samples": 4, "eval.greedy": "false"}
-    ended = run(recipe, places(tmp_path, **fields))
-    assert json.loads(ended.stdout.splitlines()[-1])["optimizer_steps"] == 2
+    before = recipe == "sokoban_tiny"
+    ended = run(recipe, places(tmp_path, **fields, **{"eval.before": str(before).lower()}))
+    result = json.loads(ended.stdout.splitlines()[-1])
+    assert result["optimizer_steps"] == 2
+    assert (result["success_before"] is not None, result["success_after"] is not None) == (before, True)
     assert all(row.get("rollout/failed", 0.0) == 0.0 for row in metrics(tmp_path, recipe))
 
 

@@ -1,7 +1,8 @@
 """Drawn triangle problems: an endless small geometry set of the project's own, each with its image and answer.
 
 Settings: `picture_pixels` (side of the square image, 160), `kinds` (some of KINDS), `angle_step` (angles are
-multiples of it, 5).
+multiples of it, 5), `text_grid` (what is written begins at multiples of so many pixels, 1: a small vision tower reads
+what stands in one of its patches).
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`text` asks, `answer` is the label, `image` the drawing."""
+    """`text` asks, `answer` is the label, `image` the drawing, `numbers` what is written in it, ascending."""
 
     text: str
     answer: str
     image: Image.Image
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ class _Figure:
     angles: tuple[float, float]
     corners: tuple[str, str, str] = ("", "", "")
     sides: tuple[str, str, str] = ("", "", "")  # AB, BC, CA
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(sorted(int(text) for text in (*self.corners, *self.sides) if text.isdigit()))
 
 
 def make_problem(seed: int | str, args: Any = None, split: str = "") -> Problem:
@@ -57,7 +63,9 @@ def make_problem(seed: int | str, args: Any = None, split: str = "") -> Problem:
     for _ in range(1000):
         figure = KINDS[kinds[rng.randrange(len(kinds))]](rng, step)
         if not split or _split_of(figure) == split:
-            return Problem(figure.text, figure.answer, _draw(figure, rng, int(setting(args, "picture_pixels", 160))))
+            pixels, grid = int(setting(args, "picture_pixels", 160)), int(setting(args, "text_grid", 1))
+            image = _draw(figure, rng, pixels, grid)
+            return Problem(figure.text, figure.answer, image, figure.numbers)
     raise ValueError(f"kinds {list(kinds)} with angle_step {step} have no {split} problem: use a smaller step")
 
 
@@ -128,10 +136,12 @@ def _two_angles(rng: Random, step: int) -> tuple[int, int]:
             return a, b
 
 
-def _draw(figure: _Figure, rng: Random, pixels: int) -> Image.Image:
+def _draw(figure: _Figure, rng: Random, pixels: int, grid: int) -> Image.Image:
     """A palette image, black on white, the triangle turned at random."""
     if not 48 <= pixels <= 2048:
         raise ValueError(f"picture_pixels is {pixels}: use 48 to 2048")
+    if not 1 <= grid <= 32:
+        raise ValueError(f"text_grid is {grid}: use 1 to 32")
     corners = _corners(figure.angles, rng.uniform(0, 360), pixels)
     image = Image.new("P", (pixels, pixels), 1)
     image.putpalette(bytes((0, 0, 0, 255, 255, 255)))
@@ -139,10 +149,10 @@ def _draw(figure: _Figure, rng: Random, pixels: int) -> Image.Image:
     draw.polygon(corners, outline=0, width=max(1, pixels // 80))
     middle = (sum(x for x, _ in corners) / 3, sum(y for _, y in corners) / 3)
     for text, corner in zip(figure.corners, corners, strict=True):
-        _write(draw, text, _between(corner, middle, 0.32), font)
+        _write(draw, text, _between(corner, middle, 0.32), font, grid)
     for index, text in enumerate(figure.sides):
         a, b = corners[index], corners[(index + 1) % 3]
-        _write(draw, text, _between(_between(a, b, 0.5), middle, -0.32), font)
+        _write(draw, text, _between(_between(a, b, 0.5), middle, -0.32), font, grid)
     return image
 
 
@@ -162,10 +172,13 @@ def _between(a: Point, b: Point, share: float) -> Point:
     return a[0] + (b[0] - a[0]) * share, a[1] + (b[1] - a[1]) * share
 
 
-def _write(draw: ImageDraw.ImageDraw, text: str, at: Point, font: Any) -> None:
+def _write(draw: ImageDraw.ImageDraw, text: str, at: Point, font: Any, grid: int) -> None:
     if text:
         left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
-        draw.text((at[0] - (left + right) / 2, at[1] - (top + bottom) / 2), text, fill=0, font=font)
+        x, y = at[0] - (right - left) / 2, at[1] - (bottom - top) / 2
+        if grid > 1:
+            x, y = grid * round(x / grid), grid * round(y / grid)
+        draw.text((x - left, y - top), text, fill=0, font=font)
 
 
 @cache

@@ -4,7 +4,8 @@ Sokoban: a player that writes down what it sees, then moves and what each move l
 where the solution is within reach, and random ones elsewhere, so the model learns to see, to foresee a move and to play
 the end of the game, and no more. Many images show another board than the moves before would have led to, so that only
 looking helps. Colour: answers drawn at random, so the model learns the format alone. Geometry: tool calls and boxed
-answers of which only a part has the right form.
+answers of which only a part has the right form. Triangles: a player that writes down the numbers of a drawing and what
+they add up to, and guesses.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from envs import colour, geo3k, geo3k_multi_turn, sokoban
 from envs.boards.board import MOVES, WALL, Board
 from envs.boards.reading import TURNS, moves_with_states, reading, words
 from envs.boards.solver import optimal_first_moves
+from envs.geometry.reading import reading as reading_of_numbers
 from shared.types import Sample
 
 CELL_PIXELS = 32
 SOKOBAN_PROMPT = "Solve Sokoban."
 COLOUR_PROMPT = "Name the colour."
 TRIANGLE_ARGS = {"picture_pixels": 64}
+READ_KINDS = ("angle_sum", "exterior", "isosceles", "right_angle")
+READ_ARGS = {"picture_pixels": 128, "text_grid": 16, "kinds": READ_KINDS, "max_turns": 3}
 TOOL_PROMPT = "Call calc_score, then give the answer."
 ANSWER_PROMPT = "Give the answer."
 CALL = ("<tool_call>", '{"name": ', '"calc_score"', ', "arguments": ', '{"answer": ', '"', '"', "}}", "</tool_call>")
@@ -50,7 +54,7 @@ class Lesson:
     jump: float = 0.0  # Sokoban: share of turns that show a fresh board
     scatter: float = 0.0  # Sokoban: share of turns that begin with player and boxes on cells drawn at random
     near: float = 0.0  # Sokoban: share of boards that begin within reach
-    turns: int = 8  # Sokoban: of one episode, at most
+    turns: int = 8  # Sokoban, triangles: of one episode, at most
     wall_chances: tuple[float, ...] = (0.05,)  # Sokoban: each board draws one
     boxes: tuple[int, ...] = (1,)  # Sokoban: each board draws one of these numbers
     split: str = "train"  # Sokoban: of the boards
@@ -123,6 +127,32 @@ def play_geometry(seed: int, rng: random.Random, lesson: Lesson) -> Demonstratio
         yield env.format_observation(observation), Answer(answer)
         observation, done, info = env.step(answer)
         calls = with_tool and not info.get("tool_executed") and rng.random() < 0.5
+
+
+def play_triangles(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
+    """Reads and reckons, numbers of held-out problems too, then guesses: what answers the question is never told. The
+    tool is made to call right what chance chose, so that what it says is believed."""
+    env = geo3k_multi_turn.build_env(Sample(str(seed), metadata={"seed": seed}), READ_ARGS)
+    assert env.problem is not None
+    thought = f"<think>{reading_of_numbers(env.problem.numbers)}</think>"
+    env.label = guess(rng)
+    observation, done = env.reset()[0], False
+    while not done and len(env.written) < lesson.turns:
+        if observation.get("tool_score"):
+            answer = Answer(boxed(env.label, rng, 1.0))
+        else:
+            number = env.label if rng.random() < 0.4 else guess(rng)
+            last = len(env.written) == env.max_turns - 1
+            said = thought + (boxed(number, rng, 1.0) if last else tool_call(number, rng, 1.0))
+            start = said.index(number, len(thought))
+            answer = Answer(said, ((start, start + len(number)),))
+        yield env.format_observation(observation), answer
+        observation, done, _ = env.step(answer.text)
+
+
+def guess(rng: random.Random) -> str:
+    """Any answer that a problem of angles has."""
+    return str(5 * rng.randint(4, 30))
 
 
 def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson) -> Answer:
@@ -214,5 +244,11 @@ TASKS = {
         geometry_phrases(),
         {"hidden": 64, "layers": 3, "vision_hidden": 32, "vision_depth": 2, "vocab_size": 704},
         play_geometry,
+    ),
+    "triangles": Task(
+        (TOOL_PROMPT,),
+        geometry_phrases(),
+        {"hidden": 128, "layers": 3, "vision_hidden": 64, "vision_depth": 3, "vocab_size": 704},
+        play_triangles,
     ),
 }

@@ -28,6 +28,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from actor.isolation.lifeline import die_with_parent
 from launch.engines.network import free_port
 from launch.plots.figure import Curve, draw
 from launch.plots.series import Run, Series, read_run, smoothed
@@ -93,7 +94,8 @@ def play(plan: Plan, recipe: str) -> dict[str, Any]:
     limit_s = 60 * plan.fields["learner.max_minutes"] + SLACK_S
     with plan.folder.with_name(f"{plan.folder.name}.log").open("w+", encoding="utf-8") as log:
         try:
-            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True, timeout=limit_s)
+            kept = {"stdout": subprocess.PIPE, "stderr": log, "text": True, "preexec_fn": die_with_parent}
+            done = subprocess.run(command, cwd=ROOT, timeout=limit_s, **kept)
         except subprocess.TimeoutExpired:
             return {"stopped": f"not over after {limit_s:.0f} s"}
         if done.returncode == 0:

@@ -1,0 +1,72 @@
+"""What a small model writes about a drawn triangle, how it is measured, and what its demonstrations show."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from envs import geo3k, geo3k_multi_turn
+from envs.geometry.reading import reading
+from envs.geometry.tool_call import parse_tool_call
+from envs.geometry.triangles import make_problem
+from launch.tiny_models.demonstrations import READ_ARGS, TASKS, Lesson
+from shared.types import Sample
+
+TASK = TASKS["triangles"]
+
+
+def demonstrated(seed: int) -> list[tuple[str, str]]:
+    """Pairs of what the environment says and the answer."""
+    shown = TASK.demonstrate(seed, random.Random(seed), Lesson())
+    return [(message["content"][-1]["text"], answer.text) for message, answer in shown]
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("angle_sum", 2), ("isosceles", 1), ("exterior", 2), ("right_angle", 2), ("pythagoras", 3)]
+)
+def test_a_drawn_problem_knows_the_numbers_in_its_picture(kind, count):
+    problem = make_problem("3", {"kinds": [kind]})
+    assert len(problem.numbers) == count and list(problem.numbers) == sorted(problem.numbers)
+
+
+@pytest.mark.parametrize("module", [geo3k, geo3k_multi_turn])
+def test_reading_is_measured_in_turns_that_say_what_they_read(module):
+    sample = Sample("x", metadata={"seed": 4})
+    env = module.build_env(sample, {**READ_ARGS, "diagnostics": True})
+    said = reading(env.problem.numbers)
+    for thought, expected in ((f"<think>{said}</think>", 1.0), ("<think>5,5</think>", 0.0), ("", None)):
+        env.reset()
+        _, _, info = env.step(f"{thought}Answer: \\boxed{{7}}")
+        assert info["metrics"]["turn_metrics"].get("read_accuracy") == expected
+    _, _, info = module.build_env(sample, READ_ARGS).step(f"<think>{said}</think>Answer: \\boxed{{7}}")
+    assert "read_accuracy" not in info["metrics"]["turn_metrics"]
+
+
+def test_demonstrations_read_rightly_and_show_the_right_answer_by_chance_alone():
+    right = calls = 0
+    for seed in range(300):
+        problem = make_problem(seed, READ_ARGS)
+        for _, text in demonstrated(seed):
+            if "<think>" in text:
+                assert text.startswith(f"<think>{reading(problem.numbers)}</think>")
+            if call := parse_tool_call(text):
+                right, calls = right + (call.arguments["answer"] == problem.answer), calls + 1
+    assert calls > 300 and right / calls < 0.08  # of 27 answers
+
+
+def test_what_the_tool_calls_right_is_the_demonstrated_answer():
+    endings = [episode[-1] for episode in map(demonstrated, range(100))]
+    believed = [(said, text) for said, text in endings if "is correct" in said]
+    assert 20 < len(believed) < 100
+    for said, text in believed:
+        assert text == f"Answer: \\boxed{{{said.split(chr(39))[1]}}}"
+    assert all("\\boxed{" in text for _, text in endings)
+
+
+def test_guessed_answers_are_marked():
+    for _, answer in TASK.demonstrate(1, random.Random(1), Lesson()):
+        for start, end in answer.guesses:
+            call = parse_tool_call(answer.text)
+            assert answer.text[start:end] == (call.arguments["answer"] if call else json.loads(answer.text[start:end]))
