@@ -53,7 +53,7 @@ def test_demonstrations_read_rightly_and_show_the_right_answer_by_chance_alone()
                 assert text.startswith(f"<think>{reading(problem.numbers)}</think>")
             if call := parse_tool_call(text):
                 right, calls = right + (call.arguments["answer"] == problem.answer), calls + 1
-    assert calls > 300 and right / calls < 0.08  # of 27 answers
+    assert calls > 300 and right / calls < 0.15
 
 
 def test_what_the_tool_calls_right_is_the_demonstrated_answer():

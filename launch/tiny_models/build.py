@@ -1,6 +1,6 @@
 """Builds the small model: real Qwen3-VL classes from a small config, a byte-level BPE tokenizer with Qwen's special
-tokens and its chat layout. 1.4 M parameters for Sokoban, 0.3 M for geometry, 0.2 M for the colour task; all run on a
-laptop's CPU."""
+tokens and its chat layout. 1.4 M parameters for Sokoban, 0.3 and 1.3 M for geometry, 0.2 M for the colour task; all run
+on a laptop's CPU."""
 
 from __future__ import annotations
 

@@ -20,15 +20,17 @@ from envs import colour, geo3k, geo3k_multi_turn, sokoban
 from envs.boards.board import MOVES, WALL, Board
 from envs.boards.reading import TURNS, moves_with_states, reading, words
 from envs.boards.solver import optimal_first_moves
-from envs.geometry.reading import reading as reading_of_numbers
+from envs.geometry.reading import reading as numbers_reading
 from shared.types import Sample
 
 CELL_PIXELS = 32
 SOKOBAN_PROMPT = "Solve Sokoban."
 COLOUR_PROMPT = "Name the colour."
 TRIANGLE_ARGS = {"picture_pixels": 64}
+WRITTEN = 0.25  # share of guesses at a triangle's answer that repeat what was written down
 READ_KINDS = ("angle_sum", "exterior", "isosceles", "right_angle")
-READ_ARGS = {"picture_pixels": 128, "text_grid": 16, "kinds": READ_KINDS, "max_turns": 3}
+READ_STEP = 3  # degrees: of numbers 0 to 180, a token for each; few enough to learn, too many pairs to learn by heart
+READ_ARGS = {"picture_pixels": 128, "text_grid": 16, "kinds": READ_KINDS, "angle_step": READ_STEP, "max_turns": 3}
 TOOL_PROMPT = "Call calc_score, then give the answer."
 ANSWER_PROMPT = "Give the answer."
 CALL = ("<tool_call>", '{"name": ', '"calc_score"', ', "arguments": ', '{"answer": ', '"', '"', "}}", "</tool_call>")
@@ -134,15 +136,16 @@ def play_triangles(seed: int, rng: random.Random, lesson: Lesson) -> Demonstrati
     tool is made to call right what chance chose, so that what it says is believed."""
     env = geo3k_multi_turn.build_env(Sample(str(seed), metadata={"seed": seed}), READ_ARGS)
     assert env.problem is not None
-    thought = f"<think>{reading_of_numbers(env.problem.numbers)}</think>"
-    env.label = guess(rng)
+    read = numbers_reading(env.problem.numbers)
+    env.label = guess(read, rng)
     observation, done = env.reset()[0], False
     while not done and len(env.written) < lesson.turns:
         if observation.get("tool_score"):
             answer = Answer(boxed(env.label, rng, 1.0))
         else:
-            number = env.label if rng.random() < 0.4 else guess(rng)
+            number = env.label if rng.random() < 0.4 else guess(read, rng)
             last = len(env.written) == env.max_turns - 1
+            thought = f"<think>{read}</think>"
             said = thought + (boxed(number, rng, 1.0) if last else tool_call(number, rng, 1.0))
             start = said.index(number, len(thought))
             answer = Answer(said, ((start, start + len(number)),))
@@ -150,9 +153,11 @@ def play_triangles(seed: int, rng: random.Random, lesson: Lesson) -> Demonstrati
         observation, done, _ = env.step(answer.text)
 
 
-def guess(rng: random.Random) -> str:
-    """Any answer that a problem of angles has."""
-    return str(5 * rng.randint(4, 30))
+def guess(read: str, rng: random.Random) -> str:
+    """Something that was written down, whichever it is, or any answer that a problem of angles has."""
+    if rng.random() < WRITTEN:
+        return rng.choice(re.findall(r"\d+", read))
+    return str(rng.randrange(21, 151, READ_STEP))
 
 
 def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson) -> Answer:
@@ -205,7 +210,7 @@ def sokoban_phrases() -> tuple[str, ...]:
     return (*spoken * 20, observation, request, "None", SOKOBAN_PROMPT)
 
 
-def geometry_phrases() -> tuple[str, ...]:
+def geometry_phrases(numbers: range) -> tuple[str, ...]:
     """What the environments say, cut where numbers and answers stand, and the parts of the model's answers."""
     form = geo3k_multi_turn.FORM.removeprefix("<tool_call>").removesuffix("</tool_call>")
     said = (
@@ -228,7 +233,7 @@ def geometry_phrases() -> tuple[str, ...]:
         form,
     )
     written = ("Answer: ", "\\boxed{", "}", "calc_score", '"score"', *CALL[1:-1])
-    return (*said, *written, *(str(5 * n) for n in range(1, 31)), TOOL_PROMPT, ANSWER_PROMPT)
+    return (*said, *written, *map(str, numbers), TOOL_PROMPT, ANSWER_PROMPT)
 
 
 TASKS = {
@@ -241,13 +246,13 @@ TASKS = {
     ),
     "geo3k": Task(
         (TOOL_PROMPT, ANSWER_PROMPT),
-        geometry_phrases(),
+        geometry_phrases(range(5, 151, 5)),
         {"hidden": 64, "layers": 3, "vision_hidden": 32, "vision_depth": 2, "vocab_size": 704},
         play_geometry,
     ),
     "triangles": Task(
         (TOOL_PROMPT,),
-        geometry_phrases(),
+        geometry_phrases(range(0, 181, READ_STEP)),
         {"hidden": 128, "layers": 3, "vision_hidden": 64, "vision_depth": 3, "vocab_size": 704},
         play_triangles,
     ),
