@@ -55,7 +55,7 @@ PLAYED := --jump 0.5 --scatter 0.4 --freeze-tower
 
 # Makes the shipped models again, from nothing: 45 minutes on two cores. launch/models/sokoban_sees is shown no move
 # of the solver at any stage; sokoban_tiny, made from it, is shown good moves within three moves of the solution;
-# triangles_tiny is told no problem's own answer.
+# triangles_tiny is never told which of the numbers that it writes answers a question.
 tiny-models: env
 	$(PY) launch/warm_start.py colour --out launch/models/colour_tiny --steps 100 --batch 32
 	$(PY) launch/warm_start.py geo3k --out launch/models/geo3k_tiny --steps 400 --batch 16 --expertise 0.2

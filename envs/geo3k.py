@@ -42,7 +42,7 @@ class GradeSettings:
     tolerance: float | None = None
     format_reward: float = 0.0  # given once an episode, for an answer (or tool call) of the right form
     grade_limit_s: float = LIMIT_S
-    diagnostics: bool = False  # of drawn problems: also measures whether `<think>` names the numbers in the picture
+    diagnostics: bool = False  # of drawn problems: also measures whether `<think>` is right (envs.geometry.reading)
 
     def __post_init__(self) -> None:
         if self.reward_model not in ("default", "geo3k"):

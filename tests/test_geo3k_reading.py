@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+import numpy as np
 import pytest
 
 from envs import geo3k, geo3k_multi_turn
@@ -12,6 +13,7 @@ from envs.geometry.reading import reading
 from envs.geometry.tool_call import parse_tool_call
 from envs.geometry.triangles import make_problem
 from launch.tiny_models.demonstrations import READ_ARGS, TASKS, Lesson
+from shared.config import load_recipe
 from shared.types import Sample
 
 TASK = TASKS["triangles"]
@@ -42,6 +44,23 @@ def test_reading_is_measured_in_turns_that_say_what_they_read(module):
         assert info["metrics"]["turn_metrics"].get("read_accuracy") == expected
     _, _, info = module.build_env(sample, READ_ARGS).step(f"<think>{said}</think>Answer: \\boxed{{7}}")
     assert "read_accuracy" not in info["metrics"]["turn_metrics"]
+
+
+def test_demonstrations_draw_as_the_recipe_does():
+    env = load_recipe("launch/recipes/geo3k_answers_tiny.toml").env
+    given = json.loads(json.dumps({key: value for key, value in READ_ARGS.items() if key != "max_turns"}))
+    assert env.args.items() >= given.items() and env.max_turns == READ_ARGS["max_turns"]
+    assert env.args["system_prompt"] in TASK.prompts
+
+
+def test_texts_begin_at_multiples_of_the_grid():
+    with pytest.raises(ValueError, match="text_grid is 0: use 1 to 32"):
+        make_problem(1, {"text_grid": 0})
+    for seed in range(20):
+        args = {"kinds": ["right_angle"], "picture_pixels": 128}
+        anywhere, aligned = (np.asarray(make_problem(seed, args | {"text_grid": grid}).image) for grid in (1, 16))
+        rows, columns = (np.argwhere(aligned < anywhere) % 16).T  # ink, which is 0, where there was none
+        assert rows.max() < 10 and columns.max() < 14  # numbers of two digits are no larger, and begin at 0
 
 
 def test_demonstrations_read_rightly_and_show_the_right_answer_by_chance_alone():
