@@ -1,10 +1,9 @@
-"""Matrix products on CPUs by oneDNN instead of MKL, where that is faster in float32: on CPUs with AVX-512.
+"""Matrix products on CPUs by oneDNN instead of MKL, where that is faster in float32: on AMD with AVX-512.
 
-MKL does not use AVX-512 on AMD, where it is half as fast. On Intel it is a third faster in training, whose transposed
-operands it reads in place; so the learner uses oneDNN on AMD only, the engine on every CPU with AVX-512. With AVX2
-alone both multiply large matrices alike, MKL small and transposed ones faster (tests/bench/KERNELS.md). oneDNN compiles
-a kernel for each new shape, which takes 0.5 ms and about 0.4 MB, kept for the next time: so rows are padded to few
-different numbers.
+MKL does not use AVX-512 on AMD, where it is half as fast. On Intel, and with AVX2 alone, both multiply large matrices
+alike and MKL small ones faster: an engine's step of 64 tokens in two thirds of the time (tests/bench/KERNELS.md).
+oneDNN compiles a kernel for each new shape, which takes 0.5 ms and about 0.4 MB, kept for the next time: so rows are
+padded to few different numbers.
 """
 
 from __future__ import annotations
@@ -45,8 +44,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _linear_pointwise()(x, weight, bias, "none", [], "")
 
 
+def uses_onednn(x: Tensor) -> bool:
+    """Whether `linear` multiplies `x` by oneDNN."""
+    return _ON_AMD and fits_onednn(x)
+
+
 def padded(rows: int) -> int:
-    """The number of rows to compute instead of `rows`, a multiple of 8, above 64 of 32, above 512 of 128."""
+    """The number of rows that oneDNN computes instead of `rows`: a multiple of 8, above 64 of 32, above 512 of 128."""
     step = 8 if rows <= 64 else 32 if rows <= 512 else 128
     return -(-rows // step) * step
 
@@ -79,13 +83,12 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, differentiable; by oneDNN in torch's inference mode (the engine's), and on AMD (the learner's)."""
-    if fits_onednn(x) and weight.dtype == torch.float32:
-        if torch.is_inference_mode_enabled():
-            return product(x, weight, bias)
-        if _ON_AMD:
-            return _OneDnnLinear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
-    return F.linear(x, weight, bias)
+    """`F.linear`, differentiable; by oneDNN where that is faster."""
+    if not uses_onednn(x) or weight.dtype != torch.float32:
+        return F.linear(x, weight, bias)
+    if torch.is_inference_mode_enabled():
+        return product(x, weight, bias)
+    return _OneDnnLinear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
 
 
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:

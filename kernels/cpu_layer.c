@@ -1,0 +1,211 @@
+/* The parts of a decoder layer that torch computes slowly on a CPU, in float32: kernels/cpu_layer.py compiles and calls
+ * them, and has the same in torch. All tensors are contiguous. N = tokens, H = query heads, K = key heads, D = head size,
+ * C = entries of a slot. Nothing here allocates or fails; a NaN that comes in goes out. */
+#include <math.h>
+#include <stdint.h>
+
+#define MAX_HEAD 256  /* D at most */
+#define MAX_GROUP 32  /* H / K at most */
+#define BLOCK 128     /* keys whose scores are held at once */
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* As many floats as a register has, and the even and the odd ones of two registers laid end to end. */
+#if defined(__AVX512F__)
+#define LANES 16
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#elif defined(__AVX__)
+#define LANES 8
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+#else
+#define LANES 4
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
+#endif
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* e^x of x <= 0 by Cody and Waite's reduction and a polynomial of degree 6: relative error below 3e-7. */
+INLINE float exp_negative(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float n = rintf(x * 1.44269504f);
+    float r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    float p = 1.3888889e-3f;
+    p = p * r + 8.3333333e-3f;
+    p = p * r + 4.1666667e-2f;
+    p = p * r + 1.6666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
+    return p * power.value;
+}
+
+/* hidden [N, width] += delta (where there is one); normed = RMS norm of it, times weight [width]. */
+void add_rms_norm(float *hidden, const float *delta, const float *weight, float eps, int64_t rows, int64_t width,
+                  float *normed) {
+    for (int64_t n = 0; n < rows; n++, hidden += width, normed += width) {
+        if (delta) {
+            const float *added = delta + n * width;
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) hidden[i] += added[i];
+        }
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < width; i++) squares += hidden[i] * hidden[i];
+        float scale = 1.0f / sqrtf(squares / width + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) normed[i] = hidden[i] * scale * weight[i];
+    }
+}
+
+/* out [N, width] = silu(gate) * up, of gate_up [N, 2 * width]. */
+void silu_mul(const float *gate_up, int64_t rows, int64_t width, float *out) {
+    for (int64_t n = 0; n < rows; n++, gate_up += 2 * width, out += width) {
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+            float gate = gate_up[i];
+            float e = exp_negative(-fabsf(gate));
+            out[i] = gate * (gate < 0 ? e : 1.0f) / (1.0f + e) * gate_up[width + i];
+        }
+    }
+}
+
+INLINE void rotate(float *head, const float *weight, float eps, const float *cosine, const float *sine, int64_t d,
+                   float *out) {
+    float scale = 1;
+    if (weight) {
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < d; i++) squares += head[i] * head[i];
+        scale = 1.0f / sqrtf(squares / d + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < d; i++) head[i] *= scale * weight[i];
+    }
+    int64_t half = d / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float low = head[i], high = head[half + i];
+        out[i] = low * cosine[i] - high * sine[i];
+        out[half + i] = high * cosine[half + i] + low * sine[half + i];
+    }
+}
+
+/* heads [N, H + 2 K, D]: queries and keys are normed (where norms [H + K, D] are given) and turned by cosine and sine
+ * [N, D]; queries in place, keys and values into the cache at entry[n] + head * C, nowhere where entry is negative. */
+void rotate_and_store(float *heads, int64_t rows, int64_t num_heads, int64_t num_kv, int64_t d, const float *norms,
+                      float eps, const float *cosine, const float *sine, const int64_t *entry, int64_t context,
+                      float *keys, float *values) {
+    for (int64_t n = 0; n < rows; n++, cosine += d, sine += d) {
+        for (int64_t h = 0; h < num_heads; h++, heads += d)
+            rotate(heads, norms ? norms + h * d : 0, eps, cosine, sine, d, heads);
+        if (entry[n] >= 0) {
+            for (int64_t h = 0; h < num_kv; h++) {
+                int64_t at = (entry[n] + h * context) * d;
+                rotate(heads + h * d, norms ? norms + (num_heads + h) * d : 0, eps, cosine, sine, d, keys + at);
+                for (int64_t i = 0; i < d; i++) values[at + i] = heads[(num_kv + h) * d + i];
+            }
+        }
+        heads += 2 * num_kv * d;
+    }
+}
+
+/* score[j] = scale * query . key[j] for LANES keys of d floats, a multiple of LANES: all their sums are folded together,
+ * since to fold each by itself would cost more than the products. */
+INLINE void dots(const float *query, const float *key, int64_t d, float scale, float *score) {
+    lanes sum[LANES];
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) {
+        sum[j] = *(const lanes *)query * *(const lanes *)(key + j * d);
+#pragma GCC unroll 16
+        for (int64_t i = LANES; i < d; i += LANES) sum[j] += *(const lanes *)(query + i) * *(const lanes *)(key + j * d + i);
+    }
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width; width /= 2)
+#pragma GCC unroll 8
+        for (int j = 0; j < width; j++) sum[j] = EVEN(sum[2 * j], sum[2 * j + 1]) + ODD(sum[2 * j], sum[2 * j + 1]);
+    *(lanes *)score = sum[0] * scale;
+}
+
+/* Softmax attention of `group` queries, which share keys and values [length, D], block by block (Milakov and
+ * Gimelshein, 2018): the largest score so far, the sum of the exponentials and the weighted values are kept. */
+INLINE void attend_group(const float *query, int64_t group, int64_t d, const float *keys, const float *values,
+                         int64_t length, float scale, float *out) {
+    float scores[MAX_GROUP][BLOCK], most[MAX_GROUP], sum[MAX_GROUP];
+    for (int64_t g = 0; g < group; g++) {
+        most[g] = -INFINITY;
+        sum[g] = 0;
+        for (int64_t i = 0; i < d; i++) out[g * d + i] = 0;
+    }
+    for (int64_t start = 0; start < length; start += BLOCK) {
+        int64_t count = length - start < BLOCK ? length - start : BLOCK;
+        int64_t folded = d % LANES ? 0 : count - count % LANES;
+        for (int64_t j = 0; j < folded; j += LANES)
+            for (int64_t g = 0; g < group; g++) dots(query + g * d, keys + (start + j) * d, d, scale, scores[g] + j);
+        for (int64_t j = folded; j < count; j++) {
+            const float *key = keys + (start + j) * d;
+            for (int64_t g = 0; g < group; g++) {
+                float dot = 0;
+#pragma omp simd reduction(+ : dot)
+                for (int64_t i = 0; i < d; i++) dot += query[g * d + i] * key[i];
+                scores[g][j] = dot * scale;
+            }
+        }
+        for (int64_t g = 0; g < group; g++) {
+            float *score = scores[g], top = most[g], added = 0, weighted[MAX_HEAD];
+#pragma omp simd reduction(max : top)
+            for (int64_t j = 0; j < count; j++) top = score[j] > top ? score[j] : top;
+#pragma omp simd reduction(+ : added)
+            for (int64_t j = 0; j < count; j++) {
+                score[j] = exp_negative(score[j] - top);
+                added += score[j];
+            }
+            float kept = start ? exp_negative(most[g] - top) : 0;
+            for (int64_t i = 0; i < d; i++) weighted[i] = out[g * d + i] * kept;
+            int64_t j = 0;
+            for (; j + 4 <= count; j += 4) {
+                const float *v = values + (start + j) * d;
+                float a = score[j], b = score[j + 1], c = score[j + 2], e = score[j + 3];
+#pragma omp simd
+                for (int64_t i = 0; i < d; i++)
+                    weighted[i] += (a * v[i] + b * v[d + i]) + (c * v[2 * d + i] + e * v[3 * d + i]);
+            }
+            for (; j < count; j++) {
+                const float *v = values + (start + j) * d;
+#pragma omp simd
+                for (int64_t i = 0; i < d; i++) weighted[i] += score[j] * v[i];
+            }
+            for (int64_t i = 0; i < d; i++) out[g * d + i] = weighted[i];
+            sum[g] = sum[g] * kept + added;
+            most[g] = top;
+        }
+    }
+    for (int64_t g = 0; g < group; g++)
+        for (int64_t i = 0; i < d; i++) out[g * d + i] /= sum[g];
+}
+
+/* out [N, H * D]: token n, whose queries begin at query + n * stride, attends to the first length[n] entries of the slot
+ * that begins at first[n]; `keys` and `values` are [slots, K, C, D]. */
+void attend(const float *query, int64_t stride, int64_t rows, int64_t num_heads, int64_t num_kv, int64_t d,
+            const int64_t *first, const int64_t *length, int64_t context, const float *keys, const float *values,
+            float scale, int64_t threads, float *out) {
+    int64_t group = num_heads / num_kv;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t n = 0; n < rows; n++) {
+        for (int64_t h = 0; h < num_kv; h++) {
+            int64_t at = (first[n] + h * context) * d;
+            const float *q = query + n * stride + h * group * d;
+            float *o = out + (n * num_heads + h * group) * d;
+            if (d == 32)
+                attend_group(q, group, 32, keys + at, values + at, length[n], scale, o);
+            else if (d == 64)
+                attend_group(q, group, 64, keys + at, values + at, length[n], scale, o);
+            else if (d == 128)
+                attend_group(q, group, 128, keys + at, values + at, length[n], scale, o);
+            else
+                attend_group(q, group, d, keys + at, values + at, length[n], scale, o);
+        }
+    }
+}

@@ -1,0 +1,157 @@
+"""The parts of a decoder layer that torch computes slowly on a CPU, in C: attention of single tokens to their cache,
+norms, rotation, SwiGLU; float32, no gradient. The machine's C compiler (cc, gcc or clang) builds cpu_layer.c when it is
+first asked for, in about a second; the library is kept in the user's cache folder.
+
+Suffixes as in cpu_layer.c: N = tokens, H = query heads, K = key heads, D = head size, C = entries of a slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("kernels")
+MAX_HEAD, MAX_GROUP = 256, 32  # as in cpu_layer.c
+_SOURCE = Path(__file__).with_name("cpu_layer.c")
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
+_OF_MACHINE = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
+"""What a compiler may not know: the first that it takes is used. Without OpenMP one thread computes."""
+_COMPILE_TIMEOUT_S = 60.0
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "add_rms_norm": (_P, _P, _P, _F, _I, _I, _P),
+    "silu_mul": (_P, _I, _I, _P),
+    "rotate_and_store": (_P, _I, _I, _I, _I, _P, _F, _P, _P, _P, _I, _P, _P),
+    "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions, or None where this machine has no compiler that builds them (one line of the log)."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        log.info("no C compiler (%s): decoding on the CPU is computed by torch alone, slower", ", ".join(_COMPILERS))
+        return None
+    try:
+        found = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("%s does not build %s, torch computes instead, slower: %s", compiler, _SOURCE.name, _line(error))
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found
+
+
+def _built(compiler: str) -> Path:
+    """The library for this source, compiler and processor; OSError or SubprocessError if it cannot be built."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))][:1]
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
+    ).stdout
+    parts = (_SOURCE.read_bytes(), version, platform.machine().encode(), *(line.encode() for line in flags))
+    name = f"cpu_layer-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pronk"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / name
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / name
+            _compile(compiler, made)
+            os.replace(made, target)
+    return target
+
+
+def _compile(compiler: str, target: Path) -> None:
+    for place, options in enumerate(_OF_MACHINE):
+        command = [compiler, *_FLAGS, *options, str(_SOURCE), "-o", str(target), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+        if not done.returncode:
+            return
+        if place + 1 == len(_OF_MACHINE):
+            raise subprocess.SubprocessError(done.stderr)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def fits(weight: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether the functions below compute a layer of this shape with such weights, here."""
+    small = head_dim <= MAX_HEAD and head_dim % 2 == 0 and num_heads <= MAX_GROUP * num_kv_heads
+    return small and weight.device.type == "cpu" and weight.dtype == torch.float32 and library() is not None
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Adds `delta` to `hidden` [N, width] in place; the RMS norm of the sum, times weight [width]."""
+    normed = torch.empty_like(hidden)
+    added = None if delta is None else delta.data_ptr()
+    pointers = hidden.data_ptr(), added, weight.data_ptr()
+    _library().add_rms_norm(*pointers, eps, len(hidden), hidden.shape[1], normed.data_ptr())
+    return normed
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [N, 2 * width], which has them side by side: [N, width]."""
+    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    _library().silu_mul(gate_up.data_ptr(), len(out), out.shape[1], out.data_ptr())
+    return out
+
+
+def rotate_and_store(
+    heads: Tensor,
+    norms: Tensor | None,
+    eps: float,
+    angles: tuple[Tensor, Tensor],
+    entry: Tensor,
+    cache: tuple[Tensor, Tensor],
+) -> None:
+    """Queries of `heads` [N, H + 2 K, D] are normed and turned in place, keys likewise and values into the cache.
+
+    `norms`: weights [H + K, D] of the norms of queries and keys, None for a family without them; `angles`: cosine and
+    sine [N, D]; `entry`: int64 [N], where a token's first head goes in the cache [slots, K, C, D] seen as
+    [slots * K * C, D], -1 for a token that is not kept.
+    """
+    keys, values = cache
+    num_kv, context, size = keys.shape[1:]
+    n, num_all = heads.shape[:2]
+    shape = n, num_all - 2 * num_kv, num_kv, size
+    weights = None if norms is None else norms.data_ptr()
+    where = angles[0].data_ptr(), angles[1].data_ptr(), entry.data_ptr(), context
+    _library().rotate_and_store(heads.data_ptr(), *shape, weights, eps, *where, keys.data_ptr(), values.data_ptr())
+
+
+def attend(heads: Tensor, first: Tensor, length: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """Attention of the first R tokens of rotated `heads` [N, H + 2 K, D] to their slots, into `out` [N, H, D].
+
+    Token r sees `length[r]` entries from `first[r]` on, both int64 [R], counted as in `rotate_and_store`.
+    """
+    keys, values = cache
+    num_kv, context, size = keys.shape[1:]
+    num_heads = heads.shape[1] - 2 * num_kv
+    shape = heads.stride(0), len(first), num_heads, num_kv, size
+    stored = keys.data_ptr(), values.data_ptr(), 1 / math.sqrt(size)
+    seen = first.data_ptr(), length.data_ptr(), context
+    _library().attend(heads.data_ptr(), *shape, *seen, *stored, torch.get_num_threads(), out.data_ptr())
+
+
+def _library() -> ctypes.CDLL:
+    found = library()
+    assert found is not None, "ask fits() first"
+    return found
