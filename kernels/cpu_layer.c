@@ -112,6 +112,16 @@ void rotate_and_store(float *heads, int64_t rows, int64_t num_heads, int64_t num
     }
 }
 
+/* The first `num_turned` of the `num_heads` of each token of heads [N, num_heads, D] turned in place; token n stands at
+ * place n % period of cosine and sine [period, D]. */
+void rotate_heads(float *heads, int64_t rows, int64_t num_heads, int64_t num_turned, int64_t d, const float *cosine,
+                  const float *sine, int64_t period) {
+    for (int64_t n = 0; n < rows; n++, heads += num_heads * d) {
+        int64_t at = n % period * d;
+        for (int64_t h = 0; h < num_turned; h++) rotate(heads + h * d, 0, 0, cosine + at, sine + at, d, heads + h * d);
+    }
+}
+
 /* score[j] = scale * query . key[j] for LANES keys of d floats, a multiple of LANES: all their sums are folded together,
  * since to fold each by itself would cost more than the products. */
 INLINE void dots(const float *query, const float *key, int64_t d, float scale, float *score) {

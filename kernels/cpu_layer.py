@@ -36,6 +36,7 @@ _SIGNATURES = {
     "add_rms_norm": (_P, _P, _P, _F, _I, _I, _P),
     "silu_mul": (_P, _I, _I, _P),
     "rotate_and_store": (_P, _I, _I, _I, _I, _P, _F, _P, _P, _P, _I, _P, _P),
+    "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I),
     "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
 }
 
@@ -92,10 +93,10 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def fits(weight: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether the functions below compute a layer of this shape with such weights, here."""
+def fits(tensor: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether the functions below compute a layer of this shape on such tensors, here."""
     small = head_dim <= MAX_HEAD and head_dim % 2 == 0 and num_heads <= MAX_GROUP * num_kv_heads
-    return small and weight.device.type == "cpu" and weight.dtype == torch.float32 and library() is not None
+    return small and tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -135,6 +136,15 @@ def rotate_and_store(
     weights = None if norms is None else norms.data_ptr()
     where = angles[0].data_ptr(), angles[1].data_ptr(), entry.data_ptr(), context
     _library().rotate_and_store(heads.data_ptr(), *shape, weights, eps, *where, keys.data_ptr(), values.data_ptr())
+
+
+def rotate_heads(heads: Tensor, num_turned: int, angles: tuple[Tensor, Tensor]) -> None:
+    """Turns the first `num_turned` heads of each token of `heads` [B, P, heads, D] in place; `angles`: cosine and sine
+    of its P places, [P, D]."""
+    cos, sin = angles
+    batch, places, num_heads, size = heads.shape
+    shape = batch * places, num_heads, num_turned, size
+    _library().rotate_heads(heads.data_ptr(), *shape, cos.data_ptr(), sin.data_ptr(), places)
 
 
 def attend(heads: Tensor, first: Tensor, length: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> None:

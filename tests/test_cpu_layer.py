@@ -18,6 +18,7 @@ from tests.support.small.families import FAMILIES
 from tests.support.tiny import running_engine
 from tests.test_engine import SIZES, check, play_at_once
 
+COS_SIN = torch.cos, torch.sin
 with_compiler = pytest.mark.skipif(cpu_layer.library() is None, reason="no C compiler")
 pytestmark = pytest.mark.usefixtures("anew")
 
@@ -97,6 +98,15 @@ def expected_heads(
         qk = F.rms_norm(qk, (size,), None, 1e-6) * norms
     turned = torch.cat((-qk[..., size // 2 :], qk[..., : size // 2]), dim=-1)
     return qk * cos[:, None] + turned * sin[:, None], heads[:, num_heads + num_kv :].clone()
+
+
+@with_compiler
+def test_heads_of_patches_are_turned_by_their_places_and_values_are_left() -> None:
+    heads = torch.randn(2, 5, 6, 16)
+    angles = torch.randn(5, 8).repeat(1, 2)
+    turned, values = expected_heads(heads.view(10, 6, 16), 2, 2, None, *(f(angles).repeat(2, 1) for f in COS_SIN))
+    cpu_layer.rotate_heads(heads, 4, (angles.cos(), angles.sin()))
+    torch.testing.assert_close(heads.view(10, 6, 16), torch.cat((turned, values), dim=1))
 
 
 @with_compiler

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import cpu_layer
 from kernels.cpu_linear import linear
 from shared.vision import Grid, VisionSpec
 
@@ -109,6 +110,10 @@ def rotated_heads(attention: Any, hidden: Tensor, tables: Tables) -> tuple[Tenso
     """Queries, keys (both turned by the patches' places) and values of [B, P, hidden]: each [B, heads, P, D]."""
     batch, num_patches, _ = hidden.shape
     qkv = attention.qkv(hidden).view(batch, num_patches, 3, attention.num_heads, -1)
+    if cpu_layer.fits(qkv, 1, 1, qkv.shape[-1]) and qkv.is_contiguous():
+        cpu_layer.rotate_heads(qkv.flatten(2, 3), 2 * attention.num_heads, (tables.cos, tables.sin))
+        query, key, value = qkv.transpose(1, 3).unbind(2)
+        return query, key, value
     qk = qkv[:, :, :2].float()
     half = qk.shape[-1] // 2
     turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
