@@ -1,12 +1,15 @@
 /* The parts of a decoder layer that torch computes slowly on a CPU, in float32: kernels/cpu_layer.py compiles and calls
- * them, and has the same in torch. All tensors are contiguous. N = tokens, H = query heads, K = key heads, D = head size,
- * C = entries of a slot. Nothing here allocates or fails; a NaN that comes in goes out. */
+ * them, and actor/engine/layers.py has the same in torch. All tensors are contiguous. N = tokens, H = query heads,
+ * K = key heads, D = head size, C = entries of a slot. `threads` share the tokens. Nothing here allocates or fails; a
+ * NaN that comes in goes out. */
 #include <math.h>
 #include <stdint.h>
 
 #define MAX_HEAD 256  /* D at most */
 #define MAX_GROUP 32  /* H / K at most */
 #define BLOCK 128     /* keys whose scores are held at once */
+
+#define SHARED _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows > 16)")
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -45,30 +48,34 @@ INLINE float exp_negative(float x) {
 
 /* hidden [N, width] += delta (where there is one); normed = RMS norm of it, times weight [width]. */
 void add_rms_norm(float *hidden, const float *delta, const float *weight, float eps, int64_t rows, int64_t width,
-                  float *normed) {
-    for (int64_t n = 0; n < rows; n++, hidden += width, normed += width) {
+                  int64_t threads, float *normed) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        float *row = hidden + n * width, *out = normed + n * width, squares = 0;
         if (delta) {
             const float *added = delta + n * width;
 #pragma omp simd
-            for (int64_t i = 0; i < width; i++) hidden[i] += added[i];
+            for (int64_t i = 0; i < width; i++) row[i] += added[i];
         }
-        float squares = 0;
 #pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < width; i++) squares += hidden[i] * hidden[i];
+        for (int64_t i = 0; i < width; i++) squares += row[i] * row[i];
         float scale = 1.0f / sqrtf(squares / width + eps);
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) normed[i] = hidden[i] * scale * weight[i];
+        for (int64_t i = 0; i < width; i++) out[i] = row[i] * scale * weight[i];
     }
 }
 
 /* out [N, width] = silu(gate) * up, of gate_up [N, 2 * width]. */
-void silu_mul(const float *gate_up, int64_t rows, int64_t width, float *out) {
-    for (int64_t n = 0; n < rows; n++, gate_up += 2 * width, out += width) {
+void silu_mul(const float *gate_up, int64_t rows, int64_t width, int64_t threads, float *out) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        const float *gates = gate_up + 2 * n * width, *ups = gates + width;
+        float *row = out + n * width;
 #pragma omp simd
         for (int64_t i = 0; i < width; i++) {
-            float gate = gate_up[i];
+            float gate = gates[i];
             float e = exp_negative(-fabsf(gate));
-            out[i] = gate * (gate < 0 ? e : 1.0f) / (1.0f + e) * gate_up[width + i];
+            row[i] = gate * (gate < 0 ? e : 1.0f) / (1.0f + e) * ups[i];
         }
     }
 }
@@ -97,40 +104,43 @@ INLINE void rotate(float *head, const float *weight, float eps, const float *cos
  * [N, D]; queries in place, keys and values into the cache at entry[n] + head * C, nowhere where entry is negative. */
 void rotate_and_store(float *heads, int64_t rows, int64_t num_heads, int64_t num_kv, int64_t d, const float *norms,
                       float eps, const float *cosine, const float *sine, const int64_t *entry, int64_t context,
-                      float *keys, float *values) {
-    for (int64_t n = 0; n < rows; n++, cosine += d, sine += d) {
-        for (int64_t h = 0; h < num_heads; h++, heads += d)
-            rotate(heads, norms ? norms + h * d : 0, eps, cosine, sine, d, heads);
-        if (entry[n] >= 0) {
-            for (int64_t h = 0; h < num_kv; h++) {
-                int64_t at = (entry[n] + h * context) * d;
-                rotate(heads + h * d, norms ? norms + (num_heads + h) * d : 0, eps, cosine, sine, d, keys + at);
-                for (int64_t i = 0; i < d; i++) values[at + i] = heads[(num_kv + h) * d + i];
-            }
+                      int64_t threads, float *keys, float *values) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        float *token = heads + n * (num_heads + 2 * num_kv) * d, *own = token + num_heads * d;
+        const float *c = cosine + n * d, *s = sine + n * d;
+        for (int64_t h = 0; h < num_heads; h++)
+            rotate(token + h * d, norms ? norms + h * d : 0, eps, c, s, d, token + h * d);
+        for (int64_t h = 0; h < num_kv && entry[n] >= 0; h++) {
+            int64_t at = (entry[n] + h * context) * d;
+            rotate(own + h * d, norms ? norms + (num_heads + h) * d : 0, eps, c, s, d, keys + at);
+            for (int64_t i = 0; i < d; i++) values[at + i] = own[(num_kv + h) * d + i];
         }
-        heads += 2 * num_kv * d;
     }
 }
 
 /* The first `num_turned` of the `num_heads` of each token of heads [N, num_heads, D] turned in place; token n stands at
  * place n % period of cosine and sine [period, D]. */
 void rotate_heads(float *heads, int64_t rows, int64_t num_heads, int64_t num_turned, int64_t d, const float *cosine,
-                  const float *sine, int64_t period) {
-    for (int64_t n = 0; n < rows; n++, heads += num_heads * d) {
+                  const float *sine, int64_t period, int64_t threads) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        float *token = heads + n * num_heads * d;
         int64_t at = n % period * d;
-        for (int64_t h = 0; h < num_turned; h++) rotate(heads + h * d, 0, 0, cosine + at, sine + at, d, heads + h * d);
+        for (int64_t h = 0; h < num_turned; h++) rotate(token + h * d, 0, 0, cosine + at, sine + at, d, token + h * d);
     }
 }
 
-/* score[j] = scale * query . key[j] for LANES keys of d floats, a multiple of LANES: all their sums are folded together,
- * since to fold each by itself would cost more than the products. */
+/* score[j] = scale * query . key[j] for LANES keys of d floats, a multiple of LANES: all their sums are folded
+ * together, since to fold each by itself would cost more than the products. */
 INLINE void dots(const float *query, const float *key, int64_t d, float scale, float *score) {
     lanes sum[LANES];
 #pragma GCC unroll 16
     for (int j = 0; j < LANES; j++) {
-        sum[j] = *(const lanes *)query * *(const lanes *)(key + j * d);
+        const float *own = key + j * d;
+        sum[j] = *(const lanes *)query * *(const lanes *)own;
 #pragma GCC unroll 16
-        for (int64_t i = LANES; i < d; i += LANES) sum[j] += *(const lanes *)(query + i) * *(const lanes *)(key + j * d + i);
+        for (int64_t i = LANES; i < d; i += LANES) sum[j] += *(const lanes *)(query + i) * *(const lanes *)(own + i);
     }
 #pragma GCC unroll 4
     for (int width = LANES / 2; width; width /= 2)
@@ -196,13 +206,13 @@ INLINE void attend_group(const float *query, int64_t group, int64_t d, const flo
         for (int64_t i = 0; i < d; i++) out[g * d + i] /= sum[g];
 }
 
-/* out [N, H * D]: token n, whose queries begin at query + n * stride, attends to the first length[n] entries of the slot
- * that begins at first[n]; `keys` and `values` are [slots, K, C, D]. */
+/* out [N, H * D]: token n, whose queries begin at query + n * stride, attends to the first length[n] entries of the
+ * slot that begins at first[n]; `keys` and `values` are [slots, K, C, D]. */
 void attend(const float *query, int64_t stride, int64_t rows, int64_t num_heads, int64_t num_kv, int64_t d,
             const int64_t *first, const int64_t *length, int64_t context, const float *keys, const float *values,
             float scale, int64_t threads, float *out) {
     int64_t group = num_heads / num_kv;
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && rows > 1)
     for (int64_t n = 0; n < rows; n++) {
         for (int64_t h = 0; h < num_kv; h++) {
             int64_t at = (first[n] + h * context) * d;

@@ -33,10 +33,10 @@ _COMPILE_TIMEOUT_S = 60.0
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
-    "add_rms_norm": (_P, _P, _P, _F, _I, _I, _P),
-    "silu_mul": (_P, _I, _I, _P),
-    "rotate_and_store": (_P, _I, _I, _I, _I, _P, _F, _P, _P, _P, _I, _P, _P),
-    "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I),
+    "add_rms_norm": (_P, _P, _P, _F, _I, _I, _I, _P),
+    "silu_mul": (_P, _I, _I, _I, _P),
+    "rotate_and_store": (_P, _I, _I, _I, _I, _P, _F, _P, _P, _P, _I, _I, _P, _P),
+    "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I, _I),
     "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
 }
 
@@ -104,14 +104,14 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
     normed = torch.empty_like(hidden)
     added = None if delta is None else delta.data_ptr()
     pointers = hidden.data_ptr(), added, weight.data_ptr()
-    _library().add_rms_norm(*pointers, eps, len(hidden), hidden.shape[1], normed.data_ptr())
+    _library().add_rms_norm(*pointers, eps, *hidden.shape, torch.get_num_threads(), normed.data_ptr())
     return normed
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [N, 2 * width], which has them side by side: [N, width]."""
     out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    _library().silu_mul(gate_up.data_ptr(), len(out), out.shape[1], out.data_ptr())
+    _library().silu_mul(gate_up.data_ptr(), *out.shape, torch.get_num_threads(), out.data_ptr())
     return out
 
 
@@ -134,7 +134,7 @@ def rotate_and_store(
     n, num_all = heads.shape[:2]
     shape = n, num_all - 2 * num_kv, num_kv, size
     weights = None if norms is None else norms.data_ptr()
-    where = angles[0].data_ptr(), angles[1].data_ptr(), entry.data_ptr(), context
+    where = angles[0].data_ptr(), angles[1].data_ptr(), entry.data_ptr(), context, torch.get_num_threads()
     _library().rotate_and_store(heads.data_ptr(), *shape, weights, eps, *where, keys.data_ptr(), values.data_ptr())
 
 
@@ -144,7 +144,7 @@ def rotate_heads(heads: Tensor, num_turned: int, angles: tuple[Tensor, Tensor]) 
     cos, sin = angles
     batch, places, num_heads, size = heads.shape
     shape = batch * places, num_heads, num_turned, size
-    _library().rotate_heads(heads.data_ptr(), *shape, cos.data_ptr(), sin.data_ptr(), places)
+    _library().rotate_heads(heads.data_ptr(), *shape, cos.data_ptr(), sin.data_ptr(), places, torch.get_num_threads())
 
 
 def attend(heads: Tensor, first: Tensor, length: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> None:
