@@ -8,8 +8,28 @@
 #define MAX_HEAD 256  /* D at most */
 #define MAX_GROUP 32  /* H / K at most */
 #define BLOCK 128     /* keys whose scores are held at once */
+#define TILE_KEYS 64  /* likewise, of the queries of a tile */
 
 #define SHARED _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows > 16)")
+
+/* `call` with the head size, which the compiler knows where it is a usual one. */
+#define BY_SIZE(call)       \
+    switch (d) {            \
+        case 16:            \
+            call(16);       \
+            break;          \
+        case 32:            \
+            call(32);       \
+            break;          \
+        case 64:            \
+            call(64);       \
+            break;          \
+        case 128:           \
+            call(128);      \
+            break;          \
+        default:            \
+            call(d);        \
+    }
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -218,14 +238,97 @@ void attend(const float *query, int64_t stride, int64_t rows, int64_t num_heads,
             int64_t at = (first[n] + h * context) * d;
             const float *q = query + n * stride + h * group * d;
             float *o = out + (n * num_heads + h * group) * d;
-            if (d == 32)
-                attend_group(q, group, 32, keys + at, values + at, length[n], scale, o);
-            else if (d == 64)
-                attend_group(q, group, 64, keys + at, values + at, length[n], scale, o);
-            else if (d == 128)
-                attend_group(q, group, 128, keys + at, values + at, length[n], scale, o);
-            else
-                attend_group(q, group, d, keys + at, values + at, length[n], scale, o);
+#define GROUP(size) attend_group(q, group, size, keys + at, values + at, length[n], scale, o)
+            BY_SIZE(GROUP)
+        }
+    }
+}
+
+/* Softmax attention of LANES neighbouring queries, or of `valid` of them, one in each lane: the first sees `first`
+ * keys, each next `more` more. A key's score is LANES products at once, and nothing is folded. */
+INLINE void attend_tile(const float *query, int64_t query_stride, int64_t valid, int64_t first, int64_t more, int64_t d,
+                        const float *keys, const float *values, int64_t stride, float scale, float *out,
+                        int64_t out_stride) {
+    lanes turned[MAX_HEAD], weighted[MAX_HEAD], scores[TILE_KEYS];
+    float most[LANES], sum[LANES], kept[LANES];
+    for (int64_t i = 0; i < d; i++) {
+        for (int l = 0; l < LANES; l++) turned[i][l] = l < valid ? query[l * query_stride + i] * scale : 0;
+        weighted[i] = (lanes){0};
+    }
+    for (int l = 0; l < LANES; l++) {
+        most[l] = -INFINITY;
+        sum[l] = 0;
+    }
+    int64_t length = first + more * (valid - 1);
+    for (int64_t start = 0; start < length; start += TILE_KEYS) {
+        int64_t count = length - start < TILE_KEYS ? length - start : TILE_KEYS, j = 0;
+        for (; j + 8 <= count; j += 8) {
+            const float *key = keys + (start + j) * stride;
+            lanes dot[8] = {{0}};
+            for (int64_t i = 0; i < d; i++)
+#pragma GCC unroll 8
+                for (int u = 0; u < 8; u++) dot[u] += turned[i] * key[u * stride + i];
+#pragma GCC unroll 8
+            for (int u = 0; u < 8; u++) scores[j + u] = dot[u];
+        }
+        for (; j < count; j++) {
+            lanes dot = {0};
+            for (int64_t i = 0; i < d; i++) dot += turned[i] * keys[(start + j) * stride + i];
+            scores[j] = dot;
+        }
+        float *score = (float *)scores, top[LANES];
+        for (j = first > start ? first - start : 0; j < count; j++)
+            for (int l = 0; l < LANES; l++)
+                if (start + j >= first + l * more) score[j * LANES + l] = -INFINITY;
+        for (int l = 0; l < LANES; l++) top[l] = most[l];
+        for (j = 0; j < count; j++)
+#pragma omp simd
+            for (int l = 0; l < LANES; l++) top[l] = score[j * LANES + l] > top[l] ? score[j * LANES + l] : top[l];
+#pragma omp simd
+        for (int l = 0; l < LANES; l++) {
+            kept[l] = exp_negative(most[l] - top[l]);
+            sum[l] *= kept[l];
+            most[l] = top[l];
+        }
+        for (j = 0; j < count; j++)
+#pragma omp simd
+            for (int l = 0; l < LANES; l++) {
+                score[j * LANES + l] = exp_negative(score[j * LANES + l] - top[l]);
+                sum[l] += score[j * LANES + l];
+            }
+        for (int64_t i = 0; i < d; i += 8) {
+            lanes part[8];
+#pragma GCC unroll 8
+            for (int u = 0; u < 8; u++) part[u] = weighted[i + u] * *(lanes *)kept;
+            for (j = 0; j < count; j++) {
+                const float *value = values + (start + j) * stride + i;
+#pragma GCC unroll 8
+                for (int u = 0; u < 8; u++) part[u] += scores[j] * value[u];
+            }
+#pragma GCC unroll 8
+            for (int u = 0; u < 8; u++) weighted[i + u] = part[u];
+        }
+    }
+    for (int l = 0; l < valid; l++)
+        for (int64_t i = 0; i < d; i++) out[l * out_stride + i] = weighted[i][l] / sum[l];
+}
+
+/* out [N, H * D]: attention of the N tokens of one sequence. Token n sees `first` + n * `more` keys; its queries begin
+ * at query + n * query_stride; key j of head h is at keys + j * stride + h * head_stride, as its value is; D is a
+ * multiple of 8. */
+void attend_together(const float *query, int64_t query_stride, int64_t rows, int64_t num_heads, int64_t num_kv,
+                     int64_t d, int64_t first, int64_t more, const float *keys, const float *values, int64_t stride,
+                     int64_t head_stride, float scale, int64_t threads, float *out) {
+    int64_t group = num_heads / num_kv, width = num_heads * d, tiles = (rows + LANES - 1) / LANES;
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t h = 0; h < num_heads; h++) {
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            int64_t at = tile * LANES, valid = rows - at < LANES ? rows - at : LANES, seen = first + at * more;
+            const float *q = query + at * query_stride + h * d;
+            const float *k = keys + h / group * head_stride, *v = values + h / group * head_stride;
+            float *o = out + at * width + h * d;
+#define TILE(size) attend_tile(q, query_stride, valid, seen, more, size, k, v, stride, scale, o, width)
+            BY_SIZE(TILE)
         }
     }
 }

@@ -37,6 +37,7 @@ _SIGNATURES = {
     "silu_mul": (_P, _I, _I, _I, _P),
     "rotate_and_store": (_P, _I, _I, _I, _I, _P, _F, _P, _P, _P, _I, _I, _P, _P),
     "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I, _I),
+    "attend_together": (_P, _I, _I, _I, _I, _I, _I, _I, _P, _P, _I, _I, _F, _I, _P),
     "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
 }
 
@@ -95,7 +96,7 @@ def _line(error: Exception) -> str:
 
 def fits(tensor: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     """Whether the functions below compute a layer of this shape on such tensors, here."""
-    small = head_dim <= MAX_HEAD and head_dim % 2 == 0 and num_heads <= MAX_GROUP * num_kv_heads
+    small = head_dim <= MAX_HEAD and head_dim % 8 == 0 and num_heads <= MAX_GROUP * num_kv_heads
     return small and tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
 
 
@@ -159,6 +160,40 @@ def attend(heads: Tensor, first: Tensor, length: Tensor, cache: tuple[Tensor, Te
     stored = keys.data_ptr(), values.data_ptr(), 1 / math.sqrt(size)
     seen = first.data_ptr(), length.data_ptr(), context
     _library().attend(heads.data_ptr(), *shape, *seen, *stored, torch.get_num_threads(), out.data_ptr())
+
+
+def attend_causally(heads: Tensor, slot: int, past: int, cache: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """Attention of the tokens of one sequence, rotated `heads` [N, H + 2 K, D], to what is in its slot: `past` others
+    and themselves, each to its own end; into `out` [N, H, D]."""
+    keys, values = cache[0][slot], cache[1][slot]
+    num_kv, context, size = keys.shape
+    _attend_together(heads, out, num_kv, (past + 1, 1), keys, values, (size, context * size), 1 / math.sqrt(size))
+
+
+def attend_all(heads: Tensor, scale: float) -> Tensor:
+    """Attention of each of an image's patches to all of them: `heads` [P, 3 H, D], queries, keys and values, rotated;
+    [P, H * D]."""
+    places, num_all, size = heads.shape
+    num_heads = num_all // 3
+    keys, values = heads[:, num_heads : 2 * num_heads], heads[:, 2 * num_heads :]
+    out = heads.new_empty(places, num_heads, size)
+    _attend_together(heads, out, num_heads, (places, 0), keys, values, (num_all * size, size), scale)
+    return out.view(places, -1)
+
+
+def _attend_together(
+    heads: Tensor,
+    out: Tensor,
+    num_kv: int,
+    seen: tuple[int, int],
+    keys: Tensor,
+    values: Tensor,
+    strides: tuple[int, int],
+    scale: float,
+) -> None:
+    shape = heads.stride(0), *out.shape[:2], num_kv, out.shape[2]
+    stored = keys.data_ptr(), values.data_ptr(), *strides
+    _library().attend_together(heads.data_ptr(), *shape, *seen, *stored, scale, torch.get_num_threads(), out.data_ptr())
 
 
 def _library() -> ctypes.CDLL:

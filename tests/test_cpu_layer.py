@@ -51,7 +51,7 @@ def test_swiglu_is_torchs_for_small_and_for_huge_gates(width: int) -> None:
 
 
 @with_compiler
-@pytest.mark.parametrize(("num_heads", "num_kv", "size"), [(4, 2, 32), (2, 2, 16), (8, 1, 64), (3, 1, 6), (4, 4, 128)])
+@pytest.mark.parametrize(("num_heads", "num_kv", "size"), [(4, 2, 32), (2, 2, 16), (8, 1, 64), (3, 1, 24), (4, 4, 128)])
 @pytest.mark.parametrize("normed", [True, False])
 def test_rotated_heads_in_the_cache_are_attended_to_as_by_torch(
     num_heads: int, num_kv: int, size: int, normed: bool
@@ -107,6 +107,31 @@ def test_heads_of_patches_are_turned_by_their_places_and_values_are_left() -> No
     turned, values = expected_heads(heads.view(10, 6, 16), 2, 2, None, *(f(angles).repeat(2, 1) for f in COS_SIN))
     cpu_layer.rotate_heads(heads, 4, (angles.cos(), angles.sin()))
     torch.testing.assert_close(heads.view(10, 6, 16), torch.cat((turned, values), dim=1))
+
+
+@with_compiler
+@pytest.mark.parametrize(("num_heads", "num_kv", "size"), [(4, 2, 32), (2, 2, 8), (8, 1, 64), (3, 1, 24), (4, 4, 128)])
+@pytest.mark.parametrize(("tokens", "past"), [(2, 0), (16, 0), (70, 0), (150, 0), (3, 130), (33, 64), (70, 230)])
+def test_tokens_of_one_sequence_attend_causally_as_by_torch(
+    num_heads: int, num_kv: int, size: int, tokens: int, past: int
+) -> None:
+    heads = torch.randn(tokens, num_heads + 2 * num_kv, size)
+    cache = torch.randn(2, num_kv, 300, size), torch.randn(2, num_kv, 300, size)
+    out = torch.zeros(tokens, num_heads, size)
+    cpu_layer.attend_causally(heads, 1, past, cache, out)
+    keys, values = (store[1, :, : past + tokens].repeat_interleave(num_heads // num_kv, dim=0) for store in cache)
+    mask = torch.ones(tokens, past + tokens, dtype=torch.bool).tril(past)
+    expected = F.scaled_dot_product_attention(heads[:, :num_heads].transpose(0, 1), keys, values, mask)
+    torch.testing.assert_close(out, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+@with_compiler
+@pytest.mark.parametrize("places", [1, 15, 64, 145])
+def test_patches_attend_to_their_whole_image_as_by_torch(places: int) -> None:
+    heads = torch.randn(places, 3 * 4, 16)
+    query, key, value = (part.transpose(0, 1) for part in heads.chunk(3, dim=1))
+    expected = F.scaled_dot_product_attention(query, key, value, scale=0.3)
+    torch.testing.assert_close(cpu_layer.attend_all(heads, 0.3), expected.transpose(0, 1).flatten(1))
 
 
 @with_compiler

@@ -41,7 +41,7 @@ class Batch:
     [slots * K * max_context, D]; -1 for padding, which comes after the `stored` tokens. Sequences that add one token
     come first: `first` and `length`, int64 each, are where their slots begin, counted likewise, and the entries that
     they see, the new one among them. `singles` are segments of these sequences, empty for CpuLayer, `longer` those of
-    all others.
+    all others, without a mask for CpuLayer.
     """
 
     angles: tuple[Tensor, Tensor]
@@ -118,7 +118,7 @@ class Layer:
         for segment in batch.singles:
             self._attend_one_each(query, cache, segment, out)
         for segment in batch.longer:
-            self.attend_causally(query, cache, segment, out)
+            self._attend_causally(query, cache, segment, out)
         return out.view(len(query), -1)
 
     def gate(self, gate_up: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Layer:
         part = F.scaled_dot_product_attention(q, k, v, s.mask)
         out[s.start : s.end] = part.view(s.count, self.num_heads, self.head_dim)
 
-    def attend_causally(self, query: Tensor, cache: Cache, s: Segment, out: Tensor) -> None:
+    def _attend_causally(self, query: Tensor, cache: Cache, s: Segment, out: Tensor) -> None:
         """Several tokens of one sequence: query [N, H, D] -> their rows of out [N, H, D]."""
         q = query[s.start : s.end].transpose(0, 1)[None]
         k, v = (stored[s.slot, None, :, : s.length] for stored in cache)
@@ -156,8 +156,9 @@ class CpuLayer(Layer):
     def attend(self, heads: Tensor, cache: Cache, batch: Batch) -> Tensor:
         out = heads.new_zeros(len(heads), self.num_heads, self.head_dim)
         cpu_layer.attend(heads, batch.first, batch.length, cache, out)
-        for segment in batch.longer:
-            self.attend_causally(heads[:, : self.num_heads], cache, segment, out)
+        for s in batch.longer:
+            past = s.length - (s.end - s.start)
+            cpu_layer.attend_causally(heads[s.start : s.end], s.slot, past, cache, out[s.start : s.end])
         return out.view(len(heads), -1)
 
     def gate(self, gate_up: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Runner:
         self.cache: list[Cache] = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in self.text.layers]
         self.layers = make_layers(self.text, text)
         self._pads = uses_onednn(weight)
-        self._by_neighbours = not isinstance(self.layers[0], CpuLayer)
+        self._by_torch = not isinstance(self.layers[0], CpuLayer)
         self.weights_changed()
 
     def weights_changed(self) -> None:
@@ -122,7 +122,7 @@ class Runner:
             stored=sum(counts),
             first=self._tensor(first[:num_singles]),
             length=self._tensor(past[:num_singles] + 1),
-            singles=self._singles(rows[:num_singles]) if self._by_neighbours else (),
+            singles=self._singles(rows[:num_singles]) if self._by_torch else (),
             longer=self._longer(rows[num_singles:], num_singles),
         )
 
@@ -143,7 +143,8 @@ class Runner:
         segments = []
         for row in rows:
             n = len(row.token_ids)
-            segments.append(Segment(start, start + n, row.slot, 1, row.past + n, self._causal_mask(row.past, n)))
+            mask = self._causal_mask(row.past, n) if self._by_torch else None
+            segments.append(Segment(start, start + n, row.slot, 1, row.past + n, mask))
             start += n
         return segments
 

@@ -110,10 +110,6 @@ def rotated_heads(attention: Any, hidden: Tensor, tables: Tables) -> tuple[Tenso
     """Queries, keys (both turned by the patches' places) and values of [B, P, hidden]: each [B, heads, P, D]."""
     batch, num_patches, _ = hidden.shape
     qkv = attention.qkv(hidden).view(batch, num_patches, 3, attention.num_heads, -1)
-    if cpu_layer.fits(qkv, 1, 1, qkv.shape[-1]) and qkv.is_contiguous():
-        cpu_layer.rotate_heads(qkv.flatten(2, 3), 2 * attention.num_heads, (tables.cos, tables.sin))
-        query, key, value = qkv.transpose(1, 3).unbind(2)
-        return query, key, value
     qk = qkv[:, :, :2].float()
     half = qk.shape[-1] // 2
     turned = torch.cat((-qk[..., half:], qk[..., :half]), dim=-1)
@@ -123,6 +119,10 @@ def rotated_heads(attention: Any, hidden: Tensor, tables: Tables) -> tuple[Tenso
 
 def attend_all(attention: Any, hidden: Tensor, tables: Tables) -> Tensor:
     """Attention of each patch to all of its image: [B, P, hidden] -> the same."""
+    if cpu_layer.fits(hidden, 1, 1, hidden.shape[-1] // attention.num_heads):
+        heads = attention.qkv(hidden).view(*hidden.shape[:2], 3 * attention.num_heads, -1)
+        cpu_layer.rotate_heads(heads, 2 * attention.num_heads, (tables.cos, tables.sin))
+        return attention.proj(torch.stack([cpu_layer.attend_all(image, attention.scaling) for image in heads]))
     out = F.scaled_dot_product_attention(*rotated_heads(attention, hidden, tables), scale=attention.scaling)
     return attention.proj(out.transpose(1, 2).reshape(hidden.shape))
 
