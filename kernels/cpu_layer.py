@@ -1,8 +1,8 @@
 """The parts of a decoder layer that torch computes slowly on a CPU, in C: attention of single tokens to their cache,
-norms, rotation, SwiGLU; float32, no gradient. The machine's C compiler (cc, gcc or clang) builds cpu_layer.c when it is
-first asked for, in about a second; the library is kept in the user's cache folder.
+norms, rotation, SwiGLU; float32, no gradient. The machine's C compiler (cc, gcc or clang) builds kernels/cpu when it
+is first asked for, in about a second; the library is kept in the user's cache folder.
 
-Suffixes as in cpu_layer.c: N = tokens, H = query heads, K = key heads, D = head size, C = entries of a slot.
+Suffixes as there: N = tokens, H = query heads, K = key heads, D = head size, C = entries of a slot.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 log = logging.getLogger("kernels")
-MAX_HEAD, MAX_GROUP = 256, 32  # as in cpu_layer.c
-_SOURCE = Path(__file__).with_name("cpu_layer.c")
+MAX_HEAD, MAX_GROUP = 256, 32  # as in cpu/attention.c
+_FOLDER = Path(__file__).with_name("cpu")
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = ("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
 _OF_MACHINE = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
@@ -37,7 +38,7 @@ _SIGNATURES = {
     "silu_mul": (_P, _I, _I, _I, _P),
     "rotate_and_store": (_P, _I, _I, _I, _I, _P, _F, _P, _P, _P, _I, _I, _P, _P),
     "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I, _I),
-    "attend_together": (_P, _I, _I, _I, _I, _I, _I, _I, _P, _P, _I, _I, _F, _I, _P),
+    "attend_together": (_P, _I, _I, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _F, _I, _P),
     "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
 }
 
@@ -52,7 +53,7 @@ def library() -> ctypes.CDLL | None:
     try:
         found = ctypes.CDLL(str(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("%s does not build %s, torch computes instead, slower: %s", compiler, _SOURCE.name, _line(error))
+        log.warning("%s does not build kernels/cpu, torch computes instead, slower: %s", compiler, _line(error))
         return None
     for name, arguments in _SIGNATURES.items():
         function = getattr(found, name)
@@ -67,7 +68,8 @@ def _built(compiler: str) -> Path:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
     ).stdout
-    parts = (_SOURCE.read_bytes(), version, platform.machine().encode(), *(line.encode() for line in flags))
+    sources = [path.read_bytes() for path in sorted(_FOLDER.glob("*.[ch]"))]
+    parts = (*sources, version, platform.machine().encode(), *(line.encode() for line in flags))
     name = f"cpu_layer-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pronk"
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +84,7 @@ def _built(compiler: str) -> Path:
 
 def _compile(compiler: str, target: Path) -> None:
     for place, options in enumerate(_OF_MACHINE):
-        command = [compiler, *_FLAGS, *options, str(_SOURCE), "-o", str(target), "-lm"]
+        command = [compiler, *_FLAGS, *options, *map(str, sorted(_FOLDER.glob("*.c"))), "-o", str(target), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
         if not done.returncode:
             return
@@ -165,35 +167,51 @@ def attend(heads: Tensor, first: Tensor, length: Tensor, cache: tuple[Tensor, Te
 def attend_causally(heads: Tensor, slot: int, past: int, cache: tuple[Tensor, Tensor], out: Tensor) -> None:
     """Attention of the tokens of one sequence, rotated `heads` [N, H + 2 K, D], to what is in its slot: `past` others
     and themselves, each to its own end; into `out` [N, H, D]."""
-    keys, values = cache[0][slot], cache[1][slot]
-    num_kv, context, size = keys.shape
-    _attend_together(heads, out, num_kv, (past + 1, 1), keys, values, (size, context * size), 1 / math.sqrt(size))
+    keys, values = (stored[slot].transpose(0, 1) for stored in cache)
+    _attend_together(heads, keys, values, (past + 1, 1), 1 / math.sqrt(heads.shape[2]), out)
 
 
 def attend_all(heads: Tensor, scale: float) -> Tensor:
     """Attention of each of an image's patches to all of them: `heads` [P, 3 H, D], queries, keys and values, rotated;
     [P, H * D]."""
-    places, num_all, size = heads.shape
-    num_heads = num_all // 3
-    keys, values = heads[:, num_heads : 2 * num_heads], heads[:, 2 * num_heads :]
-    out = heads.new_empty(places, num_heads, size)
-    _attend_together(heads, out, num_heads, (places, 0), keys, values, (num_all * size, size), scale)
-    return out.view(places, -1)
+    query, keys, values = heads.chunk(3, dim=1)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    _attend_together(query, keys, values, (len(heads), 0), scale, out)
+    return out.flatten(1)
+
+
+def fits_documents(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `attend_documents` takes them: no gradient, and the heads of a token side by side."""
+    three, size = (query, key, value), query.shape[-1]
+    side_by_side = query.stride(0) == size and all(x.stride(2) == 1 for x in three)
+    graph = torch.is_grad_enabled() and any(x.requires_grad for x in three)
+    return side_by_side and not graph and fits(query, len(query), len(key), size)
+
+
+def attend_documents(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Iterable[int], causal: bool, scale: float
+) -> Tensor:
+    """Attention within each of the documents that lie one after another: query [H, N, D], key and value [K, N, D];
+    [N, H, D]."""
+    out = query.new_empty(query.shape[1], len(query), query.shape[2])
+    places = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), out)
+    start = 0
+    for length in lengths:
+        q, k, v, o = (x[start : start + length] for x in places)
+        _attend_together(q, k, v, (1, 1) if causal else (length, 0), scale, o)
+        start += length
+    return out
 
 
 def _attend_together(
-    heads: Tensor,
-    out: Tensor,
-    num_kv: int,
-    seen: tuple[int, int],
-    keys: Tensor,
-    values: Tensor,
-    strides: tuple[int, int],
-    scale: float,
+    query: Tensor, keys: Tensor, values: Tensor, seen: tuple[int, int], scale: float, out: Tensor
 ) -> None:
-    shape = heads.stride(0), *out.shape[:2], num_kv, out.shape[2]
-    stored = keys.data_ptr(), values.data_ptr(), *strides
-    _library().attend_together(heads.data_ptr(), *shape, *seen, *stored, scale, torch.get_num_threads(), out.data_ptr())
+    """query [N, H or more, D], keys and values [at least as many as are seen, K, D], out [N, H, D]. `seen`: by the
+    first token, and how many more by each next one."""
+    shape = query.stride(0), *out.shape[:2], keys.shape[1], out.shape[2]
+    stored = keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]
+    threads = torch.get_num_threads()
+    _library().attend_together(query.data_ptr(), *shape, *seen, *stored, scale, threads, out.data_ptr())
 
 
 def _library() -> ctypes.CDLL:

@@ -1,0 +1,89 @@
+/* Norms, SwiGLU and rotation; all tensors are contiguous. */
+#include "shared.h"
+
+#define SHARED _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows > 16)")
+
+/* hidden [N, width] += delta (where there is one); normed = RMS norm of it, times weight [width]. */
+void add_rms_norm(float *hidden, const float *delta, const float *weight, float eps, int64_t rows, int64_t width,
+                  int64_t threads, float *normed) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        float *row = hidden + n * width, *out = normed + n * width, squares = 0;
+        if (delta) {
+            const float *added = delta + n * width;
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) row[i] += added[i];
+        }
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < width; i++) squares += row[i] * row[i];
+        float scale = 1.0f / sqrtf(squares / width + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) out[i] = row[i] * scale * weight[i];
+    }
+}
+
+/* out [N, width] = silu(gate) * up, of gate_up [N, 2 * width]. */
+void silu_mul(const float *gate_up, int64_t rows, int64_t width, int64_t threads, float *out) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        const float *gates = gate_up + 2 * n * width, *ups = gates + width;
+        float *row = out + n * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+            float gate = gates[i];
+            float e = exp_negative(-fabsf(gate));
+            row[i] = gate * (gate < 0 ? e : 1.0f) / (1.0f + e) * ups[i];
+        }
+    }
+}
+
+INLINE void rotate(float *head, const float *weight, float eps, const float *cosine, const float *sine, int64_t d,
+                   float *out) {
+    float scale = 1;
+    if (weight) {
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < d; i++) squares += head[i] * head[i];
+        scale = 1.0f / sqrtf(squares / d + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < d; i++) head[i] *= scale * weight[i];
+    }
+    int64_t half = d / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float low = head[i], high = head[half + i];
+        out[i] = low * cosine[i] - high * sine[i];
+        out[half + i] = high * cosine[half + i] + low * sine[half + i];
+    }
+}
+
+/* heads [N, H + 2 K, D]: queries and keys are normed (where norms [H + K, D] are given) and turned by cosine and sine
+ * [N, D]; queries in place, keys and values into the cache at entry[n] + head * C, nowhere where entry is negative. */
+void rotate_and_store(float *heads, int64_t rows, int64_t num_heads, int64_t num_kv, int64_t d, const float *norms,
+                      float eps, const float *cosine, const float *sine, const int64_t *entry, int64_t context,
+                      int64_t threads, float *keys, float *values) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        float *token = heads + n * (num_heads + 2 * num_kv) * d, *own = token + num_heads * d;
+        const float *c = cosine + n * d, *s = sine + n * d;
+        for (int64_t h = 0; h < num_heads; h++)
+            rotate(token + h * d, norms ? norms + h * d : 0, eps, c, s, d, token + h * d);
+        for (int64_t h = 0; h < num_kv && entry[n] >= 0; h++) {
+            int64_t at = (entry[n] + h * context) * d;
+            rotate(own + h * d, norms ? norms + (num_heads + h) * d : 0, eps, c, s, d, keys + at);
+            for (int64_t i = 0; i < d; i++) values[at + i] = own[(num_kv + h) * d + i];
+        }
+    }
+}
+
+/* The first `num_turned` of the `num_heads` of each token of heads [N, num_heads, D] turned in place; token n stands at
+ * place n % period of cosine and sine [period, D]. */
+void rotate_heads(float *heads, int64_t rows, int64_t num_heads, int64_t num_turned, int64_t d, const float *cosine,
+                  const float *sine, int64_t period, int64_t threads) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        float *token = heads + n * num_heads * d;
+        int64_t at = n % period * d;
+        for (int64_t h = 0; h < num_turned; h++) rotate(token + h * d, 0, 0, cosine + at, sine + at, d, token + h * d);
+    }
+}

@@ -1,0 +1,24 @@
+/* What the C functions of this folder share. kernels/cpu_layer.py compiles and calls them; actor/engine/layers.py has
+ * the same in torch. They compute in float32. N = tokens, H = query heads, K = key heads, D = head size, C = entries of a
+ * slot. `threads` share the tokens. Nothing here allocates or fails; a NaN that comes in goes out. */
+#include <math.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* e^x of x <= 0 by Cody and Waite's reduction and a polynomial of degree 6: relative error below 3e-7. */
+INLINE float exp_negative(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float n = rintf(x * 1.44269504f);
+    float r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    float p = 1.3888889e-3f;
+    p = p * r + 8.3333333e-3f;
+    p = p * r + 4.1666667e-2f;
+    p = p * r + 1.6666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
+    return p * power.value;
+}
