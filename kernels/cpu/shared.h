@@ -1,6 +1,6 @@
 /* What the C functions of this folder share. kernels/cpu_layer.py compiles and calls them; actor/engine/layers.py has
- * the same in torch. They compute in float32. N = tokens, H = query heads, K = key heads, D = head size, C = entries of a
- * slot. `threads` share the tokens. Nothing here allocates or fails; a NaN that comes in goes out. */
+ * the same in torch. They compute in float32. N = tokens, H = query heads, K = key heads, D = head size, C = entries of
+ * a slot. `threads` share the tokens. Nothing here allocates or fails; a NaN that comes in goes out. */
 #include <math.h>
 #include <stdint.h>
 
