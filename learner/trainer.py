@@ -25,7 +25,7 @@ from learner.metrics.tokens import TokenStats, loss_columns
 from learner.metrics.work import Work
 from learner.model.expert_load import RouterLoad
 from learner.model.policy import Policy, PolicyOutput
-from learner.model.sharding import add_up_replicas, copy_weights, forward_only
+from learner.model.sharding import add_up_replicas, copy_weights, forward_only, layers_alike
 from learner.model.sizes import sizes_of
 from learner.objective.columns import tokens_of
 from learner.objective.objectives import loss_of
@@ -61,8 +61,8 @@ class Trainer:
             )
         self.policy = policy.train()
         self.reference = reference
-        trains_tower = reference and any(p.requires_grad for p in policy.vlm.model.visual.parameters())
-        self._same_tower = not trains_tower  # as the reference's
+        self.common: int | None = None  # of the policy's first layers, those that the reference has too
+        self._compared = False  # since weights were loaded
         self.config = config
         self.ranks = ranks
         self.temperature = temperature
@@ -79,7 +79,7 @@ class Trainer:
         self._per_episode = config.objective.aggregation == "sequence_mean"
         self._survey = Survey.of(config.objective)
         # A critic on detached states is clipped by itself: it moves nothing but itself, and scales nothing down either.
-        self._apart = frozenset(policy.value_head.parameters()) if policy.listener else frozenset()
+        self._apart = frozenset(policy.value_head.parameters()) if policy.has_deep_critic else frozenset()
 
     def step(self, groups: Sequence[Group], version: PolicyVersion, watched: Watched | None = None) -> dict[str, float]:
         """Trains on `groups`; `version` is the policy's now. Returns the metrics, the same on every rank; `watched` has
@@ -92,6 +92,7 @@ class Trainer:
         """
         objective = self.config.objective
         clock = Clock(self.ranks.device)
+        self._compare()
         episodes = make_episodes(groups, self.decoder, objective)
         scaling = self.scale(episodes).on(self.ranks.device)
         work = Work(version, scaling, clock, TokenStats(self.ranks.device))
@@ -141,8 +142,15 @@ class Trainer:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
         self.scale.load_state(state)
         self.guard = GuardState(**state.get("guard", {}))
+        self._compared = False
 
     # ------------------------------------------------------------------ what a step is made of
+
+    def _compare(self) -> None:
+        """Before the first step after weights were loaded. What both have frozen stays equal then."""
+        if self.reference is not None and not self._compared:
+            self.common = layers_alike(self.policy, self.reference, self.ranks)
+        self._compared = True
 
     @torch.no_grad()
     def _surveyed(self, episodes: list[Episode], work: Work) -> list[Episode]:
@@ -157,10 +165,12 @@ class Trainer:
             for chosen, batch in zip(microbatches, batches, strict=True):
                 order = sorted(chosen, key=lambda i: episodes[i].num_tokens)  # as `shortest_first` has them
                 places = [torch.arange(starts[i], starts[i + 1], device=self.ranks.device) for i in order]
+                below = None
                 for row, policy in asked:
-                    found_N = forward_only(policy, batch, self.temperature).logprobs
+                    said = forward_only(policy, batch, self.temperature, below, keep=self.common)
+                    below = said.below
                     if places and self.ranks.context.leads:
-                        logprobs[row, torch.cat(places)] = found_N
+                        logprobs[row, torch.cat(places)] = said.logprobs
         found = self._survey.added(episodes, all_sum(logprobs, self.ranks).cpu().numpy(), self.config.objective)
         work.clock.lap("forward")
         return found
@@ -196,7 +206,7 @@ class Trainer:
         said, known = self._reference_says(batch), {}
         self.router.counting, self.router.counting_last = not batch.empty, self._predicts(batch)
         if said is not None:
-            known = {"vision": said.vision if self._same_tower else None, "labels": said.labels}
+            known = {"below": said.below, "labels": said.labels}
         output = self.policy(batch, self.temperature, **known)
         found = self._loss(batch, output, said, divisor, work)
         work.last = batch
@@ -239,7 +249,7 @@ class Trainer:
         if self.reference is None or (self._survey.reference and not objective.hold_coef):
             return None
         sure = objective.hold_probability if objective.hold_coef else None
-        return forward_only(self.reference, batch, self.temperature, sure=sure)
+        return forward_only(self.reference, batch, self.temperature, keep=self.common, sure=sure)
 
     def _loss(
         self, batch: Microbatch, output: PolicyOutput, said: PolicyOutput | None, divisor: int, work: Work

@@ -47,10 +47,8 @@ def without_patch_embed(monkeypatch, model, spec):
     adapt(model, spec)
 
 
-def without_deepstack(monkeypatch, model, spec):
-    monkeypatch.setattr(
-        type(model.model.language_model), "_deepstack_process", lambda self, hidden_states: hidden_states
-    )
+def without_decoder(monkeypatch, model, spec):
+    del model.model.language_model.rotary_emb
     adapt(model, spec)
 
 

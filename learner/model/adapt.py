@@ -83,12 +83,12 @@ TRICKS = {
         "test_model.py::test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned",
         "transformers takes uint8 patches of still images",
     ),
-    "deepstack": Trick(
+    "decoder": Trick(
         "transformers",
-        "a language model's _deepstack_process(hidden_states, visual_pos_masks, visual_embeds)",
-        "a mask of the visual tokens' places would make the host wait for a GPU, so that it gets the places",
+        "language models of embed_tokens, rotary_emb, layers that take position_embeddings=, and norm",
+        "layers that two policies have in common are computed once, and features are added without waiting for a GPU",
         "test_model.py::test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned",
-        "transformers adds the features at places that it is told",
+        "transformers computes chosen layers, and adds the features at places that it is told",
     ),
     "tower": Trick(
         "transformers",
@@ -146,8 +146,7 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
         block.attn.looks_through_windows = index not in visual.fullatt_block_indexes
     fixed = getattr(visual, "interpolation_mode", MODE), getattr(visual, "interpolation_align_corners", ALIGN_CORNERS)
     TRICKS["tower"].require(fixed == (MODE, ALIGN_CORNERS) and takes_precomputed())
-    if getattr(visual, "deepstack_visual_indexes", ()):
-        _replace_deepstack(vlm.model.language_model)
+    TRICKS["decoder"].require(_is_known_decoder(vlm.model.language_model))
     takes_rows = len(layers) > len(getattr(vlm.config.vision_config, "deepstack_visual_indexes", ()))
     if takes_rows:
         _replace_last(layers[-1])
@@ -213,16 +212,11 @@ def _register(attention: Callable[..., Any]) -> None:
         ALL_ATTENTION_FUNCTIONS.register(name, attention)
 
 
-def _replace_deepstack(text: Any) -> None:
-    process = getattr(text, "_deepstack_process", None)
-    arguments = () if process is None else tuple(inspect.signature(process).parameters)
-    TRICKS["deepstack"].require(arguments == ("hidden_states", "visual_pos_masks", "visual_embeds"))
-    text._deepstack_process = add_at
-
-
-def add_at(hidden_1TH: Tensor, places_M: Tensor, features_MH: Tensor) -> Tensor:
-    """`features` [M,H] added at these places, int64 [M], each of which occurs once."""
-    return hidden_1TH.index_add(1, places_M, features_MH.to(hidden_1TH.dtype)[None])
+def _is_known_decoder(text: Any) -> bool:
+    parts = ("embed_tokens", "rotary_emb", "layers", "norm")
+    if not all(hasattr(text, name) for name in parts):
+        return False
+    return all("position_embeddings" in inspect.signature(type(layer).forward).parameters for layer in text.layers)
 
 
 def _replace_last(layer: Any) -> None:

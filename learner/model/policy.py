@@ -7,6 +7,7 @@ V = vocabulary, P = patches, M = visual tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,13 +34,24 @@ class PolicyOutput(NamedTuple):
     logprobs: Tensor
     entropies: Tensor
     values: Tensor
-    vision: Vision | None = None  # what a tower that is not trained made of the images
+    below: Below | None = None  # what its first layers computed, where `keep` asks for it
     labels: Labels | None = None  # what it is sure of, where `sure` asks for it
     label_logprobs: Tensor | None = None  # float32 [K], differentiable: of the labels that were not sampled
 
 
 Vision = tuple[Tensor, list[Tensor]]
 """Features of visual tokens [M,H], and each deepstack layer's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Below:
+    """What a policy's tower and first decoder layers made of a microbatch: for another policy that has the same."""
+
+    vision: Vision
+    turns: tuple[Tensor, Tensor]  # the rotary embedding
+    num_layers: int
+    hidden_1TH: Tensor  # what the next layer reads
+    heard: list[Tensor]  # what a critic reads of these layers
 
 
 class Policy(nn.Module):
@@ -54,10 +66,9 @@ class Policy(nn.Module):
         self.adapters: Adapters | None = None  # what is trained of `vlm`, where not its weights are
         self.trimmed = adapt(vlm, spec)  # whether the last layer takes `rows=`
         hidden_size, layers = vlm.config.text_config.hidden_size, vlm.model.language_model.layers
-        self.listener: Listener | None = None
+        chosen = chosen_layers(len(layers))
+        self.listener = Listener([layers[i] for i in chosen])
         if critic_width:
-            chosen = chosen_layers(len(layers))
-            self.listener = Listener([layers[i] for i in chosen])
             self.value_head: nn.Module = DeepCritic(hidden_size, len(chosen) + 1, critic_width)
         else:
             self.value_head = LinearCritic(hidden_size)
@@ -67,53 +78,80 @@ class Policy(nn.Module):
         self,
         batch: Microbatch,
         temperature: float,
-        vision: Vision | None = None,
+        below: Below | None = None,
         *,
+        keep: int | None = None,
         sure: float | None = None,
         labels: Labels | None = None,
     ) -> PolicyOutput:
-        """`vision`: of a policy whose tower is the same; it is not computed again. `sure`: the probability of a token
-        from which on it is a label. `labels`: of another policy, whose logprobs are wanted."""
-        if self.listener:
-            self.listener.listen(batch.predictors)
-        vision = self._vision(batch) if vision is None else vision
-        hidden_nH = self._hidden(batch, vision)
+        """`below`: of a policy whose tower and first layers are the same; they are not computed again. `keep`: of how
+        many layers the output has it, without gradient. `sure`: the probability of a token from which on it is a
+        label. `labels`: of another policy, whose logprobs are wanted."""
+        lower = self._below(batch, below, keep or 0)
+        hidden_nH, heard = self._hidden(batch, lower)
         head = Head(self.vlm.lm_head.weight, temperature, self.banned_ids, batch.share)
         logprobs, entropies = head.logprobs(hidden_nH, batch.asked_ids)
         own = None if sure is None else head.sure_of(hidden_nH, logprobs, sure)
         of_labels = None if labels is None else head.of_labels(hidden_nH, labels)
-        if self.listener:
+        if self.has_deep_critic:
             turns_N = turn_indices(batch.turn_end, batch.episode_end)
-            values = self.value_head([*self.listener.take(), hidden_nH.detach()], head.own(turns_N))
+            values = self.value_head([*heard, hidden_nH.detach()], head.own(turns_N))
         else:
             values = self.value_head(hidden_nH)
         logprobs, entropies, values = head.whole([logprobs, entropies, values])
-        vision_kept = None if vision[0].requires_grad else vision
-        return PolicyOutput(logprobs, entropies, values, vision_kept, own, of_labels)
+        return PolicyOutput(logprobs, entropies, values, None if keep is None else lower, own, of_labels)
 
-    def _hidden(self, batch: Microbatch, vision: Vision) -> Tensor:
-        """Final hidden states [N,H] that predict the sampled tokens, of a share those of this rank's tokens."""
+    @property
+    def has_deep_critic(self) -> bool:
+        """Whether its critic reads several layers, and is trained apart from them."""
+        return isinstance(self.value_head, DeepCritic)
+
+    def _below(self, batch: Microbatch, known: Below | None, num_layers: int) -> Below:
+        """What is `known`; otherwise it is computed. Where no layer of it is known, only the tower's part is taken: the
+        embeddings are this policy's own."""
+        if known is not None and known.num_layers:
+            return known
+        vision = self._vision(batch) if known is None else known.vision
+        embeds_1TH = self._embedded(batch, vision)
+        turns = self.vlm.model.language_model.rotary_emb(embeds_1TH, batch.position_ids[1:])
+        self.listener.listen(batch.predictors)
+        hidden_1TH = self._decoded(embeds_1TH, range(num_layers), batch, vision, turns)
+        return Below(vision, turns, num_layers, hidden_1TH, self.listener.take())
+
+    def _hidden(self, batch: Microbatch, below: Below) -> tuple[Tensor, list[Tensor]]:
+        """Final hidden states [N,H] that predict the sampled tokens, of a share those of this rank's tokens; and what
+        a critic reads of the layers before the last."""
         text = self.vlm.model.language_model
-        embeds_TH = text.embed_tokens(batch.input_ids)[0]
+        if self.has_deep_critic:
+            self.listener.listen(batch.predictors)
+        above = range(below.num_layers, len(text.layers))
+        hidden = text.norm(self._decoded(below.hidden_1TH, above, batch, below.vision, below.turns))[0]
+        heard = [*below.heard, *self.listener.take()]
+        return hidden if self.trimmed else hidden.index_select(0, batch.predictors), heard
+
+    def _decoded(
+        self, hidden_1TH: Tensor, layers: range, batch: Microbatch, vision: Vision, turns: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Through some decoder layers, after the first of which the deepstack's features are added."""
+        text, (_, deepstack) = self.vlm.model.language_model, vision
+        for index in layers:
+            trims = self.trimmed and index == len(text.layers) - 1
+            rows = {"rows": batch.predictors} if trims else {}
+            known = {"attention_mask": None, "position_embeddings": turns, "packing": batch.packing}
+            hidden_1TH = text.layers[index](hidden_1TH, **known, **rows)
+            if index < len(deepstack) and len(batch.visual_rows):
+                features_MH = deepstack[index].to(hidden_1TH.dtype)
+                hidden_1TH = hidden_1TH.index_add(1, batch.visual_positions, features_MH[None])
+        return hidden_1TH
+
+    def _embedded(self, batch: Microbatch, vision: Vision) -> Tensor:
+        """The tokens' embeddings [1,T,H], with the tower's features in the places of visual tokens."""
+        embeds_TH = self.vlm.model.language_model.embed_tokens(batch.input_ids)[0]
         features, deepstack = vision
         if len(batch.visual_rows):
-            embeds_TH = embeds_TH.index_copy(0, batch.visual_positions, features.to(embeds_TH.dtype))
-        else:  # the tower's parameters take part in every step, with gradient 0
-            embeds_TH = embeds_TH + 0.0 * sum(x.sum() for x in (features, *deepstack))
-        extra: dict[str, object] = {}
-        if deepstack and len(batch.visual_rows):
-            extra = {"visual_pos_masks": batch.visual_positions, "deepstack_visual_embeds": deepstack}
-        if self.trimmed:
-            extra["rows"] = batch.predictors
-        output = text(
-            inputs_embeds=embeds_TH[None],
-            position_ids=batch.position_ids,
-            use_cache=False,
-            **extra,
-            packing=batch.packing,
-        )
-        hidden = output.last_hidden_state[0]
-        return hidden if self.trimmed else hidden.index_select(0, batch.predictors)
+            return embeds_TH.index_copy(0, batch.visual_positions, features.to(embeds_TH.dtype))[None]
+        # the tower's parameters take part in every step, with gradient 0
+        return (embeds_TH + 0.0 * sum(x.sum() for x in (features, *deepstack)))[None]
 
     def _vision(self, batch: Microbatch) -> Vision:
         """What the tower makes of the images; of a blank one if there is none. Where ranks share the microbatch, each

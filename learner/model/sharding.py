@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from learner.batch import Microbatch
-from learner.distributed import Ranks
+from learner.distributed import Ranks, all_sum
 from learner.lora.reference import BasePolicy
 from learner.model.adapt import adapt_to_compile
-from learner.model.policy import Policy, PolicyOutput, Vision
+from learner.model.policy import Below, Policy, PolicyOutput
 from learner.parallel.experts import check_experts, deal_experts, expert_stacks, sharding_mesh
 from shared.learner_config import LearnerConfig
 
@@ -49,12 +49,13 @@ def forward_only(
     policy: Policy | BasePolicy,
     batch: Microbatch,
     temperature: float,
-    vision: Vision | None = None,
+    below: Below | None = None,
     *,
+    keep: int | None = None,
     sure: float | None = None,
 ) -> PolicyOutput:
     """A forward that no backward follows, which would leave a sharded policy's own parameters gathered, in `dtype`."""
-    output: PolicyOutput = policy(batch, temperature, vision, sure=sure)
+    output: PolicyOutput = policy(batch, temperature, below, keep=keep, sure=sure)
     model = policy.policy if isinstance(policy, BasePolicy) else policy
     if isinstance(model, FSDPModule):
         model.reshard()
@@ -121,11 +122,45 @@ def add_up_replicas(policy: Policy, ranks: Ranks, *, now: bool) -> None:
 @torch.no_grad()
 def copy_weights(source: Policy, target: Policy) -> None:
     """The language-vision model's weights into a policy that lies on the ranks in the same way."""
-    for policy in (source, target):
-        if isinstance(policy, FSDPModule):
-            policy.reshard()  # a forward without gradient leaves the outermost parameters gathered
+    _reshard(source, target)
     for theirs, mine in zip(source.vlm.parameters(), target.vlm.parameters(), strict=True):
         mine.copy_(theirs)
+
+
+@torch.no_grad()
+def layers_alike(policy: Policy, reference: Policy | BasePolicy, ranks: Ranks) -> int | None:
+    """How many of the first decoder layers both have in common whatever is trained: with the embeddings and the tower
+    they are frozen, and equal in every bit. 0: the tower alone; None: not even the tower. A collective.
+
+    The last layer is never among them. Of a policy with adapters it is the tower alone, and of one with experts, whose
+    loads are counted as the policy computes them.
+    """
+    visual, text = policy.vlm.model.visual, policy.vlm.model.language_model
+    _reshard(policy, reference)
+    parts: list[list[nn.Module]] = [[visual]]
+    if isinstance(reference, Policy) and not any(True for _ in expert_stacks(policy.vlm)):
+        parts += [[text.embed_tokens, layer] if not index else [layer] for index, layer in enumerate(text.layers[:-1])]
+    theirs = dict(reference.vlm.named_parameters()) if isinstance(reference, Policy) else {}
+    names = {id(p): name for name, p in policy.vlm.named_parameters()}
+
+    def differs(p: Tensor) -> bool:
+        return p.requires_grad or bool(theirs and not torch.equal(_local(p), _local(theirs[names[id(p)]])))
+
+    found = [any(differs(p) for module in modules for p in module.parameters()) for modules in parts]
+    differing = all_sum(torch.tensor(found, dtype=torch.float32, device=ranks.device), ranks).tolist()
+    common = next((number for number, count in enumerate(differing) if count), len(differing)) - 1
+    return None if common < 0 else common
+
+
+def _reshard(*policies: Policy | BasePolicy) -> None:
+    """A forward without gradient leaves the outermost parameters gathered."""
+    for policy in policies:
+        if isinstance(policy, FSDPModule):
+            policy.reshard()
+
+
+def _local(p: Tensor) -> Tensor:
+    return p.to_local() if isinstance(p, DTensor) else p
 
 
 def _blocks(policy: Policy) -> Iterator[nn.Module]:

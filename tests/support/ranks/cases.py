@@ -12,6 +12,11 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "muon": ({"optimizer": "muon"}, 3),
     "reference": ({"kl_coef": 0.5, "objective": "grpo"}, 3),
     "frozen": ({"freeze": ("vision", "projector"), "hold_coef": 0.5, "hold_probability": 0.6}, 2),
+    "frozen_layers": (
+        {"freeze": ("vision", "projector"), "freeze_layers": 1, "critic_width": 16}
+        | {"hold_coef": 0.5, "hold_probability": 0.6, "microbatch_tokens": 400},
+        2,
+    ),
     "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
     "updates": ({"passes": 2, "minibatches": 2, "critic_width": 16, "activation_checkpointing": True}, 3),
     "ppo": ({"objective": "ppo", "proximal": "learner", "minibatches": 2, "mask_token_ratio": (0.03, 2.0)}, 3),
@@ -32,6 +37,7 @@ MODES: dict[str, tuple[int, str, dict[str, Any]]] = {  # (ranks, case, settings)
     "replicas_of_shards": (4, "vtrace", {"shard_size": 2}),
     "context": (2, "vtrace", {"context": 2}),
     "context_frozen": (2, "frozen", {"context": 2}),
+    "context_frozen_layers": (2, "frozen_layers", {"context": 2}),
     "context_experts": (2, "experts", {"context": 2}),
     "context_muon": (2, "muon", {"context": 2}),
     "context_updates": (2, "updates", {"context": 2, "shard_size": 1}),

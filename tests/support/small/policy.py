@@ -32,10 +32,10 @@ class SmallPolicy(nn.Module):
         nn.init.zeros_(self.value_head.bias)
         self.spec = VisionSpec(image_token_id=VOCAB_SIZE)
         self.banned_ids: tuple[int, ...] = ()
-        self.listener = None  # no critic on several layers
+        self.has_deep_critic = False
 
     def forward(
-        self, batch: Microbatch, temperature: float, vision: None = None, *, sure: None = None, labels: None = None
+        self, batch: Microbatch, temperature: float, below: None = None, *, sure: None = None, labels: None = None
     ) -> PolicyOutput:
         back_NC = batch.predictors[:, None] - torch.arange(CONTEXT)
         seen_NC = batch.position_ids[0, 0][batch.predictors][:, None] >= torch.arange(CONTEXT)
