@@ -6,7 +6,10 @@ import json
 from dataclasses import replace
 
 from learner.model import sizes
+from shared.recordings.groups import Recorder
+from shared.vision import VisionSpec
 from tests.bench import step
+from tests.support.episodes import random_groups
 from tests.support.runs import RECIPE
 
 
@@ -22,6 +25,13 @@ def test_a_step_of_a_model_with_random_weights_is_measured(tmp_path, monkeypatch
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 200 < found["tokens"] <= 400
     assert found["seconds"] > 0 and found["speed/tflops_per_rank"] > 0
+    recorder = Recorder(tmp_path / "recorded")
+    groups = random_groups(VisionSpec.load(tmp_path), 2, group_size=2, turns=1, with_images=False)
+    for group in groups:
+        recorder.add(group)
+    assert step.main(["--config", RECIPE, "--recording", str(recorder.folder), "--steps", "1", *own]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert again["tokens"] == sum(len(t.token_ids) for group in groups for t in group.trajectories)
 
 
 def test_a_model_that_is_not_there_is_one_line_with_the_cure(capsys):

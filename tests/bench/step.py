@@ -1,12 +1,13 @@
-"""Seconds of one optimizer step, and the share of a GPU's peak that it uses, on random weights and random episodes.
+"""Seconds of one optimizer step, and the share of a GPU's peak that it uses, on random episodes or recorded ones.
 
     python -m tests.bench.step --make Qwen3-VL-2B FOLDER      # once: random bfloat16 weights in that model's sizes
     torchrun --nproc-per-node 1 -m tests.bench.step --config launch/recipes/sokoban.toml --model.path FOLDER \
-        [--tokens 16384] [--steps 5] [--section.key VALUE ...]
+        [--tokens 16384 | --recording DIR] [--steps 5] [--section.key VALUE ...]
 
 A step is `Trainer.step` of the recipe, as a run makes it, on groups of no more than so many tokens for each rank: four
-turns an episode, each with an image of about 190 tokens and an answer of about 100. The first step warms up. The last
-line is one JSON object: medians, and the most memory that rank 0's GPU held.
+turns an episode, each with an image of about 190 tokens and an answer of about 100; or on the groups that
+`launch/actors.py --record DIR` wrote. The first step warms up. The last line is one JSON object: medians, and the most
+memory that rank 0's GPU held.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from learner.images import ImageDecoder
 from learner.setup import build_trainer
 from shared.config import Recipe, fail, load
 from shared.nccl import variables
+from shared.recordings.groups import files, read
 from shared.types import Group
 from tests.support.episodes import random_groups
 from tests.support.small.published import save_random
@@ -45,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--make", nargs=2, metavar=("MODEL", "FOLDER"), help="write random weights, and nothing else")
     parser.add_argument("--config", default="launch/recipes/sokoban.toml")
     parser.add_argument("--tokens", type=int, default=16384, help="of a step, for each rank")
+    parser.add_argument("--recording", default="", help="a folder of recorded groups, all of which make a step")
     parser.add_argument("--steps", type=int, default=5)
     options, overrides = parser.parse_known_args(argv)
     if options.make:
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(recipe.learner.threads)
     ranks = init_ranks(recipe.learner.device)
     try:
-        found = measure(recipe, ranks, options.tokens, options.steps)
+        found = measure(recipe, ranks, options.tokens, options.steps, options.recording)
     finally:
         close_ranks()
     if ranks.is_main:
@@ -66,9 +69,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(recipe: Recipe, ranks: Ranks, num_tokens: int, num_steps: int) -> dict[str, Any]:
+def measure(recipe: Recipe, ranks: Ranks, num_tokens: int, num_steps: int, recording: str = "") -> dict[str, Any]:
     trainer = build_trainer(recipe, ranks)
-    groups = groups_of(recipe, trainer.decoder, num_tokens * ranks.size)
+    if recording:
+        groups = [read(path) for path in files(Path(recording))]
+    else:
+        groups = groups_of(recipe, trainer.decoder, num_tokens * ranks.size)
     rows = []
     for number in range(num_steps + 1):
         rows.append(trainer.step(groups, number))
