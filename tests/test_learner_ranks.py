@@ -137,6 +137,12 @@ def test_what_a_reference_is_sure_of_is_held_on_several_ranks(results):
     assert 0.1 < last < first and results[2]["vtrace"]["metrics"][0].get("reference/hold", 0.0) == 0.0
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_that_policy_and_reference_have_in_common_are_found_on_any_number_of_ranks(results, size):
+    found = {case: results[size][case]["common"] for case in ("vtrace", "reference", "frozen", "frozen_layers")}
+    assert found == {"vtrace": None, "reference": None, "frozen": 0, "frozen_layers": 1}
+
+
 def test_experts_are_sharded_over_ranks_and_their_load_is_measured(results):
     assert all(local == 4 and whole == 8 for local, whole in results[2]["expert_shards"])
     for metrics in results[2]["experts"]["metrics"]:

@@ -30,7 +30,7 @@ from learner.distributed import (
 )
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy, load_policy
-from learner.model.sharding import parallelize
+from learner.model.sharding import freeze, parallelize
 from learner.optim import MuonAdamW, clip_
 from learner.parallel.delivery import broadcast_groups
 from learner.recording.columns import watch
@@ -73,14 +73,15 @@ def ranks_for(ranks: Ranks, parallel: ParallelConfig) -> Ranks:
 
 
 def reference_of(folder: str, ranks: Ranks, config: LearnerConfig) -> Policy:
-    """Other weights than the policy's, so that the first gradient has a part of it; sure of what it says where it is to
-    hold that."""
+    """Other weights than the policy's where that trains any, so that the first gradient has a part of it; sure of what
+    it says where it is to hold that."""
     reference = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
+    freeze(reference, config.optimizer.freeze, config.optimizer.freeze_layers)
     with torch.no_grad():
         for p in reference.vlm.parameters():
-            p.mul_(1.1)
+            p.mul_(1.1 if p.requires_grad else 1.0)
         if config.objective.hold_coef:
-            reference.vlm.get_output_embeddings().weight.mul_(30)
+            reference.vlm.model.language_model.norm.weight.mul_(30)
     parallelize(reference, ranks, config, torch.float32)
     return reference.requires_grad_(False)
 
@@ -176,7 +177,7 @@ def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> 
         metrics = train(trainer, ranks, range(3), num_groups)
     weights = {n: t.clone() for n, t in gathered(trainer.policy)}
     weights |= {n: whole(p) for n, p in trainer.policy.value_head.named_parameters(prefix="value_head")}
-    return trainer, {"gradients": gradients, "metrics": metrics, "weights": weights}
+    return trainer, {"gradients": gradients, "metrics": metrics, "weights": weights, "common": trainer.common}
 
 
 def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, model: str, folder: Path, engine: str) -> dict[str, Any]:
