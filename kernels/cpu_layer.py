@@ -1,6 +1,6 @@
 """The parts of a decoder layer that torch computes slowly on a CPU, in C: attention of single tokens to their cache,
 norms, rotation, SwiGLU; float32, no gradient. The machine's C compiler (cc, gcc or clang) builds kernels/cpu when it
-is first asked for, in about a second; the library is kept in the user's cache folder.
+is first asked for, in five seconds; the library is kept in the user's cache folder.
 
 Suffixes as there: N = tokens, H = query heads, K = key heads, D = head size, C = entries of a slot.
 """
@@ -35,9 +35,9 @@ _COMPILE_TIMEOUT_S = 60.0
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "add_rms_norm": (_P, _P, _P, _F, _I, _I, _I, _P),
-    "silu_mul": (_P, _I, _I, _I, _P),
+    "silu_mul": (_P, _P, _I, _I, _I, _I, _P),
     "rotate_and_store": (_P, _I, _I, _I, _I, _P, _F, _P, _P, _P, _I, _I, _P, _P),
-    "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I, _I),
+    "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I, _I, _P),
     "attend_together": (_P, _I, _I, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _F, _I, _P),
     "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
 }
@@ -96,25 +96,32 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
+def computes(tensor: Tensor) -> bool:
+    """Whether the functions below take such tensors, here."""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
+
+
 def fits(tensor: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether the functions below compute a layer of this shape on such tensors, here."""
+    """Whether they compute a layer of this shape on such tensors."""
     small = head_dim <= MAX_HEAD and head_dim % 8 == 0 and num_heads <= MAX_GROUP * num_kv_heads
-    return small and tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
+    return small and computes(tensor)
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds `delta` to `hidden` [N, width] in place; the RMS norm of the sum, times weight [width]."""
+    """Adds `delta` to `hidden` [..., width] in place; the RMS norm of the sum, times weight [width]."""
     normed = torch.empty_like(hidden)
     added = None if delta is None else delta.data_ptr()
     pointers = hidden.data_ptr(), added, weight.data_ptr()
-    _library().add_rms_norm(*pointers, eps, *hidden.shape, torch.get_num_threads(), normed.data_ptr())
+    shape = hidden.numel() // len(weight), len(weight)
+    _library().add_rms_norm(*pointers, eps, *shape, torch.get_num_threads(), normed.data_ptr())
     return normed
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [N, 2 * width], which has them side by side: [N, width]."""
-    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    _library().silu_mul(gate_up.data_ptr(), *out.shape, torch.get_num_threads(), out.data_ptr())
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of [N, width], whose rows are equally far apart in both; [N, width]."""
+    out = gate.new_empty(gate.shape)
+    pointers = gate.data_ptr(), up.data_ptr()
+    _library().silu_mul(*pointers, gate.stride(0), *gate.shape, torch.get_num_threads(), out.data_ptr())
     return out
 
 
@@ -141,13 +148,14 @@ def rotate_and_store(
     _library().rotate_and_store(heads.data_ptr(), *shape, weights, eps, *where, keys.data_ptr(), values.data_ptr())
 
 
-def rotate_heads(heads: Tensor, num_turned: int, angles: tuple[Tensor, Tensor]) -> None:
-    """Turns the first `num_turned` heads of each token of `heads` [B, P, heads, D] in place; `angles`: cosine and sine
-    of its P places, [P, D]."""
+def rotate_heads(heads: Tensor, num_turned: int, angles: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """Turns the first `num_turned` heads of each token of `heads` [B, P, heads, D], into the same places of `out`,
+    which may be `heads`; `angles`: cosine and sine of the P places, [P, D]."""
     cos, sin = angles
     batch, places, num_heads, size = heads.shape
     shape = batch * places, num_heads, num_turned, size
-    _library().rotate_heads(heads.data_ptr(), *shape, cos.data_ptr(), sin.data_ptr(), places, torch.get_num_threads())
+    where = cos.data_ptr(), sin.data_ptr(), places, torch.get_num_threads()
+    _library().rotate_heads(heads.data_ptr(), *shape, *where, out.data_ptr())
 
 
 def attend(heads: Tensor, first: Tensor, length: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> None:

@@ -49,7 +49,8 @@ def test_the_sum_and_its_norm_are_those_of_torch(width: int) -> None:
 def test_swiglu_is_torchs_for_small_and_for_huge_gates(width: int) -> None:
     gate_up = torch.randn(6, 2 * width, dtype=torch.float64) * torch.tensor([1e-3, 1, 10, 50, 200, 1e4])[:, None]
     gate, up = gate_up.chunk(2, dim=1)
-    torch.testing.assert_close(cpu_layer.silu_mul(gate_up.float()), (F.silu(gate) * up).float(), rtol=3e-6, atol=1e-28)
+    got = cpu_layer.silu_mul(*gate_up.float().chunk(2, dim=1))
+    torch.testing.assert_close(got, (F.silu(gate) * up).float(), rtol=3e-6, atol=1e-28)
 
 
 @with_compiler
@@ -107,7 +108,7 @@ def test_heads_of_patches_are_turned_by_their_places_and_values_are_left() -> No
     heads = torch.randn(2, 5, 6, 16)
     angles = torch.randn(5, 8).repeat(1, 2)
     turned, values = expected_heads(heads.view(10, 6, 16), 2, 2, None, *(f(angles).repeat(2, 1) for f in COS_SIN))
-    cpu_layer.rotate_heads(heads, 4, (angles.cos(), angles.sin()))
+    cpu_layer.rotate_heads(heads, 4, (angles.cos(), angles.sin()), heads)
     torch.testing.assert_close(heads.view(10, 6, 16), torch.cat((turned, values), dim=1))
 
 
@@ -167,7 +168,7 @@ def test_a_forward_of_the_policy_without_gradient_attends_so_and_says_the_same(
     layers = policy.vlm.model
     assert asked.count(False) == len(layers.visual.blocks)
     assert asked.count(True) == len(layers.language_model.layers) - policy.trimmed
-    torch.testing.assert_close(without.logprobs, with_gradient.logprobs.detach(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(without.logprobs, with_gradient.logprobs.detach(), rtol=0, atol=1e-5)
 
 
 @with_compiler

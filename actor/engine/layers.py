@@ -162,7 +162,7 @@ class CpuLayer(Layer):
         return out.view(len(heads), -1)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        return cpu_layer.silu_mul(gate_up)
+        return cpu_layer.silu_mul(*gate_up.chunk(2, dim=1))
 
 
 def make_layers(text: Any, config: Any) -> list[Layer]:

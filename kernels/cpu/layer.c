@@ -22,17 +22,17 @@ void add_rms_norm(float *hidden, const float *delta, const float *weight, float 
     }
 }
 
-/* out [N, width] = silu(gate) * up, of gate_up [N, 2 * width]. */
-void silu_mul(const float *gate_up, int64_t rows, int64_t width, int64_t threads, float *out) {
+/* out [N, width] = silu(gate) * up; `stride` floats lie between the rows of each. */
+void silu_mul(const float *gate, const float *up, int64_t stride, int64_t rows, int64_t width, int64_t threads,
+              float *out) {
     SHARED
     for (int64_t n = 0; n < rows; n++) {
-        const float *gates = gate_up + 2 * n * width, *ups = gates + width;
+        const float *gates = gate + n * stride, *ups = up + n * stride;
         float *row = out + n * width;
 #pragma omp simd
         for (int64_t i = 0; i < width; i++) {
-            float gate = gates[i];
-            float e = exp_negative(-fabsf(gate));
-            row[i] = gate * (gate < 0 ? e : 1.0f) / (1.0f + e) * ups[i];
+            float e = exp_negative(-fabsf(gates[i]));
+            row[i] = gates[i] * (gates[i] < 0 ? e : 1.0f) / (1.0f + e) * ups[i];
         }
     }
 }
@@ -76,14 +76,14 @@ void rotate_and_store(float *heads, int64_t rows, int64_t num_heads, int64_t num
     }
 }
 
-/* The first `num_turned` of the `num_heads` of each token of heads [N, num_heads, D] turned in place; token n stands at
- * place n % period of cosine and sine [period, D]. */
+/* The first `num_turned` of the `num_heads` of each token of heads [N, num_heads, D], turned, into the same places of
+ * `out`, which may be `heads`; token n stands at place n % period of cosine and sine [period, D]. */
 void rotate_heads(float *heads, int64_t rows, int64_t num_heads, int64_t num_turned, int64_t d, const float *cosine,
-                  const float *sine, int64_t period, int64_t threads) {
+                  const float *sine, int64_t period, int64_t threads, float *out) {
     SHARED
     for (int64_t n = 0; n < rows; n++) {
-        float *token = heads + n * num_heads * d;
+        float *from = heads + n * num_heads * d, *to = out + n * num_heads * d;
         int64_t at = n % period * d;
-        for (int64_t h = 0; h < num_turned; h++) rotate(token + h * d, 0, 0, cosine + at, sine + at, d, token + h * d);
+        for (int64_t h = 0; h < num_turned; h++) rotate(from + h * d, 0, 0, cosine + at, sine + at, d, to + h * d);
     }
 }
