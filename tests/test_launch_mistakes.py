@@ -104,7 +104,7 @@ def test_a_server_that_dies_at_start_shows_its_last_lines(tmp_path):
     python.write_text("#!/bin/sh\necho there is no memory\nexit 3\n")
     python.chmod(0o755)
     line, everything = run("actors", tmp_path, **{"engine.kind": "sglang", "engine.sglang_env": tmp_path / "env"})
-    assert "ended with exit code 3 while starting" in line
+    assert "ended with exit code 3 while starting; its log is " in line
     assert "there is no memory" in everything
 
 

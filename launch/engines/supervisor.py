@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from pathlib import Path
 
 from launch.engines.commands import EngineSpec, last_lines
 from launch.engines.health import HealthProbe
@@ -66,7 +67,7 @@ def wait_until_serving(
                 for engine in engines:
                     if how := how_it_ended(engine.child):
                         print(last_lines(engine.spec.log), file=sys.stderr, flush=True)
-                        raise EngineError(engine.spec.name, f"{how} while starting; its last lines are above")
+                        raise EngineError(engine.spec.name, f"{how} while starting; {_where(engine.spec.log)}")
                 for task in tasks:
                     if task.done():
                         task.result()
@@ -75,6 +76,10 @@ def wait_until_serving(
                 await client.close()
 
     asyncio.run(wait())
+
+
+def _where(log: Path | None) -> str:
+    return "its last lines are above" if log is None else f"its log is {log}"
 
 
 def check_router(url: str, model: ModelFacts, timeout_s: float, api_key: str = "") -> None:

@@ -77,6 +77,14 @@ def measure_kind(recipe: Recipe, seconds: float) -> dict[str, Any]:
 def prompts(recipe: Recipe, vision: VisionSpec) -> list[dict[str, Any]]:
     """Requests for the first turns of held-out episodes; no two have the same image where the task allows."""
     renderer = Renderer(AutoTokenizer.from_pretrained(recipe.model.path), vision)
+    banned, none = (*vision.banned_ids, renderer.end_id), Sampling()
+    return [
+        generate_body(f.token_ids, f.images, none, banned, max_new_tokens=NEW_TOKENS) for f in starts(recipe, renderer)
+    ]
+
+
+def starts(recipe: Recipe, renderer: Renderer) -> list[Fragment]:
+    """What an engine is told first of each held-out episode."""
     build_env = load_env(recipe.env.module)
 
     def start(sample: Any) -> Fragment:
@@ -85,9 +93,7 @@ def prompts(recipe: Recipe, vision: VisionSpec) -> list[dict[str, Any]]:
         env.close()
         return renderer.start([*sample.prompt, env.format_observation(observation)], sample.images)
 
-    banned = (*vision.banned_ids, renderer.end_id)
-    starts = [start(sample) for sample in held_out_samples(recipe)]
-    return [generate_body(f.token_ids, f.images, Sampling(), banned, max_new_tokens=NEW_TOKENS) for f in starts]
+    return [start(sample) for sample in held_out_samples(recipe)]
 
 
 async def measure(url: str, bodies: Iterator[dict[str, Any]], at_once: int, seconds: float) -> dict[str, float]:
