@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 log = logging.getLogger("kernels")
 MAX_HEAD, MAX_GROUP = 256, 32  # as in cpu/attention.c
@@ -52,7 +53,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         found = ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home
         log.warning("%s does not build kernels/cpu, torch computes instead, slower: %s", compiler, _line(error))
         return None
     for name, arguments in _SIGNATURES.items():
@@ -96,9 +97,10 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def computes(tensor: Tensor) -> bool:
-    """Whether the functions below take such tensors, here."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
+def computes(*tensors: Tensor) -> bool:
+    """Whether the functions below take such tensors, here. A DTensor's memory is not what it stands for."""
+    plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and not isinstance(t, DTensor) for t in tensors)
+    return plain and library() is not None
 
 
 def fits(tensor: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
@@ -193,7 +195,7 @@ def fits_documents(query: Tensor, key: Tensor, value: Tensor) -> bool:
     three, size = (query, key, value), query.shape[-1]
     side_by_side = query.stride(0) == size and all(x.stride(2) == 1 for x in three)
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in three)
-    return side_by_side and not graph and fits(query, len(query), len(key), size)
+    return side_by_side and not graph and computes(key, value) and fits(query, len(query), len(key), size)
 
 
 def attend_documents(

@@ -22,9 +22,11 @@ def _fits(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
-def _fits_c(x: Tensor) -> bool:
+def _fits_c(*tensors: Tensor) -> bool:
     """Whether one pass in C does: of what comes with no gradient, row after row."""
-    return not torch.is_grad_enabled() and x.is_contiguous() and _fits(x) and cpu_layer.computes(x)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return all(x.is_contiguous() for x in tensors) and cpu_layer.computes(*tensors)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -75,7 +77,7 @@ class _Turned(torch.autograd.Function):
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., D] by the rotary embedding, whose cos and sin [..., D] get no gradient: place i turns with i + D/2."""
     by_token, angles = x.transpose(1, 2), (cos[0, 0], sin[0, 0])
-    if len(cos) == 1 and cos.shape[1] == 1 and cos.is_contiguous() and sin.is_contiguous() and _fits_c(by_token):
+    if cos.shape[:2] == (1, 1) and _fits_c(by_token, cos, sin):
         rotated = torch.empty_like(by_token)
         cpu_layer.rotate_heads(by_token, by_token.shape[2], angles, rotated)
         return rotated.transpose(1, 2)
@@ -87,7 +89,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _forward(module: Any, hidden_states: Tensor) -> Tensor:
-    if _fits_c(hidden_states):
+    if _fits_c(hidden_states, module.weight):
         return cpu_layer.add_rms_norm(hidden_states, None, module.weight, module.variance_epsilon)
     if _fits(hidden_states):
         out: Tensor = _RmsNorm.apply(hidden_states, module.weight, module.variance_epsilon)
@@ -105,7 +107,7 @@ def use_fast_norms(model: nn.Module) -> None:
 
 def _gated(module: Any, x: Tensor) -> Tensor:
     gate, up = module.gate_proj(x), module.up_proj(x)
-    if _fits_c(gate) and up.is_contiguous():
+    if _fits_c(gate, up):
         inner = cpu_layer.silu_mul(gate.flatten(0, -2), up.flatten(0, -2)).view_as(gate)
     else:
         inner = module.act_fn(gate) * up

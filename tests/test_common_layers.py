@@ -59,7 +59,7 @@ def unshared(monkeypatch) -> None:
 
 def by_torch(monkeypatch) -> None:
     """What wants no gradient too: C and torch round otherwise."""
-    monkeypatch.setattr(cpu_layer, "computes", lambda _: False)
+    monkeypatch.setattr(cpu_layer, "computes", lambda *_: False)
 
 
 SETTINGS = [
@@ -78,9 +78,7 @@ SETTINGS = [
 def test_weights_trained_with_what_is_in_common_are_those_trained_without_in_every_bit(
     folder, spec, ranks, settings, monkeypatch
 ):
-    monkeypatch.setattr(
-        cpu_layer, "computes", lambda _: False
-    )  # C without a gradient, torch with one: they round apart
+    by_torch(monkeypatch)
     got = after_steps(trainer_of(folder, spec, ranks, **settings))
     unshared(monkeypatch)
     expected = after_steps(trainer_of(folder, spec, ranks, **settings))
@@ -101,9 +99,7 @@ def test_compiled_blocks_have_it_in_common_too(spec, ranks, tmp_path, monkeypatc
 def test_models_of_other_families_train_to_the_same_weights_too(ranks, tmp_path, family, monkeypatch):
     folder = mixture_dir(tiny_model_dir(tmp_path)) if family == "mixture" else qwen25(tmp_path / "windows")
     spec, settings = VisionSpec.load(folder), {**FROZEN, **HELD, "freeze_layers": 1, "critic_width": 16}
-    monkeypatch.setattr(
-        cpu_layer, "computes", lambda _: False
-    )  # C without a gradient, torch with one: they round apart
+    by_torch(monkeypatch)
     got = after_steps(trainer_of(folder, spec, ranks, **settings))
     unshared(monkeypatch)
     expected = after_steps(trainer_of(folder, spec, ranks, **settings))

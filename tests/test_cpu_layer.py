@@ -238,6 +238,13 @@ def test_the_library_is_built_once_for_a_user(tmp_path, monkeypatch: pytest.Monk
 
 
 @with_compiler
+def test_tensors_of_other_kinds_are_left_to_torch() -> None:
+    x = torch.randn(3, 8)
+    assert cpu_layer.computes(x) and not cpu_layer.computes(x, x.bfloat16()) and not cpu_layer.computes(x.double())
+    assert not cpu_layer.computes(x.to("meta"))
+
+
+@with_compiler
 def test_the_engine_of_a_small_float32_model_uses_it(folder) -> None:
     with running_engine(folder, max_context=128) as (_, app):
         assert {type(layer) for layer in app.scheduler.runner.layers} == {CpuLayer}
