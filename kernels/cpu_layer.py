@@ -17,7 +17,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -188,29 +187,6 @@ def attend_all(heads: Tensor, scale: float) -> Tensor:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     _attend_together(query, keys, values, (len(heads), 0), scale, out)
     return out.flatten(1)
-
-
-def fits_documents(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `attend_documents` takes them: no gradient, and the heads of a token side by side."""
-    three, size = (query, key, value), query.shape[-1]
-    side_by_side = query.stride(0) == size and all(x.stride(2) == 1 for x in three)
-    graph = torch.is_grad_enabled() and any(x.requires_grad for x in three)
-    return side_by_side and not graph and computes(key, value) and fits(query, len(query), len(key), size)
-
-
-def attend_documents(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Iterable[int], causal: bool, scale: float
-) -> Tensor:
-    """Attention within each of the documents that lie one after another: query [H, N, D], key and value [K, N, D];
-    [N, H, D]."""
-    out = query.new_empty(query.shape[1], len(query), query.shape[2])
-    places = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), out)
-    start = 0
-    for length in lengths:
-        q, k, v, o = (x[start : start + length] for x in places)
-        _attend_together(q, k, v, (1, 1) if causal else (length, 0), scale, o)
-        start += length
-    return out
 
 
 def _attend_together(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import learner.trainer
-from kernels import cpu_layer
 from learner.distributed import Ranks
 from learner.lora.reference import BasePolicy
 from learner.model.policy import Policy, load_policy
@@ -57,11 +56,6 @@ def unshared(monkeypatch) -> None:
     monkeypatch.setattr(learner.trainer, "layers_alike", lambda *_: None)
 
 
-def by_torch(monkeypatch) -> None:
-    """What wants no gradient too: C and torch round otherwise."""
-    monkeypatch.setattr(cpu_layer, "computes", lambda *_: False)
-
-
 SETTINGS = [
     {**FROZEN, **HELD, "critic_width": 16},
     {**FROZEN, **HELD, "critic_width": 16, "activation_checkpointing": True, "minibatches": 2},
@@ -78,7 +72,6 @@ SETTINGS = [
 def test_weights_trained_with_what_is_in_common_are_those_trained_without_in_every_bit(
     folder, spec, ranks, settings, monkeypatch
 ):
-    by_torch(monkeypatch)
     got = after_steps(trainer_of(folder, spec, ranks, **settings))
     unshared(monkeypatch)
     expected = after_steps(trainer_of(folder, spec, ranks, **settings))
@@ -99,15 +92,13 @@ def test_compiled_blocks_have_it_in_common_too(spec, ranks, tmp_path, monkeypatc
 def test_models_of_other_families_train_to_the_same_weights_too(ranks, tmp_path, family, monkeypatch):
     folder = mixture_dir(tiny_model_dir(tmp_path)) if family == "mixture" else qwen25(tmp_path / "windows")
     spec, settings = VisionSpec.load(folder), {**FROZEN, **HELD, "freeze_layers": 1, "critic_width": 16}
-    by_torch(monkeypatch)
     got = after_steps(trainer_of(folder, spec, ranks, **settings))
     unshared(monkeypatch)
     expected = after_steps(trainer_of(folder, spec, ranks, **settings))
     assert all(torch.equal(got[name], p) for name, p in expected.items())
 
 
-def test_outputs_and_gradients_upon_known_layers_are_those_of_the_whole_policy(folder, spec, ranks, monkeypatch):
-    by_torch(monkeypatch)
+def test_outputs_and_gradients_upon_known_layers_are_those_of_the_whole_policy(folder, spec, ranks):
     policy = of_folder(folder, spec, ranks, **FROZEN, critic_width=16)
     batch = packed(policy, [t for group in random_groups(spec, 3) for t in group.trajectories])
     trained = [p for p in policy.parameters() if p.requires_grad]

@@ -13,9 +13,7 @@ import torch.nn.functional as F
 
 from actor.engine.layers import CpuLayer, Layer
 from kernels import cpu_layer
-from learner.model.policy import load_policy
 from shared.vision import VisionSpec
-from tests.support.episodes import packed, random_groups
 from tests.support.small.families import FAMILIES
 from tests.support.tiny import running_engine
 from tests.test_engine import SIZES, check, play_at_once
@@ -135,40 +133,6 @@ def test_patches_attend_to_their_whole_image_as_by_torch(places: int) -> None:
     query, key, value = (part.transpose(0, 1) for part in heads.chunk(3, dim=1))
     expected = F.scaled_dot_product_attention(query, key, value, scale=0.3)
     torch.testing.assert_close(cpu_layer.attend_all(heads, 0.3), expected.transpose(0, 1).flatten(1))
-
-
-@with_compiler
-@pytest.mark.parametrize("causal", [True, False])
-def test_documents_attend_within_themselves_and_whatever_wants_a_gradient_is_left_to_torch(causal: bool) -> None:
-    lengths, size = (1, 40, 40, 130), 16
-    query, key, value = (torch.randn(sum(lengths), heads, size).transpose(0, 1) for heads in (4, 2, 2))
-    parts = zip(
-        *(x.repeat_interleave(n, 0).split(lengths, 1) for x, n in ((query, 1), (key, 2), (value, 2))), strict=True
-    )
-    alone = [F.scaled_dot_product_attention(*part, is_causal=causal, scale=0.3).transpose(0, 1) for part in parts]
-    assert cpu_layer.fits_documents(query, key, value)
-    out = cpu_layer.attend_documents(query, key, value, lengths, causal, 0.3)
-    torch.testing.assert_close(out, torch.cat(alone), rtol=1e-5, atol=1e-5)
-    assert not cpu_layer.fits_documents(query, key.clone().requires_grad_(), value)
-    assert not cpu_layer.fits_documents(query.contiguous(), key, value)
-
-
-@with_compiler
-def test_a_forward_of_the_policy_without_gradient_attends_so_and_says_the_same(
-    folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = load_policy(str(folder), VisionSpec.load(folder))
-    batch = packed(policy, [group.trajectories[0] for group in random_groups(policy.spec, 2)])
-    with_gradient = policy(batch, 1.0)
-    asked: list[bool] = []
-    attend = cpu_layer.attend_documents
-    monkeypatch.setattr(cpu_layer, "attend_documents", lambda *args: asked.append(args[4]) or attend(*args))
-    with torch.no_grad():
-        without = policy(batch, 1.0)
-    layers = policy.vlm.model
-    assert asked.count(False) == len(layers.visual.blocks)
-    assert asked.count(True) == len(layers.language_model.layers) - policy.trimmed
-    torch.testing.assert_close(without.logprobs, with_gradient.logprobs.detach(), rtol=0, atol=1e-5)
 
 
 @with_compiler

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm, apply_rotary_pos_emb
 
-from kernels.cpu_rows import turned, use_fast_gates, use_fast_norms
+from kernels.cpu_rows import turned, use_fast_norms
 
 SHAPES = [(1, 7, 64), (1, 33, 4, 32), (5, 128), (1, 1, 2, 8)]
 
@@ -68,39 +68,3 @@ def test_turned_heads_and_their_gradients_are_those_of_transformers(heads: int, 
     expected = gradients(lambda x: apply_rotary_pos_emb(x, x[:, :0], cos, sin)[0], x)
     for mine, theirs in zip(gradients(lambda x: turned(x, cos[:, None], sin[:, None]), x), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
-
-
-class Gated(nn.Module):
-    """A SwiGLU as the models of transformers have it."""
-
-    def __init__(self, act_fn: nn.Module) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False)
-        self.down_proj, self.act_fn = nn.Linear(24, 16, bias=False), act_fn
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def test_without_a_gradient_norms_gates_and_turned_heads_are_the_same_in_one_pass() -> None:
-    fast_norm, fast_gate = norm(16), Gated(nn.SiLU())
-    parts = nn.ModuleList([fast_norm, fast_gate])
-    use_fast_norms(parts)
-    use_fast_gates(parts)
-    x, heads = torch.randn(1, 9, 16), torch.randn(1, 9, 3, 16).transpose(1, 2)
-    angles = torch.randn(1, 1, 9, 8).repeat(1, 1, 1, 2)
-
-    def computed() -> list[Tensor]:
-        return [fast_norm(x), fast_gate(x), turned(heads, angles.cos(), angles.sin())]
-
-    with_gradient = computed()
-    with torch.no_grad():
-        for got, expected in zip(computed(), with_gradient, strict=True):
-            torch.testing.assert_close(got, expected.detach(), rtol=1e-5, atol=1e-6)
-            assert got.shape == expected.shape
-
-
-def test_a_gate_that_is_no_silu_is_left_alone() -> None:
-    gate = Gated(nn.GELU())
-    use_fast_gates(nn.ModuleList([gate]))
-    assert "forward" not in vars(gate)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.cpu_linear import use_fast_linear, use_plain_linear
-from kernels.cpu_rows import use_fast_gates, use_fast_norms
+from kernels.cpu_rows import use_fast_norms
 from learner.model import last_layer
 from learner.model.attention import packed_attention
 from learner.model.patch_embed import StillPatchEmbed
@@ -155,7 +155,6 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
         _replace_last(layers[-1])
     use_fast_linear(vlm)
     use_fast_norms(vlm)
-    use_fast_gates(vlm)
     return takes_rows
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import cpu_layer
 from learner.packing.documents import PackedChunk, Packing, Rows
 from learner.parallel.collectives import whole_keys_values
 
@@ -53,9 +52,6 @@ def packed_attention(
         packing = packing.windows
     if fast:
         return _varlen(query, key, value, scaling, packing)[None], None
-    if cpu_layer.fits_documents(query[0], key[0], value[0]):
-        lengths = [length for count, length in packing.runs for _ in range(count)]
-        return cpu_layer.attend_documents(query[0], key[0], value[0], lengths, packing.causal, scaling)[None], None
     sizes = [count * length for count, length in packing.runs]
     parts = zip(packing.runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)
     outputs = [_run(count, length, q, k, v, scaling, packing.causal) for (count, length), q, k, v in parts]
