@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from actor.engine.layers import CpuLayer, Layer
 from kernels import cpu_layer
 from shared.vision import VisionSpec
+from tests.support.engines import SIZES, check, play_at_once
 from tests.support.small.families import FAMILIES
 from tests.support.tiny import running_engine
-from tests.test_engine import SIZES, check, play_at_once
 
 COS_SIN = torch.cos, torch.sin
 with_compiler = pytest.mark.skipif(cpu_layer.library() is None, reason="no C compiler")

@@ -1,7 +1,6 @@
 """The embedded engine against plain transformers, over real HTTP."""
 
 import asyncio
-import random
 import socket
 
 import msgspec
@@ -9,22 +8,18 @@ import pytest
 import torch
 
 from shared.engine_api import EngineError
-from shared.types import Image, Sampling
+from shared.types import Sampling
 from shared.vision import VisionSpec
-from tests.support.engines import ask, call, surprise_z
+from tests.support.engines import SIZES, ask, call, check, play_at_once, surprise_z
 from tests.support.machine import until, until_async
 from tests.support.small.families import FAMILIES
 from tests.support.tiny import (
-    draw_image,
     load_model,
-    logprobs_under,
-    png,
     reference_logits,
     running_engine,
     tiny_tokenizer,
 )
 
-SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
 WINDOWED = [(28, 28), (56, 56), (84, 84), (140, 56), (168, 112)]  # windows of 56: a part of one, one, six with edges
 
 
@@ -47,37 +42,6 @@ def expected_logprobs(model, spec, token_ids, images, temperature=1.0, banned=()
     logits = reference_logits(model, token_ids, images, spec)
     logits[:, list(banned)] = -torch.inf
     return torch.log_softmax(logits / temperature, dim=-1)
-
-
-async def play(client, spec, seed, turns=3, temperature=1.0, pause_s=0.0, sizes=SIZES):
-    """One episode of random observations; returns (compact ids, [(turn start, completion)], images)."""
-    rng = random.Random(seed)
-    ids, drawn_images, sampled = [rng.randrange(20, 200) for _ in range(rng.randint(1, 30))], [], []
-    for _ in range(turns):
-        for _ in range(rng.randint(0, 2)):
-            drawn_images.append(draw_image(*rng.choice(sizes), seed=rng.randrange(6)))
-            ids += [21, spec.image_token_id, 22]
-        ids += [rng.randrange(20, 200) for _ in range(rng.randint(1, 20))]
-        images = [Image.of(png(p)) for p in drawn_images]
-        sampling = Sampling(temperature=temperature, max_new_tokens=rng.randint(1, 12))
-        out = await client.generate(ids, images, sampling, banned_ids=spec.banned_ids, seed=rng.randrange(1000))
-        sampled.append((len(ids), out))
-        ids = ids + list(out.token_ids)
-        await asyncio.sleep(pause_s * rng.random())
-    return ids, sampled, drawn_images
-
-
-def play_at_once(url, spec, seeds, **options):
-    return ask(url, lambda client: asyncio.gather(*(play(client, spec, seed, **options) for seed in seeds)))
-
-
-def check(folder, spec, episodes, temperature=1.0):
-    model = load_model(folder)
-    for ids, sampled, images in episodes:
-        own = logprobs_under(model, spec, ids[:1], ids[1:], images, temperature=temperature)
-        for start, out in sampled:
-            expected = own[start - 1 : start - 1 + len(out.token_ids)]
-            torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.cpu_linear import use_fast_linear, use_plain_linear
-from kernels.cpu_rows import use_fast_norms
 from learner.model import last_layer
 from learner.model.attention import packed_attention
 from learner.model.patch_embed import StillPatchEmbed
@@ -66,7 +65,7 @@ TRICKS = {
     "own_forward": Trick(
         "torch",
         "that a module's own `forward` goes before its class's",
-        "linears, norms, attentions and the last layer compute otherwise, under the same parameter names",
+        "linears and the last layer compute otherwise, under the same parameter names",
         "test_linear.py::test_every_plain_linear_of_a_model_computes_so_until_it_is_undone_and_a_copy_has_its_own_parameters",
         "transformers lets a model's layers be replaced",
     ),
@@ -101,7 +100,7 @@ TRICKS = {
     "last_layer": Trick(
         "transformers",
         "a decoder layer and a Qwen3-VL attention with the parts that learner/model/last_layer.py copies",
-        "the last layer is computed at the sampled places alone, and heads are turned in fewer passes",
+        "the last layer is computed at the sampled places alone",
         "test_model.py::test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_no_gradient",
         "transformers computes a layer for chosen rows",
     ),
@@ -149,12 +148,9 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
     TRICKS["tower"].require(fixed == (MODE, ALIGN_CORNERS) and takes_precomputed())
     TRICKS["decoder"].require(_is_known_decoder(vlm.model.language_model))
     takes_rows = len(layers) > len(getattr(vlm.config.vision_config, "deepstack_visual_indexes", ()))
-    for layer in layers:
-        _replace_attention(layer)
     if takes_rows:
         _replace_last(layers[-1])
     use_fast_linear(vlm)
-    use_fast_norms(vlm)
     return takes_rows
 
 
@@ -223,18 +219,15 @@ def _is_known_decoder(text: Any) -> bool:
     return all("position_embeddings" in inspect.signature(type(layer).forward).parameters for layer in text.layers)
 
 
-def _replace_attention(layer: Any) -> None:
-    """Of Qwen3; Qwen2.5 turns its heads in another way, and keeps its attention."""
+def _replace_last(layer: Any) -> None:
     attention: Any = getattr(layer, "self_attn", None)
-    if hasattr(attention, "q_norm"):
-        fits = all(hasattr(attention, name) for name in last_layer.ATTENTION_PARTS)
+    fits = all(hasattr(layer, name) for name in last_layer.LAYER_PARTS)
+    if hasattr(attention, "q_norm"):  # Qwen3; Qwen2.5 turns its heads in another way, and keeps its attention
+        fits = fits and all(hasattr(attention, name) for name in last_layer.ATTENTION_PARTS)
         fits = fits and {*last_layer.ATTENTION_ARGUMENTS} <= inspect.signature(attention.forward).parameters.keys()
         TRICKS["last_layer"].require(fits)
         attention.forward = MethodType(last_layer.attend, attention)
-
-
-def _replace_last(layer: Any) -> None:
-    TRICKS["last_layer"].require(all(hasattr(layer, name) for name in last_layer.LAYER_PARTS))
+    TRICKS["last_layer"].require(fits)
     layer.forward = MethodType(last_layer.decode, layer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,7 +27,9 @@ from launch.engines.commands import engine_specs
 from launch.engines.network import free_port
 from shared.config import load_recipe
 from shared.engine_api import EngineClient
+from shared.types import Image, Sampling
 from tests.support.machine import LocalServer, QuietHandler
+from tests.support.tiny import draw_image, load_model, logprobs_under, png
 
 ROOT = Path(__file__).parents[2]
 Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
@@ -228,3 +231,38 @@ def surprise_z(logprobs_KV: Tensor, token_ids_K: Tensor) -> float:
     entropy = -(p * logprobs).sum(1)
     variance = (p * logprobs.square()).sum(1) - entropy.square()
     return float((-own - entropy).sum() / variance.sum().sqrt())
+
+
+SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
+
+
+async def play(client, spec, seed, turns=3, temperature=1.0, pause_s=0.0, sizes=SIZES):
+    """One episode of random observations; returns (compact ids, [(turn start, completion)], images)."""
+    rng = random.Random(seed)
+    ids, drawn_images, sampled = [rng.randrange(20, 200) for _ in range(rng.randint(1, 30))], [], []
+    for _ in range(turns):
+        for _ in range(rng.randint(0, 2)):
+            drawn_images.append(draw_image(*rng.choice(sizes), seed=rng.randrange(6)))
+            ids += [21, spec.image_token_id, 22]
+        ids += [rng.randrange(20, 200) for _ in range(rng.randint(1, 20))]
+        images = [Image.of(png(p)) for p in drawn_images]
+        sampling = Sampling(temperature=temperature, max_new_tokens=rng.randint(1, 12))
+        out = await client.generate(ids, images, sampling, banned_ids=spec.banned_ids, seed=rng.randrange(1000))
+        sampled.append((len(ids), out))
+        ids = ids + list(out.token_ids)
+        await asyncio.sleep(pause_s * rng.random())
+    return ids, sampled, drawn_images
+
+
+def play_at_once(url, spec, seeds, **options):
+    return ask(url, lambda client: asyncio.gather(*(play(client, spec, seed, **options) for seed in seeds)))
+
+
+def check(folder, spec, episodes, temperature=1.0):
+    """That each completion has the logprobs of a plain forward."""
+    model = load_model(folder)
+    for ids, sampled, images in episodes:
+        own = logprobs_under(model, spec, ids[:1], ids[1:], images, temperature=temperature)
+        for start, out in sampled:
+            expected = own[start - 1 : start - 1 + len(out.token_ids)]
+            torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)

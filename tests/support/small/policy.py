@@ -35,7 +35,14 @@ class SmallPolicy(nn.Module):
         self.has_deep_critic = False
 
     def forward(
-        self, batch: Microbatch, temperature: float, below: None = None, *, sure: None = None, labels: None = None
+        self,
+        batch: Microbatch,
+        temperature: float,
+        below: None = None,
+        *,
+        keep: None = None,
+        sure: None = None,
+        labels: None = None,
     ) -> PolicyOutput:
         back_NC = batch.predictors[:, None] - torch.arange(CONTEXT)
         seen_NC = batch.position_ids[0, 0][batch.predictors][:, None] >= torch.arange(CONTEXT)
