@@ -115,7 +115,7 @@ def test_pausing_stops_generation_and_continuing_resumes_it(folder, spec, engine
         await until_sampled(app, 60)
         await client.pause(mode)
         steps = app.scheduler.steps
-        late = asyncio.create_task(client.generate([40], [], Sampling(max_new_tokens=3)))
+        late = asyncio.create_task(client.generate([40], [], Sampling(max_new_tokens=3), banned_ids=banned))
         await asyncio.sleep(0.1)
         assert app.scheduler.steps == steps and not late.done()
         assert all(task.done() == (mode == "abort") for task in tasks)
