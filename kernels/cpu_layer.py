@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 log = logging.getLogger("kernels")
 MAX_HEAD, MAX_GROUP = 256, 32  # as in cpu/attention.c
@@ -37,7 +36,7 @@ _SIGNATURES = {
     "add_rms_norm": (_P, _P, _P, _F, _I, _I, _I, _P),
     "silu_mul": (_P, _P, _I, _I, _I, _I, _P),
     "rotate_and_store": (_P, _I, _I, _I, _I, _P, _F, _P, _P, _P, _I, _I, _P, _P),
-    "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I, _I, _P),
+    "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I, _I),
     "attend_together": (_P, _I, _I, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _F, _I, _P),
     "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
 }
@@ -96,16 +95,10 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def computes(*tensors: Tensor) -> bool:
-    """Whether the functions below take such tensors, here. A DTensor's memory is not what it stands for."""
-    plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and not isinstance(t, DTensor) for t in tensors)
-    return plain and library() is not None
-
-
 def fits(tensor: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether they compute a layer of this shape on such tensors."""
+    """Whether the functions below compute a layer of this shape on such tensors, here."""
     small = head_dim <= MAX_HEAD and head_dim % 8 == 0 and num_heads <= MAX_GROUP * num_kv_heads
-    return small and computes(tensor)
+    return small and tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -149,14 +142,14 @@ def rotate_and_store(
     _library().rotate_and_store(heads.data_ptr(), *shape, weights, eps, *where, keys.data_ptr(), values.data_ptr())
 
 
-def rotate_heads(heads: Tensor, num_turned: int, angles: tuple[Tensor, Tensor], out: Tensor) -> None:
-    """Turns the first `num_turned` heads of each token of `heads` [B, P, heads, D], into the same places of `out`,
-    which may be `heads`; `angles`: cosine and sine of the P places, [P, D]."""
+def rotate_heads(heads: Tensor, num_turned: int, angles: tuple[Tensor, Tensor]) -> None:
+    """Turns the first `num_turned` heads of each token of `heads` [B, P, heads, D] in place; `angles`: cosine and sine
+    of the P places, [P, D]."""
     cos, sin = angles
     batch, places, num_heads, size = heads.shape
     shape = batch * places, num_heads, num_turned, size
-    where = cos.data_ptr(), sin.data_ptr(), places, torch.get_num_threads()
-    _library().rotate_heads(heads.data_ptr(), *shape, *where, out.data_ptr())
+    where = cos.data_ptr(), sin.data_ptr(), places
+    _library().rotate_heads(heads.data_ptr(), *shape, *where, torch.get_num_threads())
 
 
 def attend(heads: Tensor, first: Tensor, length: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> None:

@@ -107,7 +107,7 @@ def test_heads_of_patches_are_turned_by_their_places_and_values_are_left() -> No
     heads = torch.randn(2, 5, 6, 16)
     angles = torch.randn(5, 8).repeat(1, 2)
     turned, values = expected_heads(heads.view(10, 6, 16), 2, 2, None, *(f(angles).repeat(2, 1) for f in COS_SIN))
-    cpu_layer.rotate_heads(heads, 4, (angles.cos(), angles.sin()), heads)
+    cpu_layer.rotate_heads(heads, 4, (angles.cos(), angles.sin()))
     torch.testing.assert_close(heads.view(10, 6, 16), torch.cat((turned, values), dim=1))
 
 
@@ -203,10 +203,11 @@ def test_the_library_is_built_once_for_a_user(tmp_path, monkeypatch: pytest.Monk
 
 
 @with_compiler
-def test_tensors_of_other_kinds_are_left_to_torch() -> None:
+def test_other_tensors_and_shapes_are_left_to_torch() -> None:
     x = torch.randn(3, 8)
-    assert cpu_layer.computes(x) and not cpu_layer.computes(x, x.bfloat16()) and not cpu_layer.computes(x.double())
-    assert not cpu_layer.computes(x.to("meta"))
+    assert cpu_layer.fits(x, 4, 2, 32)
+    assert not any(cpu_layer.fits(other, 4, 2, 32) for other in (x.bfloat16(), x.double(), x.to("meta")))
+    assert not any(cpu_layer.fits(x, *shape) for shape in ((4, 2, 20), (4, 2, 264), (33, 1, 32)))
 
 
 @with_compiler

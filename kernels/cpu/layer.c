@@ -76,14 +76,14 @@ void rotate_and_store(float *heads, int64_t rows, int64_t num_heads, int64_t num
     }
 }
 
-/* The first `num_turned` of the `num_heads` of each token of heads [N, num_heads, D], turned, into the same places of
- * `out`, which may be `heads`; token n stands at place n % period of cosine and sine [period, D]. */
+/* The first `num_turned` of the `num_heads` of each token of heads [N, num_heads, D] are turned in place; token n stands
+ * at place n % period of cosine and sine [period, D]. */
 void rotate_heads(float *heads, int64_t rows, int64_t num_heads, int64_t num_turned, int64_t d, const float *cosine,
-                  const float *sine, int64_t period, int64_t threads, float *out) {
+                  const float *sine, int64_t period, int64_t threads) {
     SHARED
     for (int64_t n = 0; n < rows; n++) {
-        float *from = heads + n * num_heads * d, *to = out + n * num_heads * d;
+        float *token = heads + n * num_heads * d;
         int64_t at = n % period * d;
-        for (int64_t h = 0; h < num_turned; h++) rotate(from + h * d, 0, 0, cosine + at, sine + at, d, to + h * d);
+        for (int64_t h = 0; h < num_turned; h++) rotate(token + h * d, 0, 0, cosine + at, sine + at, d, token + h * d);
     }
 }

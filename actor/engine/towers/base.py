@@ -121,7 +121,7 @@ def attend_all(attention: Any, hidden: Tensor, tables: Tables) -> Tensor:
     """Attention of each patch to all of its image: [B, P, hidden] -> the same."""
     if cpu_layer.fits(hidden, 1, 1, hidden.shape[-1] // attention.num_heads):
         heads = attention.qkv(hidden).view(*hidden.shape[:2], 3 * attention.num_heads, -1)
-        cpu_layer.rotate_heads(heads, 2 * attention.num_heads, (tables.cos, tables.sin), heads)
+        cpu_layer.rotate_heads(heads, 2 * attention.num_heads, (tables.cos, tables.sin))
         return attention.proj(torch.stack([cpu_layer.attend_all(image, attention.scaling) for image in heads]))
     out = F.scaled_dot_product_attention(*rotated_heads(attention, hidden, tables), scale=attention.scaling)
     return attention.proj(out.transpose(1, 2).reshape(hidden.shape))
