@@ -1,7 +1,7 @@
 """Matrix products on CPUs by oneDNN instead of MKL, where that is faster in float32: on AMD with AVX-512.
 
 MKL does not use AVX-512 on AMD, where it is half as fast. On Intel, and with AVX2 alone, both multiply large matrices
-alike and MKL small ones faster: an engine's step of 64 tokens in two thirds of the time (tests/bench/KERNELS.md).
+alike and MKL small ones faster: a layer's products of 64 tokens in three quarters of the time (tests/bench/KERNELS.md).
 oneDNN compiles a kernel for each new shape, which takes 0.5 ms and about 0.4 MB, kept for the next time: so rows are
 padded to few different numbers.
 """
