@@ -51,8 +51,8 @@ def lr_factor(step: int, config: LearnerConfig) -> float:
     warmup_steps = config.optimizer.warmup_steps
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    done = (step - warmup_steps) / max(1, config.total_steps - warmup_steps)
-    done = min(max(done, 0.0), 1.0)
+    decay_steps = max(1.0, config.optimizer.decay_share * (config.total_steps - warmup_steps))
+    done = min(max(1.0 - (config.total_steps - step) / decay_steps, 0.0), 1.0)
     match config.optimizer.schedule:
         case "linear":
             left = 1.0 - done

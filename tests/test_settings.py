@@ -33,6 +33,11 @@ def test_a_schedule_ends_at_the_final_share_of_the_rates(schedule: str) -> None:
     assert lr_factor(10, constant) == 1.0
 
 
+def test_rates_stand_until_the_last_share_of_the_steps() -> None:
+    config = learner_config(lr_schedule="linear", warmup_steps=2, total_steps=10, final_share=0.2, decay_share=0.5)
+    assert [lr_factor(step, config) for step in (0, 2, 6, 8, 10, 99)] == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2, 0.2])
+
+
 def test_training_seeds_begin_again_after_num_samples() -> None:
     source = training_samples(load_recipe(RECIPE, ["--data.first_seed", "7", "--data.num_samples", "3"]))
     assert [source.sample(position).metadata["seed"] for position in range(5)] == [7, 8, 9, 7, 8]

@@ -134,7 +134,8 @@ def give_base(recipe: Recipe, ranks: Ranks, url: str) -> None:
 def surprise(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
     """`surprise_z` of the tokens that an engine sampled at temperature 1 with these weights."""
     batch = packed(policy, trajectories)
-    logits_NV = policy._hidden(batch, policy._vision(batch)) @ policy.vlm.lm_head.weight.T
+    hidden_NH, _ = policy._hidden(batch, policy._below(batch, None, 0))
+    logits_NV = hidden_NH @ policy.vlm.lm_head.weight.T
     logits_NV[:, list(policy.banned_ids)] = -torch.inf
     return surprise_z(logits_NV.log_softmax(-1), batch.target_ids)
 
