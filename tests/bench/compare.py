@@ -94,8 +94,8 @@ def play(plan: Plan, recipe: str) -> dict[str, Any]:
     limit_s = 60 * plan.fields["learner.max_minutes"] + SLACK_S
     with plan.folder.with_name(f"{plan.folder.name}.log").open("w+", encoding="utf-8") as log:
         try:
-            kept = {"stdout": subprocess.PIPE, "stderr": log, "text": True, "preexec_fn": die_with_parent}
-            done = subprocess.run(command, cwd=ROOT, timeout=limit_s, **kept)
+            kept: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+            done = subprocess.run(command, cwd=ROOT, timeout=limit_s, preexec_fn=die_with_parent, **kept)
         except subprocess.TimeoutExpired:
             return {"stopped": f"not over after {limit_s:.0f} s"}
         if done.returncode == 0:

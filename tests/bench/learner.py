@@ -65,8 +65,8 @@ def main() -> int:
     ranks = init_ranks("cpu")
     groups = [read(path) for path in files(Path(options.recording))[: options.groups or None]]
     size = len(groups[0].trajectories)
-    settings = {"pg_rho_bar": None, "lr": LR, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "max_grad_norm": MAX_NORM}
-    settings |= {"objective": "grpo", "group_size": size}
+    settings: dict[str, Any] = {"objective": "grpo", "group_size": size, "pg_rho_bar": None}
+    settings |= {"lr": LR, "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "max_grad_norm": MAX_NORM}
     config = learner_config(**settings)
     trainer = trainer_of(options.model, config, ranks)
     episodes = make_episodes(groups, trainer.decoder, config.objective)

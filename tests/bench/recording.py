@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -65,7 +66,8 @@ def main() -> int:
 def recorded(recipe: Recipe, spec: VisionSpec, num_steps: int) -> dict[str, float]:
     """The first step is left out: the recorder reads the tokenizer then."""
     recorder, handed, spent = Recorder(recipe, spec), list[float](), list[float]()
-    shape = {"group_size": recipe.learner.group_size, "turns": 8, "turn_tokens": (12, 30), "sides": (192,)}
+    shape: dict[str, Any] = {"turns": 8, "turn_tokens": (12, 30), "sides": (192,)}
+    shape["group_size"] = recipe.learner.group_size
     for step in range(1, num_steps + 2):
         groups = random_groups(spec, recipe.record.groups, seed=step, **shape)
         watched, before = watched_of(groups, step, recipe.record), recorder.metrics()

@@ -158,8 +158,9 @@ class System:
                 process.terminate()
                 process.wait(limit_s)
         finally:
-            for proxy in (self.proxy, *self.links):
-                proxy.close()
+            self.proxy.close()
+            for link in self.links:
+                link.close()
             self.log.close()
             if self.disk:
                 self.disk.close(self.folder / "kept")

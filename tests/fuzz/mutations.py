@@ -56,17 +56,17 @@ def bend_tree(header: bytes, rng: random.Random) -> bytes:
         value = container[key]  # type: ignore[index]
         match rng.randrange(5):
             case 0 | 1:
-                container[key] = deepcopy(rng.choice(ODD))  # type: ignore[index,call-overload]
+                container[key] = deepcopy(rng.choice(ODD))  # type: ignore[index]
             case 2:
                 del container[key]  # type: ignore[arg-type]
             case 3 if isinstance(container, list):
                 container.insert(rng.randint(0, len(container)), value)
             case 4 if type(value) is int:
-                container[key] = max(-(2**63), min(value + rng.choice((-1, 1, 7, -value, 2**20)), 2**63))  # type: ignore[index,call-overload]
+                container[key] = max(-(2**63), min(value + rng.choice((-1, 1, 7, -value, 2**20)), 2**63))  # type: ignore[index]
             case _:
                 other, place = rng.choice(places)
                 if isinstance(other, dict) or place < len(other):  # type: ignore[operator]
-                    container[key] = deepcopy(other[place])  # type: ignore[index,call-overload]
+                    container[key] = deepcopy(other[place])  # type: ignore[index]
     return msgspec.msgpack.encode(tree)
 
 

@@ -60,8 +60,9 @@ def test_two_ranks_merge_adapters_that_come_alone_and_each_holds_its_share(two_r
     targets = ("attention", "dense", "vision")
     policy = adapted_policy(recipe.model.path, spec=vision_of(recipe), publish="adapter", targets=targets)
     settings = replace(SETTINGS, bucket_bytes=50_000)
-    with publishing(policy, ranks, settings, WeightVerifier(policy, recipe.model.path, ranks)) as publisher:
-        for version in range(1, len(publisher.verifier._parts) + 1):
+    verifier = WeightVerifier(policy, recipe.model.path, ranks)
+    with publishing(policy, ranks, settings, verifier) as publisher:
+        for version in range(1, len(verifier._parts) + 1):
             move_adapters(policy, 0.02)
             found = publisher.publish(version, [url])
             assert (found["publish/engines"], found["publish/unproven"], found["publish/checksum_skipped"]) == (1, 0, 0)

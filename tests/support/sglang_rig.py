@@ -35,7 +35,7 @@ START_S = 600  # several servers at once, on a machine that has more to do
 TOLERANCE = 1e-4  # of a logprob
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 MODEL = "launch/models/sokoban_tiny"
-ENDS = tuple(AutoTokenizer.from_pretrained(MODEL).convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"]))
+ENDS = tuple(AutoTokenizer.from_pretrained(MODEL).get_vocab()[word] for word in ("<|im_end|>", "<|im_start|>"))
 """Tokens that end a turn of the small model: a request that bans them runs to its limit."""
 
 

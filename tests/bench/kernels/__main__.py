@@ -175,6 +175,7 @@ def gpu_pack(num_rows: int, hidden_size: int, contestants: dict[str, Contestant]
     mask = torch.rand(num_rows) < 0.4
     data[3][:, (torch.rand(num_rows) < 0.35).cuda()] = 0.0
     masked = (data[0], data[1], torch.where(mask, data[2], -100), data[3])
+    tasks: dict[str, Callable[[], object]]
     tasks = {name: (lambda path=path: backward(path, *masked)) for name, path in contestants.items() if name != "ours"}
     places = mask.nonzero()[:, 0]
     rows = places.pin_memory().cuda()

@@ -46,8 +46,8 @@ def weights(model: str, shrink: int) -> Iterator[tuple[str, Tensor]]:
     with torch.device("meta"):
         vlm = AutoModelForImageTextToText.from_config(published_config(model))
     for name, parameter in vlm.named_parameters():
-        *stack, rows, columns = (1, *parameter.shape)
-        shape = (*stack, -(-rows // shrink), -(-columns // shrink))[1:]  # of 1 at least
+        shape = list(parameter.shape)
+        shape[-2:] = [-(-size // shrink) for size in shape[-2:]]  # of 1 at least
         yield name, torch.full(shape, 0.5)
 
 

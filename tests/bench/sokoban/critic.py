@@ -66,8 +66,8 @@ def seen(paths: list[Path], policy: Policy, objective: ObjectiveConfig, ranks: R
         output = forward_only(policy, batch, 1.0)
         ends = batch.turn_end, batch.episode_end
         zeros = torch.zeros_like(output.values)  # with lambda 1 the targets are the returns, whatever the values
-        how = {"gamma": objective.gamma, "lam": 1.0, "rho_bar": 1.0, "c_bar": 1.0}
-        returns.append(token_vtrace(zeros, batch.rewards, zeros, *ends, **how).vs)
+        found = token_vtrace(zeros, batch.rewards, zeros, *ends, gamma=objective.gamma, lam=1.0, rho_bar=1.0, c_bar=1.0)
+        returns.append(found.vs)
         values.append(output.values)
         first.append(torch.cat((torch.ones_like(ends[0][:1]), ends[0][:-1])))
     hook.remove()

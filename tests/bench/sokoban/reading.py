@@ -15,6 +15,7 @@ import json
 import math
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -54,7 +55,7 @@ def kind_of(word: str, weight: float) -> str:
     return "cells" if word.isdigit() else KINDS.get(word[:1], "moves and form")
 
 
-def measure(model: str, games: int, walls: tuple[float, ...], boxes: tuple[int, ...]) -> dict[str, object]:
+def measure(model: str, games: int, walls: tuple[float, ...], boxes: tuple[int, ...]) -> dict[str, Any]:
     spec, tokenizer = VisionSpec.load(model), PreTrainedTokenizerFast.from_pretrained(model)
     policy, decoder, renderer = load_policy(model, spec).eval(), ImageDecoder(spec), Renderer(tokenizer, spec)
     lesson = Lesson(expertise=0.5, wall_chances=walls, boxes=boxes, split="heldout")
@@ -87,10 +88,10 @@ def said(
     shown: Trajectory, logprobs: list[float], tokenizer: PreTrainedTokenizerFast
 ) -> list[list[tuple[str, float, float]]]:
     """Of each turn, the tokens written: text, weight, logprob."""
-    left, found = iter(logprobs), []
+    left, found = iter(logprobs), list[list[tuple[str, float, float]]]()
     for turn in shown.turns:
         places = range(turn.start, turn.end)
-        texts = [tokenizer.decode([int(shown.token_ids[i])]) for i in places]
+        texts = [str(tokenizer.decode([int(shown.token_ids[i])])) for i in places]
         weights = [float(w) for w in torch.from_numpy(shown.behaviour_logprobs[turn.start : turn.end]).exp()]
         found.append([(text, weight, next(left)) for text, weight in zip(texts, weights, strict=True)])
     return found

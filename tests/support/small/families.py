@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -110,7 +111,7 @@ def as_mixture(dense: Path, folder: Path) -> Path:
     return folder
 
 
-FAMILIES = {
+FAMILIES: dict[str, tuple[Callable[[Path], Path], type, tuple[int, ...]]] = {
     "Qwen2.5-VL": (qwen25, Qwen2_5_VLForConditionalGeneration, (56, 84, 140)),
     "Qwen3-VL": (tiny_model_dir, Qwen3VLForConditionalGeneration, (64, 96)),
     "Qwen3-VL-MoE": (qwen3_moe, Qwen3VLMoeForConditionalGeneration, (64, 96)),
