@@ -1,6 +1,6 @@
 """Plays a policy without training it, as a run plays its held-out samples, and tells how sure the result is:
 
-    python launch/evaluate.py --config launch/recipes/R.toml --model runs/R/checkpoints/step_00000170
+    python launch/evaluate.py --config launch/recipes/R.toml --model runs/R/checkpoints/step_00000190
     python launch/evaluate.py --config R.toml --model MODEL_OR_CHECKPOINT --against OTHER [--samples N] [--repeats K]
 
 It starts engines and actors on this machine as launch/local.py does. Some episodes are recorded for the dashboard. The
