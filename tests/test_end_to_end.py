@@ -23,6 +23,7 @@ TWO_RANKS = [sys.executable, "launch/processes/torchrun.py", "--standalone", "--
 def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
     fields = {"learner.total_steps": 60, "eval.every_steps": 15, "learner.checkpoint.keep": 1}
     fields["learner.publish.pause_mode"] = "retract"  # so that no token stands on what older weights computed
+    fields["learner.objective.entropy_coef"] = 0.03  # so that no colour is given up before it was named
     run = finished(local([*places(tmp_path, **fields), "--ranks", "2"]), timeout_s=280)
     assert "Warning" not in run.stderr, run.stderr[:3000]
     result = json.loads(run.stdout.splitlines()[-1])
