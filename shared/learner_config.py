@@ -29,7 +29,10 @@ class OptimizerConfig(Section):
         0.0, ge=0, le=1, description="schedule = linear or cosine: share of the rates that is left at the end"
     )
     decay_share: float = Field(
-        1.0, gt=0, le=1, description="schedule = linear or cosine: the last share of the steps, in which the rates fall"
+        1.0,
+        gt=0,
+        le=1,
+        description="schedule = linear or cosine: last share of the steps after warm-up, in which rates fall",
     )
     weight_decay: float = Field(0.1, ge=0, description="of either optimizer, on matrices")
     betas: tuple[float, float] = Field((0.9, 0.98), description="of AdamW")
