@@ -7,13 +7,10 @@ Each process is given only the sections it needs. An unknown key, a wrong type o
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
-import os
-import re
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Self
 
@@ -39,6 +36,7 @@ from shared.sections import (
     Section,
     TransportConfig,
 )
+from shared.settings import mistakes
 from shared.settings.cluster import ClusterConfig
 
 EXIT_USER_ERROR = 2
@@ -149,7 +147,11 @@ def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
 
     class Settings(BaseSettings, Recipe):
         model_config = SettingsConfigDict(
-            extra="forbid", frozen=True, env_prefix="PRONK_", env_nested_delimiter="__", cli_implicit_flags=False
+            extra="forbid",
+            frozen=True,
+            env_prefix=mistakes.ENV_PREFIX,
+            env_nested_delimiter="__",
+            cli_implicit_flags=False,
         )
 
         @classmethod
@@ -160,41 +162,15 @@ def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
     try:
         settings = Settings(**from_file)
     except SettingsError as error:
-        raise ConfigError(_settings_error(str(error), overrides or [])) from None
+        raise ConfigError(mistakes.of_options(str(error), overrides or [], known_fields())) from None
     except ValidationError as error:
-        raise ConfigError(_first_line(error, path)) from None
+        raise ConfigError(mistakes.of_fields(error, path, overrides or [], known_fields())) from None
     return Recipe.model_validate(settings.model_dump())
-
-
-def nearest_key(key: str, known: Iterable[str]) -> str:
-    """The known key most like `key`, with or without the section between; or an empty string."""
-    spellings = {re.sub(r"\..*\.", ".", each): each for each in known} | {each: each for each in known}
-    matches = difflib.get_close_matches(key, spellings, n=1, cutoff=0.4)
-    return spellings[matches[0]] if matches else ""
-
-
-_RENAMED = {
-    "objective": "objective.name",
-    "optimizer": "optimizer.name",
-    "lr_schedule": "optimizer.schedule",
-    "publish_every": "publish.every",
-    "publish_timeout_s": "publish.timeout_s",
-    "proof_every": "publish.verify_every",
-    "checkpoint_every": "checkpoint.every",
-    "checkpoint_in_background": "checkpoint.in_background",
-    "keep_checkpoints": "checkpoint.keep",
-}
 
 
 def new_name(key: str) -> str:
     """What a field of the learner is called that had no section of its own once; empty for any other key."""
-    section, _, name = key.partition(".")
-    if section != "learner" or "." in name:
-        return ""
-    if name in _RENAMED:
-        return f"learner.{_RENAMED[name]}"
-    found = [known for known in known_fields() if re.fullmatch(rf"learner\.\w+\.{re.escape(name)}", known)]
-    return found[0] if len(found) == 1 else ""
+    return mistakes.new_name(key, known_fields())
 
 
 def dotted_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -215,43 +191,6 @@ def known_fields(section: type[BaseModel] | None = None, prefix: str = "") -> di
         nested = isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
         found |= known_fields(info.annotation, f"{prefix}{name}.") if nested else {prefix + name: info}  # type: ignore[arg-type]
     return found
-
-
-def _first_line(error: ValidationError, path: str) -> str:
-    first = error.errors()[0]
-    if first["type"] == "value_error":  # of a section's own check, which names value and cure
-        return str(first["ctx"]["error"])
-    key = ".".join(str(part) for part in first["loc"])
-    if new_name(key):
-        return f"recipe {path!r}: {_moved(key)}"
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        near = nearest_key(key, [*known_fields(), *Recipe.model_fields])
-        cure = f"did you mean {near!r}?" if near else f"sections are {', '.join(Recipe.model_fields)}"
-        return f"recipe {path!r}: unknown key {key!r}; {cure}"
-    if first["type"] == "missing":
-        return f"recipe {path!r}: {key!r} is required; set it in the recipe or with --{key}"
-    return f"recipe {path!r}: {key} = {first['input']!r}: {first['msg'].lower()}"
-
-
-def _moved(key: str) -> str:
-    return f"{key} is now called {new_name(key)}"
-
-
-def _settings_error(message: str, overrides: list[str]) -> str:
-    """What pydantic-settings says of the command line or the environment, with a cure."""
-    given = [option[2:].split("=")[0] for option in overrides if option.startswith("--")]
-    given += [
-        name.removeprefix("PRONK_").lower().replace("__", ".") for name in os.environ if name.startswith("PRONK_")
-    ]
-    moved = [key for key in given if new_name(key)]
-    if moved:
-        return _moved(moved[0])
-    unknown = re.search(r"unrecognized arguments: (.*)", message)
-    if unknown:
-        key = unknown.group(1).split()[0].lstrip("-").split("=")[0]
-        near = nearest_key(key, known_fields())
-        return f"unknown option --{key}; " + (f"did you mean --{near}?" if near else "options are --section.key VALUE")
-    return "command line: " + " ".join(message.split())
 
 
 def field_table() -> str:

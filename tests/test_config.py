@@ -66,6 +66,18 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--env.max_failure_share", "1.5"], "env.max_failure_share = '1.5'"),
         (MINIMAL, ["--actor.groups", "100000"], "actor.processes x actor.groups = 100000"),
         (MINIMAL, ["--actor.groups", "0", "--engine.count", "0"], "nobody would play or generate"),
+        (MINIMAL, ["--data.variants", "[{a=1}]"], "--data.variants = '[{a=1}]' is not JSON: "),
+        (MINIMAL, ["--data.variants=[{a=1}]"], "write it like '[{\"name\": 1}]'"),
+        (MINIMAL, ["--data.variants", "3"], "command line: data.variants.0 = 3"),
+        (MINIMAL, ["--env.args", "size=[7,7]"], "--env.args = 'size=[7,7]' is not JSON: "),
+        (
+            MINIMAL,
+            ["--env.args.size", "[7, 7]"],
+            "--env.args.size; write --env.args '{\"size\": VALUE}'",
+        ),
+        (MINIMAL, ["--learner.optimizer.freeze", "[vision"], "write it like '[\"vision\"]'"),
+        (MINIMAL, ["--learner.optimizer.betas", "0.9"], "learner.optimizer.betas = [0.9]: too few values"),
+        (MINIMAL, ["--learner", "{"], "--learner = '{' is not JSON: "),
     ],
 )
 def test_a_mistake_is_one_line_that_names_value_and_cure(
@@ -75,6 +87,22 @@ def test_a_mistake_is_one_line_that_names_value_and_cure(
         load_recipe(write(tmp_path, text), overrides)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("PRONK_ENGINE__URLS", "http://a", "PRONK_ENGINE__URLS = 'http://a' is not JSON: "),
+        ("PRONK_LEARNER__OPTIMIZER__BETAS", "(0.9, 0.95)", "write it like '[1, 2]'"),
+        ("PRONK_LEARNER__TOTAL_STEPS", "x", "PRONK_LEARNER__TOTAL_STEPS: learner.total_steps = 'x'"),
+        ("PRONK_LEARNER__TOTAL_STEP", "4", "PRONK_LEARNER__TOTAL_STEP: unknown key 'learner.total_step'; did you mean"),
+    ],
+)
+def test_a_mistake_in_the_environment_names_its_variable(tmp_path, monkeypatch, name, value, expected) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path, MINIMAL), ["--learner.group_size", "2"])
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,165 @@
+"""What is wrong with a recipe, in one line: the field, the value, where it was said, and the cure."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+ENV_PREFIX = "PRONK_"
+_OBJECT = "'{\"name\": 1}'"
+_RENAMED = {
+    "objective": "objective.name",
+    "optimizer": "optimizer.name",
+    "lr_schedule": "optimizer.schedule",
+    "publish_every": "publish.every",
+    "publish_timeout_s": "publish.timeout_s",
+    "proof_every": "publish.verify_every",
+    "checkpoint_every": "checkpoint.every",
+    "checkpoint_in_background": "checkpoint.in_background",
+    "keep_checkpoints": "checkpoint.keep",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A value that the environment or the command line has for a field, or for a whole section."""
+
+    key: str  # data.variants
+    name: str  # --data.variants, PRONK_DATA__VARIANTS
+    value: str
+
+
+def overrides_of(arguments: Sequence[str]) -> dict[str, Override]:
+    """By key; the command line's over the environment's."""
+    found = {}
+    for name, value in os.environ.items():
+        if name.startswith(ENV_PREFIX):
+            key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            found[key] = Override(key, name, value)
+    for place, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            found[key] = Override(key, f"--{key}", value if equals else "".join(arguments[place + 1 : place + 2]))
+    return found
+
+
+def of_fields(error: ValidationError, path: str, arguments: Sequence[str], known: Mapping[str, FieldInfo]) -> str:
+    """The first field that does not fit, of a recipe of `path` and of what was said on top of it."""
+    first = error.errors()[0]
+    if first["type"] == "value_error":  # of a section's own check, which names value and cure
+        return str(first["ctx"]["error"])
+    key = ".".join(str(part) for part in first["loc"])
+    if new_name(key, known):
+        return f"recipe {path!r}: {_moved(key, known)}"
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        sections = _sections(known)
+        near = nearest_key(key, [*known, *sections])
+        cure = f"did you mean {near!r}?" if near else f"sections are {', '.join(sections)}"
+        return f"{_place(key, path, arguments)}: unknown key {key!r}; {cure}"
+    field = next((each for each in known if key.startswith(f"{each}.")), key)
+    if first["type"] == "missing" and field == key:
+        return f"recipe {path!r}: {key!r} is required; set it in the recipe or with --{key}"
+    if first["type"] == "missing":  # the second of two numbers
+        key, why = field, f"too few values; write it like {_example(known[field])}"
+    else:
+        why = first["msg"].lower()
+    return f"{_place(field, path, arguments)}: {key} = {first['input']!r}: {why}"
+
+
+def of_options(message: str, arguments: Sequence[str], known: Mapping[str, FieldInfo]) -> str:
+    """What pydantic-settings could not read of the command line or the environment."""
+    overrides = overrides_of(arguments)
+    for key in overrides:
+        if new_name(key, known):
+            return _moved(key, known)
+    if unknown := re.search(r"unrecognized arguments: (.*)", message):
+        key = unknown.group(1).split()[0].lstrip("-").split("=")[0]
+        if field := next((each for each in known if key.startswith(f"{each}.")), ""):
+            inner = key.removeprefix(f"{field}.")
+            return f"unknown option --{key}; write --{field} '{{\"{inner}\": VALUE}}'"
+        near = nearest_key(key, known)
+        return f"unknown option --{key}; " + (f"did you mean --{near}?" if near else "options are --section.key VALUE")
+    for override in overrides.values():
+        if override.key in known and not _structured(known[override.key]):
+            continue
+        if _is_named(override.key, message) and (why := _not_json(override.value)):
+            example = _example(known[override.key]) if override.key in known else _OBJECT
+            return f"{override.name} = {override.value!r} is not JSON: {why}; write it like {example}"
+    return "command line: " + " ".join(message.split())
+
+
+def _place(key: str, path: str, arguments: Sequence[str]) -> str:
+    """Where the value of a key was said: the recipe, the command line, or a variable of the environment."""
+    if (override := overrides_of(arguments).get(key)) is None:
+        return f"recipe {path!r}"
+    return "command line" if override.name.startswith("--") else override.name
+
+
+def nearest_key(key: str, known: Iterable[str]) -> str:
+    """The known key most like `key`, with or without the section between; or an empty string."""
+    spellings = {re.sub(r"\..*\.", ".", each): each for each in known} | {each: each for each in known}
+    matches = difflib.get_close_matches(key, spellings, n=1, cutoff=0.4)
+    return spellings[matches[0]] if matches else ""
+
+
+def new_name(key: str, known: Iterable[str]) -> str:
+    """What a field of the learner is called that had no section of its own once; empty for any other key."""
+    section, _, name = key.partition(".")
+    if section != "learner" or "." in name:
+        return ""
+    if name in _RENAMED:
+        return f"learner.{_RENAMED[name]}"
+    found = [each for each in known if re.fullmatch(rf"learner\.\w+\.{re.escape(name)}", each)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _moved(key: str, known: Iterable[str]) -> str:
+    return f"{key} is now called {new_name(key, known)}"
+
+
+def _sections(known: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(key.partition(".")[0] for key in known))
+
+
+def _is_named(key: str, message: str) -> bool:
+    """Whether the message is about this key: it tells the field on the command line, else its section alone."""
+    return f"for {key}:" in message or f'field "{key.partition(".")[0]}"' in message
+
+
+def _not_json(value: str) -> str:
+    """Why it cannot be read; empty if it can."""
+    try:
+        json.loads(value)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _kinds(info: FieldInfo) -> list[Any]:
+    """What the annotation and, where it is a union, its members are: tuple, dict, float."""
+    return [get_origin(kind) or kind for kind in (info.annotation, *get_args(info.annotation))]
+
+
+def _structured(info: FieldInfo) -> bool:
+    return bool({tuple, list, dict} & set(_kinds(info)))
+
+
+def _example(info: FieldInfo) -> str:
+    """JSON for a field that has several values, in the quotes that a shell wants."""
+    said = str(info.annotation)
+    if said.startswith("dict"):
+        return _OBJECT
+    if said.startswith("list[dict"):
+        return "'[{\"name\": 1}]'"
+    if "float" in said or "int" in said:
+        return "'[1, 2]'"
+    choices = [choice for kind in get_args(info.annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
+    return f"'{json.dumps(choices[:1] or ['name'])}'"
