@@ -24,6 +24,7 @@ from actor.loop import EXIT_NO_LEARNER
 from envs.loader import load_env, load_module
 from launch.engines.commands import check_alone, check_host
 from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
+from launch.processes.run_folder import check_run_folder
 from launch.processes.run_logs import RunLogs
 from launch.task_samples import cannot_play, held_out_samples, ready
 from launch.terminal.progress import Progress
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         check_alone(recipe)
         check_host(recipe, options.ranks)
         check_meeting(recipe)
+        check_run_folder(recipe)
         show_random_policy(recipe)
     except ValueError as error:
         return fail(error)

@@ -77,6 +77,9 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         ),
         (MINIMAL, ["--learner.optimizer.freeze", "[vision"], "write it like '[\"vision\"]'"),
         (MINIMAL, ["--learner.optimizer.betas", "0.9"], "learner.optimizer.betas = [0.9]: too few values"),
+        (MINIMAL, ["--run.name", ""], "run.name = ''"),  # its folder would be that of all runs
+        (MINIMAL, ["--run.name", ".."], "run.name = '..'"),
+        (MINIMAL, ["--run.name", "a/b"], "run.name = 'a/b'"),
         (MINIMAL, ["--learner", "{"], "--learner = '{' is not JSON: "),
     ],
 )

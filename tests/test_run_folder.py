@@ -97,3 +97,11 @@ def test_the_learner_says_so_before_anything_heavy_starts(tmp_path: Path) -> Non
     assert f"the run folder {tmp_path / 'colour_tiny'} is in use" in line
     assert f"process {os.getpid()} on {socket.gethostname()}" in line
     assert everything.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["local", "learner"])
+def test_a_folder_that_cannot_be_made_is_named_before_anything_heavy_starts(tmp_path: Path, script: str) -> None:
+    (tmp_path / "file").touch()
+    line, everything = refused(command(script, places(tmp_path, **{"run.dir": tmp_path / "file"})))
+    assert f"the run folder {tmp_path / 'file/colour_tiny'} cannot be used: Not a directory" in line
+    assert "--run.dir" in line and everything.count("\n") == 1

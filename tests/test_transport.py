@@ -273,7 +273,7 @@ def test_an_occupied_port_is_one_line_with_address_and_cure() -> None:
     router.close()
 
 
-@pytest.mark.parametrize("address", ["nonsense", "udp://127.0.0.1:1", "tcp://127.0.0.1:99999"])
+@pytest.mark.parametrize("address", ["nonsense", "udp://127.0.0.1:1", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:5555x"])
 def test_an_address_that_is_none_is_one_line(address: str) -> None:
     with pytest.raises(ValueError, match=r"learner\.bind"):
         Router(address)

@@ -61,8 +61,7 @@ def lock(folder: Path, patience_s: float = PATIENCE_S) -> TextIO:
     """Takes `folder` for as long as the answer is open. ConfigError, within `patience_s`, names who has it."""
     path, deadline = folder / LOCK, time.monotonic() + patience_s
     while True:
-        folder.mkdir(parents=True, exist_ok=True)  # whoever had it may have moved it aside
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
+        file = _opened(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_there(file, path):
@@ -85,6 +84,21 @@ def lock(folder: Path, patience_s: float = PATIENCE_S) -> TextIO:
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
+
+
+def check_run_folder(recipe: Recipe) -> None:
+    """ConfigError unless the run's folder, which is made where it is not there, can be written into."""
+    _opened(Path(recipe.run.dir) / recipe.run.name / LOCK).close()
+
+
+def _opened(path: Path) -> TextIO:
+    """The lock file, in its folder, which whoever had it may have moved aside."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
+    except OSError as error:
+        why = f"{error.strerror} ({error.filename})"
+        raise ConfigError(f"the run folder {path.parent} cannot be used: {why}; choose another --run.dir") from None
 
 
 def _is_there(file: TextIO, path: Path) -> bool:
