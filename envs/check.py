@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from envs.loader import load_env, load_module, system_prompt
+from envs.loader import check_settings, load_env, load_module, system_prompt
 from envs.play import parser, settings
 from shared.types import Sample
 
@@ -65,6 +65,7 @@ def check_env(path: str, args: Mapping[str, Any] | None = None, seed: int = 0, l
     args = {"max_turns": 8, **(args or {})}
     try:
         module, build_env = load_module(path), load_env(path)
+        check_settings(module, args, "--set")
         if not system_prompt(module, args):
             check.notes.append("there is no SYSTEM_PROMPT: the model is told nothing before the first observation")
         if hasattr(module, "episode_reward") and not callable(module.episode_reward):

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from envs.base import Env, Info, Observation, metadata_of, setting
+from envs.base import Env, Info, Observation, metadata_of, setting, with_config
+from envs.geometry import triangles
 from envs.geometry.reading import read_accuracy
 from envs.geometry.triangles import Problem, make_problem
 from envs.math_grading.normalize import last_box
@@ -24,6 +25,7 @@ SYSTEM_PROMPT = (
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> Geo3kEnv:
     """The environment of a sample. ValueError if the sample has neither a label nor a seed."""
+    args = with_config(sample, args)
     label, problem = task_of(sample, args)
     return Geo3kEnv(label, problem, settings_of(args))
 
@@ -47,6 +49,9 @@ class GradeSettings:
     def __post_init__(self) -> None:
         if self.reward_model not in ("default", "geo3k"):
             raise ValueError(f"reward_model is {self.reward_model!r}: use default or geo3k")
+
+
+SETTINGS = triangles.SETTINGS | {field.name for field in fields(GradeSettings)}  # of env.args and data.variants
 
 
 def settings_of(args: Any) -> GradeSettings:

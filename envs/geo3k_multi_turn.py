@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from envs.base import Info, Observation, setting
-from envs.geo3k import Geo3kEnv, GradeSettings, episode_reward, settings_of, task_of, verdict_metrics
+from envs.base import Info, Observation, setting, with_config
+from envs.geo3k import SETTINGS, Geo3kEnv, GradeSettings, episode_reward, settings_of, task_of, verdict_metrics
 from envs.geometry.tool_call import ToolCall, parse_tool_call
 from envs.geometry.triangles import Problem
 from envs.math_grading.normalize import last_box, normalize
 
-__all__ = ["SYSTEM_PROMPT", "build_env", "episode_reward"]
+__all__ = ["SETTINGS", "SYSTEM_PROMPT", "build_env", "episode_reward"]
 
 TOOLS = ("calc_score", "calc_geo3k_reward")
 FORM = '<tool_call>{"name": "calc_score", "arguments": {"answer": "<digits>"}}</tool_call>'
@@ -31,6 +31,7 @@ SYSTEM_PROMPT = (
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> Geo3kToolEnv:
     """The environment of a sample. ValueError if the sample has neither a label nor a seed, or max_turns is below 1."""
+    args = with_config(sample, args)
     label, problem = task_of(sample, args)
     max_turns = int(setting(args, "max_turns", 3))
     if max_turns < 1:

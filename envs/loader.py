@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +53,18 @@ def system_prompt(module: ModuleType, args: Any) -> str:
     if hasattr(module, "system_prompt"):
         return str(module.system_prompt(args))
     return str(getattr(module, "SYSTEM_PROMPT", ""))
+
+
+def check_settings(module: ModuleType, names: Iterable[str], place: str) -> None:
+    """ValueError if the module has `SETTINGS`, the names that its `build_env` reads of `args`, and one of `names` is
+    none of them; `place` has it. `system_prompt` and `max_turns` are every module's."""
+    known = getattr(module, "SETTINGS", None)
+    for name in names:
+        if known is None or name in known or name in ("system_prompt", "max_turns"):
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        cure = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known)) or 'none'}"
+        raise ValueError(f"{place}: {module.__name__} has no setting {name!r}; {cure}")
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -21,7 +21,7 @@ from PIL import Image
 
 from envs.base import total_turn_reward
 from envs.datasets import load_dataset, with_images
-from envs.loader import load_env, load_module, system_prompt
+from envs.loader import check_settings, load_env, load_module, system_prompt
 from shared.types import Sample
 
 
@@ -71,6 +71,7 @@ def start(options: argparse.Namespace) -> tuple[ModuleType, Any, list[dict[str, 
     """The module, the environment and the messages before the first observation. ValueError on the user's mistakes."""
     args = settings(options)
     module, build_env = load_module(options.module), load_env(options.module)
+    check_settings(module, args, "--set")
     prompt = system_prompt(module, args)
     if options.data:
         samples = load_dataset(options.data, system_prompt=prompt).samples

@@ -60,12 +60,18 @@ class SokobanSettings:
         if self.max_actions_per_step < 1 or self.max_steps < 1:
             raise ValueError("max_actions_per_step and max_steps must be at least 1")
 
+        if self.min_solution > self.max_solution:
+            raise ValueError(f"min_solution = {self.min_solution} is above max_solution = {self.max_solution}")
+
     def spec(self) -> BoardSpec:
         size = self.grid_size
         sizes = [(size, size)] if isinstance(size, int) else [size] if isinstance(size[0], int) else size
         boxes = (self.num_boxes,) if isinstance(self.num_boxes, int) else tuple(self.num_boxes)
         pairs = tuple((int(height), int(width)) for height, width in sizes)
         return BoardSpec(pairs, boxes, self.wall_chance, self.min_solution, self.max_solution, self.split)
+
+
+SETTINGS = frozenset(field.name for field in fields(SokobanSettings))  # of env.args and data.variants
 
 
 def system_prompt(args: Any = None) -> str:

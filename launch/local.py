@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of the learner")
     recipe, options = parse(parser, argv)
     try:
+        if options.ranks < 1:
+            raise ConfigError(f"--ranks {options.ranks}: at least 1")
         recipe = ready(recipe)
         check_alone(recipe)
         check_host(recipe, options.ranks)

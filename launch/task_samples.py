@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from envs.datasets import load_dataset
-from envs.loader import load_env, load_function, load_module, system_prompt
+from envs.loader import check_settings, load_env, load_function, load_module, system_prompt
 from launch.hub import with_local_model
 from learner.tickets.sources import ListSource, SampleSource, SeedSource
 from shared.config import ConfigError, Recipe
@@ -24,18 +24,31 @@ def ready(recipe: Recipe) -> Recipe:
 
 
 def check_env(recipe: Recipe) -> None:
-    """Loads the environment's module and builds one, and loads the recipe's functions. ValueError if that fails."""
-    build_env = load_env(recipe.env.module)
+    """Loads the environment's module and builds one, and one of each variant; loads the recipe's functions. ValueError
+    if that fails, or for a setting that the module does not know."""
+    load_env(recipe.env.module)
     for function in (recipe.env.reward, recipe.rollout.path):
         if function:
             load_function(function)
     if recipe.reward.url and not recipe.reward.url.startswith(("http://", "https://")):
         raise ConfigError(f"reward.url = {recipe.reward.url!r}: write it as http://host:port/path")
+    if "max_turns" in recipe.env.args:
+        raise ConfigError(f"env.args has max_turns = {recipe.env.args['max_turns']!r}: set env.max_turns")
+    check_build(recipe, "env.args", {})
+    for variant in recipe.data.variants:
+        check_build(recipe, f"data.variants = {variant}", variant)
+
+
+def check_build(recipe: Recipe, place: str, variant: dict[str, Any]) -> None:
+    """ValueError, naming `place`, if the environment cannot be built with `variant` over `env.args`."""
+    if not recipe.rollout.path:  # which may have settings of its own
+        check_settings(load_module(recipe.env.module), variant or recipe.env.args, place)
+    sample = Sample("check", metadata={"seed": 0} | ({"env_config": variant} if variant else {}))
     try:
-        build_env(sample=Sample("check", metadata={"seed": 0}), args=recipe.env.args).close()
+        load_env(recipe.env.module)(sample=sample, args=recipe.env.args).close()
     except Exception as error:
         words = f"{type(error).__name__}: {error}"
-        raise ValueError(f"env.module = {recipe.env.module!r}: build_env failed with env.args: {words}") from error
+        raise ValueError(f"env.module = {recipe.env.module!r}: build_env failed with {place}: {words}") from error
 
 
 def prompt(recipe: Recipe) -> tuple[dict[str, Any], ...]:

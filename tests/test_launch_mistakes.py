@@ -47,6 +47,11 @@ def test_a_users_mistake_is_one_line(tmp_path, script, fields, expected):
     assert expected in run(script, tmp_path, **fields)[0]
 
 
+def test_a_learner_of_no_rank_is_refused(tmp_path):
+    line, _ = refused([*command("local", places(tmp_path)), "--ranks", "0"])
+    assert line == "error: --ranks 0: at least 1"
+
+
 @pytest.mark.parametrize("script", ["learner", "local", "evaluate"])
 def test_a_dataset_without_a_column_is_one_line_with_those_that_it_has(tmp_path, script):
     path = tmp_path / "rows.jsonl"

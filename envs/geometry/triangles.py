@@ -21,6 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 from envs.base import setting
 from envs.datasets import data_uri
 
+SETTINGS = frozenset({"kinds", "angle_step", "picture_pixels", "text_grid"})
 _TRIPLES = ((3, 4, 5), (6, 8, 10), (5, 12, 13), (8, 15, 17), (9, 12, 15), (12, 16, 20), (7, 24, 25), (20, 21, 29))
 Point = tuple[float, float]
 
