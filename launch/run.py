@@ -18,6 +18,7 @@ import os
 from launch.processes.children import Stopped
 from launch.task_run.request import parser, request
 from launch.task_run.session import on_cpu, on_gpus
+from launch.task_samples import check_env
 from shared.config import fail
 
 
@@ -25,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     options, overrides = parser(__doc__).parse_known_args(argv)
     try:
         asked = request(options, overrides)
+        check_env(asked.recipe)
         return (on_cpu if asked.on_cpu else on_gpus)(asked, options)
     except ValueError as error:
         return fail(error)

@@ -80,7 +80,7 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--run.name", ""], "run.name = ''"),  # its folder would be that of all runs
         (MINIMAL, ["--run.name", ".."], "run.name = '..'"),
         (MINIMAL, ["--run.name", "a/b"], "run.name = 'a/b'"),
-        (MINIMAL, ["--learner", "{"], "--learner = '{' is not JSON: "),
+        (MINIMAL, ["--learner", "{"], "--learner = '{': learner is a section; set a field of it, such as learner.bind"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_value_and_cure(

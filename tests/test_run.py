@@ -182,7 +182,9 @@ def test_a_saved_recipe_is_the_one_that_would_run(capsys, tmp_path) -> None:
     saved, words = tmp_path / "r.toml", ["geo3k_multi_turn", "--model", SMALL, "--gpus", 8]
     words += [
         "--env.args",
-        '{"tolerance": 0.05, "a b": ["\u00fc", true]}',
+        '{"tolerance": 0.05}',
+        "--engine.flags",
+        '{"a b": ["\u00fc", true]}',
         "--learner.objective.mask_token_ratio",
         "[0.5, 2]",
     ]
@@ -219,6 +221,7 @@ def test_a_task_for_gpus_has_a_small_twin_to_be_told_of(task) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["geo3k", "--env.args", '{"tolerence": 1}'], "has no setting 'tolerence'; did you mean 'tolerance'?"),
         (["sokobann"], "unknown task 'sokobann': the tasks are colour_tiny, geo3k, "),
         (["sokoban", "--model", "Qwen3-VL-9B"], f"folder of a Qwen-VL model, or one of {SMALL}, "),
         (["sokoban", "--model", "launch"], "unknown model 'launch'"),

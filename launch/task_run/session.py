@@ -18,7 +18,6 @@ from launch.task_run.places import check_data, download_command, fetch
 from launch.task_run.planning import Job, fewest, plan
 from launch.task_run.recipe_file import save
 from launch.task_run.request import SOKOBAN, Request
-from launch.task_samples import check_env
 from shared.config import ConfigError
 
 
@@ -125,7 +124,6 @@ def _end(asked: Request, options: argparse.Namespace, ranks: int, commands: Sequ
                 "\n".join(["", "without --dry-run:", *(f"  {command}" for command in [*before, *commands])]), flush=True
             )
         return 0
-    check_env(asked.recipe)
     check_host(asked.recipe, ranks)
     from launch import local, prepare  # what a dry run does without
 

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "PRONK_"
-_OBJECT = "'{\"name\": 1}'"
 _RENAMED = {
     "objective": "objective.name",
     "optimizer": "optimizer.name",
@@ -87,11 +86,14 @@ def of_options(message: str, arguments: Sequence[str], known: Mapping[str, Field
             return f"unknown option --{key}; write --{field} '{{\"{inner}\": VALUE}}'"
         near = nearest_key(key, known)
         return f"unknown option --{key}; " + (f"did you mean --{near}?" if near else "options are --section.key VALUE")
-    for override in overrides.values():
-        if override.key in known and not _structured(known[override.key]):
+    for key, override in overrides.items():
+        if not _is_named(key, message) or not (why := _not_json(override.value)):
             continue
-        if _is_named(override.key, message) and (why := _not_json(override.value)):
-            example = _example(known[override.key]) if override.key in known else _OBJECT
+        if key in _sections(known):
+            field = next(each for each in known if each.startswith(f"{key}."))
+            return f"{override.name} = {override.value!r}: {key} is a section; set a field of it, such as {field}"
+        if key in known and _structured(known[key]):
+            example = _example(known[key])
             return f"{override.name} = {override.value!r} is not JSON: {why}; write it like {example}"
     return "command line: " + " ".join(message.split())
 
@@ -156,7 +158,7 @@ def _example(info: FieldInfo) -> str:
     """JSON for a field that has several values, in the quotes that a shell wants."""
     said = str(info.annotation)
     if said.startswith("dict"):
-        return _OBJECT
+        return "'{\"name\": 1}'"
     if said.startswith("list[dict"):
         return "'[{\"name\": 1}]'"
     if "float" in said or "int" in said:
