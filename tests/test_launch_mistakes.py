@@ -39,6 +39,7 @@ def engine_that_says(answer):
         ("actors", {"engine.router": "http://router:30000"}, "engine.urls"),
         ("local", {"learner.objective.name": "trpo"}, "learner.objective.name = 'trpo'"),
         ("local", {"learner.bind": "tcp://127.0.0.1:6000"}, "give both the same port"),
+        ("local", {"learner.device": "cuda"}, "learner.device = 'cuda' with 1 ranks: torch sees 0 GPUs here"),
         ("local", {"engine.count": 0}, "engine.count = 0 is for one host of several"),
         ("evaluate", {"actor.groups": 0}, "actor.groups = 0 is for one host of several"),
     ],

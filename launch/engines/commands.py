@@ -50,12 +50,18 @@ def engine_specs(recipe: Recipe) -> tuple[EngineSpec, ...]:
 
 
 def check_host(recipe: Recipe, num_ranks: int = 0) -> tuple[EngineSpec, ...]:
-    """The engines to start. ConfigError for those that cannot be, beside `num_ranks` ranks of the learner here."""
+    """The engines to start. ConfigError for those that cannot be, beside `num_ranks` ranks of the learner here, and for
+    ranks without a GPU of their own."""
     if recipe.engine.elsewhere:
         return ()
     check_reach(recipe)
     if recipe.engine.shares_gpu:
         check_shared(recipe.engine, recipe.learner.device, num_ranks)
+    if num_ranks and recipe.learner.device == "cuda" and (seen := num_visible()) < num_ranks:
+        raise ConfigError(
+            f"learner.device = 'cuda' with {num_ranks} ranks: torch sees {seen} GPUs here; start fewer ranks, or set "
+            "learner.device to 'cpu'"
+        )
     specs = engine_specs(recipe)
     check_ports(recipe)
     if not recipe.engine.shares_gpu and recipe.engine.device == recipe.learner.device == "cuda":
