@@ -98,6 +98,8 @@ def test_a_mistake_is_one_line_that_names_value_and_cure(
         ("PRONK_ENGINE__URLS", "http://a", "PRONK_ENGINE__URLS = 'http://a' is not JSON: "),
         ("PRONK_LEARNER__OPTIMIZER__BETAS", "(0.9, 0.95)", "write it like '[1, 2]'"),
         ("PRONK_LEARNER__TOTAL_STEPS", "x", "PRONK_LEARNER__TOTAL_STEPS: learner.total_steps = 'x'"),
+        ("PRONK_LERNER__TOTAL_STEPS", "4", "unknown section 'lerner'; did you mean PRONK_LEARNER__TOTAL_STEPS?"),
+        ("PRONK_ZZ__QQ", "4", "PRONK_ZZ__QQ: unknown section 'zz'; sections are run, model, env, "),
         ("PRONK_LEARNER__TOTAL_STEP", "4", "PRONK_LEARNER__TOTAL_STEP: unknown key 'learner.total_step'; did you mean"),
     ],
 )

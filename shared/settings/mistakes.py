@@ -50,6 +50,18 @@ def overrides_of(arguments: Sequence[str]) -> dict[str, Override]:
     return found
 
 
+def of_environment(known: Mapping[str, FieldInfo]) -> str:
+    """A variable that would be a field's if its section were one; empty if there is none. The sources of the settings
+    pass over it. Variables without a double underscore are no fields."""
+    for key, override in overrides_of(()).items():
+        section, _, field = key.partition(".")
+        if field and section not in _sections(known):
+            near = nearest_key(key, known)
+            cure = f"did you mean {_variable(near)}?" if near else f"sections are {', '.join(_sections(known))}"
+            return f"{override.name}: unknown section {section!r}; {cure}"
+    return ""
+
+
 def of_fields(error: ValidationError, path: str, arguments: Sequence[str], known: Mapping[str, FieldInfo]) -> str:
     """The first field that does not fit, of a recipe of `path` and of what was said on top of it."""
     first = error.errors()[0]
@@ -96,6 +108,10 @@ def of_options(message: str, arguments: Sequence[str], known: Mapping[str, Field
             example = _example(known[key])
             return f"{override.name} = {override.value!r} is not JSON: {why}; write it like {example}"
     return "command line: " + " ".join(message.split())
+
+
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.upper().replace(".", "__")
 
 
 def _place(key: str, path: str, arguments: Sequence[str]) -> str:
