@@ -7,7 +7,7 @@ Every policy loss is the same gradient, -w A grad(log pi), summed over tokens, a
     ppo        q - V (GAE)        token or turn    min(pg_rho_bar, ratio), 0 where clipped
     grpo       group-relative     token            min(pg_rho_bar, ratio), 0 where clipped
     gspo       group-relative     whole episode    min(pg_rho_bar, ratio), 0 where clipped
-    cispo      group-relative     token            ratio held inside [1 - clip_low, 1 + clip_high], never 0
+    cispo      group-relative     token            min(1 + clip_high, ratio), never 0
 
 The ratio is pi/mu, mu the behaviour logprobs of the wire. With `proximal = "learner"` it is pi/prox, prox being the
 policy as the step began, and w = min(pg_rho_bar, prox/mu) ratio. DAPO (Yu et al., 2025) is `grpo` with
@@ -17,6 +17,7 @@ suffixes: N = sampled tokens of one microbatch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -97,11 +98,15 @@ def gspo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> L
 
 
 def cispo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
-    """The importance weight is clipped, no token loses its gradient (MiniMax-M1, 2025, equations 4 and 5)."""
-    ratios_N = (tokens.logprobs - tokens.behaviour_logprobs).detach().exp()
-    held_N = ratios_N.clamp(1 - config.clip_low, 1 + config.clip_high)
-    term = policy_term(tokens.logprobs, held_N.log(), tokens.advantages)
-    return _loss(tokens, config, PolicyTerm(term.loss_N, held_N != ratios_N), tokens.advantages)
+    """The importance weight is clipped, no token loses its gradient (MiniMax-M1, 2025, equations 4 and 5).
+
+    It has no floor, as in that paper's experiments and in ScaleRL (Khatri et al., 2025): a token that the policy has
+    left would go on being pushed away with the floor's weight, ever farther.
+    """
+    log_ratios_N = (tokens.logprobs - tokens.behaviour_logprobs).detach()
+    held_N = log_ratios_N.clamp(max=math.log1p(config.clip_high))
+    term = policy_term(tokens.logprobs, held_N, tokens.advantages)
+    return _loss(tokens, config, PolicyTerm(term.loss_N, held_N != log_ratios_N), tokens.advantages)
 
 
 Objective = Callable[[Tokens, ObjectiveConfig, Scaling], Loss]

@@ -52,8 +52,8 @@ class ObjectiveConfig(Section):
         "geometric",
         description="vtrace, ppo by turns: rho of a turn is this of its tokens' (product: exact, large variance)",
     )
-    clip_low: float = Field(0.2, ge=0, le=1, description="ratios below 1 - clip_low get no gradient (cispo: are held)")
-    clip_high: float = Field(0.28, ge=0, description="ratios above 1 + clip_high get no gradient (cispo: are held)")
+    clip_low: float = Field(0.2, ge=0, le=1, description="ratios below 1 - clip_low get no gradient (cispo: all do)")
+    clip_high: float = Field(0.28, ge=0, description="ratios above 1 + clip_high get no gradient (cispo: count as it)")
     dual_clip: float | None = Field(None, gt=1, description="no gradient for bad tokens of a ratio above; null = any")
     vtrace_clip: bool = Field(False, description="vtrace: clip as the three above say, beside pg_rho_bar")
     divide_by_std: bool = Field(True, description="group-relative: divide advantages by the group's deviation")

@@ -72,7 +72,7 @@ def gspo(episodes: list[Episode], config) -> torch.Tensor:
 def cispo(episodes: list[Episode], config) -> torch.Tensor:
     terms = []
     for e in episodes:
-        weight = (e["logprobs"] - e["behaviour"]).exp().clamp(1 - config.clip_low, 1 + config.clip_high).detach()
+        weight = (e["logprobs"] - e["behaviour"]).exp().clamp(max=1 + config.clip_high).detach()
         terms.append(-weight * e["advantage"] * e["logprobs"])
     return aggregate(terms, config, kept_tokens(episodes, config))
 
