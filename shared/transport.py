@@ -101,9 +101,8 @@ def _receive(socket: zmq.Socket, limits: Limits, sealed_bytes: int = 0) -> Recei
 
 
 def _opened(action: Callable[[str], object], address: str, field: str, cure: str) -> None:
-    port = address.rpartition(":")[2]
+    port = address.rpartition(":")[2]  # which ZeroMQ takes modulo 65536, and 22x for 22
     if address.startswith("tcp://") and port.strip("*") and not (port.isdecimal() and int(port) <= 65535):
-        # ZeroMQ itself takes the number modulo 65536, and 22x for 22
         raise ValueError(f"{field} = {address!r}: there is no port {port}; {cure}")
     try:
         action(address)

@@ -180,14 +180,8 @@ def test_the_commands_of_several_hosts_give_each_host_its_part(capsys) -> None:
 
 def test_a_saved_recipe_is_the_one_that_would_run(capsys, tmp_path) -> None:
     saved, words = tmp_path / "r.toml", ["geo3k_multi_turn", "--model", SMALL, "--gpus", 8]
-    words += [
-        "--env.args",
-        '{"tolerance": 0.05}',
-        "--engine.flags",
-        '{"a b": ["\u00fc", true]}',
-        "--learner.objective.mask_token_ratio",
-        "[0.5, 2]",
-    ]
+    words += ["--env.args", '{"tolerance": 0.05}', "--engine.flags", '{"a b": ["\u00fc", true]}']
+    words += ["--learner.objective.mask_token_ratio", "[0.5, 2]"]
     _, out, _ = dry(capsys, *words)
     shown = command(out, "launch/local.py")
     code, out, _ = dry(capsys, *words, "--save", saved)
