@@ -72,12 +72,6 @@ def metadata_of(sample: Any) -> dict[str, Any]:
     return dict(getattr(sample, "metadata", None) or {})
 
 
-def with_config(sample: Any, args: Any) -> Any:
-    """`args` with what the sample's own env_config has of them."""
-    config = metadata_of(sample).get("env_config")
-    return {**(args or {}), **config} if config else args
-
-
 def total_turn_reward(infos: list[Info]) -> float:
     """Sum of the turns' rewards: the episode reward of an environment that states none."""
     return float(sum(float(info.get("reward", 0.0)) for info in infos))

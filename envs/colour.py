@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -12,7 +13,14 @@ from envs.base import Env, Info, Observation, metadata_of
 COLOURS = {"red": (220, 40, 40), "green": (50, 190, 70), "blue": (50, 80, 220), "yellow": (235, 200, 40)}
 SYSTEM_PROMPT = "Name the colour of the square: red, green, blue or yellow. Answer with one word."
 PIXELS = 32
-SETTINGS = frozenset[str]()  # of env.args
+
+
+@dataclass(frozen=True, slots=True)
+class ColourSettings:
+    """There are none."""
+
+
+SETTINGS = ColourSettings
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> ColourEnv:

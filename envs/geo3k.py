@@ -7,15 +7,15 @@ sample, the problem of seed 0 is drawn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from envs.base import Env, Info, Observation, metadata_of, setting, with_config
-from envs.geometry import triangles
+from envs.base import Env, Info, Observation, metadata_of
 from envs.geometry.reading import read_accuracy
-from envs.geometry.triangles import Problem, make_problem
+from envs.geometry.triangles import Problem, TriangleSettings, make_problem
 from envs.math_grading.normalize import last_box
 from envs.math_reward import LIMIT_S, Verdict, reward_function
+from envs.settings import read_settings
 
 SYSTEM_PROMPT = (
     "Solve the geometry problem about the image. Think step by step, then give the final answer in \\boxed{}, "
@@ -25,14 +25,13 @@ SYSTEM_PROMPT = (
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> Geo3kEnv:
     """The environment of a sample. ValueError if the sample has neither a label nor a seed."""
-    args = with_config(sample, args)
-    label, problem = task_of(sample, args)
-    return Geo3kEnv(label, problem, settings_of(args))
+    settings = read_settings(GeometrySettings, sample, args)
+    return Geo3kEnv(*task_of(sample, settings), settings)
 
 
 @dataclass(frozen=True, slots=True)
-class GradeSettings:
-    """How an answer becomes a reward; each field is a setting of `env.args`.
+class GeometrySettings(TriangleSettings):
+    """How a problem without a label is drawn, and how an answer becomes a reward.
 
     `reward_model` "default" is the math reward, 1 for a right answer and 0 otherwise; "geo3k" is 0.9 x right +
     0.1 x form, where form is 1 for a response with <think>...</think> and, after it, an answer in a box. `tolerance`
@@ -47,18 +46,17 @@ class GradeSettings:
     diagnostics: bool = False  # of drawn problems: also measures whether `<think>` is right (envs.geometry.reading)
 
     def __post_init__(self) -> None:
+        TriangleSettings.__post_init__(self)
+        if self.grade_limit_s <= 0:
+            raise ValueError(f"grade_limit_s is {self.grade_limit_s}: use seconds above 0")
         if self.reward_model not in ("default", "geo3k"):
             raise ValueError(f"reward_model is {self.reward_model!r}: use default or geo3k")
 
 
-SETTINGS = triangles.SETTINGS | {field.name for field in fields(GradeSettings)}  # of env.args and data.variants
+SETTINGS = GeometrySettings
 
 
-def settings_of(args: Any) -> GradeSettings:
-    return GradeSettings(**{field.name: setting(args, field.name, field.default) for field in fields(GradeSettings)})
-
-
-def task_of(sample: Any, args: Any) -> tuple[str, Problem | None]:
+def task_of(sample: Any, settings: TriangleSettings) -> tuple[str, Problem | None]:
     """The label of a sample and, where the problem is not in its prompt, the drawn problem."""
     label = getattr(sample, "label", None)
     if label is not None:
@@ -66,7 +64,7 @@ def task_of(sample: Any, args: Any) -> tuple[str, Problem | None]:
     metadata: dict[str, Any] = {"seed": 0} if sample is None else metadata_of(sample)
     if "seed" not in metadata:
         raise ValueError("a geometry sample needs a label, or a seed in its metadata for a drawn problem")
-    problem = make_problem(metadata["seed"], args, metadata.get("split", ""))
+    problem = make_problem(metadata["seed"], settings, metadata.get("split", ""))
     return problem.answer, problem
 
 
@@ -96,7 +94,7 @@ def verdict_metrics(verdict: Verdict) -> dict[str, float]:
 class Geo3kEnv(Env):
     """One problem; `written` collects what the model wrote, which is all that is ever graded."""
 
-    def __init__(self, label: str, problem: Problem | None, settings: GradeSettings) -> None:
+    def __init__(self, label: str, problem: Problem | None, settings: GeometrySettings) -> None:
         self.label, self.problem, self.settings = label, problem, settings
         self.reset()
 

@@ -2,20 +2,21 @@ r"""Geometry problems over several turns, with a tool that scores an answer befo
 
 Each turn may call `calc_score`; the environment answers with the score and what to do next. A turn without a call ends
 the episode, as does the last turn. What counts is the last \boxed{} the model wrote; the tool's score is not part of
-the reward. Settings: `max_turns` (3), and those of `envs.geo3k`; here `format_reward` is given once for a call that
-could be executed.
+the reward. `format_reward` is given once, for a call that could be executed.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from envs.base import Info, Observation, setting, with_config
-from envs.geo3k import SETTINGS, Geo3kEnv, GradeSettings, episode_reward, settings_of, task_of, verdict_metrics
+from envs.base import Info, Observation
+from envs.geo3k import Geo3kEnv, GeometrySettings, episode_reward, task_of, verdict_metrics
 from envs.geometry.tool_call import ToolCall, parse_tool_call
 from envs.geometry.triangles import Problem
 from envs.math_grading.normalize import last_box, normalize
+from envs.settings import read_settings
 
 __all__ = ["SETTINGS", "SYSTEM_PROMPT", "build_env", "episode_reward"]
 
@@ -29,21 +30,32 @@ SYSTEM_PROMPT = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ToolSettings(GeometrySettings):
+    """Those of `envs.geo3k`, and how many turns an episode has."""
+
+    max_turns: int = 3
+
+    def __post_init__(self) -> None:
+        GeometrySettings.__post_init__(self)
+        if self.max_turns < 1:
+            raise ValueError(f"max_turns is {self.max_turns}: use at least 1")
+
+
+SETTINGS = ToolSettings
+
+
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> Geo3kToolEnv:
     """The environment of a sample. ValueError if the sample has neither a label nor a seed, or max_turns is below 1."""
-    args = with_config(sample, args)
-    label, problem = task_of(sample, args)
-    max_turns = int(setting(args, "max_turns", 3))
-    if max_turns < 1:
-        raise ValueError(f"max_turns is {max_turns}: use at least 1")
-    return Geo3kToolEnv(label, problem, settings_of(args), max_turns)
+    settings = read_settings(ToolSettings, sample, args)
+    return Geo3kToolEnv(*task_of(sample, settings), settings)
 
 
 class Geo3kToolEnv(Geo3kEnv):
     """One problem with the scoring tool."""
 
-    def __init__(self, label: str, problem: Problem | None, settings: GradeSettings, max_turns: int) -> None:
-        self.max_turns = max_turns
+    def __init__(self, label: str, problem: Problem | None, settings: ToolSettings) -> None:
+        self.max_turns = settings.max_turns
         super().__init__(label, problem, settings)
 
     def reset(self) -> tuple[Observation, Info]:

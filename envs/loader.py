@@ -7,12 +7,14 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from envs.base import setting
+from envs.settings import read_settings
 
 
 def load_module(path: str) -> ModuleType:
@@ -55,16 +57,23 @@ def system_prompt(module: ModuleType, args: Any) -> str:
     return str(getattr(module, "SYSTEM_PROMPT", ""))
 
 
-def check_settings(module: ModuleType, names: Iterable[str], place: str) -> None:
-    """ValueError if the module has `SETTINGS`, the names that its `build_env` reads of `args`, and one of `names` is
-    none of them; `place` has it. `system_prompt` and `max_turns` are every module's."""
-    known = getattr(module, "SETTINGS", None)
-    for name in names:
-        if known is None or name in known or name in ("system_prompt", "max_turns"):
+def check_settings(module: ModuleType, values: Mapping[str, Any], place: str) -> None:
+    """ValueError if the module has `SETTINGS`, a dataclass, and one of `values` is none of its fields, or does not fit
+    there; `place` has it. `system_prompt` and `max_turns` are every module's."""
+    kind = getattr(module, "SETTINGS", None)
+    if kind is None:
+        return
+    known = [field.name for field in fields(kind)]
+    for name in values:
+        if name in known or name in ("system_prompt", "max_turns"):
             continue
         near = difflib.get_close_matches(name, known, n=1)
         cure = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known)) or 'none'}"
         raise ValueError(f"{place}: {module.__name__} has no setting {name!r}; {cure}")
+    try:
+        read_settings(kind, None, values)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -7,7 +7,7 @@ fields of the public dataset. Settings, from weak to strong: the defaults, `args
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -17,6 +17,7 @@ from envs.boards.generate import BoardSpec, make_board
 from envs.boards.reading import moves_with_states, reading
 from envs.boards.render import render
 from envs.boards.solver import optimal_first_moves
+from envs.settings import read_settings
 
 _RULES = (
     "You push a box by walking into it; you cannot pull, nor push two boxes or into a wall. "
@@ -39,12 +40,13 @@ _SEPARATORS = re.compile(r"[,;\s]+")
 
 @dataclass(frozen=True, slots=True)
 class SokobanSettings:
-    """`grid_size` is [rows, columns] or a list of such; `num_boxes` a number or a list: each board draws one."""
+    """`grid_size` is [rows, columns], one number for both, or a list of pairs; `num_boxes` a number or a list. Of a
+    list each board draws one."""
 
     render_mode: str = "vision"  # "vision" or "text"
     pixels_per_cell: int = 64
-    grid_size: Any = (6, 6)
-    num_boxes: Any = 1
+    grid_size: int | tuple[int, int] | list[tuple[int, int]] = (6, 6)
+    num_boxes: int | list[int] = 1
     wall_chance: float = 0.05
     max_steps: int = 100
     max_actions_per_step: int = 3
@@ -59,19 +61,19 @@ class SokobanSettings:
             raise ValueError(f"render_mode is {self.render_mode!r}: use 'vision' or 'text'")
         if self.max_actions_per_step < 1 or self.max_steps < 1:
             raise ValueError("max_actions_per_step and max_steps must be at least 1")
-
+        if self.grid_size == [] or self.num_boxes == []:
+            raise ValueError("grid_size and num_boxes must not be empty")
         if self.min_solution > self.max_solution:
             raise ValueError(f"min_solution = {self.min_solution} is above max_solution = {self.max_solution}")
 
-    def spec(self) -> BoardSpec:
-        size = self.grid_size
-        sizes = [(size, size)] if isinstance(size, int) else [size] if isinstance(size[0], int) else size
-        boxes = (self.num_boxes,) if isinstance(self.num_boxes, int) else tuple(self.num_boxes)
-        pairs = tuple((int(height), int(width)) for height, width in sizes)
-        return BoardSpec(pairs, boxes, self.wall_chance, self.min_solution, self.max_solution, self.split)
+    def spec(self, split: str = "") -> BoardSpec:
+        size, boxes = self.grid_size, self.num_boxes
+        sizes = [(size, size)] if isinstance(size, int) else [size] if isinstance(size, tuple) else size
+        numbers = (boxes,) if isinstance(boxes, int) else tuple(boxes)
+        return BoardSpec(tuple(sizes), numbers, self.wall_chance, self.min_solution, self.max_solution, split)
 
 
-SETTINGS = frozenset(field.name for field in fields(SokobanSettings))  # of env.args and data.variants
+SETTINGS = SokobanSettings
 
 
 def system_prompt(args: Any = None) -> str:
@@ -82,15 +84,12 @@ def system_prompt(args: Any = None) -> str:
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> SokobanEnv:
     """The environment of a sample; without a sample, that of seed 0. ValueError on settings that admit no board."""
     metadata = metadata_of(sample)
-    config = dict(metadata.get("env_config") or {})
-    values = {
-        field.name: setting(config, field.name, setting(args, field.name, field.default))
-        for field in fields(SokobanSettings)
-    }
-    settings = SokobanSettings(**{**values, "split": metadata.get("split", values["split"])})
+    config = metadata.get("env_config") or {}
+    settings = read_settings(SokobanSettings, sample, args)
     if config.get("initial_base_grid") is not None:
         return SokobanEnv(board_from_config(config), settings)
-    return SokobanEnv(make_board(int(metadata.get("seed", 0)), settings.spec()), settings)
+    spec = settings.spec(metadata.get("split", settings.split))
+    return SokobanEnv(make_board(int(metadata.get("seed", 0)), spec), settings)
 
 
 def episode_reward(env: SokobanEnv) -> float:

@@ -93,7 +93,7 @@ def problems(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[di
     if options.make:
         held = heldout_of(options, options.make)
         parts = ((options.make - held, "train"), (held, "heldout"))
-        train, heldout = (list(triangles.rows(n, None, split, options.seed)) for n, split in parts)
+        train, heldout = (list(triangles.rows(n, split, options.seed)) for n, split in parts)
         return train, heldout, "all drawn"
     files, held_files = sources(options)
     read = problem_data.read_problems(files, Progress("rows"))

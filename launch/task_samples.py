@@ -42,7 +42,7 @@ def check_env(recipe: Recipe) -> None:
 def check_build(recipe: Recipe, place: str, variant: dict[str, Any]) -> None:
     """ValueError, naming `place`, if the environment cannot be built with `variant` over `env.args`."""
     if not recipe.rollout.path:  # which may have settings of its own
-        check_settings(load_module(recipe.env.module), variant or recipe.env.args, place)
+        check_settings(load_module(recipe.env.module), {**recipe.env.args, **variant}, place)
     sample = Sample("check", metadata={"seed": 0} | ({"env_config": variant} if variant else {}))
     try:
         load_env(recipe.env.module)(sample=sample, args=recipe.env.args).close()

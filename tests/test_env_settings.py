@@ -1,15 +1,18 @@
-"""A setting that the environment does not know is refused, with the nearest that it does."""
+"""A setting that the environment does not know, or of another type, is refused with the cure before a run starts."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from envs import geo3k, geo3k_multi_turn
 from envs.check import check_env as check_contract
 from envs.play import main as play
+from envs.settings import read_settings
+from envs.sokoban import SokobanSettings
 from launch.task_samples import check_env
 from shared.config import Recipe, load_recipe
 from shared.types import Sample
@@ -46,6 +49,26 @@ def test_every_recipe_sets_what_its_environment_knows(path: Path) -> None:
         ("envs.geo3k_multi_turn", {"max_turns": 2}, [], "env.args has max_turns = 2: set env.max_turns"),
         ("envs.geo3k", {}, [{"kinds": ["circle"]}], "kinds is ['circle']"),
         ("envs.colour", {"size": 3}, [], "envs.colour has no setting 'size'; it has none"),
+        ("envs.sokoban", {"wall_chance": "high"}, [], "env.args: wall_chance = 'high': input should be a valid number"),
+        ("envs.sokoban", {"max_steps": 1.5}, [], "max_steps = 1.5: input should be a valid integer"),
+        ("envs.sokoban", {"grid_size": [6, 6, 6]}, [], "grid_size = [6, 6, 6]: write it like [6, 6]"),
+        ("envs.sokoban", {"grid_size": {"a": 1}}, [], "write it like [6, 6]"),
+        ("envs.sokoban", {"num_boxes": []}, [], "grid_size and num_boxes must not be empty"),
+        (
+            "envs.sokoban",
+            {},
+            [{"num_boxes": 1.5}],
+            "{'num_boxes': 1.5}: num_boxes = 1.5: write it like 1",
+        ),
+        ("envs.geo3k", {"kinds": "isosceles"}, [], "kinds = 'isosceles': write it like ["),
+        ("envs.geo3k", {"angle_step": 0}, [], "angle_step is 0: use 1 to 30"),
+        (
+            "envs.geo3k_multi_turn",
+            {"format_reward": "much"},
+            [],
+            "format_reward = 'much': input should be a valid number",
+        ),
+        ("envs.geo3k_multi_turn", {"grade_limit_s": 0}, [], "grade_limit_s is 0.0: use seconds above 0"),
     ],
 )
 def test_an_unknown_or_impossible_setting_is_named(module, args, variants, expected) -> None:
@@ -59,6 +82,32 @@ def test_a_module_that_names_no_settings_and_a_rollout_function_take_any(tmp_pat
     module = str(tmp_path / "env.py")
     check_env(recipe(module, {"anything": 1}))
     check_env(recipe("envs.colour", {"anything": 1}, None, "--rollout.path", f"{module}:play"))
+
+
+def test_a_value_of_a_type_that_says_the_same_is_taken() -> None:
+    """As a command line or a dataset has it."""
+    said = {"wall_chance": "0.1", "diagnostics": "false", "max_steps": np.int64(7), "num_boxes": [1, 2], "split": None}
+    settings = read_settings(SokobanSettings, None, said | {"grid_size": 7, "unknown": 1})
+    expected = SokobanSettings(wall_chance=0.1, max_steps=7, num_boxes=[1, 2], grid_size=7)
+    assert settings == expected and settings.diagnostics is False
+    assert settings.spec("train").sizes == ((7, 7),)
+    sizes = read_settings(SokobanSettings, None, {"grid_size": [[6, 6], [7, 8]]}).spec().sizes
+    assert sizes == ((6, 6), (7, 8))
+
+
+def test_an_own_environment_may_name_its_settings_in_a_dataclass(tmp_path: Path) -> None:
+    settings = (
+        "from dataclasses import dataclass\n\n\n@dataclass\nclass SETTINGS:\n    name: str\n    size: int = 3\n\n\n"
+    )
+    (tmp_path / "env.py").write_text(settings + ANY)
+    module = str(tmp_path / "env.py")
+    check_env(recipe(module, {"name": "a", "size": 4}))
+    with pytest.raises(ValueError, match=r"env\.args: name is required"):
+        check_env(recipe(module, {"size": 4}))
+    with pytest.raises(ValueError, match=r"env\.args: size = 'big': input should be a valid integer"):
+        check_env(recipe(module, {"name": "a", "size": "big"}))
+    with pytest.raises(ValueError, match=r"has no setting 'sise'; did you mean 'size'\?"):
+        check_env(recipe(module, {"sise": 4}))
 
 
 def test_checking_and_playing_by_hand_refuse_it_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ import pytest
 from envs import geo3k, geo3k_multi_turn
 from envs.geometry.reading import reading
 from envs.geometry.tool_call import parse_tool_call
-from envs.geometry.triangles import make_problem
+from envs.geometry.triangles import TriangleSettings, make_problem
+from envs.settings import read_settings
 from launch.tiny_models.demonstrations import READ_ARGS, TASKS, Lesson
 from shared.config import load_recipe
 from shared.types import Sample
@@ -29,7 +30,7 @@ def demonstrated(seed: int) -> list[tuple[str, str]]:
     ("kind", "count"), [("angle_sum", 2), ("isosceles", 1), ("exterior", 2), ("right_angle", 2), ("pythagoras", 3)]
 )
 def test_a_drawn_problem_knows_the_numbers_in_its_picture(kind, count):
-    problem = make_problem("3", {"kinds": [kind]})
+    problem = make_problem("3", TriangleSettings(kinds=(kind,)))
     assert len(problem.numbers) == count and list(problem.numbers) == sorted(problem.numbers)
 
 
@@ -55,10 +56,10 @@ def test_demonstrations_draw_as_the_recipe_does():
 
 def test_texts_begin_at_multiples_of_the_grid():
     with pytest.raises(ValueError, match="text_grid is 0: use 1 to 32"):
-        make_problem(1, {"text_grid": 0})
+        TriangleSettings(text_grid=0)
     for seed in range(20):
-        args = {"kinds": ["right_angle"], "picture_pixels": 128}
-        anywhere, aligned = (np.asarray(make_problem(seed, args | {"text_grid": grid}).image) for grid in (1, 16))
+        drawn = [TriangleSettings(("right_angle",), picture_pixels=128, text_grid=grid) for grid in (1, 16)]
+        anywhere, aligned = (np.asarray(make_problem(seed, settings).image) for settings in drawn)
         rows, columns = (np.argwhere(aligned < anywhere) % 16).T  # ink, which is 0, where there was none
         assert rows.max() < 10 and columns.max() < 14  # numbers of two digits are no larger, and begin at 0
 
@@ -66,7 +67,7 @@ def test_texts_begin_at_multiples_of_the_grid():
 def test_demonstrations_read_rightly_and_show_the_right_answer_by_chance_alone():
     right = calls = 0
     for seed in range(300):
-        problem = make_problem(seed, READ_ARGS)
+        problem = make_problem(seed, read_settings(TriangleSettings, None, READ_ARGS))
         for _, text in demonstrated(seed):
             if "<think>" in text:
                 assert text.startswith(f"<think>{reading(problem.numbers)}</think>")

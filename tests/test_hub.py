@@ -62,8 +62,8 @@ class Hub(LocalServer):
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     data = tmp_path / "served" / "data"
-    write_rows(data / "train-00000-of-00001.parquet", rows(12, None, "train"))
-    write_rows(data / "test-00000-of-00001.parquet", rows(3, None, "heldout"))
+    write_rows(data / "train-00000-of-00001.parquet", rows(12, "train"))
+    write_rows(data / "test-00000-of-00001.parquet", rows(3, "heldout"))
     (data / "picture.bin").write_bytes(b"not needed")
     server = Hub(
         {"datasets/VeraIsHere/geo3k_imgurl_processed": data.parent, "models/us/tiny": tiny_model_dir(tmp_path)}

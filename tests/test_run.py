@@ -254,7 +254,7 @@ def test_a_dataset_without_the_columns_is_one_line_that_names_them(task, columns
 
 def test_an_epoch_is_counted_from_data_that_is_here(capsys, tmp_path) -> None:
     file = tmp_path / "own.parquet"
-    write_rows(file, rows(6, None, "train"))
+    write_rows(file, rows(6, "train"))
     own = ["geo3k", "--gpus", 4, "--data.source", file, "--learner.groups_per_step", 16]
     assert planned(capsys, *own)["steps_of_epoch"] == 6 / 16
     code, out, _ = dry(capsys, "geo3k", "--gpus", 4, "--dataset", file, "--folder", tmp_path)

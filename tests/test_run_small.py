@@ -42,7 +42,7 @@ def test_a_small_task_trains_here_with_one_command(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_task_takes_a_users_own_file_and_model_and_trains_on_them(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
-    write_rows(file, rows(8, None, "train"))
+    write_rows(file, rows(8, "train"))
     own = ["geo3k", "--dataset", file, "--model", "launch/models/geo3k_tiny", "--folder", tmp_path]
     fields = {**SHORT, **ON_CPU, **SMALL, **FEW, "eval.every_steps": 0, "eval.samples": 1}
     ended = finished(run(tmp_path, *own, **fields))

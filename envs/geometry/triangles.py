@@ -1,9 +1,4 @@
-"""Drawn triangle problems: an endless small geometry set of the project's own, each with its image and answer.
-
-Settings: `picture_pixels` (side of the square image, 160), `kinds` (some of KINDS), `angle_step` (angles are
-multiples of it, 5), `text_grid` (what is written begins at multiples of so many pixels, 1: a small vision tower reads
-what stands in one of its patches).
-"""
+"""Drawn triangle problems: an endless small geometry set of the project's own, each with its image and answer."""
 
 from __future__ import annotations
 
@@ -18,12 +13,34 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from envs.base import setting
 from envs.datasets import data_uri
 
-SETTINGS = frozenset({"kinds", "angle_step", "picture_pixels", "text_grid"})
+KIND_NAMES = ("angle_sum", "isosceles", "exterior", "right_angle", "pythagoras")
 _TRIPLES = ((3, 4, 5), (6, 8, 10), (5, 12, 13), (8, 15, 17), (9, 12, 15), (12, 16, 20), (7, 24, 25), (20, 21, 29))
 Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TriangleSettings:
+    """How a problem is drawn. A small vision tower reads what stands in one of its patches: so `text_grid`."""
+
+    kinds: tuple[str, ...] = KIND_NAMES
+    angle_step: int = 5  # angles are multiples of it, degrees
+    picture_pixels: int = 160  # side of the square image
+    text_grid: int = 1  # what is written begins at multiples of so many pixels
+
+    def __post_init__(self) -> None:
+        if not self.kinds or not set(self.kinds) <= set(KIND_NAMES):
+            raise ValueError(f"kinds is {list(self.kinds)}: choose from {', '.join(KIND_NAMES)}")
+        if not 1 <= self.angle_step <= 30:
+            raise ValueError(f"angle_step is {self.angle_step}: use 1 to 30")
+        if not 48 <= self.picture_pixels <= 2048:
+            raise ValueError(f"picture_pixels is {self.picture_pixels}: use 48 to 2048")
+        if not 1 <= self.text_grid <= 32:
+            raise ValueError(f"text_grid is {self.text_grid}: use 1 to 32")
+
+
+DEFAULT = TriangleSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +68,23 @@ class _Figure:
         return tuple(sorted(int(text) for text in (*self.corners, *self.sides) if text.isdigit()))
 
 
-def make_problem(seed: int | str, args: Any = None, split: str = "") -> Problem:
+def make_problem(seed: int | str, settings: TriangleSettings = DEFAULT, split: str = "") -> Problem:
     """The problem of `seed`; "train" and "heldout" never share a question with the same numbers."""
-    kinds = tuple(setting(args, "kinds", tuple(KINDS)))
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or not kinds:
-        raise ValueError(f"kinds is {list(kinds)}: choose from {', '.join(KINDS)}")
     if split not in ("", "train", "heldout"):
         raise ValueError(f"split is {split!r}: use train, heldout or leave it out")
-    step = int(setting(args, "angle_step", 5))
-    rng = Random(seed)
+    rng, kinds, step = Random(seed), settings.kinds, settings.angle_step
     for _ in range(1000):
-        figure = KINDS[kinds[rng.randrange(len(kinds))]](rng, step)
+        figure = _FIGURES[kinds[rng.randrange(len(kinds))]](rng, step)
         if not split or _split_of(figure) == split:
-            pixels, grid = int(setting(args, "picture_pixels", 160)), int(setting(args, "text_grid", 1))
-            image = _draw(figure, rng, pixels, grid)
+            image = _draw(figure, rng, settings.picture_pixels, settings.text_grid)
             return Problem(figure.text, figure.answer, image, figure.numbers)
     raise ValueError(f"kinds {list(kinds)} with angle_step {step} have no {split} problem: use a smaller step")
 
 
-def rows(count: int, args: Any = None, split: str = "", seed: int = 0) -> Iterator[dict[str, Any]]:
+def rows(count: int, split: str = "", seed: int = 0) -> Iterator[dict[str, Any]]:
     """Problems as rows of a geometry dataset: `problem`, `answer`, `images`."""
     for number in range(count):
-        problem = make_problem(f"{seed}/{number}", args, split)
+        problem = make_problem(f"{seed}/{number}", split=split)
         buffer = io.BytesIO()
         problem.image.save(buffer, "PNG")
         yield {"problem": f"<image>{problem.text}", "answer": problem.answer, "images": [data_uri(buffer.getvalue())]}
@@ -117,13 +128,9 @@ def _pythagoras(rng: Random, step: int) -> _Figure:
                    (sides[0], sides[1], sides[2]))  # fmt: skip
 
 
-KINDS: dict[str, Callable[[Random, int], _Figure]] = {
-    "angle_sum": _angle_sum,
-    "isosceles": _isosceles,
-    "exterior": _exterior,
-    "right_angle": _right_angle,
-    "pythagoras": _pythagoras,
-}
+_FIGURES: dict[str, Callable[[Random, int], _Figure]] = dict(
+    zip(KIND_NAMES, (_angle_sum, _isosceles, _exterior, _right_angle, _pythagoras), strict=True)
+)
 
 
 def _multiple(rng: Random, step: int, low: int, high: int) -> int:
@@ -139,10 +146,6 @@ def _two_angles(rng: Random, step: int) -> tuple[int, int]:
 
 def _draw(figure: _Figure, rng: Random, pixels: int, grid: int) -> Image.Image:
     """A palette image, black on white, the triangle turned at random."""
-    if not 48 <= pixels <= 2048:
-        raise ValueError(f"picture_pixels is {pixels}: use 48 to 2048")
-    if not 1 <= grid <= 32:
-        raise ValueError(f"text_grid is {grid}: use 1 to 32")
     corners = _corners(figure.angles, rng.uniform(0, 360), pixels)
     image = Image.new("P", (pixels, pixels), 1)
     image.putpalette(bytes((0, 0, 0, 255, 255, 255)))
