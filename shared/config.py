@@ -159,8 +159,8 @@ def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
             command_line: Any = CliSettingsSource(settings_cls, cli_parse_args=overrides or [], cli_exit_on_error=False)
             return command_line, env_settings, init_settings
 
-    if unknown := mistakes.of_environment(known_fields()):
-        raise ConfigError(unknown)
+    if mistake := mistakes.of_overrides(overrides or [], known_fields()):
+        raise ConfigError(mistake)
     try:
         settings = Settings(**from_file)
     except SettingsError as error:

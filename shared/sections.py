@@ -14,7 +14,7 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    name: str = Field("run", pattern=r"^[^/.][^/]*$", description="name of the run; its folder is DIR/NAME")
+    name: str = Field("run", pattern=r"^[^/.][^/]*$", description="its folder is DIR/NAME: no / and no leading dot")
     dir: str = Field("runs", description="where run folders are made")
     seed: int = Field(0, description="seed of the run: samples, sampling, initialisation of the value head")
 

@@ -78,7 +78,9 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--learner.optimizer.freeze", "[vision"], "write it like '[\"vision\"]'"),
         (MINIMAL, ["--learner.optimizer.betas", "0.9"], "learner.optimizer.betas = [0.9]: too few values"),
         (MINIMAL, ["--run.name", ""], "run.name = ''"),  # its folder would be that of all runs
-        (MINIMAL, ["--run.name", ".."], "run.name = '..'"),
+        (MINIMAL, ["--run.name", ".."], "run.name = '..': its folder is DIR/NAME: no / and no leading dot"),
+        (MINIMAL, ["--data"], "--data without a value: data is a section; set a field of it, such as data.source"),
+        (MINIMAL, ["--data", "--run.name", "a"], "--data without a value: data is a section"),
         (MINIMAL, ["--run.name", "a/b"], "run.name = 'a/b'"),
         (MINIMAL, ["--learner", "{"], "--learner = '{': learner is a section; set a field of it, such as learner.bind"),
     ],

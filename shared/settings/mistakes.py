@@ -46,19 +46,23 @@ def overrides_of(arguments: Sequence[str]) -> dict[str, Override]:
     for place, argument in enumerate(arguments):
         if argument.startswith("--"):
             key, equals, value = argument[2:].partition("=")
-            found[key] = Override(key, f"--{key}", value if equals else "".join(arguments[place + 1 : place + 2]))
+            after = "".join(arguments[place + 1 : place + 2])
+            found[key] = Override(key, f"--{key}", value if equals else "" if after.startswith("--") else after)
     return found
 
 
-def of_environment(known: Mapping[str, FieldInfo]) -> str:
-    """A variable that would be a field's if its section were one; empty if there is none. The sources of the settings
-    pass over it. Variables without a double underscore are no fields."""
-    for key, override in overrides_of(()).items():
+def of_overrides(arguments: Sequence[str], known: Mapping[str, FieldInfo]) -> str:
+    """What the sources of the settings pass over; empty if there is none of it: a variable that would be a field's if
+    its section were one, and a section as an option without a value. Variables without a double underscore are no
+    fields."""
+    for key, override in overrides_of(arguments).items():
         section, _, field = key.partition(".")
-        if field and section not in _sections(known):
+        if override.name.startswith(ENV_PREFIX) and field and section not in _sections(known):
             near = nearest_key(key, known)
             cure = f"did you mean {_variable(near)}?" if near else f"sections are {', '.join(_sections(known))}"
             return f"{override.name}: unknown section {section!r}; {cure}"
+        if not override.name.startswith(ENV_PREFIX) and key in _sections(known) and not override.value:
+            return f"{override.name} without a value: {_is_section(key, known)}"
     return ""
 
 
@@ -80,6 +84,8 @@ def of_fields(error: ValidationError, path: str, arguments: Sequence[str], known
         return f"recipe {path!r}: {key!r} is required; set it in the recipe or with --{key}"
     if first["type"] == "missing":  # the second of two numbers
         key, why = field, f"too few values; write it like {_example(known[field])}"
+    elif first["type"] == "string_pattern_mismatch":
+        why = known[field].description or first["msg"]
     else:
         why = first["msg"].lower()
     return f"{_place(field, path, arguments)}: {key} = {first['input']!r}: {why}"
@@ -102,12 +108,16 @@ def of_options(message: str, arguments: Sequence[str], known: Mapping[str, Field
         if not _is_named(key, message) or not (why := _not_json(override.value)):
             continue
         if key in _sections(known):
-            field = next(each for each in known if each.startswith(f"{key}."))
-            return f"{override.name} = {override.value!r}: {key} is a section; set a field of it, such as {field}"
+            return f"{override.name} = {override.value!r}: {_is_section(key, known)}"
         if key in known and _structured(known[key]):
             example = _example(known[key])
             return f"{override.name} = {override.value!r} is not JSON: {why}; write it like {example}"
     return "command line: " + " ".join(message.split())
+
+
+def _is_section(key: str, known: Mapping[str, FieldInfo]) -> str:
+    field = next(each for each in known if each.startswith(f"{key}."))
+    return f"{key} is a section; set a field of it, such as {field}"
 
 
 def _variable(key: str) -> str:
