@@ -1,5 +1,5 @@
-"""Pages that are made from the code when the site is built: recipe fields, metrics, commands, wire format, engine API,
-files, and the pages that live beside what they describe."""
+"""Pages that are made from the code when the site is built: recipe fields, settings of environments, metrics, commands,
+wire format, engine API, files, and the pages that live beside what they describe."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ COMMANDS = (
     "learner.plan", "learner.export", "learner.replay", "learner.alarms", "shared.config", "shared.keys",
     "envs.check", "envs.play", "envs.show", "actor.engine.server",
 )  # fmt: skip
+ENVIRONMENTS = ("envs.sokoban", "envs.geo3k", "envs.geo3k_multi_turn", "envs.colour")
 HELP_S = 120.0
 
 
@@ -42,6 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the generated pages and the images of the pages beside the code."""
     pages: dict[str, Callable[[], str]] = {
         "reference/recipe.md": recipe_page,
+        "reference/environments.md": environments_page,
         "reference/metrics.md": metrics_page,
         "reference/alarms.md": alarms_page,
         "reference/commands.md": commands_page,
@@ -82,6 +84,22 @@ def recipe_page() -> str:
         "the command line wins over the environment, the environment over the file. "
         "`python -m shared.config` prints this table.\n\n" + field_table() + "\n"
     )
+
+
+def environments_page() -> str:
+    from envs.loader import load_module
+    from shared.config import table_of
+
+    parts = [
+        "# Settings of the environments\n\nWhat `env.args`, `data.variants` and a sample's `env_config` may set, the "
+        "latter going before. `system_prompt` is a setting of all of them.\n"
+    ]
+    for name in ENVIRONMENTS:
+        module = load_module(name)
+        fields = module.SETTINGS.model_fields
+        said = table_of(fields) if fields else "It has none."
+        parts.append(f"\n## {name}\n\n{_docstring(name).splitlines()[0]}\n\n{said}\n")
+    return "".join(parts)
 
 
 def metrics_page() -> str:

@@ -5,6 +5,7 @@ An environment speaks in texts and images only; tokens and limits belong to the 
     build_env(sample=None, args=None, **_) -> Env          required; reads only sample.label and sample.metadata
     SYSTEM_PROMPT: str  or  system_prompt(args) -> str     optional; used for samples without a prompt of their own
     episode_reward(env) -> float                           optional; otherwise the sum of the turns' rewards
+    SETTINGS: a pydantic model                             optional; what args may hold (envs.settings)
 
 An observation is a dict: "obs_str" (text) and, with images, "multi_modal_data" {placeholder: [PIL images]}.
 The info dict of a step may hold "reward" (float, of this turn) and "metrics" (numbers, for the logs).

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from PIL import Image
 
 from envs.base import Env, Info, Observation, metadata_of
+from envs.settings import EnvSettings
 
 COLOURS = {"red": (220, 40, 40), "green": (50, 190, 70), "blue": (50, 80, 220), "yellow": (235, 200, 40)}
 SYSTEM_PROMPT = "Name the colour of the square: red, green, blue or yellow. Answer with one word."
 PIXELS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class ColourSettings:
-    """There are none."""
-
-
-SETTINGS = ColourSettings
+SETTINGS = EnvSettings  # it has none
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> ColourEnv:

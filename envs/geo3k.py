@@ -7,8 +7,9 @@ sample, the problem of seed 0 is drawn.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from envs.base import Env, Info, Observation, metadata_of
 from envs.geometry.reading import read_accuracy
@@ -29,28 +30,24 @@ def build_env(sample: Any = None, args: Any = None, **_: Any) -> Geo3kEnv:
     return Geo3kEnv(*task_of(sample, settings), settings)
 
 
-@dataclass(frozen=True, slots=True)
 class GeometrySettings(TriangleSettings):
-    """How a problem without a label is drawn, and how an answer becomes a reward.
+    """How a problem without a label is drawn, and how an answer becomes a reward."""
 
-    `reward_model` "default" is the math reward, 1 for a right answer and 0 otherwise; "geo3k" is 0.9 x right +
-    0.1 x form, where form is 1 for a response with <think>...</think> and, after it, an answer in a box. `tolerance`
-    says in both what is right: left out, the label's value; 0.05, also a number that is at most 0.05 away from it;
-    0.0, the label's value with no rounding (36.87 ≈ 36.9) and no 60% for 0.6.
-    """
-
-    reward_model: str = "default"
-    tolerance: float | None = None
-    format_reward: float = 0.0  # given once an episode, for an answer (or tool call) of the right form
-    grade_limit_s: float = LIMIT_S
-    diagnostics: bool = False  # of drawn problems: also measures whether `<think>` is right (envs.geometry.reading)
-
-    def __post_init__(self) -> None:
-        TriangleSettings.__post_init__(self)
-        if self.grade_limit_s <= 0:
-            raise ValueError(f"grade_limit_s is {self.grade_limit_s}: use seconds above 0")
-        if self.reward_model not in ("default", "geo3k"):
-            raise ValueError(f"reward_model is {self.reward_model!r}: use default or geo3k")
+    reward_model: Literal["default", "geo3k"] = Field(
+        "default",
+        description="default: 1 for a right answer, else 0; geo3k: 0.9 for a right answer and 0.1 for its form, "
+        "`<think>...</think>` and, after it, an answer in a box",
+    )
+    tolerance: float | None = Field(
+        None,
+        description="which numbers are right: null, the label's value as its writing allows; 0.05, also one that is at "
+        "most 0.05 away; 0.0, no rounding (36.87 ≈ 36.9) and no 60% for 0.6",
+    )
+    format_reward: float = Field(
+        0.0, description="given once an episode, for an answer (with a tool: a call) of the right form"
+    )
+    grade_limit_s: float = Field(LIMIT_S, gt=0, description="seconds for grading an answer; beyond is a reward_timeout")
+    diagnostics: bool = Field(False, description="of drawn problems: also measures whether `<think>` is right")
 
 
 SETTINGS = GeometrySettings

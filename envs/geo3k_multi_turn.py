@@ -8,8 +8,9 @@ the reward. `format_reward` is given once, for a call that could be executed.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
+
+from pydantic import Field
 
 from envs.base import Info, Observation
 from envs.geo3k import Geo3kEnv, GeometrySettings, episode_reward, task_of, verdict_metrics
@@ -30,16 +31,8 @@ SYSTEM_PROMPT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class ToolSettings(GeometrySettings):
-    """Those of `envs.geo3k`, and how many turns an episode has."""
-
-    max_turns: int = 3
-
-    def __post_init__(self) -> None:
-        GeometrySettings.__post_init__(self)
-        if self.max_turns < 1:
-            raise ValueError(f"max_turns is {self.max_turns}: use at least 1")
+    max_turns: int = Field(3, ge=1, description="set by env.max_turns")
 
 
 SETTINGS = ToolSettings

@@ -8,10 +8,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from pydantic import BaseModel
 
 from envs.base import setting
 from envs.settings import read_settings
@@ -58,12 +59,14 @@ def system_prompt(module: ModuleType, args: Any) -> str:
 
 
 def check_settings(module: ModuleType, values: Mapping[str, Any], place: str) -> None:
-    """ValueError if the module has `SETTINGS`, a dataclass, and one of `values` is none of its fields, or does not fit
-    there; `place` has it. `system_prompt` and `max_turns` are every module's."""
+    """ValueError if the module has `SETTINGS`, a pydantic model, and one of `values` is none of its fields, or does not
+    fit there; `place` has it. `system_prompt` and `max_turns` are every module's."""
     kind = getattr(module, "SETTINGS", None)
     if kind is None:
         return
-    known = [field.name for field in fields(kind)]
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        raise ValueError(f"SETTINGS of {module.__name__} is {kind!r}: make it a pydantic model, or leave it out")
+    known = list(kind.model_fields)
     for name in values:
         if name in known or name in ("system_prompt", "max_turns"):
             continue

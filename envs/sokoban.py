@@ -7,9 +7,10 @@ fields of the public dataset. Settings, from weak to strong: the defaults, `args
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
 
 from envs.base import Env, Info, Observation, metadata_of, setting
 from envs.boards.board import MOVES, TARGET, Board, board_from_config
@@ -17,7 +18,7 @@ from envs.boards.generate import BoardSpec, make_board
 from envs.boards.reading import moves_with_states, reading
 from envs.boards.render import render
 from envs.boards.solver import optimal_first_moves
-from envs.settings import read_settings
+from envs.settings import EnvSettings, read_settings
 
 _RULES = (
     "You push a box by walking into it; you cannot pull, nor push two boxes or into a wall. "
@@ -38,33 +39,33 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 _SEPARATORS = re.compile(r"[,;\s]+")
 
 
-@dataclass(frozen=True, slots=True)
-class SokobanSettings:
-    """`grid_size` is [rows, columns], one number for both, or a list of pairs; `num_boxes` a number or a list. Of a
-    list each board draws one."""
+class SokobanSettings(EnvSettings):
+    render_mode: Literal["vision", "text"] = Field("vision", description="how a board is shown: vision or text")
+    pixels_per_cell: int = Field(64, description="side of a cell in the picture, 8 to 256")
+    grid_size: int | tuple[int, int] | list[tuple[int, int]] = Field(
+        (6, 6), description="rows and columns, one number for both, or a list of pairs, of which each board draws one"
+    )
+    num_boxes: int | list[int] = Field(1, description="or a list, of which each board draws one")
+    wall_chance: float = Field(0.05, description="of each inner cell, from 0 to below 1")
+    max_steps: int = Field(100, ge=1, description="moves of an episode")
+    max_actions_per_step: int = Field(3, ge=1, description="moves of a turn; what an answer has beyond is not made")
+    min_solution: int = Field(1, description="moves of the shortest solution, at least")
+    max_solution: int = Field(1_000_000, description="the same, at most")
+    split: Literal["", "train", "heldout"] = Field("", description="boards of that part; a sample's own goes before")
+    diagnostics: bool = Field(
+        False, description="also measures success by solution length, and what the model wrote about the board"
+    )
+    progress_reward: float = Field(
+        0.0, description="shaping: added to a turn's reward for each move that the shortest solution shrank by"
+    )
 
-    render_mode: str = "vision"  # "vision" or "text"
-    pixels_per_cell: int = 64
-    grid_size: int | tuple[int, int] | list[tuple[int, int]] = (6, 6)
-    num_boxes: int | list[int] = 1
-    wall_chance: float = 0.05
-    max_steps: int = 100
-    max_actions_per_step: int = 3
-    min_solution: int = 1
-    max_solution: int = 1_000_000
-    split: str = ""
-    diagnostics: bool = False  # also measures success by solution length, and what the model wrote about the board
-    progress_reward: float = 0.0  # shaping: added to a turn's reward for each move that the shortest solution shrank by
-
-    def __post_init__(self) -> None:
-        if self.render_mode not in ("vision", "text"):
-            raise ValueError(f"render_mode is {self.render_mode!r}: use 'vision' or 'text'")
-        if self.max_actions_per_step < 1 or self.max_steps < 1:
-            raise ValueError("max_actions_per_step and max_steps must be at least 1")
+    @model_validator(mode="after")
+    def _fits(self) -> SokobanSettings:
         if self.grid_size == [] or self.num_boxes == []:
             raise ValueError("grid_size and num_boxes must not be empty")
         if self.min_solution > self.max_solution:
             raise ValueError(f"min_solution = {self.min_solution} is above max_solution = {self.max_solution}")
+        return self
 
     def spec(self, split: str = "") -> BoardSpec:
         size, boxes = self.grid_size, self.num_boxes

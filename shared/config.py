@@ -197,8 +197,12 @@ def known_fields(section: type[BaseModel] | None = None, prefix: str = "") -> di
 
 def field_table() -> str:
     """All fields of a recipe as a Markdown table: `python -m shared.config`."""
+    return table_of(known_fields())
+
+
+def table_of(fields: Mapping[str, FieldInfo]) -> str:
     rows = ["| field | default | |", "|---|---|---|"]
-    for key, info in known_fields().items():
+    for key, info in fields.items():
         default = "required" if info.is_required() else json.dumps(info.get_default(call_default_factory=True))
         rows.append(f"| `{key}` | {default} | {info.description or ''} |")
     return "\n".join(rows)

@@ -22,7 +22,7 @@ README = Path("README.md")
 PAGES = [README, *sorted(Path("docs").rglob("*.md"))]
 SECTIONS = "run|model|env|reward|rollout|data|sampling|actor|engine|learner|eval|record|transport"
 GENERATED = {
-    "reference": "recipe metrics alarms commands wire-format engine-api files",
+    "reference": "recipe environments metrics alarms commands wire-format engine-api files",
     "explanation": "security faults chaos hostile",
     "figures": "staleness learner kernels publication transport",
 }

@@ -47,7 +47,7 @@ def test_every_recipe_sets_what_its_environment_knows(path: Path) -> None:
         ("envs.geo3k", {"tolerence": 0.1}, [], "did you mean 'tolerance'?"),
         ("envs.geo3k_multi_turn", {"picture_pixel": 64}, [], "did you mean 'picture_pixels'?"),
         ("envs.geo3k_multi_turn", {"max_turns": 2}, [], "env.args has max_turns = 2: set env.max_turns"),
-        ("envs.geo3k", {}, [{"kinds": ["circle"]}], "kinds is ['circle']"),
+        ("envs.geo3k", {}, [{"kinds": ["circle"]}], "kinds = ['circle']: write it like ["),
         ("envs.colour", {"size": 3}, [], "envs.colour has no setting 'size'; it has none"),
         ("envs.sokoban", {"wall_chance": "high"}, [], "env.args: wall_chance = 'high': input should be a valid number"),
         ("envs.sokoban", {"max_steps": 1.5}, [], "max_steps = 1.5: input should be a valid integer"),
@@ -61,14 +61,14 @@ def test_every_recipe_sets_what_its_environment_knows(path: Path) -> None:
             "{'num_boxes': 1.5}: num_boxes = 1.5: write it like 1",
         ),
         ("envs.geo3k", {"kinds": "isosceles"}, [], "kinds = 'isosceles': write it like ["),
-        ("envs.geo3k", {"angle_step": 0}, [], "angle_step is 0: use 1 to 30"),
+        ("envs.geo3k", {"angle_step": 0}, [], "angle_step = 0: input should be greater than or equal to 1"),
         (
             "envs.geo3k_multi_turn",
             {"format_reward": "much"},
             [],
             "format_reward = 'much': input should be a valid number",
         ),
-        ("envs.geo3k_multi_turn", {"grade_limit_s": 0}, [], "grade_limit_s is 0.0: use seconds above 0"),
+        ("envs.geo3k_multi_turn", {"grade_limit_s": 0}, [], "grade_limit_s = 0: input should be greater than 0"),
     ],
 )
 def test_an_unknown_or_impossible_setting_is_named(module, args, variants, expected) -> None:
@@ -95,19 +95,22 @@ def test_a_value_of_a_type_that_says_the_same_is_taken() -> None:
     assert sizes == ((6, 6), (7, 8))
 
 
-def test_an_own_environment_may_name_its_settings_in_a_dataclass(tmp_path: Path) -> None:
-    settings = (
-        "from dataclasses import dataclass\n\n\n@dataclass\nclass SETTINGS:\n    name: str\n    size: int = 3\n\n\n"
-    )
+def test_an_own_environment_may_name_its_settings(tmp_path: Path) -> None:
+    settings = "from pydantic import BaseModel\n\n\nclass SETTINGS(BaseModel):\n    name: str\n    size: int = 3\n\n\n"
     (tmp_path / "env.py").write_text(settings + ANY)
     module = str(tmp_path / "env.py")
     check_env(recipe(module, {"name": "a", "size": 4}))
-    with pytest.raises(ValueError, match=r"env\.args: name is required"):
-        check_env(recipe(module, {"size": 4}))
-    with pytest.raises(ValueError, match=r"env\.args: size = 'big': input should be a valid integer"):
-        check_env(recipe(module, {"name": "a", "size": "big"}))
-    with pytest.raises(ValueError, match=r"has no setting 'sise'; did you mean 'size'\?"):
-        check_env(recipe(module, {"sise": 4}))
+    for args, expected in (
+        ({"size": 4}, "env.args: name is required"),
+        ({"name": "a", "size": "big"}, "env.args: size = 'big': input should be a valid integer"),
+        ({"sise": 4}, "has no setting 'sise'; did you mean 'size'?"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            check_env(recipe(module, args))
+        assert expected in str(caught.value)
+    (tmp_path / "names.py").write_text("SETTINGS = {'size'}\n" + ANY)
+    with pytest.raises(ValueError, match="make it a pydantic model, or leave it out"):
+        check_env(recipe(str(tmp_path / "names.py")))
 
 
 def test_checking_and_playing_by_hand_refuse_it_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,7 +138,7 @@ def test_the_reward_model_geo3k_gives_a_tenth_for_the_form():
     )
     rewards = [reward_of(response, reward_model="geo3k") for response in responses]
     assert rewards == [1.0, 0.1, 0.9, 0.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match="reward_model is 'own': use default or geo3k"):
+    with pytest.raises(ValueError, match="reward_model = 'own': input should be 'default' or 'geo3k'"):
         reward_of("", reward_model="own")
 
 

@@ -9,35 +9,33 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import Any
+from typing import Any, Literal, get_args
 
 from PIL import Image, ImageDraw, ImageFont
+from pydantic import Field
 
 from envs.datasets import data_uri
+from envs.settings import EnvSettings
 
-KIND_NAMES = ("angle_sum", "isosceles", "exterior", "right_angle", "pythagoras")
+Kind = Literal["angle_sum", "isosceles", "exterior", "right_angle", "pythagoras"]
+KIND_NAMES: tuple[Kind, ...] = get_args(Kind)
 _TRIPLES = ((3, 4, 5), (6, 8, 10), (5, 12, 13), (8, 15, 17), (9, 12, 15), (12, 16, 20), (7, 24, 25), (20, 21, 29))
 Point = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class TriangleSettings:
-    """How a problem is drawn. A small vision tower reads what stands in one of its patches: so `text_grid`."""
+class TriangleSettings(EnvSettings):
+    """How a problem is drawn."""
 
-    kinds: tuple[str, ...] = KIND_NAMES
-    angle_step: int = 5  # angles are multiples of it, degrees
-    picture_pixels: int = 160  # side of the square image
-    text_grid: int = 1  # what is written begins at multiples of so many pixels
-
-    def __post_init__(self) -> None:
-        if not self.kinds or not set(self.kinds) <= set(KIND_NAMES):
-            raise ValueError(f"kinds is {list(self.kinds)}: choose from {', '.join(KIND_NAMES)}")
-        if not 1 <= self.angle_step <= 30:
-            raise ValueError(f"angle_step is {self.angle_step}: use 1 to 30")
-        if not 48 <= self.picture_pixels <= 2048:
-            raise ValueError(f"picture_pixels is {self.picture_pixels}: use 48 to 2048")
-        if not 1 <= self.text_grid <= 32:
-            raise ValueError(f"text_grid is {self.text_grid}: use 1 to 32")
+    kinds: tuple[Kind, ...] = Field(KIND_NAMES, min_length=1, description="of drawn problems")
+    angle_step: int = Field(5, ge=1, le=30, description="angles of drawn triangles are multiples of it, degrees")
+    picture_pixels: int = Field(160, ge=48, le=2048, description="side of the drawn picture")
+    text_grid: int = Field(
+        1,
+        ge=1,
+        le=32,
+        description="what is written in the picture begins at multiples of so many pixels: a small vision tower reads "
+        "what stands in one of its patches",
+    )
 
 
 DEFAULT = TriangleSettings()
