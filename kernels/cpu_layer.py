@@ -1,6 +1,6 @@
 """The parts of a decoder layer that torch computes slowly on a CPU, in C: attention of single tokens to their cache,
 norms, rotation, SwiGLU; float32, no gradient. The machine's C compiler (cc, gcc or clang) builds kernels/cpu when it
-is first asked for, in five seconds; the library is kept in the user's cache folder.
+is first asked for, in four seconds; the library is kept in the user's cache folder.
 
 Suffixes as there: N = tokens, H = query heads, K = key heads, D = head size, C = entries of a slot.
 """
@@ -23,15 +23,17 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger("kernels")
-MAX_HEAD, MAX_GROUP = 256, 32  # as in cpu/attention.c
+MAX_HEAD, MAX_GROUP = 256, 32  # as in cpu/shared.h and cpu/attention.c
 _FOLDER = Path(__file__).with_name("cpu")
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math")
+_FLAGS = ("-O2", "-ftree-vectorize", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
+          "-fassociative-math")  # fmt: skip
 _OF_MACHINE = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
 """What a compiler may not know: the first that it takes is used. Without OpenMP one thread computes."""
-_COMPILE_TIMEOUT_S = 60.0
+_COMPILE_TIMEOUT_S = 120.0
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_PIECES = (_P, _I, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _P, _I, _I, _F, _I)
 _SIGNATURES = {
     "add_rms_norm": (_P, _P, _P, _F, _I, _I, _I, _P),
     "silu_mul": (_P, _P, _I, _I, _I, _I, _P),
@@ -39,6 +41,8 @@ _SIGNATURES = {
     "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I, _I),
     "attend_together": (_P, _I, _I, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _F, _I, _P),
     "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
+    "attend_pieces": (*_PIECES, _P, _P),
+    "attend_pieces_backward": (*_PIECES, _P, _P, _P, _P, _P, _P),
 }
 
 

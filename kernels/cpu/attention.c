@@ -1,45 +1,20 @@
-/* Attention. */
+/* Attention of single tokens to what is in the cache. */
 #include "shared.h"
 
-#define MAX_HEAD 256  /* D at most */
 #define MAX_GROUP 32  /* H / K at most */
-#define BLOCK 128     /* keys whose scores are held at once, of one token */
-#define TILE_KEYS 64  /* likewise, of the queries of a tile */
+#define BLOCK 128     /* keys whose scores are held at once */
 
-/* `call` with the head size, which the compiler knows where it is a usual one. */
-#define BY_SIZE(call)       \
-    switch (d) {            \
-        case 16:            \
-            call(16);       \
-            break;          \
-        case 32:            \
-            call(32);       \
-            break;          \
-        case 64:            \
-            call(64);       \
-            break;          \
-        case 128:           \
-            call(128);      \
-            break;          \
-        default:            \
-            call(d);        \
-    }
-
-/* As many floats as a register has, and the even and the odd ones of two registers laid end to end. */
-#if defined(__AVX512F__)
-#define LANES 16
+/* The even and the odd ones of two registers laid end to end. */
+#if LANES == 16
 #define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
 #define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-#elif defined(__AVX__)
-#define LANES 8
+#elif LANES == 8
 #define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
 #define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
 #else
-#define LANES 4
 #define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
 #define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
 #endif
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* score[j] = scale * query . key[j] for LANES keys of d floats, a multiple of LANES: all their sums are folded
  * together, since to fold each by itself would cost more than the products. */
@@ -130,97 +105,6 @@ void attend(const float *query, int64_t stride, int64_t rows, int64_t num_heads,
             float *o = out + (n * num_heads + h * group) * d;
 #define GROUP(size) attend_group(q, group, size, keys + at, values + at, length[n], scale, o)
             BY_SIZE(GROUP)
-        }
-    }
-}
-
-/* Softmax attention of LANES neighbouring queries, or of `valid` of them, one in each lane: the first sees `first`
- * keys, each next `more` more. A key's score is LANES products at once, and nothing is folded. */
-INLINE void attend_tile(const float *query, int64_t query_stride, int64_t valid, int64_t first, int64_t more, int64_t d,
-                        const float *keys, int64_t key_stride, const float *values, int64_t value_stride, float scale,
-                        float *out, int64_t out_stride) {
-    lanes turned[MAX_HEAD], weighted[MAX_HEAD], scores[TILE_KEYS];
-    float most[LANES], sum[LANES], kept[LANES];
-    for (int64_t i = 0; i < d; i++) {
-        for (int l = 0; l < LANES; l++) turned[i][l] = l < valid ? query[l * query_stride + i] * scale : 0;
-        weighted[i] = (lanes){0};
-    }
-    for (int l = 0; l < LANES; l++) {
-        most[l] = -INFINITY;
-        sum[l] = 0;
-    }
-    int64_t length = first + more * (valid - 1);
-    for (int64_t start = 0; start < length; start += TILE_KEYS) {
-        int64_t count = length - start < TILE_KEYS ? length - start : TILE_KEYS, j = 0;
-        for (; j + 8 <= count; j += 8) {
-            const float *key = keys + (start + j) * key_stride;
-            lanes dot[8] = {{0}};
-            for (int64_t i = 0; i < d; i++)
-#pragma GCC unroll 8
-                for (int u = 0; u < 8; u++) dot[u] += turned[i] * key[u * key_stride + i];
-#pragma GCC unroll 8
-            for (int u = 0; u < 8; u++) scores[j + u] = dot[u];
-        }
-        for (; j < count; j++) {
-            lanes dot = {0};
-            for (int64_t i = 0; i < d; i++) dot += turned[i] * keys[(start + j) * key_stride + i];
-            scores[j] = dot;
-        }
-        float *score = (float *)scores, top[LANES];
-        for (j = first > start ? first - start : 0; j < count; j++)
-            for (int l = 0; l < LANES; l++)
-                if (start + j >= first + l * more) score[j * LANES + l] = -INFINITY;
-        for (int l = 0; l < LANES; l++) top[l] = most[l];
-        for (j = 0; j < count; j++)
-#pragma omp simd
-            for (int l = 0; l < LANES; l++) top[l] = score[j * LANES + l] > top[l] ? score[j * LANES + l] : top[l];
-#pragma omp simd
-        for (int l = 0; l < LANES; l++) {
-            kept[l] = exp_negative(most[l] - top[l]);
-            sum[l] *= kept[l];
-            most[l] = top[l];
-        }
-        for (j = 0; j < count; j++)
-#pragma omp simd
-            for (int l = 0; l < LANES; l++) {
-                score[j * LANES + l] = exp_negative(score[j * LANES + l] - top[l]);
-                sum[l] += score[j * LANES + l];
-            }
-        for (int64_t i = 0; i < d; i += 8) {
-            lanes part[8];
-#pragma GCC unroll 8
-            for (int u = 0; u < 8; u++) part[u] = weighted[i + u] * *(lanes *)kept;
-            for (j = 0; j < count; j++) {
-                const float *value = values + (start + j) * value_stride + i;
-#pragma GCC unroll 8
-                for (int u = 0; u < 8; u++) part[u] += scores[j] * value[u];
-            }
-#pragma GCC unroll 8
-            for (int u = 0; u < 8; u++) weighted[i + u] = part[u];
-        }
-    }
-    for (int l = 0; l < valid; l++)
-        for (int64_t i = 0; i < d; i++) out[l * out_stride + i] = weighted[i][l] / sum[l];
-}
-
-/* out [N, H * D]: attention of the N tokens of one sequence. Token n sees `first` + n * `more` keys; its queries begin
- * at query + n * query_stride; key j of head h is at keys + j * key_stride + h * key_head, values likewise; D is a
- * multiple of 8. */
-void attend_together(const float *query, int64_t query_stride, int64_t rows, int64_t num_heads, int64_t num_kv,
-                     int64_t d, int64_t first, int64_t more, const float *keys, int64_t key_stride, int64_t key_head,
-                     const float *values, int64_t value_stride, int64_t value_head, float scale, int64_t threads,
-                     float *out) {
-    int64_t group = num_heads / num_kv, width = num_heads * d, tiles = (rows + LANES - 1) / LANES;
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t h = 0; h < num_heads; h++) {
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            int64_t at = tile * LANES, valid = rows - at < LANES ? rows - at : LANES, seen = first + at * more;
-            const float *q = query + at * query_stride + h * d;
-            const float *k = keys + h / group * key_head, *v = values + h / group * value_head;
-            float *o = out + at * width + h * d;
-#define TILE(size) \
-    attend_tile(q, query_stride, valid, seen, more, size, k, key_stride, v, value_stride, scale, o, width)
-            BY_SIZE(TILE)
         }
     }
 }

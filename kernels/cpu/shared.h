@@ -22,3 +22,34 @@ INLINE float exp_negative(float x) {
     union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
     return p * power.value;
 }
+
+#define MAX_HEAD 256  /* D at most */
+
+/* `call` with the head size, which the compiler knows where it is a usual one. */
+#define BY_SIZE(call)       \
+    switch (d) {            \
+        case 16:            \
+            call(16);       \
+            break;          \
+        case 32:            \
+            call(32);       \
+            break;          \
+        case 64:            \
+            call(64);       \
+            break;          \
+        case 128:           \
+            call(128);      \
+            break;          \
+        default:            \
+            call(d);        \
+    }
+
+/* As many floats as a register has. */
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels import cpu_attention
 from learner.packing.documents import PackedChunk, Packing, Rows
 from learner.parallel.collectives import whole_keys_values
 
@@ -46,16 +47,33 @@ def packed_attention(
         if fast and not only_asked:
             return of_chunks(query, key, value, scaling, packing.chunks)[None], None
     rows = packing.asked if only_asked else packing.own
+    if rows is None and packing.windows is not None and getattr(module, "looks_through_windows", False):
+        packing = packing.windows
+    if cpu_attention.fits(query, query.shape[1], key.shape[1], query.shape[3]):
+        documents = cpu_attention.whole_documents(packing.runs, packing.causal) if rows is None else documents_of(rows)
+        return cpu_attention.attend(query[0], key[0], value[0], documents, scaling)[None], None
     if rows is not None:
         return of_rows(query, key, value, rows, scaling)[None], None
-    if packing.windows is not None and getattr(module, "looks_through_windows", False):
-        packing = packing.windows
     if fast:
         return _varlen(query, key, value, scaling, packing)[None], None
     sizes = [count * length for count, length in packing.runs]
     parts = zip(packing.runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)
     outputs = [_run(count, length, q, k, v, scaling, packing.causal) for (count, length), q, k, v in parts]
     return torch.cat(outputs)[None], None
+
+
+def documents_of(rows: Rows) -> cpu_attention.Documents:
+    """Its pieces, those of a document together."""
+    borders: list[list[int]] = []
+    at = 0
+    for count, start, _ in rows.pieces:
+        if borders and borders[-1][2] == start:
+            borders[-1][1] += count
+        else:
+            borders.append([at, count, start])
+        at += count
+    packed = torch.tensor(borders, dtype=torch.int64).reshape(-1, 3)
+    return cpu_attention.Documents(packed, rows.places - packed[:, 2].repeat_interleave(packed[:, 1]) + 1)
 
 
 def of_rows(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float) -> Tensor:

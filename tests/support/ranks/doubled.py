@@ -28,6 +28,7 @@ def in_float64() -> Iterator[None]:
     with ExitStack() as stack:
         for module in ("cpu_linear", "gemm"):  # oneDNN's products are float32's
             stack.enter_context(patch(f"kernels.{module}.fits_onednn", lambda _: False))
+        stack.enter_context(patch("kernels.cpu_attention.fits", lambda *_: False))  # so is C's attention
         stack.enter_context(patch.object(torch, "float32", torch.float64))
         stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
         stack.enter_context(patch("kernels.checks.DTYPES", (torch.float64,)))
