@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kernels.cpu_linear import fits_onednn, product
+from kernels.cpu.linear import fits_onednn, product
 
 PIECE = 128  # terms that the CPU's float32 product sums in one chain; more of them lose digits against other BLAS
 

@@ -37,6 +37,11 @@ def without_own_forward(monkeypatch, model, spec):
     check_torch()
 
 
+def without_rms_norm(monkeypatch, model, spec):
+    monkeypatch.setattr(type(model.model.language_model.norm), "forward", lambda self, x: x)
+    adapt(model, spec)
+
+
 def without_flash_name(monkeypatch, model, spec):
     monkeypatch.setattr(transformers.utils.generic, "is_flash_attention_requested", lambda **_: False)
     adapt(model, spec)

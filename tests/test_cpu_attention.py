@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import cpu_attention, cpu_layer
+from kernels.cpu import library
+from kernels.cpu import packed_attention as cpu_attention
 from learner.model import attention
 from learner.packing.documents import packing_of
 
 LENGTHS = (37, 1, 130, 16, 16, 65)
 SHAPES = [(4, 2, 32), (4, 4, 16), (2, 1, 64), (3, 1, 24), (4, 2, 128), (2, 2, 72), (2, 2, 8)]
-pytestmark = pytest.mark.skipif(cpu_layer.library() is None, reason="no C compiler")
+pytestmark = pytest.mark.skipif(library.library() is None, reason="no C compiler")
 
 
 def drawn(num_heads: int, num_kv: int, size: int, tokens: int = sum(LENGTHS)) -> list[Tensor]:

@@ -12,23 +12,24 @@ import torch
 import torch.nn.functional as F
 
 from actor.engine.layers import CpuLayer, Layer
-from kernels import cpu_layer
+from kernels.cpu import layer as cpu_layer
+from kernels.cpu import library
 from shared.vision import VisionSpec
 from tests.support.engines import SIZES, check, play_at_once
 from tests.support.small.families import FAMILIES
 from tests.support.tiny import running_engine
 
 COS_SIN = torch.cos, torch.sin
-with_compiler = pytest.mark.skipif(cpu_layer.library() is None, reason="no C compiler")
+with_compiler = pytest.mark.skipif(library.library() is None, reason="no C compiler")
 pytestmark = pytest.mark.usefixtures("anew")
 
 
 @pytest.fixture
 def anew() -> Iterator[None]:
     """The library is looked for again, before the test and after it."""
-    cpu_layer.library.cache_clear()
+    library.library.cache_clear()
     yield
-    cpu_layer.library.cache_clear()
+    library.library.cache_clear()
 
 
 @with_compiler
@@ -187,27 +188,27 @@ def test_a_compiler_that_fails_is_named_and_torch_computes(
     broken.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda _: str(broken))
-    assert cpu_layer.library() is None
+    assert library.library() is None
     assert f"{broken} does not build kernels/cpu, torch computes instead, slower: no such target" in caplog.text
 
 
 @with_compiler
 def test_the_library_is_built_once_for_a_user(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cpu_layer.library() is not None
+    assert library.library() is not None
     built = list((tmp_path / "pronk").iterdir())
-    cpu_layer.library.cache_clear()
-    monkeypatch.setattr(cpu_layer, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert cpu_layer.library() is not None
+    library.library.cache_clear()
+    monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert library.library() is not None
     assert list((tmp_path / "pronk").iterdir()) == built and built[0].suffix == ".so"
 
 
 @with_compiler
 def test_other_tensors_and_shapes_are_left_to_torch() -> None:
     x = torch.randn(3, 8)
-    assert cpu_layer.fits(x, 4, 2, 32)
-    assert not any(cpu_layer.fits(other, 4, 2, 32) for other in (x.bfloat16(), x.double(), x.to("meta")))
-    assert not any(cpu_layer.fits(x, *shape) for shape in ((4, 2, 20), (4, 2, 264), (33, 1, 32)))
+    assert library.fits(x, 4, 2, 32)
+    assert not any(library.fits(other, 4, 2, 32) for other in (x.bfloat16(), x.double(), x.to("meta")))
+    assert not any(library.fits(x, *shape) for shape in ((4, 2, 20), (4, 2, 264), (33, 1, 32)))
 
 
 @with_compiler

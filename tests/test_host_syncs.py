@@ -62,9 +62,9 @@ def test_what_would_wait_for_a_gpu_is_counted_with_its_line_and_what_stays_on_th
 
 @pytest.fixture(params=FAMILIES)
 def model(request, tmp_path, monkeypatch):
-    """As a GPU computes it: attention is torch's, the last layer's queries are all places', the scan is a kernel, and
-    nobody asks whether the entropies' gradient is zero."""
-    monkeypatch.setattr("kernels.cpu_attention.fits", lambda *_: False)
+    """As a GPU computes it: nothing in C, the last layer's queries are all places', the scan is a kernel, and nobody
+    asks whether the entropies' gradient is zero."""
+    monkeypatch.setattr("kernels.cpu.library.library", lambda: None)
     monkeypatch.setattr(sys.modules["kernels.linear_logprob"], "_is_zero", lambda grad_N: False)
     monkeypatch.setattr(last_layer, "_takes_all_queries", lambda x: True)
     monkeypatch.setattr("learner.vtrace.reverse_scan", reverse_scan)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import cpu_linear, linear_logprob, reference
+from kernels import linear_logprob, reference
+from kernels.cpu import linear as cpu_linear
 
 
 def make(num_rows, hidden_size, vocab_size, dtype=torch.float32, scale=3.0, banned=(), seed=0):

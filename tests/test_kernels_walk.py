@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import cpu_linear, gemm, linear_logprob, reference, tiles
+from kernels import gemm, linear_logprob, reference, tiles
+from kernels.cpu import linear as cpu_linear
 
 VOCAB, HIDDEN = 2500, 24
 SLICES = 3  # of 1,024 columns

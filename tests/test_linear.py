@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import cpu_linear
-from kernels.cpu_linear import linear, use_fast_linear, use_plain_linear
+from kernels.cpu import linear as cpu_linear
+from kernels.cpu.linear import linear, use_fast_linear, use_plain_linear
 
 
 @pytest.fixture(params=[False, True], ids=["MKL", "oneDNN"], autouse=True)

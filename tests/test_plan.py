@@ -28,6 +28,7 @@ from shared.sections import EnvConfig, ModelConfig
 from shared.settings.objective import ObjectiveConfig
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_trajectory
+from tests.support.loading.kept import kept_bytes
 from tests.support.loading.models import qwen25
 from tests.support.small.adapted import adapted_policy
 from tests.support.small.families import qwen3_moe
@@ -69,21 +70,6 @@ def setting_of(batch, **changes):
     return Setting(dtype_bytes=4, microbatch_tokens=tokens, **shares, **changes)
 
 
-def kept_bytes(policy, batch) -> int:
-    """Distinct memory that the forward keeps for the backward, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that its place is not used again
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = policy.train()(batch, 1.0)
-    del output
-    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
-
-
 @pytest.mark.slow
 def test_what_is_planned_for_qwen25_is_what_it_has_and_what_its_forward_keeps(tmp_path):
     folder = qwen25(tmp_path / "model")
@@ -105,6 +91,7 @@ def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, 
     assert sum(p.numel() for p in policy.vlm.parameters()) == sizes.parameters
     batch = packed(spec)
     assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
+    assert kept_bytes(policy, batch, in_c=True) <= kept_bytes(policy, batch)
 
 
 @pytest.mark.slow

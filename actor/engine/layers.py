@@ -1,5 +1,5 @@
 """One decoder layer of the embedded engine over packed tokens and a slotted KV cache: by torch, anywhere, and by
-kernels/cpu_layer.py, on a CPU in float32.
+kernels/cpu/layer.py, on a CPU in float32.
 
 Suffixes: N = new tokens of all sequences, R = sequences, H = query heads, K = key heads, D = head size.
 """
@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import cpu_layer
-from kernels.cpu_linear import linear
+from kernels.cpu import layer as cpu_layer
+from kernels.cpu.library import fits as fits_library
+from kernels.cpu.linear import linear
 
 Cache = tuple[Tensor, Tensor]
 """Keys and values of a layer, each [slots, K, max_context, D]."""
@@ -144,7 +145,7 @@ class Layer:
 
 
 class CpuLayer(Layer):
-    """The same by kernels/cpu_layer.py, which takes the cache of each sequence as it is: no neighbours, no masks."""
+    """The same by kernels/cpu/layer.py, which takes the cache of each sequence as it is: no neighbours, no masks."""
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         return cpu_layer.add_rms_norm(hidden, delta, weight, self.eps)
@@ -169,7 +170,7 @@ def make_layers(text: Any, config: Any) -> list[Layer]:
     """The layers of a text model of transformers, of the faster kind that fits them."""
     heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = text.layers[0].self_attn.head_dim
-    fits = cpu_layer.fits(text.embed_tokens.weight, *heads, head_dim) and config.hidden_act == "silu"
+    fits = fits_library(text.embed_tokens.weight, *heads, head_dim) and config.hidden_act == "silu"
     kind = CpuLayer if fits else Layer
     return [kind(module, *heads, config.rms_norm_eps) for module in text.layers]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actor.engine.layers import Batch, Cache, CpuLayer, Segment, make_layers
 from actor.engine.towers.families import TOWERS
-from kernels.cpu_linear import padded, use_fast_linear, uses_onednn
+from kernels.cpu.linear import padded, use_fast_linear, uses_onednn
 from shared.vision import VisionSpec
 
 

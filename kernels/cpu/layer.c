@@ -1,8 +1,6 @@
 /* Norms, SwiGLU and rotation; all tensors are contiguous. */
 #include "shared.h"
 
-#define SHARED _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows > 16)")
-
 /* hidden [N, width] += delta (where there is one); normed = RMS norm of it, times weight [width]. */
 void add_rms_norm(float *hidden, const float *delta, const float *weight, float eps, int64_t rows, int64_t width,
                   int64_t threads, float *normed) {

@@ -1,10 +1,11 @@
-/* What the C functions of this folder share. kernels/cpu_layer.py compiles and calls them; actor/engine/layers.py has
+/* What the C functions of this folder share. library.py compiles them; actor/engine/layers.py has
  * the same in torch. They compute in float32. N = tokens, H = query heads, K = key heads, D = head size, C = entries of
  * a slot. `threads` share the tokens. Nothing here allocates or fails; a NaN that comes in goes out. */
 #include <math.h>
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define SHARED _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows > 16)")
 
 /* e^x of x <= 0 by Cody and Waite's reduction and a polynomial of degree 6: relative error below 3e-7. */
 INLINE float exp_negative(float x) {

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from kernels.cpu_linear import linear
+from kernels.cpu.linear import linear
 from kernels.low_rank import merged
 
 FACTORS = ("lora_A", "lora_B")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kernels.cpu_linear import use_fast_linear, use_plain_linear
+from kernels.cpu.linear import use_fast_linear, use_plain_linear
+from kernels.cpu.norm import rms_norm, takes
 from learner.model import last_layer
 from learner.model.attention import packed_attention
 from learner.model.patch_embed import StillPatchEmbed
@@ -68,6 +69,13 @@ TRICKS = {
         "linears and the last layer compute otherwise, under the same parameter names",
         "test_linear.py::test_every_plain_linear_of_a_model_computes_so_until_it_is_undone_and_a_copy_has_its_own_parameters",
         "transformers lets a model's layers be replaced",
+    ),
+    "rms_norm": Trick(
+        "transformers",
+        "classes called ...RMSNorm with a weight and a variance_epsilon that compute torch's rms_norm",
+        "on a CPU a norm is one pass over memory in each direction",
+        "test_cpu_norm.py",
+        "transformers computes them by torch.nn.functional.rms_norm, and torch in one pass on a CPU",
     ),
     "flash_name": Trick(
         "transformers",
@@ -151,7 +159,31 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
     if takes_rows:
         _replace_last(layers[-1])
     use_fast_linear(vlm)
+    use_fast_norms(vlm)
     return takes_rows
+
+
+def use_fast_norms(model: nn.Module) -> None:
+    """Makes every RMS norm of the model compute in C where it can, on a CPU in float32."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if kind.__name__.endswith("RMSNorm"):
+            TRICKS["rms_norm"].require(_is_known_norm(kind))
+            module.forward = MethodType(_normed, module)
+
+
+def _normed(module: Any, hidden_states: Tensor) -> Tensor:
+    if torch.compiler.is_compiling() or not (takes(hidden_states) and takes(module.weight)):
+        return cast("Tensor", type(module).forward(module, hidden_states))
+    return rms_norm(hidden_states, module.weight, module.variance_epsilon)
+
+
+def _is_known_norm(kind: Any) -> bool:
+    with torch.device("cpu"):
+        norm, x = kind(8, eps=0.25), torch.arange(16.0).reshape(2, 8)
+    if {name for name, _ in norm.named_parameters()} != {"weight"} or getattr(norm, "variance_epsilon", 0) != 0.25:
+        return False
+    return torch.allclose(norm(x), nn.functional.rms_norm(x, (8,), None, 0.25))
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import cpu_attention
+from kernels.cpu import packed_attention as cpu_attention
 from learner.packing.documents import PackedChunk, Packing, Rows
 from learner.parallel.collectives import whole_keys_values
 

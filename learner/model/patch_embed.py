@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.cpu_linear import linear
+from kernels.cpu.linear import linear
 from shared.vision import VisionSpec
 
 

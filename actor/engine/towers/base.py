@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import cpu_layer
-from kernels.cpu_linear import linear
+from kernels.cpu import layer as cpu_layer
+from kernels.cpu.library import fits
+from kernels.cpu.linear import linear
 from shared.vision import Grid, VisionSpec
 
 MAX_BATCH_PATCHES = 16384
@@ -119,7 +120,7 @@ def rotated_heads(attention: Any, hidden: Tensor, tables: Tables) -> tuple[Tenso
 
 def attend_all(attention: Any, hidden: Tensor, tables: Tables) -> Tensor:
     """Attention of each patch to all of its image: [B, P, hidden] -> the same."""
-    if cpu_layer.fits(hidden, 1, 1, hidden.shape[-1] // attention.num_heads):
+    if fits(hidden, 1, 1, hidden.shape[-1] // attention.num_heads):
         heads = attention.qkv(hidden).view(*hidden.shape[:2], 3 * attention.num_heads, -1)
         cpu_layer.rotate_heads(heads, 2 * attention.num_heads, (tables.cos, tables.sin))
         return attention.proj(torch.stack([cpu_layer.attend_all(image, attention.scaling) for image in heads]))

@@ -1,6 +1,6 @@
 """Causal attention of one document forward and backward on a CPU, ours in C and torch's, in turns; one thread.
 
-    python -m tests.bench.kernels.cpu_attention [--heads 4 --kv-heads 2 --size 32] [--lengths 144 300 460 720]
+    python -m tests.bench.kernels.cpu.packed_attention [--heads 4 --kv-heads 2 --size 32] [--lengths 144 300 460 720]
 
 The floor is a matrix product of as many operations at the speed that a large one has in the same process. The last line
 is one JSON object: ms, lowest of the turns.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernels import cpu_attention
+from kernels.cpu import packed_attention
 
 TURNS, REPEATS = 7, 20
 
@@ -50,7 +50,7 @@ def product() -> Callable[[], object]:
 def contestants(heads: int, kv_heads: int, size: int, length: int) -> dict[str, Callable[[], object]]:
     shapes = (heads, length, size), (kv_heads, length, size), (kv_heads, length, size)
     query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
-    grad, documents = torch.randn(length, heads, size), cpu_attention.whole_documents(((1, length),), True)
+    grad, documents = torch.randn(length, heads, size), packed_attention.whole_documents(((1, length),), True)
     scale, turned = size**-0.5, grad.transpose(0, 1)[None].contiguous()
 
     def by_torch() -> torch.Tensor:
@@ -58,7 +58,7 @@ def contestants(heads: int, kv_heads: int, size: int, length: int) -> dict[str, 
         return F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=heads != kv_heads)
 
     def ours() -> torch.Tensor:
-        return cpu_attention.attend(query, key, value, documents, scale)
+        return packed_attention.attend(query, key, value, documents, scale)
 
     def without_gradient(compute: Callable[[], torch.Tensor]) -> Callable[[], object]:
         return torch.no_grad()(compute)

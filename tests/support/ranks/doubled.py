@@ -26,9 +26,9 @@ def in_float64() -> Iterator[None]:
     parts of transformers and of our kernels that widen to float32. What comes from the wire stays as it is."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
-        for module in ("cpu_linear", "gemm"):  # oneDNN's products are float32's
+        for module in ("cpu.linear", "gemm"):  # oneDNN's products are float32's
             stack.enter_context(patch(f"kernels.{module}.fits_onednn", lambda _: False))
-        stack.enter_context(patch("kernels.cpu_attention.fits", lambda *_: False))  # so is C's attention
+        stack.enter_context(patch("kernels.cpu.library.library", lambda: None))  # so is what is in C
         stack.enter_context(patch.object(torch, "float32", torch.float64))
         stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
         stack.enter_context(patch("kernels.checks.DTYPES", (torch.float64,)))

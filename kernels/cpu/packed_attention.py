@@ -1,5 +1,5 @@
-"""Attention of packed documents on a CPU, with gradients, in C (kernels/cpu/packed_attention.c): in float32 it takes a
-third to a half of the time of torch's (tests/bench/KERNELS.md). kernels/cpu_layer.py compiles it.
+"""Attention of packed documents on a CPU, with gradients, in C: in float32 it takes half to three quarters of the time
+of torch's (tests/bench/KERNELS.md).
 
 Suffixes: N = queries, T = keys, H = query heads, K = key heads, D = head size, P = documents.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.cpu_layer import fits, library
+from kernels.cpu.library import built, fits
 
 __all__ = ["Documents", "attend", "fits", "whole_documents"]
 
@@ -55,9 +55,7 @@ class _Attention(torch.autograd.Function):
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         heads, rows, size = query.shape
         out, log_sum = query.new_empty(rows, heads, size), query.new_empty(rows, heads)
-        _library().attend_pieces(
-            *_arguments(query, key, value, borders, seen, scale), out.data_ptr(), log_sum.data_ptr()
-        )
+        built().attend_pieces(*_arguments(query, key, value, borders, seen, scale), out.data_ptr(), log_sum.data_ptr())
         ctx.save_for_backward(query, key, value, borders, seen, out, log_sum)
         ctx.scale = scale
         return out
@@ -70,7 +68,7 @@ class _Attention(torch.autograd.Function):
         for_query = torch.empty_like(out)
         for_key, for_value = key.new_zeros(2, tokens, kv_heads, size)
         given = (x.data_ptr() for x in (out, log_sum, grad_out, for_query, for_key, for_value))
-        _library().attend_pieces_backward(*_arguments(query, key, value, borders, seen, ctx.scale), *given)
+        built().attend_pieces_backward(*_arguments(query, key, value, borders, seen, ctx.scale), *given)
         return *(x.transpose(0, 1) for x in (for_query, for_key, for_value)), None, None, None
 
 
@@ -83,9 +81,3 @@ def _arguments(
     packing = borders.data_ptr(), len(borders), seen.data_ptr()
     read = (part for x in (key, value) for part in (x.data_ptr(), x.stride(1), x.stride(0)))
     return *queries, *packing, *read, scale, torch.get_num_threads()
-
-
-def _library() -> Any:
-    found = library()
-    assert found is not None, "ask fits() first"
-    return found

@@ -1,0 +1,1 @@
+"""What torch computes slowly on a CPU, in C or by another library."""

@@ -1,0 +1,116 @@
+"""The C functions of this folder, compiled where they run. The machine's C compiler (cc, gcc or clang) builds them when
+they are first asked for, in four seconds; the library is kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger("kernels")
+MAX_HEAD, MAX_GROUP = 256, 32  # as in shared.h and cached_attention.c
+_FOLDER = Path(__file__).parent
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-O2", "-ftree-vectorize", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
+          "-fassociative-math")  # fmt: skip
+_OF_MACHINE = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
+"""What a compiler may not know: the first that it takes is used. Without OpenMP one thread computes."""
+_COMPILE_TIMEOUT_S = 120.0
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_PIECES = (_P, _I, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _P, _I, _I, _F, _I)
+_SIGNATURES = {
+    "add_rms_norm": (_P, _P, _P, _F, _I, _I, _I, _P),
+    "silu_mul": (_P, _P, _I, _I, _I, _I, _P),
+    "rotate_and_store": (_P, _I, _I, _I, _I, _P, _F, _P, _P, _P, _I, _I, _P, _P),
+    "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I, _I),
+    "attend_together": (_P, _I, _I, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _F, _I, _P),
+    "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
+    "rms_norm": (_P, _P, _F, _I, _I, _I, _P, _P),
+    "rms_norm_backward": (_P, _P, _P, _P, _I, _I, _I, _P, _P),
+    "attend_pieces": (*_PIECES, _P, _P),
+    "attend_pieces_backward": (*_PIECES, _P, _P, _P, _P, _P, _P),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions, or None where this machine has no compiler that builds them (one line of the log)."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        log.info("no C compiler (%s): decoding on the CPU is computed by torch alone, slower", ", ".join(_COMPILERS))
+        return None
+    try:
+        found = ctypes.CDLL(str(_built(compiler)))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: there is no home
+        log.warning("%s does not build kernels/cpu, torch computes instead, slower: %s", compiler, _line(error))
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, None
+    return found
+
+
+def _built(compiler: str) -> Path:
+    """The library for this source, compiler and processor; OSError or SubprocessError if it cannot be built."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))][:1]
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=_COMPILE_TIMEOUT_S
+    ).stdout
+    sources = [path.read_bytes() for path in sorted(_FOLDER.glob("*.[ch]"))]
+    parts = (*sources, version, platform.machine().encode(), *(line.encode() for line in flags))
+    name = f"kernels-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pronk"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / name
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / name
+            _compile(compiler, made)
+            os.replace(made, target)
+    return target
+
+
+def _compile(compiler: str, target: Path) -> None:
+    for place, options in enumerate(_OF_MACHINE):
+        command = [compiler, *_FLAGS, *options, *map(str, sorted(_FOLDER.glob("*.c"))), "-o", str(target), "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+        if not done.returncode:
+            return
+        if place + 1 == len(_OF_MACHINE):
+            raise subprocess.SubprocessError(done.stderr)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def fits(tensor: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether the functions below compute a layer of this shape on such tensors, here."""
+    small = head_dim <= MAX_HEAD and head_dim % 8 == 0 and num_heads <= MAX_GROUP * num_kv_heads
+    return small and takes(tensor)
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether it is plain float32 on a CPU, and the library is there."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    return plain and library() is not None
+
+
+def built() -> ctypes.CDLL:
+    """The library, where `fits` has said that there is one."""
+    found = library()
+    assert found is not None, "ask fits() first"
+    return found

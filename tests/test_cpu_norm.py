@@ -1,0 +1,79 @@
+"""RMS norms in C give what torch gives, gradients too, and a policy's norms are computed so where they can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernels.cpu import library, norm
+from learner.model.adapt import use_fast_norms
+from learner.model.policy import load_policy
+from shared.vision import VisionSpec
+from tests.support.tiny import tiny_model_dir
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="no C compiler")
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 7), (64, 32), (65, 128), (2, 130, 4, 32)])
+def test_values_and_gradients_are_torchs_in_float64(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(shape), torch.randn(shape[-1:]), torch.randn(shape)
+    inputs = x.requires_grad_(), weight.requires_grad_()
+    out = norm.rms_norm(*inputs, 1e-6)
+    got = out, *torch.autograd.grad(out, inputs, grad)
+    exact = tuple(part.detach().double().requires_grad_() for part in inputs)
+    expected = F.rms_norm(exact[0], shape[-1:], exact[1], 1e-6)
+    for ours, theirs in zip(got, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=2e-6 * float(theirs.detach().abs().max()))
+
+
+def test_a_row_is_computed_alike_among_others_turned_around_and_by_any_number_of_threads() -> None:
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(300, 32).requires_grad_(), torch.randn(32).requires_grad_(), torch.randn(300, 32)
+
+    def gradients(threads: int) -> tuple[torch.Tensor, ...]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            out = norm.rms_norm(x, weight, 1e-6)
+            return out, *torch.autograd.grad(out, (x, weight), grad)
+        finally:
+            torch.set_num_threads(before)
+
+    one, two = gradients(1), gradients(2)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert torch.equal(norm.rms_norm(x[7:9], weight, 1e-6), one[0][7:9])
+    assert torch.equal(norm.rms_norm(x.t().contiguous().t(), weight, 1e-6), one[0])
+
+
+def test_a_frozen_weight_has_no_gradient_and_a_nan_stays_in_its_row() -> None:
+    x, weight = torch.ones(4, 8).requires_grad_(), torch.ones(8)
+    norm.rms_norm(x, weight, 1e-6).sum().backward()
+    assert x.grad is not None and weight.grad is None
+    x = torch.ones(4, 8)
+    x[1, 3] = torch.nan
+    assert norm.rms_norm(x, weight, 1e-6).isnan().any(1).tolist() == [False, True, False, False]
+
+
+def test_the_norms_of_a_policy_are_computed_so_in_float32_and_as_before_in_bfloat16(tmp_path, monkeypatch) -> None:
+    folder = str(tiny_model_dir(tmp_path))
+    policy = load_policy(folder, VisionSpec.load(folder))
+    found = [module for module in policy.modules() if type(module).__name__.endswith("RMSNorm")]
+    assert found
+    calls = []
+    monkeypatch.setattr("learner.model.adapt.rms_norm", lambda *parts: calls.append(parts) or norm.rms_norm(*parts))
+    for module in found:
+        x = torch.randn(3, module.weight.numel())
+        torch.testing.assert_close(module.float()(x), type(module).forward(module, x))
+        assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    assert len(calls) == len(found)
+
+
+def test_a_norm_of_another_kind_is_refused() -> None:
+    class OtherRMSNorm(nn.RMSNorm):
+        """Its epsilon has another name."""
+
+    with pytest.raises(ValueError, match="variance_epsilon"):
+        use_fast_norms(nn.Sequential(OtherRMSNorm(8)))
