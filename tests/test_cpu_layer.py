@@ -176,7 +176,7 @@ def test_without_a_compiler_each_family_gives_the_same_logprobs_by_torch_and_one
         sizes = [(56, 56), (112, 56)] if family == "Qwen2.5-VL" else SIZES
         check(folder, spec, play_at_once(url, spec, range(6), sizes=sizes, pause_s=0.02))
     assert [record.message for record in caplog.records if "C compiler" in record.message] == [
-        "no C compiler (cc, gcc, clang): decoding on the CPU is computed by torch alone, slower"
+        "no C compiler (cc, gcc, clang): the CPU's layers are computed by torch alone, slower"
     ]
 
 

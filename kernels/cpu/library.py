@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL | None:
     """The compiled functions, or None where this machine has no compiler that builds them (one line of the log)."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
-        log.info("no C compiler (%s): decoding on the CPU is computed by torch alone, slower", ", ".join(_COMPILERS))
+        log.info("no C compiler (%s): the CPU's layers are computed by torch alone, slower", ", ".join(_COMPILERS))
         return None
     try:
         found = ctypes.CDLL(str(_built(compiler)))
