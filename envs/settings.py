@@ -37,7 +37,7 @@ def _words(error: ValidationError, kind: type[BaseModel], values: Mapping[str, A
     """The first mistake in one line. For a value of several parts it shows the default, if there is one."""
     first = error.errors()[0]
     if not first["loc"]:  # of the record's own check
-        return str(first["ctx"]["error"])
+        return str(first.get("ctx", {}).get("error", first["msg"]))
     name = str(first["loc"][0])
     if name not in values:
         return f"{name} is required"
