@@ -6,6 +6,7 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -193,7 +194,7 @@ def test_a_compiler_that_fails_is_named_and_torch_computes(
 
 
 @with_compiler
-def test_the_library_is_built_once_for_a_user(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_built_once_for_a_user_and_anew_with_other_options(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert library.library() is not None
     built = list((tmp_path / "pronk").iterdir())
@@ -201,6 +202,11 @@ def test_the_library_is_built_once_for_a_user(tmp_path, monkeypatch: pytest.Monk
     monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
     assert library.library() is not None
     assert list((tmp_path / "pronk").iterdir()) == built and built[0].suffix == ".so"
+    library.library.cache_clear()
+    asked: list[Path] = []
+    monkeypatch.setattr(library, "_FLAGS", (*library._FLAGS, "-g"))
+    monkeypatch.setattr(library, "_compile", lambda _, made: asked.append(made) or shutil.copy(built[0], made))
+    assert library.library() is not None and asked[0].name != built[0].name
 
 
 @with_compiler
