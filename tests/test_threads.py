@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -29,6 +31,22 @@ def test_a_thread_that_never_begins_is_a_memory_error_within_its_limit(monkeypat
         asyncio.run(asyncio.wait_for(in_thread(lambda: called.append(1)), 30))
     late[0]()
     assert not called
+
+
+def test_a_process_that_stood_still_lets_its_threads_begin_afterwards(monkeypatch) -> None:
+    """The time limit has passed once the loop goes on, and the thread has not had its turn yet."""
+    monkeypatch.setattr(threads, "BEGIN_S", 0.3)
+
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(threads, "start_thread", lambda run: loop.call_later(0.01, begin, run))
+        return await in_thread(lambda: 3)
+
+    def begin(run: Callable[[], None]) -> None:
+        time.sleep(0.4)
+        asyncio.get_running_loop().call_later(0.01, run)
+
+    assert asyncio.run(main()) == 3
 
 
 def test_a_thread_that_nobody_waits_for_any_more_ends_without_a_word(recwarn) -> None:

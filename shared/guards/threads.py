@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 Result = TypeVar("Result")
-BEGIN_S = 10.0
+BEGIN_S = 30.0
+WAITS = 30  # a thread may begin within that many waits: however long one lasts while the whole process stands still
 
 
 def start_thread(function: Callable[[], object]) -> None:
@@ -39,8 +40,13 @@ async def in_thread(function: Callable[[], Result]) -> Result:
             future.set_exception(error)
 
     start_thread(run)
+    began = asyncio.wrap_future(begun)
     try:
-        await asyncio.wait_for(asyncio.wrap_future(begun), BEGIN_S)
-    except TimeoutError:
-        raise MemoryError(f"a thread has not begun within {BEGIN_S:g} s") from None
+        for _ in range(WAITS):
+            if (await asyncio.wait([began], timeout=BEGIN_S / WAITS))[0]:
+                break
+        else:
+            raise MemoryError(f"a thread has not begun within {BEGIN_S:g} s")
+    finally:
+        began.cancel()  # so that one that begins later calls nothing
     return await asyncio.wrap_future(future)
