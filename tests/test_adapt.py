@@ -42,6 +42,11 @@ def without_rms_norm(monkeypatch, model, spec):
     adapt(model, spec)
 
 
+def without_swiglu(monkeypatch, model, spec):
+    monkeypatch.setattr(type(model.model.language_model.layers[0].mlp), "forward", lambda self, x: x)
+    adapt(model, spec)
+
+
 def without_flash_name(monkeypatch, model, spec):
     monkeypatch.setattr(transformers.utils.generic, "is_flash_attention_requested", lambda **_: False)
     adapt(model, spec)
@@ -62,8 +67,13 @@ def without_tower(monkeypatch, model, spec):
     adapt(model, spec)
 
 
+def without_attention(monkeypatch, model, spec):
+    del model.model.language_model.layers[0].self_attn.k_norm
+    adapt(model, spec)
+
+
 def without_last_layer(monkeypatch, model, spec):
-    del model.model.language_model.layers[-1].self_attn.k_norm
+    del model.model.language_model.layers[-1].post_attention_layernorm
     adapt(model, spec)
 
 

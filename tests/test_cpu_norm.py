@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
 
 from kernels.cpu import library, norm
-from learner.model.adapt import use_fast_norms
+from learner.model.adapt import use_fast_parts
 from learner.model.policy import load_policy
 from shared.vision import VisionSpec
 from tests.support.tiny import tiny_model_dir
@@ -29,22 +30,41 @@ def test_values_and_gradients_are_torchs_in_float64(shape: tuple[int, ...]) -> N
         torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=2e-6 * float(theirs.detach().abs().max()))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 4, 16), (70, 2, 32), (65, 3, 24), (5, 2, 256)])
+def test_turned_heads_and_their_gradients_are_those_of_transformers_in_float64(shape: tuple[int, ...]) -> None:
+    """The two halves of the angles differ here, as they do in no model."""
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(1, *shape), torch.randn(shape[-1]), torch.randn(1, *shape)
+    cos, sin = torch.randn(2, 1, shape[0], shape[2])
+    inputs = x.requires_grad_(), weight.requires_grad_()
+    out = norm.rms_norm_turned(*inputs, 1e-6, cos, sin)
+    got = out, *torch.autograd.grad(out, inputs, grad)
+    exact = tuple(part.detach().double().requires_grad_() for part in inputs)
+    normed = F.rms_norm(exact[0], shape[-1:], exact[1], 1e-6).transpose(1, 2)
+    expected = apply_rotary_pos_emb(normed, normed, cos.double(), sin.double())[0].transpose(1, 2)
+    for ours, theirs in zip(got, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=2e-6 * float(theirs.detach().abs().max()))
+
+
 def test_a_row_is_computed_alike_among_others_turned_around_and_by_any_number_of_threads() -> None:
     torch.manual_seed(0)
     x, weight, grad = torch.randn(300, 32).requires_grad_(), torch.randn(32).requires_grad_(), torch.randn(300, 32)
+    heads, angles = x.view(1, 100, 3, 32), torch.randn(2, 1, 100, 32)
 
     def gradients(threads: int) -> tuple[torch.Tensor, ...]:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            out = norm.rms_norm(x, weight, 1e-6)
-            return out, *torch.autograd.grad(out, (x, weight), grad)
+            outs = norm.rms_norm(x, weight, 1e-6), norm.rms_norm_turned(heads, weight, 1e-6, *angles)
+            return *outs, *torch.autograd.grad(outs, (x, weight), (grad, grad.view_as(heads)))
         finally:
             torch.set_num_threads(before)
 
     one, two = gradients(1), gradients(2)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert torch.equal(norm.rms_norm(x[7:9], weight, 1e-6), one[0][7:9])
+    some = norm.rms_norm_turned(heads[:, 7:9], weight, 1e-6, *angles[:, :, 7:9])
+    assert torch.equal(some, one[1][:, 7:9])
     assert torch.equal(norm.rms_norm(x.t().contiguous().t(), weight, 1e-6), one[0])
 
 
@@ -62,8 +82,8 @@ def test_the_norms_of_a_policy_are_computed_so_in_float32_and_as_before_in_bfloa
     policy = load_policy(folder, VisionSpec.load(folder))
     found = [module for module in policy.modules() if type(module).__name__.endswith("RMSNorm")]
     assert found
-    calls = []
-    monkeypatch.setattr("learner.model.adapt.rms_norm", lambda *parts: calls.append(parts) or norm.rms_norm(*parts))
+    calls, real = [], norm.rms_norm
+    monkeypatch.setattr("kernels.cpu.norm.rms_norm", lambda *parts: calls.append(parts) or real(*parts))
     for module in found:
         x = torch.randn(3, module.weight.numel())
         torch.testing.assert_close(module.float()(x), type(module).forward(module, x))
@@ -76,4 +96,4 @@ def test_a_norm_of_another_kind_is_refused() -> None:
         """Its epsilon has another name."""
 
     with pytest.raises(ValueError, match="variance_epsilon"):
-        use_fast_norms(nn.Sequential(OtherRMSNorm(8)))
+        use_fast_parts(nn.Sequential(OtherRMSNorm(8)))

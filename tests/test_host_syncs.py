@@ -17,7 +17,7 @@ from learner.batch import Microbatch, make_episodes
 from learner.metrics.throughput import Clock
 from learner.metrics.tokens import TokenStats
 from learner.metrics.work import Work
-from learner.model import last_layer
+from learner.model import forwards
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
 from shared.vision import VisionSpec
@@ -66,7 +66,7 @@ def model(request, tmp_path, monkeypatch):
     asks whether the entropies' gradient is zero."""
     monkeypatch.setattr("kernels.cpu.library.library", lambda: None)
     monkeypatch.setattr(sys.modules["kernels.linear_logprob"], "_is_zero", lambda grad_N: False)
-    monkeypatch.setattr(last_layer, "_takes_all_queries", lambda x: True)
+    monkeypatch.setattr(forwards, "_takes_all_queries", lambda x: True)
     monkeypatch.setattr("learner.vtrace.reverse_scan", reverse_scan)
     make, _, sides = FAMILIES[request.param]
     return make(tmp_path), sides

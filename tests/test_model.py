@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import learner.model.last_layer
+import learner.model.forwards
 import learner.packing.documents
 from learner.model.policy import load_policy
 from learner.model.sharding import shard
@@ -83,7 +83,7 @@ def test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_n
     policy = moe_policy(folder, spec) if experts else load_policy(str(folder), spec)
     torch.nn.init.normal_(policy.value_head.weight)
     monkeypatch.setattr(learner.packing.documents, "ROWS_AT_ONCE", 4)
-    monkeypatch.setattr(learner.model.last_layer, "_takes_all_queries", lambda x: gpu)
+    monkeypatch.setattr(learner.model.forwards, "_takes_all_queries", lambda x: gpu)
     batch = packed(policy, [random_trajectory(spec, seed, turns=2) for seed in range(2)])
     assert max(batch.lengths) > 8 and batch.num_tokens > 2 * 4
     last, found = policy.vlm.model.language_model.layers[-1], []

@@ -1,4 +1,4 @@
-/* Norms, SwiGLU and rotation; all tensors are contiguous. */
+/* Norms and rotation; all tensors are contiguous. */
 #include "shared.h"
 
 /* hidden [N, width] += delta (where there is one); normed = RMS norm of it, times weight [width]. */
@@ -20,21 +20,6 @@ void add_rms_norm(float *hidden, const float *delta, const float *weight, float 
     }
 }
 
-/* out [N, width] = silu(gate) * up; `stride` floats lie between the rows of each. */
-void silu_mul(const float *gate, const float *up, int64_t stride, int64_t rows, int64_t width, int64_t threads,
-              float *out) {
-    SHARED
-    for (int64_t n = 0; n < rows; n++) {
-        const float *gates = gate + n * stride, *ups = up + n * stride;
-        float *row = out + n * width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) {
-            float e = exp_negative(-fabsf(gates[i]));
-            row[i] = gates[i] * (gates[i] < 0 ? e : 1.0f) / (1.0f + e) * ups[i];
-        }
-    }
-}
-
 INLINE void rotate(float *head, const float *weight, float eps, const float *cosine, const float *sine, int64_t d,
                    float *out) {
     float scale = 1;
@@ -46,13 +31,7 @@ INLINE void rotate(float *head, const float *weight, float eps, const float *cos
 #pragma omp simd
         for (int64_t i = 0; i < d; i++) head[i] *= scale * weight[i];
     }
-    int64_t half = d / 2;
-#pragma omp simd
-    for (int64_t i = 0; i < half; i++) {
-        float low = head[i], high = head[half + i];
-        out[i] = low * cosine[i] - high * sine[i];
-        out[half + i] = high * cosine[half + i] + low * sine[half + i];
-    }
+    turn(head, cosine, sine, d, out);
 }
 
 /* heads [N, H + 2 K, D]: queries and keys are normed (where norms [H + K, D] are given) and turned by cosine and sine

@@ -1,21 +1,36 @@
-/* RMS norm of rows, and its gradients; all tensors are contiguous. */
+/* RMS norm of rows, turned by a rotary embedding where one is given, and its gradients; all tensors are contiguous. */
 #include "shared.h"
 
 #define BLOCK_ROWS 64 /* whose part of the weight's gradient is summed together */
+
+INLINE float norm_row(const float *row, const float *weight, float eps, int64_t width, float *out) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < width; i++) squares += row[i] * row[i];
+    float by = 1.0f / sqrtf(squares / width + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[i] = row[i] * by * weight[i];
+    return by;
+}
+
+INLINE void norm_row_backward(const float *row, const float *weight, float by, const float *given, int64_t width,
+                              float *out, float *sums) {
+    float dot = 0;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t i = 0; i < width; i++) dot += given[i] * weight[i] * row[i];
+    float along = dot * by * by / width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) {
+        out[i] = (given[i] * weight[i] - row[i] * along) * by;
+        sums[i] += given[i] * row[i] * by;
+    }
+}
 
 /* normed [N, width] = x * scale * weight, where scale [N] is one over the root of the row's mean square and eps. */
 void rms_norm(const float *x, const float *weight, float eps, int64_t rows, int64_t width, int64_t threads,
               float *normed, float *scale) {
     SHARED
-    for (int64_t n = 0; n < rows; n++) {
-        const float *row = x + n * width;
-        float *out = normed + n * width, squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < width; i++) squares += row[i] * row[i];
-        float by = scale[n] = 1.0f / sqrtf(squares / width + eps);
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) out[i] = row[i] * by * weight[i];
-    }
+    for (int64_t n = 0; n < rows; n++) scale[n] = norm_row(x + n * width, weight, eps, width, normed + n * width);
 }
 
 /* for_x [N, width]; for_weight [blocks of BLOCK_ROWS rows, width], to be summed over the blocks. */
@@ -27,17 +42,59 @@ void rms_norm_backward(const float *x, const float *weight, const float *scale, 
         int64_t end = (block + 1) * BLOCK_ROWS < rows ? (block + 1) * BLOCK_ROWS : rows;
         float *sums = for_weight + block * width;
         for (int64_t i = 0; i < width; i++) sums[i] = 0;
+        for (int64_t n = block * BLOCK_ROWS; n < end; n++)
+            norm_row_backward(x + n * width, weight, scale[n], grad + n * width, width, for_x + n * width, sums);
+    }
+}
+
+INLINE void norm_and_turn(const float *x, const float *weight, float eps, const float *cosine, const float *sine,
+                          int64_t heads, int64_t d, float *out, float *scale) {
+    for (int64_t h = 0; h < heads; h++) {
+        float normed[MAX_HEAD];
+        scale[h] = norm_row(x + h * d, weight, eps, d, normed);
+        turn(normed, cosine, sine, d, out + h * d);
+    }
+}
+
+INLINE void norm_and_turn_backward(const float *x, const float *weight, const float *scale, const float *cosine,
+                                   const float *sine, const float *grad, int64_t heads, int64_t d, float *for_x,
+                                   float *sums) {
+    for (int64_t h = 0; h < heads; h++) {
+        float back[MAX_HEAD];
+        turn_back(grad + h * d, cosine, sine, d, back);
+        norm_row_backward(x + h * d, weight, scale[h], back, d, for_x + h * d, sums);
+    }
+}
+
+/* turned [N, H, D]: each head normed as above, times weight [D], then turned by its token's cosine and sine [N, D];
+ * scale [N, H]. */
+void rms_norm_turn(const float *x, const float *weight, float eps, const float *cosine, const float *sine, int64_t rows,
+                   int64_t heads, int64_t d, int64_t threads, float *turned, float *scale) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        int64_t at = n * heads * d;
+#define TURN(size) \
+    norm_and_turn(x + at, weight, eps, cosine + n * d, sine + n * d, heads, size, turned + at, scale + n * heads)
+        BY_SIZE(TURN)
+    }
+}
+
+/* for_x [N, H, D]; for_weight [blocks of BLOCK_ROWS tokens, D], to be summed over the blocks. */
+void rms_norm_turn_backward(const float *x, const float *weight, const float *scale, const float *cosine,
+                            const float *sine, const float *grad, int64_t rows, int64_t heads, int64_t d,
+                            int64_t threads, float *for_x, float *for_weight) {
+    int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    SHARED
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t end = (block + 1) * BLOCK_ROWS < rows ? (block + 1) * BLOCK_ROWS : rows;
+        float *sums = for_weight + block * d;
+        for (int64_t i = 0; i < d; i++) sums[i] = 0;
         for (int64_t n = block * BLOCK_ROWS; n < end; n++) {
-            const float *row = x + n * width, *given = grad + n * width;
-            float *out = for_x + n * width, dot = 0, by = scale[n];
-#pragma omp simd reduction(+ : dot)
-            for (int64_t i = 0; i < width; i++) dot += given[i] * weight[i] * row[i];
-            float along = dot * by * by / width;
-#pragma omp simd
-            for (int64_t i = 0; i < width; i++) {
-                out[i] = (given[i] * weight[i] - row[i] * along) * by;
-                sums[i] += given[i] * row[i] * by;
-            }
+            int64_t at = n * heads * d;
+#define TURN_BACK(size)                                                                                      \
+    norm_and_turn_backward(x + at, weight, scale + n * heads, cosine + n * d, sine + n * d, grad + at, heads, size, \
+                           for_x + at, sums)
+            BY_SIZE(TURN_BACK)
         }
     }
 }

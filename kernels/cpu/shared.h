@@ -55,3 +55,26 @@ INLINE float exp_negative(float x) {
 #define LANES 4
 #endif
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* out = a head of d floats turned by the rotary embedding (Su et al., 2021, equation 34, with halves for pairs); it may
+ * be the head itself. */
+INLINE void turn(const float *head, const float *cosine, const float *sine, int64_t d, float *out) {
+    int64_t half = d / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float low = head[i], high = head[half + i];
+        out[i] = low * cosine[i] - high * sine[i];
+        out[half + i] = high * cosine[half + i] + low * sine[half + i];
+    }
+}
+
+/* The gradient of `turn`. */
+INLINE void turn_back(const float *grad, const float *cosine, const float *sine, int64_t d, float *out) {
+    int64_t half = d / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float low = grad[i], high = grad[half + i];
+        out[i] = low * cosine[i] + high * sine[half + i];
+        out[half + i] = high * cosine[half + i] - low * sine[i];
+    }
+}

@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from types import MethodType
-from typing import Any, cast
+from types import MethodType, SimpleNamespace
+from typing import Any
 
 import torch
 import transformers
@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.cpu.linear import use_fast_linear, use_plain_linear
-from kernels.cpu.norm import rms_norm, takes
-from learner.model import last_layer
+from learner.model import forwards
 from learner.model.attention import packed_attention
 from learner.model.patch_embed import StillPatchEmbed
 from learner.packing.tower import ALIGN_CORNERS, MODE, takes_precomputed
@@ -77,6 +76,13 @@ TRICKS = {
         "test_cpu_norm.py",
         "transformers computes them by torch.nn.functional.rms_norm, and torch in one pass on a CPU",
     ),
+    "swiglu": Trick(
+        "transformers",
+        "MLPs of gate_proj, up_proj, down_proj and act_fn that multiply by their gate",
+        "on a CPU that is one pass over memory in each direction",
+        "test_cpu_swiglu.py",
+        "torch computes it in one pass on a CPU",
+    ),
     "flash_name": Trick(
         "transformers",
         "that an attention with `flash` in its name gets all images of a vision tower in one call",
@@ -105,9 +111,16 @@ TRICKS = {
         "test_host_syncs.py",
         "transformers computes it on the host",
     ),
+    "attention": Trick(
+        "transformers",
+        "a Qwen3-VL attention with the parts that learner/model/forwards.py copies",
+        "queries and keys are normed and turned in one pass on a CPU, and the last layer asks at sampled places alone",
+        "test_model.py::test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned",
+        "transformers norms and turns heads in one pass, and takes chosen queries",
+    ),
     "last_layer": Trick(
         "transformers",
-        "a decoder layer and a Qwen3-VL attention with the parts that learner/model/last_layer.py copies",
+        "a decoder layer with the parts that learner/model/forwards.py copies",
         "the last layer is computed at the sampled places alone",
         "test_model.py::test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_no_gradient",
         "transformers computes a layer for chosen rows",
@@ -155,27 +168,26 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
     fixed = getattr(visual, "interpolation_mode", MODE), getattr(visual, "interpolation_align_corners", ALIGN_CORNERS)
     TRICKS["tower"].require(fixed == (MODE, ALIGN_CORNERS) and takes_precomputed())
     TRICKS["decoder"].require(_is_known_decoder(vlm.model.language_model))
+    for layer in layers:
+        _replace_attention(getattr(layer, "self_attn", None))
     takes_rows = len(layers) > len(getattr(vlm.config.vision_config, "deepstack_visual_indexes", ()))
     if takes_rows:
         _replace_last(layers[-1])
     use_fast_linear(vlm)
-    use_fast_norms(vlm)
+    use_fast_parts(vlm)
     return takes_rows
 
 
-def use_fast_norms(model: nn.Module) -> None:
-    """Makes every RMS norm of the model compute in C where it can, on a CPU in float32."""
+def use_fast_parts(model: nn.Module) -> None:
+    """Makes every RMS norm and SwiGLU MLP of the model compute in C where it can, on a CPU in float32."""
     for module in model.modules():
         kind: Any = type(module)
         if kind.__name__.endswith("RMSNorm"):
             TRICKS["rms_norm"].require(_is_known_norm(kind))
-            module.forward = MethodType(_normed, module)
-
-
-def _normed(module: Any, hidden_states: Tensor) -> Tensor:
-    if torch.compiler.is_compiling() or not (takes(hidden_states) and takes(module.weight)):
-        return cast("Tensor", type(module).forward(module, hidden_states))
-    return rms_norm(hidden_states, module.weight, module.variance_epsilon)
+            module.forward = MethodType(forwards.normed, module)
+        elif type(getattr(module, "act_fn", None)).__name__.startswith("SiLU") and hasattr(module, "gate_proj"):
+            TRICKS["swiglu"].require(_is_known_mlp(kind))
+            module.forward = MethodType(forwards.gated, module)
 
 
 def _is_known_norm(kind: Any) -> bool:
@@ -184,6 +196,14 @@ def _is_known_norm(kind: Any) -> bool:
     if {name for name, _ in norm.named_parameters()} != {"weight"} or getattr(norm, "variance_epsilon", 0) != 0.25:
         return False
     return torch.allclose(norm(x), nn.functional.rms_norm(x, (8,), None, 0.25))
+
+
+def _is_known_mlp(kind: Any) -> bool:
+    """Whether its forward is that of its parts, here other ones."""
+    parts = SimpleNamespace(gate_proj=torch.sin, up_proj=torch.cos, down_proj=torch.neg, act_fn=torch.exp)
+    with torch.device("cpu"):
+        x = torch.arange(8.0)
+        return torch.equal(kind.forward(parts, x), -(x.sin().exp() * x.cos()))
 
 
 @torch.no_grad()
@@ -251,16 +271,18 @@ def _is_known_decoder(text: Any) -> bool:
     return all("position_embeddings" in inspect.signature(type(layer).forward).parameters for layer in text.layers)
 
 
+def _replace_attention(attention: Any) -> None:
+    """Of Qwen3; Qwen2.5 turns its heads in another way, and keeps its attention."""
+    if hasattr(attention, "q_norm"):
+        fits = all(hasattr(attention, name) for name in forwards.ATTENTION_PARTS)
+        fits = fits and {*forwards.ATTENTION_ARGUMENTS} <= inspect.signature(attention.forward).parameters.keys()
+        TRICKS["attention"].require(fits)
+        attention.forward = MethodType(forwards.attend, attention)
+
+
 def _replace_last(layer: Any) -> None:
-    attention: Any = getattr(layer, "self_attn", None)
-    fits = all(hasattr(layer, name) for name in last_layer.LAYER_PARTS)
-    if hasattr(attention, "q_norm"):  # Qwen3; Qwen2.5 turns its heads in another way, and keeps its attention
-        fits = fits and all(hasattr(attention, name) for name in last_layer.ATTENTION_PARTS)
-        fits = fits and {*last_layer.ATTENTION_ARGUMENTS} <= inspect.signature(attention.forward).parameters.keys()
-        TRICKS["last_layer"].require(fits)
-        attention.forward = MethodType(last_layer.attend, attention)
-    TRICKS["last_layer"].require(fits)
-    layer.forward = MethodType(last_layer.decode, layer)
+    TRICKS["last_layer"].require(all(hasattr(layer, name) for name in forwards.LAYER_PARTS))
+    layer.forward = MethodType(forwards.decode, layer)
 
 
 def _gets_all_images_at_once(name: str) -> bool:

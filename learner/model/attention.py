@@ -51,15 +51,20 @@ def packed_attention(
         packing = packing.windows
     if cpu_attention.fits(query, query.shape[1], key.shape[1], query.shape[3]):
         documents = cpu_attention.whole_documents(packing.runs, packing.causal) if rows is None else documents_of(rows)
-        return cpu_attention.attend(query[0], key[0], value[0], documents, scaling)[None], None
+        return cpu_attention.attend(*_alone(query, key, value), documents, scaling)[None], None
     if rows is not None:
         return of_rows(query, key, value, rows, scaling)[None], None
     if fast:
         return _varlen(query, key, value, scaling, packing)[None], None
     sizes = [count * length for count, length in packing.runs]
-    parts = zip(packing.runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)
+    parts = zip(packing.runs, *(x.split(sizes, dim=1) for x in _alone(query, key, value)), strict=True)
     outputs = [_run(count, length, q, k, v, scaling, packing.causal) for (count, length), q, k, v in parts]
     return torch.cat(outputs)[None], None
+
+
+def _alone(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Without their first dimension of 1. A view's gradient is one too, where that of x[0] is a copy among zeros."""
+    return query.squeeze(0), key.squeeze(0), value.squeeze(0)
 
 
 def documents_of(rows: Rows) -> cpu_attention.Documents:
@@ -85,7 +90,7 @@ def of_rows(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: floa
         seen = places[:, None] >= torch.arange(start, stop, device=places.device)
         read = q, key[:, :, start:stop], value[:, :, start:stop]
         outputs.append(F.scaled_dot_product_attention(*read, seen, scale=scaling, enable_gqa=grouped))
-    return torch.cat(outputs, 2)[0].transpose(0, 1)
+    return torch.cat(outputs, 2).squeeze(0).transpose(0, 1)
 
 
 def _run(count: int, length: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Tensor:
@@ -97,7 +102,7 @@ def _run(count: int, length: int, q: Tensor, k: Tensor, v: Tensor, scaling: floa
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing) -> Tensor:
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(0, 1) for x in _alone(query, key, value))
     cu, longest = packing.cu_seqlens, packing.max_length
     return _of_documents(q, k, v, cu, cu, longest, longest, scaling, packing.causal)
 
@@ -107,7 +112,7 @@ def of_chunks(query: Tensor, key: Tensor, value: Tensor, scaling: float, chunks:
 
     One call for each chunk. A document's last query of a chunk reads its last key there: masks end at the lower right.
     """
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(0, 1) for x in _alone(query, key, value))
     outputs = []
     for part, q_part in zip(chunks, q.split([len(range(c.chunk.start, c.chunk.stop)) for c in chunks]), strict=True):
         read = slice(part.chunk.first_key, part.chunk.stop)

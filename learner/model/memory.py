@@ -207,7 +207,7 @@ def activations(sizes: ModelSizes, setting: Setting) -> float:
         kept += sizes.vision_depth * sizes.vision_hidden * setting.dtype_bytes * patches
         kept += max(per_token * text, per_patch * patches)
     else:
-        trimmed = sizes.num_layers > sizes.num_deepstack  # see learner/model/last_layer.py
+        trimmed = sizes.num_layers > sizes.num_deepstack  # see learner/model/forwards.py
         last = _layer_bytes(sizes, setting.dtype_bytes, asked=setting.sampled_share if trimmed else 1.0) + shared
         kept = ((sizes.num_layers - 1) * per_token + last) * text + sizes.vision_depth * per_patch * patches
     ends = _norm_bytes(sizes.hidden_size, setting.dtype_bytes) * text  # the last norm

@@ -125,7 +125,7 @@ class Policy(nn.Module):
         if self.has_deep_critic:
             self.listener.listen(batch.predictors)
         above = range(below.num_layers, len(text.layers))
-        hidden = text.norm(self._decoded(below.hidden_1TH, above, batch, below.vision, below.turns))[0]
+        hidden = text.norm(self._decoded(below.hidden_1TH, above, batch, below.vision, below.turns)).squeeze(0)
         heard = [*below.heard, *self.listener.take()]
         return hidden if self.trimmed else hidden.index_select(0, batch.predictors), heard
 
@@ -146,7 +146,7 @@ class Policy(nn.Module):
 
     def _embedded(self, batch: Microbatch, vision: Vision) -> Tensor:
         """The tokens' embeddings [1,T,H], with the tower's features in the places of visual tokens."""
-        embeds_TH = self.vlm.model.language_model.embed_tokens(batch.input_ids)[0]
+        embeds_TH = self.vlm.model.language_model.embed_tokens(batch.input_ids).squeeze(0)
         features, deepstack = vision
         if len(batch.visual_rows):
             return embeds_TH.index_copy(0, batch.visual_positions, features.to(embeds_TH.dtype))[None]

@@ -169,7 +169,7 @@ class ModelSizes:
         width = self.num_heads * self.head_dim
         text = 2 * active * tokens + 2 * self.num_layers * width * 2 * pairs
         text += 2 * self.head_parameters * num_rows
-        if self.num_layers > self.num_deepstack:  # see learner/model/last_layer.py
+        if self.num_layers > self.num_deepstack:  # see learner/model/forwards.py
             key_value = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
             last = self.layer_parameters(sparse=sparse > 0, active=True) - key_value
             text -= 2 * last * (tokens - num_rows)

@@ -23,7 +23,7 @@ def whole_keys_values(key: Tensor, value: Tensor, share: Share) -> tuple[Tensor,
     """This rank's [1,A,L,D] each -> the microbatch's [1,A,T,D] each, by one gathering. Their gradients are summed over
     the ranks, each of which gets those of its tokens."""
     heads = key.shape[1]
-    both_LW = torch.cat((key, value), 1)[0].transpose(0, 1).flatten(1)
+    both_LW = torch.cat((key, value), 1).squeeze(0).transpose(0, 1).flatten(1)
     both = _Tokens.apply(both_LW, share).unflatten(1, (2 * heads, -1)).transpose(0, 1)[None]
     return both[:, :heads], both[:, heads:]
 

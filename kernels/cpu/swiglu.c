@@ -1,0 +1,35 @@
+/* SwiGLU's product (Shazeer, 2020) and its gradients. */
+#include "shared.h"
+
+INLINE float sigmoid(float x) {
+    float e = exp_negative(-fabsf(x));
+    return (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+/* out [N, width] = silu(gate) * up; `stride` floats lie between the rows of each. */
+void silu_mul(const float *gate, const float *up, int64_t stride, int64_t rows, int64_t width, int64_t threads,
+              float *out) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        const float *gates = gate + n * stride, *ups = up + n * stride;
+        float *row = out + n * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) row[i] = gates[i] * sigmoid(gates[i]) * ups[i];
+    }
+}
+
+/* Gradients of gate and up [N, width], all contiguous. */
+void silu_mul_backward(const float *gate, const float *up, const float *grad, int64_t rows, int64_t width,
+                       int64_t threads, float *for_gate, float *for_up) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++) {
+        const float *gates = gate + n * width, *ups = up + n * width, *given = grad + n * width;
+        float *own_gate = for_gate + n * width, *own_up = for_up + n * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+            float share = sigmoid(gates[i]);
+            own_up[i] = given[i] * gates[i] * share;
+            own_gate[i] = given[i] * ups[i] * share * (1.0f + gates[i] * (1.0f - share));
+        }
+    }
+}

@@ -1,0 +1,93 @@
+"""Forwards that replace those of transformers' modules (learner/model/adapt.py), whose parts they use.
+
+The last decoder layer asks, projects and computes its MLP only where a token is predicted; no other place's output is
+ever read. On a CPU in float32 norms, rotations and the products of gates are one pass over memory (kernels/cpu).
+
+Shape suffixes: T = packed tokens, N = sampled tokens, H = hidden size, A = heads, D = head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
+
+from kernels.cpu import norm as cpu_norm
+from kernels.cpu import swiglu as cpu_swiglu
+
+LAYER_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "scaling", "config")
+ATTENTION_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask")
+
+
+def decode(layer: Any, hidden_states: Tensor, *args: Any, rows: Tensor, **kwargs: Any) -> Tensor:
+    """The last decoder layer's forward: hidden_states [1,T,H] and rows int64 [N] -> [1,N,H]."""
+    normed = layer.input_layernorm(hidden_states)
+    if hasattr(layer.self_attn, "q_norm"):
+        attended, _ = layer.self_attn(*args, hidden_states=normed, rows=rows, **kwargs)
+    else:
+        attended, _ = layer.self_attn(*args, hidden_states=normed, **kwargs)
+        attended = attended.index_select(1, rows)
+    kept = hidden_states.index_select(1, rows) + attended
+    return kept + layer.mlp(layer.post_attention_layernorm(kept))
+
+
+def attend(
+    attention: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    *,
+    rows: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """A Qwen3-VL attention's forward: hidden_states [1,T,H] and, where not all places ask, rows int64 [N] -> [1,N,H] or
+    [1,T,H]. Keys and values are those of all T."""
+    cos, sin = position_embeddings
+    heads = (-1, attention.head_dim)
+    key = _turned(attention.k_norm, attention.k_proj(hidden_states).unflatten(-1, heads), cos, sin)
+    value = attention.v_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
+    asked = None if _takes_all_queries(hidden_states) else rows
+    if asked is not None:
+        hidden_states, cos, sin = (x.index_select(1, asked) for x in (hidden_states, cos, sin))
+    query = _turned(attention.q_norm, attention.q_proj(hidden_states).unflatten(-1, heads), cos, sin)
+    compute = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    attended_1NAD, _ = compute(
+        attention, query, key, value, attention_mask, scaling=attention.scaling, only_asked=asked is not None, **kwargs
+    )
+    if rows is not None and asked is None:
+        attended_1NAD = attended_1NAD.index_select(1, rows)
+    return attention.o_proj(attended_1NAD.flatten(2)), None
+
+
+def _takes_all_queries(x: Tensor) -> bool:
+    """A GPU's kernels take no queries from places of their own: there all are computed, then most left out."""
+    return x.is_cuda
+
+
+def _turned(norm: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [1,T,A,D], normed and turned by the rotary embedding [1,T,D]: [1,A,T,D]."""
+    if not torch.compiler.is_compiling() and cpu_norm.turns(x, norm.weight, cos):
+        return cpu_norm.rms_norm_turned(x, norm.weight, norm.variance_epsilon, cos, sin).transpose(1, 2)
+    normed = norm(x).transpose(1, 2)
+    return apply_rotary_pos_emb(normed, torch.empty_like(normed[:, :0]), cos, sin)[0]
+
+
+def normed(module: Any, hidden_states: Tensor) -> Tensor:
+    """An RMS norm's forward: [..., H] -> [..., H]."""
+    fits = cpu_norm.takes(hidden_states) and cpu_norm.takes(module.weight)
+    if torch.compiler.is_compiling() or not fits:
+        return cast("Tensor", type(module).forward(module, hidden_states))
+    return cpu_norm.rms_norm(hidden_states, module.weight, module.variance_epsilon)
+
+
+def gated(mlp: Any, hidden_states: Tensor) -> Tensor:
+    """A SwiGLU MLP's forward: [..., H] -> [..., H]."""
+    gate, up = mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)
+    fits = cpu_swiglu.takes(gate) and cpu_swiglu.takes(up)
+    if torch.compiler.is_compiling() or not fits:
+        return cast("Tensor", mlp.down_proj(mlp.act_fn(gate) * up))
+    return cast("Tensor", mlp.down_proj(cpu_swiglu.swiglu(gate, up)))
