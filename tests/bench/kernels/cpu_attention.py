@@ -1,6 +1,6 @@
 """Causal attention of one document forward and backward on a CPU, ours in C and torch's, in turns; one thread.
 
-    python -m tests.bench.kernels.cpu.packed_attention [--heads 4 --kv-heads 2 --size 32] [--lengths 144 300 460 720]
+    python -m tests.bench.kernels.cpu_attention [--heads 4 --kv-heads 2 --size 32] [--lengths 144 300 460 720]
 
 The floor is a matrix product of as many operations at the speed that a large one has in the same process. The last line
 is one JSON object: ms, lowest of the turns.
