@@ -26,29 +26,9 @@ INLINE void norm_row_backward(const float *row, const float *weight, float by, c
     }
 }
 
-/* normed [N, width] = x * scale * weight, where scale [N] is one over the root of the row's mean square and eps. */
-void rms_norm(const float *x, const float *weight, float eps, int64_t rows, int64_t width, int64_t threads,
-              float *normed, float *scale) {
-    SHARED
-    for (int64_t n = 0; n < rows; n++) scale[n] = norm_row(x + n * width, weight, eps, width, normed + n * width);
-}
-
-/* for_x [N, width]; for_weight [blocks of BLOCK_ROWS rows, width], to be summed over the blocks. */
-void rms_norm_backward(const float *x, const float *weight, const float *scale, const float *grad, int64_t rows,
-                       int64_t width, int64_t threads, float *for_x, float *for_weight) {
-    int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    SHARED
-    for (int64_t block = 0; block < blocks; block++) {
-        int64_t end = (block + 1) * BLOCK_ROWS < rows ? (block + 1) * BLOCK_ROWS : rows;
-        float *sums = for_weight + block * width;
-        for (int64_t i = 0; i < width; i++) sums[i] = 0;
-        for (int64_t n = block * BLOCK_ROWS; n < end; n++)
-            norm_row_backward(x + n * width, weight, scale[n], grad + n * width, width, for_x + n * width, sums);
-    }
-}
-
-INLINE void norm_and_turn(const float *x, const float *weight, float eps, const float *cosine, const float *sine,
-                          int64_t heads, int64_t d, float *out, float *scale) {
+/* A token's heads, normed and then turned. */
+INLINE void turned_heads(const float *x, const float *weight, float eps, const float *cosine, const float *sine,
+                         int64_t heads, int64_t d, float *out, float *scale) {
     for (int64_t h = 0; h < heads; h++) {
         float normed[MAX_HEAD];
         scale[h] = norm_row(x + h * d, weight, eps, d, normed);
@@ -56,9 +36,9 @@ INLINE void norm_and_turn(const float *x, const float *weight, float eps, const 
     }
 }
 
-INLINE void norm_and_turn_backward(const float *x, const float *weight, const float *scale, const float *cosine,
-                                   const float *sine, const float *grad, int64_t heads, int64_t d, float *for_x,
-                                   float *sums) {
+INLINE void turned_heads_backward(const float *x, const float *weight, const float *scale, const float *cosine,
+                                  const float *sine, const float *grad, int64_t heads, int64_t d, float *for_x,
+                                  float *sums) {
     for (int64_t h = 0; h < heads; h++) {
         float back[MAX_HEAD];
         turn_back(grad + h * d, cosine, sine, d, back);
@@ -66,23 +46,27 @@ INLINE void norm_and_turn_backward(const float *x, const float *weight, const fl
     }
 }
 
-/* turned [N, H, D]: each head normed as above, times weight [D], then turned by its token's cosine and sine [N, D];
- * scale [N, H]. */
-void rms_norm_turn(const float *x, const float *weight, float eps, const float *cosine, const float *sine, int64_t rows,
-                   int64_t heads, int64_t d, int64_t threads, float *turned, float *scale) {
+/* out [N, H, D] = x * scale * weight [D], where scale [N, H] is one over the root of a head's mean square and eps; then
+ * turned by the token's cosine and sine [N, D], where there are any. */
+void rms_norm(const float *x, const float *weight, float eps, const float *cosine, const float *sine, int64_t rows,
+              int64_t heads, int64_t d, int64_t threads, float *out, float *scale) {
     SHARED
     for (int64_t n = 0; n < rows; n++) {
         int64_t at = n * heads * d;
-#define TURN(size) \
-    norm_and_turn(x + at, weight, eps, cosine + n * d, sine + n * d, heads, size, turned + at, scale + n * heads)
-        BY_SIZE(TURN)
+#define TURNED(size) \
+    turned_heads(x + at, weight, eps, cosine + n * d, sine + n * d, heads, size, out + at, scale + n * heads)
+        if (cosine)
+            BY_SIZE(TURNED)
+        else
+            for (int64_t h = 0; h < heads; h++)
+                scale[n * heads + h] = norm_row(x + at + h * d, weight, eps, d, out + at + h * d);
     }
 }
 
 /* for_x [N, H, D]; for_weight [blocks of BLOCK_ROWS tokens, D], to be summed over the blocks. */
-void rms_norm_turn_backward(const float *x, const float *weight, const float *scale, const float *cosine,
-                            const float *sine, const float *grad, int64_t rows, int64_t heads, int64_t d,
-                            int64_t threads, float *for_x, float *for_weight) {
+void rms_norm_backward(const float *x, const float *weight, const float *scale, const float *cosine, const float *sine,
+                       const float *grad, int64_t rows, int64_t heads, int64_t d, int64_t threads, float *for_x,
+                       float *for_weight) {
     int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     SHARED
     for (int64_t block = 0; block < blocks; block++) {
@@ -91,10 +75,14 @@ void rms_norm_turn_backward(const float *x, const float *weight, const float *sc
         for (int64_t i = 0; i < d; i++) sums[i] = 0;
         for (int64_t n = block * BLOCK_ROWS; n < end; n++) {
             int64_t at = n * heads * d;
-#define TURN_BACK(size)                                                                                      \
-    norm_and_turn_backward(x + at, weight, scale + n * heads, cosine + n * d, sine + n * d, grad + at, heads, size, \
-                           for_x + at, sums)
-            BY_SIZE(TURN_BACK)
+            const float *by = scale + n * heads;
+#define TURNED_BACK(size)                                                                                          \
+    turned_heads_backward(x + at, weight, by, cosine + n * d, sine + n * d, grad + at, heads, size, for_x + at, sums)
+            if (cosine)
+                BY_SIZE(TURNED_BACK)
+            else
+                for (int64_t h = 0; h < heads; h++, at += d)
+                    norm_row_backward(x + at, weight, by[h], grad + at, d, for_x + at, sums);
         }
     }
 }

@@ -21,14 +21,14 @@ _BLOCK_ROWS = 64  # as in norm.c
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., width] over the root of its mean square and eps, times weight [width] (Zhang and Sennrich, 2019, equation
     4); float32. `takes` says of both whether this can be had. A row is computed alike whatever the others are."""
-    out: Tensor = _RmsNorm.apply(x, weight, eps)
-    return out
+    out: Tensor = _RmsNorm.apply(x.unsqueeze(-2), weight, eps, None, None)
+    return out.squeeze(-2)
 
 
 def rms_norm_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """The norm over weight [D] of each head of x [1, N, H, D], turned by its token's cos and sin [1, N, D] (Su et al.,
     2021, equation 34, with halves for pairs); float32. Angles get no gradient. `turns` says whether this can be had."""
-    out: Tensor = _TurnedNorm.apply(x, weight, eps, cos, sin)
+    out: Tensor = _RmsNorm.apply(x, weight, eps, cos, sin)
     return out
 
 
@@ -37,45 +37,33 @@ def turns(x: Tensor, weight: Tensor, cos: Tensor) -> bool:
 
 
 class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
-        normed, scale_N = torch.empty_like(x), x.new_empty(x.numel() // len(weight))
-        shape = len(scale_N), len(weight), torch.get_num_threads()
-        built().rms_norm(x.data_ptr(), weight.data_ptr(), eps, *shape, normed.data_ptr(), scale_N.data_ptr())
-        ctx.save_for_backward(x, weight, scale_N)
-        return normed
+    """x [..., H, D]: the weight and the scale are of heads, the angles, if any, of tokens."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight, scale_N = ctx.saved_tensors
-        grad, for_x = grad.contiguous(), torch.empty_like(x)
-        for_weight = x.new_empty(-(-len(scale_N) // _BLOCK_ROWS), len(weight))
-        shape = len(scale_N), len(weight), torch.get_num_threads()
-        given = (tensor.data_ptr() for tensor in (x, weight, scale_N, grad))
-        built().rms_norm_backward(*given, *shape, for_x.data_ptr(), for_weight.data_ptr())
-        return for_x, for_weight.sum(0) if ctx.needs_input_grad[1] else None, None
-
-
-class _TurnedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-        turned, scale_1NH = torch.empty_like(x), x.new_empty(x.shape[:3])
-        given = x.data_ptr(), weight.data_ptr(), eps, cos.data_ptr(), sin.data_ptr()
-        shape = *x.shape[1:], torch.get_num_threads()
-        built().rms_norm_turn(*given, *shape, turned.data_ptr(), scale_1NH.data_ptr())
-        ctx.save_for_backward(x, weight, scale_1NH, cos, sin)
-        return turned
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        x, angles = x.contiguous(), tuple(None if part is None else part.contiguous() for part in (cos, sin))
+        out, scale = torch.empty_like(x), x.new_empty(x.shape[:-1])
+        given = x.data_ptr(), weight.data_ptr(), eps, *map(_pointer, angles)
+        built().rms_norm(*given, *_shape(x), out.data_ptr(), scale.data_ptr())
+        ctx.save_for_backward(x, weight, scale, *angles)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *_ = ctx.saved_tensors
         grad, for_x = grad.contiguous(), torch.empty_like(x)
-        for_weight = x.new_empty(-(-x.shape[1] // _BLOCK_ROWS), len(weight))
-        given = (tensor.data_ptr() for tensor in (*ctx.saved_tensors, grad))
-        shape = *x.shape[1:], torch.get_num_threads()
-        built().rms_norm_turn_backward(*given, *shape, for_x.data_ptr(), for_weight.data_ptr())
+        for_weight = x.new_empty(-(-_shape(x)[0] // _BLOCK_ROWS), len(weight))
+        given = map(_pointer, (*ctx.saved_tensors, grad))
+        built().rms_norm_backward(*given, *_shape(x), for_x.data_ptr(), for_weight.data_ptr())
         return for_x, for_weight.sum(0) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _shape(x: Tensor) -> tuple[int, int, int, int]:
+    """Tokens, heads, head size and threads."""
+    heads, size = x.shape[-2:]
+    return x.numel() // (heads * size), heads, size, torch.get_num_threads()
