@@ -51,10 +51,11 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: recomputed activations are given no second time
+        x, weight, *_ = saved
         grad, for_x = grad.contiguous(), torch.empty_like(x)
         for_weight = x.new_empty(-(-_shape(x)[0] // _BLOCK_ROWS), len(weight))
-        given = map(_pointer, (*ctx.saved_tensors, grad))
+        given = map(_pointer, (*saved, grad))
         built().rms_norm_backward(*given, *_shape(x), for_x.data_ptr(), for_weight.data_ptr())
         return for_x, for_weight.sum(0) if ctx.needs_input_grad[1] else None, None, None, None
 

@@ -78,8 +78,7 @@ def _turned(norm: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def normed(module: Any, hidden_states: Tensor) -> Tensor:
     """An RMS norm's forward: [..., H] -> [..., H]."""
-    fits = cpu_norm.takes(hidden_states) and cpu_norm.takes(module.weight)
-    if torch.compiler.is_compiling() or not fits:
+    if torch.compiler.is_compiling() or not (cpu_norm.takes(hidden_states) and cpu_norm.takes(module.weight)):
         return cast("Tensor", type(module).forward(module, hidden_states))
     return cpu_norm.rms_norm(hidden_states, module.weight, module.variance_epsilon)
 
@@ -87,7 +86,6 @@ def normed(module: Any, hidden_states: Tensor) -> Tensor:
 def gated(mlp: Any, hidden_states: Tensor) -> Tensor:
     """A SwiGLU MLP's forward: [..., H] -> [..., H]."""
     gate, up = mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)
-    fits = cpu_swiglu.takes(gate) and cpu_swiglu.takes(up)
-    if torch.compiler.is_compiling() or not fits:
+    if torch.compiler.is_compiling() or not (cpu_swiglu.takes(gate) and cpu_swiglu.takes(up)):
         return cast("Tensor", mlp.down_proj(mlp.act_fn(gate) * up))
     return cast("Tensor", mlp.down_proj(cpu_swiglu.swiglu(gate, up)))
