@@ -1,5 +1,5 @@
 /* What the C functions of this folder share. library.py compiles them; what they compute, torch computes where they are
- * not to be had: actor/engine/layers.py, learner/model/attention.py, transformers' own norms. They compute in float32.
+ * not to be had: actor/engine/layers.py, learner/model/attention.py, learner/model/forwards.py. They compute in float32.
  * N = tokens, H = query heads, K = key heads, D = head size, C = entries of a slot. `threads` share the tokens. Nothing
  * here allocates or fails; a NaN that comes in goes out. */
 #include <math.h>
