@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from kernels.cpu import library, swiglu
+from learner.model.adapt import use_fast_parts
 from learner.model.policy import load_policy
 from shared.vision import VisionSpec
 from tests.support.tiny import tiny_model_dir
@@ -65,3 +67,17 @@ def test_the_mlps_of_a_policy_are_computed_so_in_float32_and_as_before_in_bfloat
         torch.testing.assert_close(mlp.float()(x), type(mlp).forward(mlp, x))
         assert mlp.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
     assert len(calls) == len(found)
+
+
+def test_an_mlp_of_other_parts_is_refused() -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.act_fn, self.both = nn.Linear(2, 2), nn.SiLU(), nn.Linear(2, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate, up = self.both(x).chunk(2, -1)
+            return self.gate_proj(self.act_fn(gate) * up)
+
+    with pytest.raises(ValueError, match="multiply by their gate"):
+        use_fast_parts(nn.Sequential(Other()))
