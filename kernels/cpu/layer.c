@@ -6,31 +6,19 @@ void add_rms_norm(float *hidden, const float *delta, const float *weight, float 
                   int64_t threads, float *normed) {
     SHARED
     for (int64_t n = 0; n < rows; n++) {
-        float *row = hidden + n * width, *out = normed + n * width, squares = 0;
+        float *row = hidden + n * width;
         if (delta) {
             const float *added = delta + n * width;
 #pragma omp simd
             for (int64_t i = 0; i < width; i++) row[i] += added[i];
         }
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < width; i++) squares += row[i] * row[i];
-        float scale = 1.0f / sqrtf(squares / width + eps);
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) out[i] = row[i] * scale * weight[i];
+        norm_row(row, weight, eps, width, normed + n * width);
     }
 }
 
 INLINE void rotate(float *head, const float *weight, float eps, const float *cosine, const float *sine, int64_t d,
                    float *out) {
-    float scale = 1;
-    if (weight) {
-        float squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < d; i++) squares += head[i] * head[i];
-        scale = 1.0f / sqrtf(squares / d + eps);
-#pragma omp simd
-        for (int64_t i = 0; i < d; i++) head[i] *= scale * weight[i];
-    }
+    if (weight) norm_row(head, weight, eps, d, head);
     turn(head, cosine, sine, d, out);
 }
 

@@ -3,16 +3,6 @@
 
 #define BLOCK_ROWS 64 /* whose part of the weight's gradient is summed together */
 
-INLINE float norm_row(const float *row, const float *weight, float eps, int64_t width, float *out) {
-    float squares = 0;
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < width; i++) squares += row[i] * row[i];
-    float by = 1.0f / sqrtf(squares / width + eps);
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) out[i] = row[i] * by * weight[i];
-    return by;
-}
-
 INLINE void norm_row_backward(const float *row, const float *weight, float by, const float *given, int64_t width,
                               float *out, float *sums) {
     float dot = 0;

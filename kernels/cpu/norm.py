@@ -33,6 +33,7 @@ def rms_norm_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Ten
 
 
 def turns(x: Tensor, weight: Tensor, cos: Tensor) -> bool:
+    """Whether `rms_norm_turned` can be had; the sines are as the cosines are."""
     return x.shape[-1] <= MAX_HEAD and x.shape[-1] % 2 == 0 and takes(x) and takes(weight) and takes(cos)
 
 

@@ -56,6 +56,17 @@ INLINE float exp_negative(float x) {
 #endif
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* out = row / root of (its mean square + eps) * weight; it may be the row itself. The factor of the row. */
+INLINE float norm_row(const float *row, const float *weight, float eps, int64_t width, float *out) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < width; i++) squares += row[i] * row[i];
+    float by = 1.0f / sqrtf(squares / width + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[i] = row[i] * by * weight[i];
+    return by;
+}
+
 /* out = a head of d floats turned by the rotary embedding (Su et al., 2021, equation 34, with halves for pairs); it may
  * be the head itself. */
 INLINE void turn(const float *head, const float *cosine, const float *sine, int64_t d, float *out) {
