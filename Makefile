@@ -17,7 +17,7 @@ GPUS ?= $(shell nvidia-smi -L 2>/dev/null)
 CONSTRAINTS := $(if $(GPUS),constraints-gpu.txt,constraints.txt)
 
 .PHONY: env sglang-env train tiny-models two-boxes-model format lint check test test-learning test-watching test-sglang \
-  test-chaos test-hostile test-long test-peft test-cluster docs clean
+  test-chaos test-hostile test-long test-peft test-cluster test-gpu docs clean
 
 env: $(VENV)/.done
 
@@ -89,7 +89,7 @@ lint: env
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/mypy
 	@mkdir -p build
-	$(PY) -m pytest --collect-only --quiet tests tests/sglang tests/cluster > build/collected || { tail -n 20 build/collected; exit 1; }
+	$(PY) -m pytest --collect-only --quiet tests tests/sglang tests/cluster tests/gpu > build/collected || { tail -n 20 build/collected; exit 1; }
 
 # Three processes on two cores: a fifth of the tests' time is waiting.
 PYTEST := $(PY) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
@@ -135,6 +135,10 @@ test-cluster: env
 	test -e build/skypilot/.done || { $(PYTHON) -m venv --clear build/skypilot && \
 	  build/skypilot/bin/python -m pip install --quiet --disable-pip-version-check skypilot==0.14.1 && touch build/skypilot/.done; }
 	$(PY) -m pytest tests/cluster $(ARGS)
+
+# On one NVIDIA GPU: kernels, a learner's step, the embedded engine, the whole loop, the doctor.
+test-gpu: env
+	$(PY) -m pytest tests/gpu $(ARGS)
 
 # The documentation, strictly, into build/site; pages of the reference are made from the code.
 docs: env

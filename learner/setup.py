@@ -94,7 +94,7 @@ def build_publisher(recipe: Recipe, trainer: Trainer, process_id: str) -> Publis
     """With what verifies the engines' weights at a publication, unless the recipe wants none."""
     config, policy, ranks = recipe.learner.publish, trainer.policy, trainer.ranks
     settings = PublishSettings(
-        backend_of(recipe.learner.device, shared=recipe.engine.shares_gpu),
+        backend_of(recipe.learner.device, recipe.engine.device, shared=recipe.engine.shares_gpu),
         config.bucket_bytes,
         config.timeout_s,
         pause_mode=config.pause_mode,

@@ -144,9 +144,9 @@ class EngineConfig(Section):
     threads: int = Field(1, gt=0, description="CPU threads of an engine")
     api_key_file: str = Field("", description="file of the key that engines ask for (mode 0600); empty = they ask none")
     tensor_parallel: int = Field(1, gt=0, description="sglang: GPUs of one engine")
-    mem_fraction: float = Field(0.0, ge=0, lt=1, description="sglang: share of GPU memory it takes; 0 = its own choice")
+    mem_fraction: float = Field(0.0, ge=0, lt=1, description="share of GPU memory it takes; 0 = its own choice")
     shares_gpu: bool = Field(
-        False, description="sglang: its one engine is on the GPU of the learner's one rank, and has mem_fraction of it"
+        False, description="the one engine is on the GPU of the learner's one rank, and has mem_fraction of it"
     )
     attention_backend: str = Field("", description="sglang: empty = its own choice")
     mm_attention_backend: str = Field("", description="sglang: of the vision tower; sdpa on B200")
@@ -199,12 +199,12 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _one_engine_shares_a_gpu(self) -> Self:
-        wanted = {"kind": "sglang", "device": "cuda", "count": 1, "tensor_parallel": 1, "urls": ()}
+        wanted = {"device": "cuda", "count": 1, "tensor_parallel": 1, "urls": ()}
         wrong = [name for name, value in wanted.items() if getattr(self, name) != value] if self.shares_gpu else []
         if wrong:
             raise ValueError(
                 f"engine.shares_gpu with engine.{wrong[0]} = {getattr(self, wrong[0])!r}: the learner shares its GPU "
-                f"with one SGLang engine that is started for it; set it to {wanted[wrong[0]]!r}"
+                f"with one engine that is started for it; set it to {wanted[wrong[0]]!r}"
             )
         if self.shares_gpu and not self.mem_fraction:
             raise ValueError(

@@ -121,14 +121,13 @@ def test_a_large_model_is_replaced_and_the_report_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "devices", "ranks", "published"),
-    [(0, ("cpu", "cpu"), 2, True), (1, ("cuda", "cpu"), 1, False), (2, ("cuda", "cuda"), 1, True),
-     (8, ("cuda", "cuda"), 2, True)],
-)  # fmt: skip
-def test_learner_and_engine_share_out_the_gpus_that_there_are(num_gpus, devices, ranks, published):
+    ("num_gpus", "devices", "ranks"),
+    [(0, ("cpu", "cpu"), 2), (1, ("cuda", "cpu"), 1), (2, ("cuda", "cuda"), 1), (8, ("cuda", "cuda"), 2)],
+)
+def test_learner_and_engine_share_out_the_gpus_that_there_are(num_gpus, devices, ranks):
     made = small(recipe_with(**CUDA), num_gpus)
     assert (made.recipe.learner.device, made.recipe.engine.device) == devices
-    assert (made.ranks, made.no_publication == "") == (ranks, published)
+    assert made.ranks == ranks
 
 
 @pytest.mark.parametrize(
@@ -153,13 +152,13 @@ def test_a_mesh_is_made_as_small_as_the_ranks_and_the_report_says_so(
     assert (tmp_path / "mixture").exists() == (shared[1] > 1) == ("mixture" in made.recipe.model.path)
 
 
-@pytest.mark.parametrize(("built", "devices"), [(True, ("cuda", "cuda")), (False, ("cuda", "cpu"))])
-def test_a_shared_gpu_is_shared_in_the_round_too_where_sglang_is_built(monkeypatch, built, devices):
-    monkeypatch.setattr("launch.diagnosis.miniature._is_built", lambda recipe: built)
-    monkeypatch.setattr("launch.diagnosis.miniature.sglang_python", lambda recipe: Path("python"))
+@pytest.mark.parametrize("kind", ["sglang", "embedded"])
+def test_a_shared_gpu_is_shared_in_the_round_too_by_the_embedded_engine_where_sglang_is_not_built(monkeypatch, kind):
+    if kind == "sglang":
+        monkeypatch.setattr("launch.diagnosis.miniature.sglang_python", lambda recipe: Path("python"))
     made = small(load_recipe("launch/recipes/geo3k_multi_turn_one_gpu.toml"), 1)
-    assert (made.recipe.learner.device, made.recipe.engine.device) == devices
-    assert (made.recipe.engine.shares_gpu, made.ranks, not made.no_publication) == (built, 1, built)
+    assert (made.recipe.learner.device, made.recipe.engine.device) == ("cuda", "cuda")
+    assert (made.recipe.engine.kind, made.recipe.engine.shares_gpu, made.ranks) == (kind, True, 1)
 
 
 def test_the_kernel_gives_the_engines_port_to_no_other_socket_before_it_listens(tmp_path, monkeypatch):

@@ -93,8 +93,13 @@ def test_the_engine_gets_as_many_tokens_as_the_plan_says(tmp_path, monkeypatch):
 
 
 def test_weights_go_through_the_host_where_nccl_would_join_two_processes_of_one_gpu():
-    assert backend_of("cuda", shared=True) == backend_of("cpu", shared=False) == "gloo"
-    assert backend_of("cuda", shared=False) == "nccl"
+    assert backend_of("cuda", "cuda", shared=True) == "gloo"
+    assert backend_of("cuda", "cuda", shared=False) == "nccl"
+
+
+def test_weights_go_through_the_host_where_either_end_is_on_a_cpu():
+    ends = [("cpu", "cpu"), ("cpu", "cuda"), ("cuda", "cpu")]
+    assert {backend_of(*devices, shared=False) for devices in ends} == {"gloo"}
 
 
 def test_an_engine_that_shares_has_the_learners_gpu_and_any_other_the_last():
@@ -123,7 +128,6 @@ def test_one_learner_and_one_engine_have_a_gpu_and_nobody_else(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["--engine.kind", "embedded"], "engine.shares_gpu with engine.kind = 'embedded'"),
         (["--engine.device", "cpu"], "engine.shares_gpu with engine.device = 'cpu'"),
         (["--engine.count", 2], "engine.shares_gpu with engine.count = 2"),
         (["--engine.tensor_parallel", 2], "engine.shares_gpu with engine.tensor_parallel = 2"),

@@ -35,6 +35,8 @@ def load_model(settings: EngineSettings) -> Any:
     """The model in `settings.model_path`, one of TOWERS. ValueError if the device is missing."""
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {settings.device}, but torch sees no GPU: use --device cpu")
+    if settings.device.startswith("cuda") and settings.mem_fraction:
+        torch.cuda.set_per_process_memory_fraction(settings.mem_fraction)
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.dtype)
@@ -103,7 +105,15 @@ class EngineApp:
         spec = VisionSpec.load(
             settings.model_path, min_pixels=settings.min_pixels or None, max_pixels=settings.max_pixels or None
         )
-        return EngineApp(settings, load_model(settings), spec, stop)
+        try:
+            return EngineApp(settings, load_model(settings), spec, stop)
+        except torch.OutOfMemoryError as error:
+            slots = settings.slots or 2 * settings.max_batch
+            raise ValueError(
+                f"no room on the GPU for the model and {slots} slots of {settings.max_context} tokens (twice "
+                "max_batch): lower engine.max_batch or model.max_context, or raise engine.mem_fraction "
+                f"({str(error).partition('. ')[0]})"
+            ) from None
 
     def close(self) -> None:
         self.scheduler.stop()

@@ -23,6 +23,7 @@ class EngineSettings:
     host: str = _option("others than loopback only with --api-key-file", "127.0.0.1")
     api_key_file: str = _option("file of the key that each request must carry", "")
     device: str = _option("cpu or cuda", "cpu")
+    mem_fraction: float = _option("share of a GPU's memory that it keeps to; 0 = all", 0.0)
     dtype: str = _option(", ".join(DTYPES), "float32")
     threads: int = _option("CPU threads of the model", 1)
     max_batch: int = _option("sequences that one step computes", 64)

@@ -24,20 +24,18 @@ MOST_RANKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Miniature:
-    """`changes`: in words, in what it differs from the recipe. `no_publication`: why weights cannot be sent here;
-    the engine then plays with its own."""
+    """`changes`: in words, in what it differs from the recipe."""
 
     recipe: Recipe
     ranks: int
     changes: tuple[str, ...]
-    no_publication: str = ""
 
 
 def miniature(recipe: Recipe, run_dir: Path, model: Path | None, sizes: ModelSizes | None, num_gpus: int) -> Miniature:
     """`model`: the recipe's, where it is on this machine; `num_gpus`: what torch sees. A mixture that stands in for
     the recipe's is written into `run_dir`."""
     changes: list[str] = []
-    shares = recipe.engine.shares_gpu and num_gpus > 0 and _is_built(recipe)
+    shares = recipe.engine.shares_gpu and num_gpus > 0
     recipe = recipe if shares else with_values(recipe, {"engine.shares_gpu": False})
     own = model is not None and sizes is not None and sizes.parameters <= LARGEST and _has_data(recipe)
     fields: dict[str, Any] = {"run.dir": str(run_dir), "run.name": "round", "eval.samples": 0}
@@ -45,7 +43,7 @@ def miniature(recipe: Recipe, run_dir: Path, model: Path | None, sizes: ModelSiz
         fields |= {"model.path": str(model), **_short(recipe)}
     else:
         fields |= _stand_in()
-    devices, no_publication = _devices(recipe, num_gpus, changes)
+    devices = _devices(recipe, num_gpus, changes)
     fields |= _engine(recipe, devices["engine.device"], own, changes) | devices | _learner(recipe, changes)
     taken = recipe.engine.tensor_parallel if own and fields["engine.kind"] == "sglang" else 1
     on_gpus = devices["learner.device"] == "cuda"
@@ -63,7 +61,7 @@ def miniature(recipe: Recipe, run_dir: Path, model: Path | None, sizes: ModelSiz
         fields |= {"engine.flags": {}, "engine.tensor_parallel": 1}
     if devices["learner.device"] != recipe.learner.device:
         fields |= {"learner.parallel.attention": "auto", "learner.parallel.offload": False}
-    return Miniature(with_values(recipe, fields), ranks, tuple(changes), no_publication)
+    return Miniature(with_values(recipe, fields), ranks, tuple(changes))
 
 
 def with_values(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
@@ -108,28 +106,16 @@ def _stand_in() -> dict[str, Any]:
     return fields | {"model.min_pixels": 1024, "model.max_pixels": 1048576}
 
 
-def _devices(recipe: Recipe, num_gpus: int, changes: list[str]) -> tuple[dict[str, str], str]:
-    """Where learner and engine compute, and why weights cannot go from one to the other."""
+def _devices(recipe: Recipe, num_gpus: int, changes: list[str]) -> dict[str, str]:
+    """Where learner and engine compute."""
     learner, engine = recipe.learner.device, recipe.engine.device
     if num_gpus == 0 and "cuda" in (learner, engine):
         changes.append("on the CPU: torch sees no GPU")
-        return {"learner.device": "cpu", "engine.device": "cpu"}, ""
+        return {"learner.device": "cpu", "engine.device": "cpu"}
     if learner == engine == "cuda" and num_gpus == 1 and not recipe.engine.shares_gpu:
         changes.append("the engine on the CPU: NCCL joins no two ranks on one GPU")
         engine = "cpu"
-    reason = (
-        "" if learner == engine else "the learner's backend is NCCL, which the engine has on a GPU of its own alone"
-    )
-    return {"learner.device": learner, "engine.device": engine}, reason if learner == "cuda" else ""
-
-
-def _is_built(recipe: Recipe) -> bool:
-    """SGLang's environment, for the recipe's device."""
-    try:
-        sglang_python(recipe)
-    except ConfigError:
-        return False
-    return True
+    return {"learner.device": learner, "engine.device": engine}
 
 
 def _engine(recipe: Recipe, device: str, own: bool, changes: list[str]) -> dict[str, Any]:

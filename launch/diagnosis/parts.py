@@ -20,7 +20,6 @@ from actor.worker import make_player, user_processes
 from launch.actors import check
 from launch.engines.supervisor import Engine, wait_until_serving
 from launch.processes.children import stop_all
-from launch.recording import with_own_weights
 from launch.task_samples import training_samples
 from learner.checkpoints.restoring import load_checkpoint
 from learner.checkpoints.saver import Saver
@@ -60,13 +59,13 @@ class LastWarning(logging.Handler):
 class Round:
     """Starts its engine at once on rank 0; all that was started ends with it."""
 
-    def __init__(self, recipe: Recipe, *, publishes: bool) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self.recipe, self._key = recipe, read_api_key(recipe.engine.api_key_file)
         self._engine: Engine | None = None
         self._publisher: Publisher | None = None
         if os.environ.get("RANK", "0") == "0":
             self._facts, (spec,) = check(recipe)
-            self._engine = Engine(spec if publishes else with_own_weights(spec), recipe.engine)
+            self._engine = Engine(spec, recipe.engine)
         self._warnings = LastWarning("publisher")
         self._errors = LastWarning("learner")
         self._groups: list[Group] = []

@@ -76,8 +76,7 @@ def run_round(small: Miniature, tell: Callable[[str], None] = lambda _: None) ->
     found = [ok("round", words)]
     folder = Path(tempfile.mkdtemp(prefix="pronk-doctor-"))
     follow, log = Followed(folder / "events.jsonl"), folder / "round.log"
-    order = {"recipe": small.recipe.model_dump(mode="json"), "no_publication": small.no_publication}
-    order |= {"folder": os.getcwd(), "events": str(follow.path)}
+    order = {"recipe": small.recipe.model_dump(mode="json"), "folder": os.getcwd(), "events": str(follow.path)}
     (folder / "order.json").write_text(json.dumps(order))
     command = [sys.executable, str(ROOT / "launch/processes/torchrun.py"), "--standalone"]
     command += [f"--nproc-per-node={small.ranks}", str(ROOT / "launch/diagnosis/stages.py"), str(folder / "order.json")]

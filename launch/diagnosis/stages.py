@@ -50,10 +50,6 @@ class Events:
         if self.rank == 0:
             self._tell(stage=stage, state="ok", found=found, seconds=time.monotonic() - self._began)
 
-    def skip(self, stage: str, why: str) -> None:
-        if self.rank == 0:
-            self._tell(stage=stage, state="not checked", found=why)
-
     def fail(self, error: BaseException) -> None:
         where = f" (rank {self.rank})" if self.rank else ""
         words = " ".join(str(error).split()) or type(error).__name__
@@ -79,8 +75,7 @@ def main(order_path: str) -> int:
         try:
             from launch.diagnosis.parts import Round  # torch and transformers
 
-            work = Round(recipe, publishes=not order["no_publication"])
-            go_through(stack.enter_context(work), events, order["no_publication"])
+            go_through(stack.enter_context(Round(recipe)), events)
         except Stopped:
             return 130
         except Exception as error:  # whatever a stage fails of, it is told as that stage's
@@ -90,19 +85,13 @@ def main(order_path: str) -> int:
     return 0
 
 
-def go_through(work: Round, events: Events, no_publication: str) -> None:
+def go_through(work: Round, events: Events) -> None:
     events.run("learner", work.load)
     events.run("engine", work.serve)
-    if no_publication:
-        events.skip("weights", no_publication)
-    else:
-        events.run("weights", work.publish_moved)
+    events.run("weights", work.publish_moved)
     events.run("episode", work.play)
     events.run("step", work.step)
-    if no_publication:
-        events.skip("weights again", no_publication)
-    else:
-        events.run("weights again", work.publish_trained)
+    events.run("weights again", work.publish_trained)
     events.run("checkpoint", work.save_and_read)
 
 

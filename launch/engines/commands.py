@@ -94,11 +94,14 @@ def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> E
     command += ["--max-batch", str(engine.max_batch), "--max-context", str(model.max_context)]
     command += ["--min-pixels", str(model.min_pixels), "--max-pixels", str(model.max_pixels)]
     command += ["--weight-version", NO_WEIGHTS]
+    if engine.device == "cuda" and engine.mem_fraction:
+        command += ["--mem-fraction", str(engine.mem_fraction)]
     if engine.api_key_file:
         read_api_key(engine.api_key_file)  # what is wrong with it is said now
         command += ["--api-key-file", engine.api_key_file]
     env = cpu_env(engine.threads) | _on_gpus(gpus)
-    return EngineSpec(f"engine on port {port}", url_of(engine.host, port), tuple(command), env, gpus)
+    url = url_of(engine.host, port)
+    return EngineSpec(f"engine on port {port}", url, tuple(command), env, gpus, shares_gpu=engine.shares_gpu)
 
 
 def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> EngineSpec:

@@ -141,7 +141,7 @@ TRICKS = {
     ),
     "varlen": Trick(
         "torch",
-        "torch.nn.attention.varlen.varlen_attn with scale, window_size and enable_gqa",
+        "torch.nn.attention.varlen.varlen_attn with scale and window_size",
         "documents of any length are one call on a GPU",
         "test_attention_backend.py",
         "the API is no longer a prototype",
@@ -252,7 +252,7 @@ def check_varlen() -> None:
         arguments = {*inspect.signature(varlen_attn).parameters}
     except ImportError:
         arguments = set()
-    TRICKS["varlen"].require({"scale", "window_size", "enable_gqa"} <= arguments)
+    TRICKS["varlen"].require({"scale", "window_size"} <= arguments)
 
 
 def adapt_to_compile(vlm: PreTrainedModel) -> None:

@@ -5,7 +5,10 @@ Shape suffixes: T = packed tokens, H = heads, D = head size; documents lie one a
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,13 +125,23 @@ def of_chunks(query: Tensor, key: Tensor, value: Tensor, scaling: float, chunks:
     return torch.cat(outputs)
 
 
+@functools.cache
+def _is_told_of_groups() -> bool:
+    """Whether torch's attention of variable length wants to be told that heads share keys. 2.11's has no word for it,
+    and its kernel does it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def _of_documents(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scaling: float, causal: bool
 ) -> Tensor:
     """One call of torch's attention of variable length."""
     from torch.nn.attention.varlen import varlen_attn
 
-    window, grouped = (-1, 0) if causal else (-1, -1), q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=window, enable_gqa=grouped)
+    window = (-1, 0) if causal else (-1, -1)
+    grouped: Any = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _is_told_of_groups() else {}
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=window, **grouped)
     assert isinstance(out, Tensor)
     return out

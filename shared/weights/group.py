@@ -6,10 +6,11 @@ DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Where a backend's tensors lie: it takes no others."""
 
 
-def backend_of(device: str, *, shared: bool) -> str:
-    """What weights travel over from a learner on `device` ("cpu" or "cuda"). NCCL joins no two processes of one GPU:
-    where that is `shared` they go through the host's memory."""
-    return "nccl" if device == "cuda" and not shared else "gloo"
+def backend_of(learner: str, engine: str, *, shared: bool) -> str:
+    """What weights travel over from a `learner` to an `engine` on these devices ("cpu" or "cuda"). NCCL has no CPU in a
+    group, and joins no two processes of one GPU: where either is on a CPU, or they have a `shared` GPU, they go through
+    the host's memory."""
+    return "nccl" if learner == engine == "cuda" and not shared else "gloo"
 
 
 def watchdog_s(timeout_s: float) -> float:

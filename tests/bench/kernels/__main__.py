@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 VOCAB = 151_936
 HIDDEN = (2048, 2560, 4096)  # Qwen3-VL 2B, 4B, 8B
 ROWS = (4096, 16384, 65536)
+SHAPES = [f"{rows}x{hidden}" for hidden in HIDDEN for rows in ROWS]
 PRODUCTS = "products alone"
 
 
@@ -168,6 +169,17 @@ def gpu_case(num_rows: int, hidden_size: int, contestants: dict[str, Contestant]
     return {"mm_tflops": mm_rate / 1e9, **report}
 
 
+def runs_here(name: str, path: Contestant, data: tuple[Tensor, ...]) -> bool:
+    """Whether a peer goes through it; why it does not is said."""
+    try:
+        backward(path, *data)
+    except (RuntimeError, ValueError, TypeError, ImportError) as error:
+        print(f"{name}: {str(error).splitlines()[0][:200]}", file=sys.stderr)
+        data[0].grad = data[1].grad = None
+        return False
+    return True
+
+
 def gpu_pack(num_rows: int, hidden_size: int, contestants: dict[str, Contestant], repeats: int) -> dict[str, float]:
     """The realistic pack: 40 % of the rows are responses, which the learner picks out; 35 % of these have no upstream
     gradient. Peers get -100 elsewhere."""
@@ -175,8 +187,10 @@ def gpu_pack(num_rows: int, hidden_size: int, contestants: dict[str, Contestant]
     mask = torch.rand(num_rows) < 0.4
     data[3][:, (torch.rand(num_rows) < 0.35).cuda()] = 0.0
     masked = (data[0], data[1], torch.where(mask, data[2], -100), data[3])
-    tasks: dict[str, Callable[[], object]]
-    tasks = {name: (lambda path=path: backward(path, *masked)) for name, path in contestants.items() if name != "ours"}
+    tasks: dict[str, Callable[[], object]] = {}
+    for name, path in contestants.items():
+        if name != "ours" and runs_here(name, path, masked):
+            tasks[name] = lambda path=path: backward(path, *masked)
     places = mask.nonzero()[:, 0]
     rows = places.pin_memory().cuda()
     mine = (data[0], data[1], data[2][places], data[3][:, rows])
@@ -189,20 +203,19 @@ def gpu_pack(num_rows: int, hidden_size: int, contestants: dict[str, Contestant]
     return gpu_times(tasks, repeats)
 
 
-def gpu_bench(repeats: int) -> dict[str, object]:
-    """Every shape; the contestants that need all logits sit out where these do not fit."""
+def gpu_bench(repeats: int, shapes: Sequence[str]) -> dict[str, object]:
+    """These shapes and a pack; the contestants that need all logits sit out where these do not fit."""
     runs, absent = peers()
     compiled = torch.compile(full_logits)
     report: dict[str, object] = {"device": torch.cuda.get_device_name(), "absent": absent}
-    for hidden_size in HIDDEN:
-        for num_rows in ROWS:
-            dense: dict[str, Contestant] = (
-                {"torch": full_logits, "torch.compile": compiled} if num_rows == ROWS[0] else {}
-            )
-            contestants: dict[str, Contestant] = {"ours": linear_logprob, **dense, **runs}
-            turns = repeats if num_rows < ROWS[-1] else max(3, repeats // 5)
-            report[f"N{num_rows} H{hidden_size}"] = gpu_case(num_rows, hidden_size, contestants, turns)
-            torch.cuda.empty_cache()
+    for shape in shapes:
+        num_rows, hidden_size = map(int, shape.split("x"))
+        dense: dict[str, Contestant] = {"torch": full_logits, "torch.compile": compiled} if num_rows == ROWS[0] else {}
+        contestants: dict[str, Contestant] = {"ours": linear_logprob, **dense, **runs}
+        turns = repeats if num_rows < ROWS[-1] else max(3, repeats // 5)
+        report[f"N{num_rows} H{hidden_size}"] = found = gpu_case(num_rows, hidden_size, contestants, turns)
+        print(f"{shape}: {json.dumps(found)}", file=sys.stderr, flush=True)
+        torch.cuda.empty_cache()
     report["pack N16384 H4096, ms"] = gpu_pack(16384, 4096, {"ours": linear_logprob, **runs}, repeats)
     return report
 
@@ -212,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a CPU check of seconds")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="ROWSxHIDDEN", help="on a GPU; all, if left out")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, default=2, help="times that a CPU contestant runs")
     parser.add_argument("--rows", type=int, default=4096)
@@ -223,7 +237,7 @@ def main() -> None:
         return
     report: dict[str, object] = {"torch": torch.__version__, "triton_interpret": os.environ.get("TRITON_INTERPRET")}
     if torch.cuda.is_available() and not args.small:
-        report |= {"gpu": gpu_bench(args.repeats), "scan": scan_bench("cuda")}
+        report |= {"gpu": gpu_bench(args.repeats, args.shapes), "scan": scan_bench("cuda")}
     else:
         num_rows, vocab = (512, 8192) if args.small else (args.rows, args.vocab)
         report |= {

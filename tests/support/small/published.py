@@ -69,5 +69,6 @@ def save_random(name: str, folder: str | Path) -> None:
     tokenizer = build_tokenizer(PHRASES)
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in IDS.items()}
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(published_config(name, ids), dtype=torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForImageTextToText.from_config(published_config(name, ids), dtype=torch.bfloat16)
     save(folder, model, tokenizer)
