@@ -3,7 +3,7 @@
 # make test          all that runs on a CPU; make test-learning: what learns to a known answer; make test-watching:
 #                    the dashboard in a browser; make test-sglang: against SGLang's server; make test-chaos: under
 #                    faults; make test-hostile: under hostile input; make test-cluster: on Slurm and Ray; make test-long: a
-#                    million mutated messages
+#                    million mutated messages; make test-gpu: on an NVIDIA GPU
 PYTHON ?= python3
 RECIPE ?= launch/recipes/sokoban_tiny.toml
 ARGS ?=

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from kernels.row_records import FLOOR, RowGrads, RowStats, Tile
 
-BLOCK, WARPS = 1024, 4
+FOLD = {"BLOCK": 2048, "num_warps": 4}
+GRAD = {"BLOCK": 1024, "num_warps": 4}
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(FLOOR)
+SMALLEST = tl.constexpr(2.0**-126)  # of float32's numbers in full precision
 PER_ROW = (
     "tile_largest_ptr", "target_ptr", "largest_ptr", "sum_exp_ptr", "sum_exp_z_ptr", "target_logit_ptr", "source_ptr",
     "slope_ptr", "entropy_slope_ptr", "at_target_ptr",
@@ -47,47 +49,47 @@ def _fold(
     x_ptr, x_stride, kept_ptr, kept_stride, tile_largest_ptr, target_ptr, inverse, largest_ptr, sum_exp_ptr,
     sum_exp_z_ptr, target_logit_ptr, num_columns, first_column, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every lane keeps a maximum, a sum and a weighted sum of its own, of powers of 2; they meet at the row's end."""
+    """Two passes over the row, of which the second reads from a cache; powers of 2, relative to the tile's largest."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     column = tl.load(target_ptr + row) - first_column
     has_target = (column >= 0) & (column < num_columns)
     target_logit = tl.load(x_ptr + column, mask=has_target, other=0.0)
+    old_largest = tl.load(largest_ptr + row)
+    old_sum = tl.load(sum_exp_ptr + row)
+    old_sum_z = tl.load(sum_exp_z_ptr + row)
     scale = inverse * LOG2E
     top = tl.full((BLOCK,), LEAST, tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        top = tl.maximum(top, tl.load(x_ptr + columns, mask=columns < num_columns, other=float("-inf")))
+    tile_largest = tl.max(top, axis=0)
+    if kept_ptr is not None:
+        tl.store(tile_largest_ptr + row, tile_largest)
+        kept_ptr += row * kept_stride
     sum_exp = tl.zeros((BLOCK,), tl.float32)
     sum_exp_z = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + columns, mask=columns < num_columns, other=float("-inf"))
-        z = _bounded((x - top) * scale)
-        e = tl.exp2(-tl.abs(z))  # of what is new, or of how far the old has fallen behind: one exponential for both
-        rises = z > 0
-        sum_exp_z = tl.where(rises, (sum_exp_z - sum_exp * z) * e, sum_exp_z + e * z)
-        sum_exp = tl.where(rises, sum_exp * e + 1.0, sum_exp + e)
-        top = tl.where(rises, x, top)
-    tile_largest = tl.max(top, axis=0)
-    old_largest = tl.load(largest_ptr + row)
+        z = (x - tile_largest) * scale
+        e = tl.exp2(z)  # a NaN stays one, so that it reaches the results
+        sum_exp += e
+        sum_exp_z += e * tl.maximum(z, -1.0e4)  # a banned token's is no 0 * inf
+        if kept_ptr is not None:
+            tl.store(kept_ptr + columns, e.to(kept_ptr.dtype.element_ty), mask=columns < num_columns)
+    own_sum = tl.sum(sum_exp, axis=0)
+    own_sum_z = tl.sum(sum_exp_z, axis=0)
     largest = tl.maximum(old_largest, tile_largest)
-    z = _bounded((top - largest) * scale)
+    z = _bounded((tile_largest - largest) * scale)
     e = tl.exp2(z)
     old_z = _bounded((old_largest - largest) * scale)
     old_e = tl.exp2(old_z)
-    old_sum = tl.load(sum_exp_ptr + row)
-    old_sum_z = (tl.load(sum_exp_z_ptr + row) + old_sum * old_z * LN2) * old_e
-    tl.store(sum_exp_z_ptr + row, old_sum_z + LN2 * tl.sum((sum_exp_z + sum_exp * z) * e, axis=0))
-    tl.store(sum_exp_ptr + row, old_sum * old_e + tl.sum(sum_exp * e, axis=0))
+    tl.store(sum_exp_z_ptr + row, (old_sum_z + old_sum * old_z * LN2) * old_e + LN2 * (own_sum_z + own_sum * z) * e)
+    tl.store(sum_exp_ptr + row, old_sum * old_e + own_sum * e)
     tl.store(largest_ptr + row, largest)
     if has_target:
         tl.store(target_logit_ptr + row, target_logit)
-    if kept_ptr is not None:  # the row is read again, from a cache
-        tl.store(tile_largest_ptr + row, tile_largest)
-        kept_ptr += row * kept_stride
-        for start in range(0, num_columns, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + columns, mask=columns < num_columns, other=float("-inf"))
-            e = tl.exp2((x - tile_largest) * scale)
-            tl.store(kept_ptr + columns, e.to(kept_ptr.dtype.element_ty), mask=columns < num_columns)
 
 
 @_jit
@@ -111,19 +113,23 @@ def _grad(
     if tile_largest_ptr is not None:
         behind = _bounded((tl.load(tile_largest_ptr + source) - largest) * inverse)
         share = tl.exp2(behind * LOG2E)
+        first = share * slope  # the gradient is x * (first - second * log2(x))
+        if entropy_slope_ptr is not None:
+            first = share * (slope - entropy_slope * behind)
+            second = share * entropy_slope * LN2
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
         if tile_largest_ptr is not None:
-            e = x * share
+            d = x * first
             if entropy_slope_ptr is not None:
-                z = _bounded(tl.log2(x) * LN2) + behind
+                d = x * (first - second * tl.log2(tl.maximum(x, SMALLEST)))
         else:
             z = _bounded((x - largest) * inverse)
             e = tl.exp2(z * LOG2E)
-        d = e * slope
-        if entropy_slope_ptr is not None:
-            d = e * (slope - entropy_slope * z)
+            d = e * slope
+            if entropy_slope_ptr is not None:
+                d = e * (slope - entropy_slope * z)
         d = tl.where(columns == column, at_target, d)
         tl.store(out_ptr + columns, d.to(out_ptr.dtype.element_ty), mask=columns < num_columns)
 
@@ -137,7 +143,7 @@ def fold(
         _fold[(x_RC.shape[0],)](
             x_RC, x_RC.stride(0), kept_RC, 0 if kept_RC is None else kept_RC.stride(0),
             None if kept is None else kept.largest, target_R, 1.0 / temperature, stats.largest, stats.sum_exp,
-            stats.sum_exp_z, stats.target_logit, x_RC.shape[1], first_column, BLOCK=BLOCK, num_warps=WARPS,
+            stats.sum_exp_z, stats.target_logit, x_RC.shape[1], first_column, **FOLD,
         )  # fmt: skip
 
 
@@ -155,6 +161,5 @@ def write_grad(
     with torch.cuda.device_of(x_RC):
         _grad[(out_RC.shape[0],)](
             x_RC, x_RC.stride(0), source_R, tile.largest, out_RC, out_RC.stride(0), target_R, 1.0 / temperature,
-            grads.largest, grads.slope, grads.entropy_slope, grads.at_target, x_RC.shape[1], first_column,
-            BLOCK=BLOCK, num_warps=WARPS,
+            grads.largest, grads.slope, grads.entropy_slope, grads.at_target, x_RC.shape[1], first_column, **GRAD,
         )  # fmt: skip

@@ -111,7 +111,6 @@ class Trainer:
         self.num_steps += 1
         self.num_skipped += work.num_skipped > 0
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if work.num_bad else 0
-        self.packer.delivery.forget()
         work.num_blank = self.decoder.take_num_blank()
         work.stats.gather(self.ranks)
         if watched is not None:
@@ -123,6 +122,7 @@ class Trainer:
             copy_weights(self.policy, self.reference)
         clock.lap("optimizer")
         metrics |= self._moved(work, metrics)
+        self.packer.delivery.forget()
         clock.lap("forward")
         largest = np.max(work.norms, axis=0).tolist()
         metrics |= {"optim/grad_norm": largest[0], "optim/lr": self.config.policy_lr * factor * rate}
@@ -188,6 +188,7 @@ class Trainer:
                 work.loads.append(self.packer.load(batch))
                 work.clock.lap("prepare")
                 sums += self._accumulate(batch, divisor, work, last=not left)
+        work.last = self.packer.part_of_last(episodes, microbatches)
         total, lost, divergence, count = all_sum(sums, self.ranks).tolist()
         work.divergences.append(divergence / max(count, 1.0))
         limit = self.config.guard.max_kl
@@ -209,7 +210,6 @@ class Trainer:
             known = {"below": said.below, "labels": said.labels}
         output = self.policy(batch, self.temperature, **known)
         found = self._loss(batch, output, said, divisor, work)
-        work.last = batch
         work.clock.lap("forward")
         add_up_replicas(self.policy, self.ranks, now=last)
         found[0].backward()
@@ -220,13 +220,14 @@ class Trainer:
     @torch.no_grad()
     def _moved(self, work: Work, metrics: dict[str, float]) -> dict[str, float]:
         """What the guards have to know: updates that were left out, and how far the step has moved the policy where the
-        behaviour of older versions will not show it; that costs a forward of one microbatch."""
+        behaviour of older versions will not show it; that costs a forward of a part of one microbatch."""
         found = {"guard/updates_left_out": float(work.num_left_out)}
         shown = any(name.startswith("tokens/lag_") and name != "tokens/lag_0" for name in metrics)
         if not self.config.guard.max_kl or shown or work.last is None:
             return found
         self.router.counting = False
-        sums = self._divergence(work.last, forward_only(self.policy, work.last, self.temperature).logprobs)
+        batch = self.packer.packed(work.last)
+        sums = self._divergence(batch, forward_only(self.policy, batch, self.temperature).logprobs)
         total, count = all_sum(torch.stack(sums).double(), self.ranks).tolist()
         return found | {"guard/kl_step": total / max(count, 1.0)}
 

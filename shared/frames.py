@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import typing
@@ -11,17 +12,27 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from shared.types import ITEMS, Image, Trajectory
 
 Frame = bytes | memoryview
 HASH_DIGITS = 32
+
+
+@functools.cache
+def dtype_of(hint: Any) -> np.dtype[Any]:
+    """Of an array's type: NDArray[np.int32], which from numpy 2.5 on is an alias of its own, or what it stands for, as
+    msgspec gives it."""
+    last = typing.get_args(hint)[-1]
+    return np.dtype(*(typing.get_args(last) or [last]))
+
+
 DTYPES: dict[str, np.dtype[Any]] = {  # of a trajectory's arrays, by field
-    name: np.dtype(typing.get_args(typing.get_args(hint)[1])[0])
+    name: dtype_of(hint)
     for name, hint in typing.get_type_hints(Trajectory).items()
-    if typing.get_origin(hint) is np.ndarray
+    if typing.get_origin(hint) in (np.ndarray, NDArray)
 }
-_DTYPE_OF_HINT = {typing.get_type_hints(Trajectory)[name]: dtype for name, dtype in DTYPES.items()}
 
 
 class WireError(ValueError):
@@ -153,7 +164,7 @@ class Incoming:
                 raise WireError("missing_frame", f"image {value} of {len(self._images)}")
             self._named.add(value)
             return self._images[value]
-        dtype = _DTYPE_OF_HINT[hint]
+        dtype = dtype_of(hint)
         if value != dtype.str:
             raise WireError("wrong_type", f"array of {value!r:.40}, expected {dtype.str!r}")
         frame = next(self._arrays, None)

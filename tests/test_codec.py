@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import GenericAlias
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,13 +12,25 @@ import pytest
 from msgspec.structs import replace
 
 from shared.codec import MESSAGES, SCHEMA_VERSION, Limits, WireError, check_trajectory, decode, encode, frames_of
-from shared.frames import digest, num_items
+from shared.frames import DTYPES, digest, dtype_of, num_items
 from shared.types import Group, Hello, Image, Refusal, Request, Sample, Stop, Tickets
 from tests.support.wires import EXAMPLES, GROUP, RULES, SAMPLE, STOP, TICKET, changed_header, episode, raw, with_header
 
 pack = msgspec.msgpack.encode
 METADATA = ["tickets", 0, "sample", "metadata"]
 IMAGELESS = pack(STOP | {"images": ["0" * 32] * 9})
+
+
+def test_an_arrays_dtype_is_read_from_its_type_in_whatever_form_numpy_gives_that():
+    whole = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]  # as numpy writes NDArray out, and msgspec always
+    alias = GenericAlias(list, (np.int32,))  # as NDArray[np.int32] is from numpy 2.5 on
+    assert dtype_of(whole) == dtype_of(alias) == np.dtype(np.int32)
+    assert {name: str(dtype) for name, dtype in DTYPES.items()} == {
+        "token_ids": "int32",
+        "loss_mask": "uint8",
+        "behaviour_logprobs": "float32",
+        "policy_versions": "int32",
+    }
 
 
 def with_body(body: bytes) -> list[bytes]:

@@ -189,27 +189,26 @@ def grad_args(num_rows=64, columns=8448, keep=True, source=False, entropy=True, 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
 @pytest.mark.parametrize(
-    ("name", "args", "reads", "writes", "reductions"),
+    ("name", "args", "reads", "writes", "shuffles"),
     [
-        ("_fold", fold_args(keep=False), 2, 0, 3),
-        ("_fold", fold_args(), 4, 1, 3),
-        ("_grad", grad_args(keep=False), 2, 1, 0),
-        ("_grad", grad_args(source=True, entropy=False), 1, 1, 0),
+        ("FOLD", fold_args(keep=False), 8, 0, 3 * (5 + 2)),  # three reductions of 32 threads, then of 4 warps
+        ("FOLD", fold_args(), 8, 2, 3 * (5 + 2)),
+        ("GRAD", grad_args(keep=False), 2, 1, 0),
+        ("GRAD", grad_args(source=True, entropy=False), 1, 1, 0),
+        ("GRAD", grad_args(), 1, 1, 0),
     ],
-    ids=["fold", "fold-and-keep", "gradient-of-logits", "gradient-of-kept"],
+    ids=["fold", "fold-and-keep", "gradient-of-logits", "gradient-of-kept", "gradient-of-kept-with-entropy"],
 )
-def test_the_row_kernels_compile_for_a_hopper_gpu_as_they_are_launched(name, args, reads, writes, reductions):
+def test_the_row_kernels_compile_for_a_hopper_gpu_as_they_are_launched(name, args, reads, writes, shuffles):
     """Rows are read and written 16 bytes a thread at a time; reductions stand outside of the loop over columns; no
     register is spilled to memory."""
     from kernels import rows_triton
 
-    options = {"BLOCK": rows_triton.BLOCK, "num_warps": rows_triton.WARPS}
-    source, how = specialised(getattr(rows_triton, name), *args, **options)
+    source, how = specialised(getattr(rows_triton, f"_{name.lower()}"), *args, **getattr(rows_triton, name))
     assembly = triton.compile(source, **how).asm
     assert len(re.findall(r"ld\.global\.v4", assembly["ptx"])) == reads
     assert len(re.findall(r"st\.global\.v4", assembly["ptx"])) == writes
-    in_a_warp, between_warps = 5, 2  # steps of each reduction: 32 threads, 4 warps
-    assert len(re.findall(r"shfl\.sync", assembly["ptx"])) == reductions * (in_a_warp + between_warps)
+    assert len(re.findall(r"shfl\.sync", assembly["ptx"])) == shuffles
     assert "local" not in assembly["ptx"]
     assert assembly["cubin"]
     assert spilled_bytes(assembly["ptx"]) == 0
@@ -236,9 +235,8 @@ def spilled_bytes(ptx):
 def test_neither_the_number_of_rows_nor_where_they_lie_compiles_a_kernel_anew():
     from kernels import rows_triton
 
-    options = {"BLOCK": rows_triton.BLOCK, "num_warps": rows_triton.WARPS}
-    for name, args in (("_fold", fold_args), ("_grad", grad_args)):
-        kernel, found = getattr(rows_triton, name), set()
+    for name, args in (("FOLD", fold_args), ("GRAD", grad_args)):
+        kernel, options, found = getattr(rows_triton, f"_{name.lower()}"), getattr(rows_triton, name), set()
         for num_rows in (1, 2, 16, 4097):
             for shift, first_column, columns in ((0, 0, 8448), (1, 1, 8448), (3, 8448, 8320), (0, 101_376, 33_792)):
                 made = args(num_rows, columns, shift=shift, first_column=first_column)

@@ -169,7 +169,7 @@ class WeightUpdates:
         entries = parse_entries(body.names, body.dtypes, body.shapes)
         (self.adapters if is_of_adapter(entries[0].name) else self.loader).check(entries)
         size = sum(entry.nbytes for entry in entries)
-        flat = torch.empty(size, dtype=torch.uint8, device=self.loader.device)
+        flat = torch.empty(size, dtype=torch.uint8, device=self._place(group))
         try:
             await in_thread(lambda: broadcast(group, flat, self._timeout_s))
         except RuntimeError as error:
@@ -180,6 +180,10 @@ class WeightUpdates:
         update.flush |= body.flush_cache
         update.version = body.weight_version or update.version
         return {"success": True, "message": f"{len(entries)} parameters"}
+
+    def _place(self, group: Any) -> torch.device:
+        """Where this group's buckets arrive: gloo's in the host's memory, also those for a model on a GPU."""
+        return self.loader.device if group.name() == "nccl" else torch.device("cpu")
 
     async def end(self, body: EndBody) -> dict[str, Any]:
         """Installs what was received; an update that failed, or is ended with `discard`, changes nothing."""

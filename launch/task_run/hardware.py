@@ -24,7 +24,7 @@ COUNTS = (2, 4, 6, 8, 16, 24, 32, 48, 64)
 HEAD = """# Which model on which hardware
 
 Planned, not measured: `python -m launch.task_run.hardware docs/figures/hardware.md` writes this page, from the same
-plan that [`launch/run.py`](../how-to/run-a-task.md) makes. Nothing has run on a GPU yet.
+plan that [`launch/run.py`](../how-to/run-a-task.md) makes. One [step](gpu.md) has been measured.
 
 Each line is the smallest number of GPUs on which the task fits while the learner's state stays on the GPUs, learner and
 engines together; *offloaded* lines have room for it only in the host's memory, which is slow. The mesh is

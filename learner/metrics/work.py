@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from learner.advantages import Scaling
-from learner.batch import Episode, Microbatch
+from learner.batch import Episode
 from learner.distributed import Ranks, all_sum
 from learner.metrics.balance import Load, balance
 from learner.metrics.throughput import Clock, speed
@@ -32,7 +32,7 @@ class Work:
     num_left_out: int = 0  # updates that were not made, as the policy had moved far enough
     num_blank: int = 0  # images of this rank that could not be decoded
     divergences: list[float] = field(default_factory=list)  # of each update, as `_divergence` has it
-    last: Microbatch | None = None  # of this rank's microbatches
+    last: list[Episode] | None = None  # some of this rank's last microbatch
     watched: Watched | None = None  # takes down columns of tokens, in the first pass
 
     def done(self, episodes: Sequence[Episode], ranks: Ranks) -> dict[str, float]:

@@ -96,6 +96,19 @@ class Packer:
         with torch.cuda.device(self.ranks.device):  # a thread begins with the first GPU, which may be another rank's
             return pinned(batch)
 
+    def packed(self, episodes: list[Episode]) -> Microbatch:
+        """On the device. Images that cannot be decoded are not counted: they were, when the update packed them."""
+        batch = on(self.pack(episodes), self.ranks.device)
+        self.decoder.take_num_blank()
+        return batch
+
+    def part_of_last(self, episodes: Sequence[Episode], microbatches: list[list[int]]) -> list[Episode] | None:
+        """A quarter of this rank's last microbatch, by episodes; None where no rank has any."""
+        if not microbatches:
+            return None
+        last = microbatches[-1]
+        return [episodes[i] for i in last[: -(-len(last) // 4)]]
+
     @contextmanager
     def batches(self, episodes: Sequence[Episode], microbatches: list[list[int]]) -> Iterator[Iterator[Microbatch]]:
         """Of these episodes, on the device: while one is computed, a thread packs the next."""

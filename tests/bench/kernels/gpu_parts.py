@@ -120,13 +120,14 @@ def row_kernels(num_rows: int, width: int) -> dict[str, dict[str, float]]:
         "gradient of logits": (6 * size, lambda: rows_triton.write_grad(tile, 0, grads, target, 1.0, out, None)),
     }
     found: dict[str, dict[str, float]] = {}
-    shipped = rows_triton.BLOCK, rows_triton.WARPS
-    for rows_triton.BLOCK, rows_triton.WARPS in BLOCKS:
+    shipped = rows_triton.FOLD, rows_triton.GRAD
+    for block, warps in BLOCKS:
+        rows_triton.FOLD = rows_triton.GRAD = {"BLOCK": block, "num_warps": warps}
         times = milliseconds({name: task for name, (_, task) in work.items()})
-        found[f"{rows_triton.BLOCK} columns, {rows_triton.WARPS} warps"] = {
+        found[f"{block} columns, {warps} warps"] = {
             name: round(count / times[name] / 1e6) for name, (count, _) in work.items()
         }
-    rows_triton.BLOCK, rows_triton.WARPS = shipped
+    rows_triton.FOLD, rows_triton.GRAD = shipped
     return found
 
 
