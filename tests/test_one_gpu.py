@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from actor.engine.settings import parse_arguments
 from launch.clusters.layout import layout
 from launch.diagnosis.miniature import with_values
 from launch.engines import commands
@@ -90,6 +91,13 @@ def test_the_engine_gets_as_many_tokens_as_the_plan_says(tmp_path, monkeypatch):
         ConfigError, match=r"engine.mem_fraction = 0.32 of 24 GB leaves room for \d+ tokens .* raise it"
     ):
         engine_specs(small)
+
+
+def test_the_embedded_engine_shares_a_gpu_too_and_keeps_to_its_part(monkeypatch):
+    monkeypatch.setattr(commands, "num_visible", lambda: 1)
+    (spec,) = engine_specs(recipe("--engine.kind", "embedded", "--engine.mem_fraction", 0.25))
+    settings = parse_arguments(spec.command[3:])
+    assert (settings.device, settings.mem_fraction, spec.gpus, spec.shares_gpu) == ("cuda", 0.25, ("0",), True)
 
 
 def test_weights_go_through_the_host_where_nccl_would_join_two_processes_of_one_gpu():
