@@ -47,7 +47,7 @@ class ImageDecoder:
         self.spec = spec
         self.files: dict[str, bytes | memoryview] = {}
         self.refusals = Refusals("an image", get_logger("learner"))
-        self._num_blank = 0
+        self._blank = set[str]()  # content hashes
         self._lock = threading.Lock()
         self._images: Kept[str, ImagePatches] = Kept(max_bytes, lambda _, image: image.patches.nbytes)
 
@@ -78,20 +78,23 @@ class ImageDecoder:
 
     def get_or_blank(self, image: Image) -> ImagePatches:
         """As `get`. In place of what cannot be decoded there are patches of zeros, and the file is counted and kept:
-        the step was planned with it, on other ranks too, and goes on; episodes that show it have no weight in it."""
+        the step was planned with it, on other ranks too, and goes on; episodes that show it have no weight in it. Counted
+        and kept once between two calls of `take_num_blank`."""
         try:
             return self.get(image)
         except ValueError as error:
             grid, side = self.grid(image), self.spec.patch_size
             with self._lock:
-                self._num_blank += 1
-                self.refusals.add("a step", "unreadable", str(error), (self._present(image).data,))
+                if image.content_hash not in self._blank:
+                    self.refusals.add("a step", "unreadable", str(error), (self._present(image).data,))
+                self._blank.add(image.content_hash)
             return ImagePatches(np.zeros((grid[1] * grid[2], 3, side, side), np.uint8), grid, readable=False)
 
     def take_num_blank(self) -> int:
         """How many images `get_or_blank` left blank since the last call."""
         with self._lock:
-            count, self._num_blank = self._num_blank, 0
+            count = len(self._blank)
+            self._blank.clear()
             return count
 
     def _present(self, image: Image) -> Image:

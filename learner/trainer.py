@@ -111,7 +111,6 @@ class Trainer:
         self.num_steps += 1
         self.num_skipped += work.num_skipped > 0
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if work.num_bad else 0
-        work.num_blank = self.decoder.take_num_blank()
         work.stats.gather(self.ranks)
         if watched is not None:
             watched.gather(self.ranks)
@@ -123,6 +122,7 @@ class Trainer:
         clock.lap("optimizer")
         metrics |= self._moved(work, metrics)
         self.packer.delivery.forget()
+        work.num_blank = self.decoder.take_num_blank()
         clock.lap("forward")
         largest = np.max(work.norms, axis=0).tolist()
         metrics |= {"optim/grad_norm": largest[0], "optim/lr": self.config.policy_lr * factor * rate}

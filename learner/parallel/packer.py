@@ -97,10 +97,8 @@ class Packer:
             return pinned(batch)
 
     def packed(self, episodes: list[Episode]) -> Microbatch:
-        """On the device. Images that cannot be decoded are not counted: they were, when the update packed them."""
-        batch = on(self.pack(episodes), self.ranks.device)
-        self.decoder.take_num_blank()
-        return batch
+        """On the device."""
+        return on(self.pack(episodes), self.ranks.device)
 
     def part_of_last(self, episodes: Sequence[Episode], microbatches: list[list[int]]) -> list[Episode] | None:
         """A quarter of this rank's last microbatch, by episodes; None where no rank has any."""
