@@ -77,9 +77,9 @@ class ImageDecoder:
         return kept
 
     def get_or_blank(self, image: Image) -> ImagePatches:
-        """As `get`. In place of what cannot be decoded there are patches of zeros, and the file is counted and kept, once
-        between two calls of `take_num_blank`: the step was planned with it, on other ranks too, and goes on; episodes
-        that show it have no weight in it."""
+        """As `get`. In place of what cannot be decoded there are patches of zeros, and the file is counted and kept
+        once between two calls of `take_num_blank`: the step was planned with it, on other ranks too, and goes on;
+        episodes that show it have no weight in it."""
         try:
             return self.get(image)
         except ValueError as error:
