@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import linear_logprob, reference
 from kernels.cpu import linear as cpu_linear
+from tests.support.small.logits import full_logits, gradients
 
 
 def make(num_rows, hidden_size, vocab_size, dtype=torch.float32, scale=3.0, banned=(), seed=0):
@@ -19,23 +20,6 @@ def make(num_rows, hidden_size, vocab_size, dtype=torch.float32, scale=3.0, bann
     allowed = torch.tensor([i for i in range(vocab_size) if i not in banned])
     target = allowed[torch.randint(len(allowed), (num_rows,), generator=gen)]
     return hidden, weight, target, torch.randn(2, num_rows, generator=gen)
-
-
-def gradients(function, hidden, weight, upstream):
-    """(logprob, entropy, gradient of hidden, gradient of weight) in float64."""
-    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    logprob, entropy = function(hidden, weight)
-    (logprob * upstream[0] + entropy * upstream[1]).sum().backward()
-    return [t.detach().double() for t in (logprob, entropy, hidden.grad, weight.grad)]
-
-
-def full_logits(hidden, weight, target, temperature=1.0, banned_ids=()):
-    """What torch does without a fused path: the yardstick for the gradients' accuracy."""
-    logits = (hidden @ weight.t()).float() / temperature
-    logits[:, list(banned_ids)] = float("-inf")
-    logprobs = logits.log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)).sum(-1)
-    return logprobs.gather(1, target[:, None])[:, 0], entropy
 
 
 NUM_DRAWS = 6

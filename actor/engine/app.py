@@ -84,9 +84,7 @@ class EngineApp:
         self.settings, self.spec = settings, spec
         self._loop = asyncio.get_running_loop()
         self.eos_ids = eos_ids(settings, model.config)
-        runner = Runner(
-            model, spec, num_slots=settings.slots or 2 * settings.max_batch, max_context=settings.max_context
-        )
+        runner = Runner(model, spec, num_slots=settings.num_slots, max_context=settings.max_context)
         self.scheduler = Scheduler(
             runner,
             max_batch=settings.max_batch,
@@ -108,10 +106,9 @@ class EngineApp:
         try:
             return EngineApp(settings, load_model(settings), spec, stop)
         except torch.OutOfMemoryError as error:
-            slots = settings.slots or 2 * settings.max_batch
             raise ValueError(
-                f"no room on the GPU for the model and {slots} slots of {settings.max_context} tokens (twice "
-                "max_batch): lower engine.max_batch or model.max_context, or raise engine.mem_fraction "
+                f"no room on the GPU for the model and {settings.num_slots} slots of {settings.max_context} tokens: "
+                "lower engine.max_batch or model.max_context, or raise engine.mem_fraction "
                 f"({str(error).partition('. ')[0]})"
             ) from None
 

@@ -36,6 +36,10 @@ class EngineSettings:
     weight_version: str = _option("name of the weights in --model-path", "0")
     parent_pid: int = _option("exit when it is gone; 0 = do not watch", 0)
 
+    @property
+    def num_slots(self) -> int:
+        return self.slots or 2 * self.max_batch
+
 
 def parse_arguments(argv: Sequence[str] | None = None) -> EngineSettings:
     """The engine watches the process that started it, unless told otherwise."""

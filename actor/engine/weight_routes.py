@@ -32,6 +32,7 @@ from actor.engine.weight_loader import (
 from shared.guards.threads import in_thread
 from shared.weights.adapters import is_of_adapter
 from shared.weights.checksums import checksums
+from shared.weights.group import DEVICES
 
 log = logging.getLogger("engine")
 
@@ -183,7 +184,7 @@ class WeightUpdates:
 
     def _place(self, group: Any) -> torch.device:
         """Where this group's buckets arrive: gloo's in the host's memory, also those for a model on a GPU."""
-        return self.loader.device if group.name() == "nccl" else torch.device("cpu")
+        return torch.device("cpu") if DEVICES[group.name()] == "cpu" else self.loader.device
 
     async def end(self, body: EndBody) -> dict[str, Any]:
         """Installs what was received; an update that failed, or is ended with `discard`, changes nothing."""

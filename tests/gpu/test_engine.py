@@ -1,4 +1,4 @@
-"""The embedded engine on a GPU: its logprobs beside transformers' own on the CPU, and its answers in bfloat16."""
+"""The embedded engine on a GPU: its logprobs beside transformers' own on the CPU."""
 
 from __future__ import annotations
 

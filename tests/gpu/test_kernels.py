@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import linear_logprob, reference, reverse_scan
+from tests.support.small.logits import full_logits, gradients
 
 VOCABULARY = 151_936  # of Qwen3-VL
 EXACT_ROWS = 512  # of logits in float64 at once
@@ -37,14 +38,6 @@ def drawn(num_rows, hidden_size, vocabulary, dtype, banned, seed=0):
     return hidden, weight, target, torch.randn(2, num_rows, generator=gen, device="cuda")
 
 
-def results(function, hidden, weight, upstream):
-    """(logprob, entropy, gradient of hidden, gradient of weight) in float64."""
-    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    logprob, entropy = function(hidden, weight)
-    (logprob * upstream[0] + entropy * upstream[1]).sum().backward()
-    return [t.detach().double() for t in (logprob, entropy, hidden.grad, weight.grad)]
-
-
 def exact_results(hidden, weight, target, upstream, options):
     """The same from float64, some rows at a time."""
     wide = weight.double().requires_grad_()
@@ -55,15 +48,6 @@ def exact_results(hidden, weight, target, upstream, options):
         (logprob * upstream[0, rows] + entropy * upstream[1, rows]).sum().backward()
         parts.append((logprob.detach(), entropy.detach(), own.grad))
     return [*(torch.cat(column) for column in zip(*parts, strict=True)), wide.grad]
-
-
-def plain(hidden, weight, target, temperature, banned_ids):
-    """torch's own way over all logits, the yardstick of what rounding costs."""
-    logits = (hidden @ weight.t()).float() / temperature
-    logits[:, list(banned_ids)] = float("-inf")
-    logprobs = logits.log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)).sum(-1)
-    return logprobs.gather(1, target.cuda()[:, None])[:, 0], entropy
 
 
 def error(value, truth):
@@ -77,10 +61,14 @@ def test_results_and_gradients_agree_with_float64(
 ):
     options = {"temperature": temperature, "banned_ids": banned}
     hidden, weight, target, upstream = drawn(num_rows, hidden_size, vocabulary, dtype, banned)
-    ours = results(lambda h, w: linear_logprob(h, w, target, budget_bytes=budget, **options), hidden, weight, upstream)
+    ours = gradients(
+        lambda h, w: linear_logprob(h, w, target, budget_bytes=budget, **options), hidden, weight, upstream
+    )
     exact = exact_results(hidden, weight, target, upstream, options)
     small = num_rows * vocabulary < 2**29
-    torchs = results(lambda h, w: plain(h, w, target, **options), hidden, weight, upstream) if small else [None] * 4
+    torchs = (
+        gradients(lambda h, w: full_logits(h, w, target, **options), hidden, weight, upstream) if small else [None] * 4
+    )
     for value, truth in zip(ours[:2], exact[:2], strict=True):
         torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-4)
     for value, yardstick, truth in zip(ours[2:], torchs[2:], exact[2:], strict=True):
@@ -106,13 +94,13 @@ def test_extreme_and_equal_logits_keep_their_precision():
 def test_rows_without_upstream_gradient_and_a_pack_without_rows_give_what_zeros_give():
     hidden, weight, target, upstream = drawn(600, 64, 20_000, torch.bfloat16, ())
     upstream[:, torch.rand(600, device="cuda") < 0.4] = 0.0
-    ours = results(lambda h, w: linear_logprob(h, w, target), hidden, weight, upstream)
+    ours = gradients(lambda h, w: linear_logprob(h, w, target), hidden, weight, upstream)
     exact = exact_results(hidden, weight, target, upstream, {})
     for value, truth in zip(ours[2:], exact[2:], strict=True):
         off, size = error(value, truth)
         assert off <= 4e-3 * size
     assert (ours[2][(upstream == 0).all(0)] == 0).all()
-    none = results(lambda h, w: linear_logprob(h, w, target[:0]), hidden[:0], weight, upstream[:, :0])
+    none = gradients(lambda h, w: linear_logprob(h, w, target[:0]), hidden[:0], weight, upstream[:, :0])
     assert none[3].shape == weight.shape and not none[3].any()
 
 

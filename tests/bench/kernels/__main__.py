@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels import linear_logprob, reference, reverse_scan
+from tests.bench.kernels.gpu_times import gpu_times
 from tests.bench.kernels.peers import Contestant, bare_products, full_logits, peers
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -116,21 +116,6 @@ def scan_bench(device: str) -> dict[str, float]:
     loop_ms, scan_ms = best_ms(reference.reverse_scan, 3), best_ms(reverse_scan, 30)
     error = (reverse_scan(decay, delta) - reference.reverse_scan(decay, delta)).abs().max().item()
     return {"loop_ms": loop_ms, "scan_ms": scan_ms, "speedup": loop_ms / scan_ms, "max_error": error}
-
-
-def gpu_times(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median milliseconds of each task, all of them taken in turns."""
-    times: dict[str, list[float]] = {name: [] for name in tasks}
-    for turn in range(repeats + 2):
-        for name, task in tasks.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            task()
-            end.record()
-            end.synchronize()
-            if turn >= 2:
-                times[name].append(start.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def gpu_case(num_rows: int, hidden_size: int, contestants: dict[str, Contestant], repeats: int) -> dict[str, object]:

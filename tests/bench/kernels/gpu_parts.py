@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -17,29 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from kernels import gemm, linear_logprob, rows_triton, tiles
 from kernels.row_records import RowGrads, RowStats, Tile
+from tests.bench.kernels.gpu_times import Tasks, gpu_times
 
 VOCABULARY = 151_936  # of Qwen3-VL
 TURNS, LAUNCHES = 8, 8
 WIDTHS = (4096, 7680, 8192, 8448, 12672, 16896)
 BLOCKS = ((1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))
-Tasks = dict[str, Callable[[], object]]
-
-
-def milliseconds(tasks: Tasks, launches: int = LAUNCHES) -> dict[str, float]:
-    """Medians over turns that all tasks take one after the other, since the clock falls as the chip heats up. So many
-    launches in a row are one measurement, which hides what the host needs for each."""
-    times: dict[str, list[float]] = {name: [] for name in tasks}
-    for turn in range(TURNS + 2):
-        for name, task in tasks.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(launches):
-                task()
-            end.record()
-            end.synchronize()
-            if turn >= 2:
-                times[name].append(start.elapsed_time(end) / launches)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def kernel_of(task: Callable[[], object]) -> str:
@@ -74,7 +56,7 @@ def products(x_RH: Tensor) -> dict[str, dict[str, object]]:
     tasks = {width: product_tasks(x_RH, width) for width in WIDTHS}
     found: dict[str, dict[str, object]] = {f"{width} columns": {} for width in WIDTHS}
     for name in tasks[WIDTHS[0]]:
-        times = milliseconds({f"{width} columns": own[name] for width, own in tasks.items()}, 2)
+        times = gpu_times({f"{width} columns": own[name] for width, own in tasks.items()}, TURNS, 2)
         for width, own in tasks.items():
             rate = 2 * num_rows * width * hidden / times[f"{width} columns"] / 1e9
             found[f"{width} columns"][name] = [round(rate, 1), kernel_of(own[name])]
@@ -97,7 +79,7 @@ def whole(x_RH: Tensor) -> dict[str, float]:
             tiles.GPU_COLUMNS = shipped
 
     tasks: Tasks = {f"{width} columns": (lambda width=width: run(width)) for width in WIDTHS}
-    return {name: round(ms, 2) for name, ms in milliseconds(tasks, 1).items()}
+    return {name: round(ms, 2) for name, ms in gpu_times(tasks, TURNS).items()}
 
 
 def row_kernels(num_rows: int, width: int) -> dict[str, dict[str, float]]:
@@ -123,7 +105,7 @@ def row_kernels(num_rows: int, width: int) -> dict[str, dict[str, float]]:
     shipped = rows_triton.FOLD, rows_triton.GRAD
     for block, warps in BLOCKS:
         rows_triton.FOLD = rows_triton.GRAD = {"BLOCK": block, "num_warps": warps}
-        times = milliseconds({name: task for name, (_, task) in work.items()})
+        times = gpu_times({name: task for name, (_, task) in work.items()}, TURNS, LAUNCHES)
         found[f"{block} columns, {warps} warps"] = {
             name: round(count / times[name] / 1e6) for name, (count, _) in work.items()
         }
