@@ -22,7 +22,7 @@ from tests.support.tiny import continued, draw_image, load_model, logprobs_under
 
 SETTINGS = PublishSettings(timeout_s=60.0, call_timeout_s=60.0, health_timeout_s=30.0)
 SIZE = (64, 96)
-LENGTHS = (240, 300, 360, 420)
+LENGTHS = (840, 900, 960, 1020)
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +36,41 @@ def overlapping(tmp_path_factory):
 
 
 async def completions(url, prompts, lengths, banned, meanwhile):
-    """All at once; `meanwhile` runs in a thread once they are under way."""
+    """Of all prompts at once; `meanwhile` runs in a thread once they are under way."""
     async with EngineClient(url, timeout_s=400) as client:
-        images = [Image.of(png(draw_image(*SIZE)))]
-        asked = [
-            asyncio.create_task(client.generate(prompt, images, Sampling(max_new_tokens=length), banned_ids=banned))
-            for prompt, length in zip(prompts, lengths, strict=True)
-        ]
-        while not any(
-            load["num_running_reqs"] for load in (await client.request("GET", "/v1/loads", timeout_s=30.0))["loads"]
-        ):
-            await asyncio.sleep(0.02)
+        asked = [asyncio.create_task(ask(client, *one, banned)) for one in zip(prompts, lengths, strict=True)]
+        await until_running(client)
         await asyncio.to_thread(meanwhile)
         return await asyncio.gather(*asked)
+
+
+async def completions_until(url, prompts, lengths, banned, meanwhile):
+    """Of all prompts at once, each again and again until `meanwhile` ends in a thread: [(prompt's index, answer)]."""
+    answers, ended = [], asyncio.Event()
+
+    async def keep_asking(index):
+        while not ended.is_set():
+            answers.append((index, await ask(client, prompts[index], lengths[index], banned)))
+
+    async with EngineClient(url, timeout_s=400) as client:
+        asking = [asyncio.create_task(keep_asking(index)) for index in range(len(prompts))]
+        await until_running(client)
+        await asyncio.to_thread(meanwhile)
+        ended.set()
+        await asyncio.gather(*asking)
+    return answers
+
+
+async def ask(client, prompt, length, banned):
+    images = [Image.of(png(draw_image(*SIZE)))]
+    return await client.generate(prompt, images, Sampling(max_new_tokens=length), banned_ids=banned)
+
+
+async def until_running(client):
+    while not any(
+        load["num_running_reqs"] for load in (await client.request("GET", "/v1/loads", timeout_s=30.0))["loads"]
+    ):
+        await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("engine", [0, 1])
@@ -94,7 +116,9 @@ def test_no_request_is_lost_however_often_it_is_paused(overlapping, ranks):
                 for version in range(21, 27):
                     assert publisher.publish(version, [url])["publish/engines"] == 1
 
-            found = asyncio.run(completions(url, prompts, lengths, banned, meanwhile))
-            assert [len(out.token_ids) for out in found] == lengths
-            assert {out.finish_reason for out in found} == {"length"}
-            assert len({span.version for out in found for span in out.spans}) > 1
+            found = asyncio.run(completions_until(url, prompts, lengths, banned, meanwhile))
+            assert {index for index, _ in found} == set(range(24))
+            assert all(len(out.token_ids) == lengths[index] for index, out in found)
+            assert {out.finish_reason for _, out in found} == {"length"}
+            assert {span.version for _, out in found for span in out.spans} >= {20, 26}
+            assert any(len(out.spans) > 1 for _, out in found)
