@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.attention.varlen
-import transformers
 from torch import nn
 
 from learner.model.adapt import TRICKS, adapt, check_torch, check_varlen, materialize
@@ -47,8 +46,8 @@ def without_swiglu(monkeypatch, model, spec):
     adapt(model, spec)
 
 
-def without_flash_name(monkeypatch, model, spec):
-    monkeypatch.setattr(transformers.utils.generic, "is_flash_attention_requested", lambda **_: False)
+def without_vision_attention(monkeypatch, model, spec):
+    del model.model.visual.blocks[0].attn.qkv
     adapt(model, spec)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
 
 from kernels.cpu import library, norm
 from learner.model.adapt import use_fast_parts
 from learner.model.policy import load_policy
 from shared.vision import VisionSpec
+from tests.support.small.passes import check_norm, check_turned_norm
 from tests.support.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="no C compiler")
@@ -20,30 +19,13 @@ pytestmark = pytest.mark.skipif(library.library() is None, reason="no C compiler
 @pytest.mark.parametrize("shape", [(1, 2), (3, 7), (64, 32), (65, 128), (2, 130, 4, 32)])
 def test_values_and_gradients_are_torchs_in_float64(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    x, weight, grad = torch.randn(shape), torch.randn(shape[-1:]), torch.randn(shape)
-    inputs = x.requires_grad_(), weight.requires_grad_()
-    out = norm.rms_norm(*inputs, 1e-6)
-    got = out, *torch.autograd.grad(out, inputs, grad)
-    exact = tuple(part.detach().double().requires_grad_() for part in inputs)
-    expected = F.rms_norm(exact[0], shape[-1:], exact[1], 1e-6)
-    for ours, theirs in zip(got, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=2e-6 * float(theirs.detach().abs().max()))
+    check_norm(norm, shape, "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (3, 4, 16), (70, 2, 32), (65, 3, 24), (5, 2, 256)])
-def test_turned_heads_and_their_gradients_are_those_of_transformers_in_float64(shape: tuple[int, ...]) -> None:
-    """The two halves of the angles differ here, as they do in no model."""
+def test_turned_heads_and_their_gradients_are_those_of_transformers_in_float64(shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
-    x, weight, grad = torch.randn(1, *shape), torch.randn(shape[-1]), torch.randn(1, *shape)
-    cos, sin = torch.randn(2, 1, shape[0], shape[2])
-    inputs = x.requires_grad_(), weight.requires_grad_()
-    out = norm.rms_norm_turned(*inputs, 1e-6, cos, sin)
-    got = out, *torch.autograd.grad(out, inputs, grad)
-    exact = tuple(part.detach().double().requires_grad_() for part in inputs)
-    normed = F.rms_norm(exact[0], shape[-1:], exact[1], 1e-6).transpose(1, 2)
-    expected = apply_rotary_pos_emb(normed, normed, cos.double(), sin.double())[0].transpose(1, 2)
-    for ours, theirs in zip(got, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=2e-6 * float(theirs.detach().abs().max()))
+    check_turned_norm(norm, shape, "cpu", torch.float32)
 
 
 def test_a_row_is_computed_alike_among_others_turned_around_and_by_any_number_of_threads() -> None:

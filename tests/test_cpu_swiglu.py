@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kernels.cpu import library, swiglu
 from learner.model.adapt import use_fast_parts
 from learner.model.policy import load_policy
 from shared.vision import VisionSpec
+from tests.support.small.passes import check_swiglu
 from tests.support.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="no C compiler")
@@ -19,18 +19,7 @@ pytestmark = pytest.mark.skipif(library.library() is None, reason="no C compiler
 @pytest.mark.parametrize("shape", [(1, 1), (6, 7), (1, 70, 384)])
 def test_values_and_gradients_are_torchs_in_float64_for_small_and_for_huge_gates(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    scale = torch.tensor([1e-3, 1, 10, 50, 200, 1e4, 1])[torch.arange(shape[-2]) % 7][:, None]
-    gate, up, grad = (
-        (scale * torch.randn(shape)).requires_grad_(),
-        torch.randn(shape).requires_grad_(),
-        torch.randn(shape),
-    )
-    out = swiglu.swiglu(gate, up)
-    got = out, *torch.autograd.grad(out, (gate, up), grad)
-    exact = gate.detach().double().requires_grad_(), up.detach().double().requires_grad_()
-    expected = F.silu(exact[0]) * exact[1]
-    for ours, theirs in zip(got, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=3e-6, atol=1e-6)
+    check_swiglu(swiglu, shape, "cpu", torch.float32)
 
 
 def test_an_element_is_computed_alike_wherever_it_is_and_by_any_number_of_threads() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from kernels import gemm, linear_logprob, reference, tiles
 from kernels.row_records import RowGrads, RowStats, Tile
+from tests.support.small.hopper import compiled, specialised
 
 triton = pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -153,21 +154,6 @@ def test_interpreted_rows_read_expanded_and_strided_vectors():
     torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
 
-def specialised(kernel, *args, **options):
-    """What Triton would compile for these arguments on a Hopper GPU: (source, its target and options)."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    target = GPUTarget("cuda", 90, 32)
-    backend = make_backend(target)
-    bound, specialisation, rest = create_function_from_signature(kernel.signature, kernel.params, backend)(
-        *args, **options
-    )
-    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialisation, rest)
-    return ASTSource(kernel, signature, constants, attributes), {"target": target, "options": parsed.__dict__}
-
-
 def fold_args(num_rows=64, columns=8448, keep=True, shift=0, first_column=8448):
     """As `rows_triton.fold` gives them; `shift`: how far from an aligned address the vectors of rows begin."""
     x, vector = torch.empty(num_rows, columns), torch.empty(num_rows + shift)[shift:]
@@ -204,31 +190,11 @@ def test_the_row_kernels_compile_for_a_hopper_gpu_as_they_are_launched(name, arg
     register is spilled to memory."""
     from kernels import rows_triton
 
-    source, how = specialised(getattr(rows_triton, f"_{name.lower()}"), *args, **getattr(rows_triton, name))
-    assembly = triton.compile(source, **how).asm
-    assert len(re.findall(r"ld\.global\.v4", assembly["ptx"])) == reads
-    assert len(re.findall(r"st\.global\.v4", assembly["ptx"])) == writes
-    assert len(re.findall(r"shfl\.sync", assembly["ptx"])) == shuffles
-    assert "local" not in assembly["ptx"]
-    assert assembly["cubin"]
-    assert spilled_bytes(assembly["ptx"]) == 0
-
-
-def spilled_bytes(ptx):
-    """By the assembler that Triton takes."""
-    import tempfile
-
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "kernel.ptx")
-        with open(path, "w") as file:
-            file.write(ptx)
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", path, "-o", path + ".cubin"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
-    stores = re.findall(r"(\d+) bytes spill stores", said)
-    assert stores, said
-    return sum(int(number) for number in stores)
+    kernel, options = getattr(rows_triton, f"_{name.lower()}"), getattr(rows_triton, name)
+    *found, ptx = compiled(kernel, *args, **options)
+    assert found == [reads, writes, 0]
+    assert len(re.findall(r"shfl\.sync", ptx)) == shuffles
+    assert "local" not in ptx
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")

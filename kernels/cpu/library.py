@@ -104,10 +104,13 @@ def fits(tensor: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> bo
     return small and takes(tensor)
 
 
-def takes(tensor: Tensor) -> bool:
-    """Whether it is plain float32 on a CPU, and the library is there."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.dtype == torch.float32
-    return plain and library() is not None
+def takes(*tensors: Tensor) -> bool:
+    """Whether they are plain float32 on a CPU, and the library is there."""
+    for tensor in tensors:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+        if not plain or tensor.dtype != torch.float32:
+            return False
+    return library() is not None
 
 
 def built() -> ctypes.CDLL:

@@ -14,13 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from kernels.cpu.library import MAX_HEAD, built, takes
 
-__all__ = ["rms_norm", "rms_norm_turned", "takes", "turns"]
+__all__ = ["norms", "rms_norm", "rms_norm_turned", "turns"]
 _BLOCK_ROWS = 64  # as in norm.c
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., width] over the root of its mean square and eps, times weight [width] (Zhang and Sennrich, 2019, equation
-    4); float32. `takes` says of both whether this can be had. A row is computed alike whatever the others are."""
+    4); float32. `norms` says whether this can be had. A row is computed alike whatever the others are."""
     out: Tensor = _RmsNorm.apply(x.unsqueeze(-2), weight, eps, None, None)
     return out.squeeze(-2)
 
@@ -32,9 +32,14 @@ def rms_norm_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Ten
     return out
 
 
-def turns(x: Tensor, weight: Tensor, cos: Tensor) -> bool:
+def norms(x: Tensor, weight: Tensor) -> bool:
+    """Whether `rms_norm` can be had."""
+    return takes(x, weight)
+
+
+def turns(x: Tensor, weight: Tensor | None, cos: Tensor) -> bool:
     """Whether `rms_norm_turned` can be had; the sines are as the cosines are."""
-    return x.shape[-1] <= MAX_HEAD and x.shape[-1] % 2 == 0 and takes(x) and takes(weight) and takes(cos)
+    return weight is not None and x.shape[-1] <= MAX_HEAD and x.shape[-1] % 2 == 0 and takes(x, weight, cos)
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -7,14 +7,13 @@ that no longer has what a trick needs is refused in one line.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -26,7 +25,7 @@ from learner.model.patch_embed import StillPatchEmbed
 from learner.packing.tower import ALIGN_CORNERS, MODE, takes_precomputed
 from shared.vision import VisionSpec
 
-TEXT_ATTENTION, VISION_ATTENTION = "pronk_packed", "pronk_packed_flash"
+ATTENTION = "pronk_packed"
 LINEAR_POINTWISE = ("X", "W", "B", "attr", "scalars", "algorithm")
 
 
@@ -72,23 +71,23 @@ TRICKS = {
     "rms_norm": Trick(
         "transformers",
         "classes called ...RMSNorm with a weight and a variance_epsilon that compute torch's rms_norm",
-        "on a CPU a norm is one pass over memory in each direction",
+        "a norm is one pass over memory in each direction",
         "test_cpu_norm.py",
-        "transformers computes them by torch.nn.functional.rms_norm, and torch in one pass on a CPU",
+        "transformers computes them by torch.nn.functional.rms_norm, and torch in one pass each way",
     ),
     "swiglu": Trick(
         "transformers",
         "MLPs of gate_proj, up_proj, down_proj and act_fn that multiply by their gate",
-        "on a CPU that is one pass over memory in each direction",
+        "that is one pass over memory in each direction",
         "test_cpu_swiglu.py",
-        "torch computes it in one pass on a CPU",
+        "torch computes it in one pass",
     ),
-    "flash_name": Trick(
+    "vision_attention": Trick(
         "transformers",
-        "that an attention with `flash` in its name gets all images of a vision tower in one call",
-        "a loop over images would be one call each",
+        "vision towers' attentions with the parts that learner/model/forwards.py copies",
+        "all images are one call, and on a GPU heads are turned in one pass over memory",
         "test_model.py::test_packed_equals_unpacked_with_several_images_per_document_in_values_and_gradients",
-        "an attention can ask for it",
+        "an attention can ask for all images at once",
     ),
     "patch_embed": Trick(
         "transformers",
@@ -114,7 +113,7 @@ TRICKS = {
     "attention": Trick(
         "transformers",
         "a Qwen3-VL attention with the parts that learner/model/forwards.py copies",
-        "queries and keys are normed and turned in one pass on a CPU, and the last layer asks at sampled places alone",
+        "queries and keys are normed and turned in one pass, and the last layer asks at sampled places alone",
         "test_model.py::test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned",
         "transformers norms and turns heads in one pass, and takes chosen queries",
     ),
@@ -160,11 +159,11 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
     proj: Any = getattr(getattr(visual, "patch_embed", None), "proj", None)
     TRICKS["patch_embed"].require(isinstance(proj, nn.Conv3d) and proj.stride == proj.kernel_size)
     visual.patch_embed = StillPatchEmbed(proj, spec)
-    TRICKS["flash_name"].require(_gets_all_images_at_once(VISION_ATTENTION))
     _register(packed_attention)
-    vlm.set_attn_implementation({"text_config": TEXT_ATTENTION, "vision_config": VISION_ATTENTION})
-    for index, block in enumerate(visual.blocks if hasattr(visual, "fullatt_block_indexes") else ()):
-        block.attn.looks_through_windows = index not in visual.fullatt_block_indexes
+    vlm.set_attn_implementation({"text_config": ATTENTION, "vision_config": ATTENTION})
+    for index, block in enumerate(visual.blocks):
+        _replace_look(block.attn)
+        block.attn.looks_through_windows = index not in getattr(visual, "fullatt_block_indexes", (index,))
     fixed = getattr(visual, "interpolation_mode", MODE), getattr(visual, "interpolation_align_corners", ALIGN_CORNERS)
     TRICKS["tower"].require(fixed == (MODE, ALIGN_CORNERS) and takes_precomputed())
     TRICKS["decoder"].require(_is_known_decoder(vlm.model.language_model))
@@ -179,7 +178,7 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
 
 
 def use_fast_parts(model: nn.Module) -> None:
-    """Makes every RMS norm and SwiGLU MLP of the model compute in C where it can, on a CPU in float32."""
+    """Makes every RMS norm and SwiGLU MLP of the model compute in one pass where it can: kernels/gpu, kernels/cpu."""
     for module in model.modules():
         kind: Any = type(module)
         if kind.__name__.endswith("RMSNorm"):
@@ -263,8 +262,7 @@ def adapt_to_compile(vlm: PreTrainedModel) -> None:
 
 
 def _register(attention: Callable[..., Any]) -> None:
-    for name in (TEXT_ATTENTION, VISION_ATTENTION):
-        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
 
 
 def _is_known_decoder(text: Any) -> bool:
@@ -277,20 +275,23 @@ def _is_known_decoder(text: Any) -> bool:
 def _replace_attention(attention: Any) -> None:
     """Of Qwen3; Qwen2.5 turns its heads in another way, and keeps its attention."""
     if hasattr(attention, "q_norm"):
-        fits = all(hasattr(attention, name) for name in forwards.ATTENTION_PARTS)
-        fits = fits and {*forwards.ATTENTION_ARGUMENTS} <= inspect.signature(attention.forward).parameters.keys()
-        TRICKS["attention"].require(fits)
+        TRICKS["attention"].require(_has(attention, forwards.ATTENTION_PARTS, forwards.ATTENTION_ARGUMENTS))
         attention.forward = MethodType(forwards.attend, attention)
+
+
+def _replace_look(attention: Any) -> None:
+    TRICKS["vision_attention"].require(_has(attention, forwards.LOOK_PARTS, forwards.LOOK_ARGUMENTS))
+    attention.forward = MethodType(forwards.look, attention)
+
+
+def _has(module: Any, parts: Sequence[str], arguments: Sequence[str]) -> bool:
+    found = inspect.signature(module.forward).parameters.keys()
+    return all(hasattr(module, name) for name in parts) and {*arguments} <= found
 
 
 def _replace_last(layer: Any) -> None:
     TRICKS["last_layer"].require(all(hasattr(layer, name) for name in forwards.LAYER_PARTS))
     layer.forward = MethodType(forwards.decode, layer)
-
-
-def _gets_all_images_at_once(name: str) -> bool:
-    asked = getattr(transformers.utils.generic, "is_flash_attention_requested", None)
-    return asked is not None and asked(requested_attention_implementation=name)
 
 
 def _arguments(operator: Any) -> tuple[str, ...]:

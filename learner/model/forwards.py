@@ -1,7 +1,8 @@
 """Forwards that replace those of transformers' modules (learner/model/adapt.py), whose parts they use.
 
 The last decoder layer asks, projects and computes its MLP only where a token is predicted; no other place's output is
-ever read. On a CPU in float32 norms, rotations and the products of gates are one pass over memory (kernels/cpu).
+ever read. Norms, rotations and the products of gates are one pass over memory each, on a GPU (kernels/gpu) and in
+float32 on a CPU (kernels/cpu); in graphs that torch compiles they are plain, as it fuses them.
 
 Shape suffixes: T = packed tokens, N = sampled tokens, H = hidden size, A = heads, D = head size.
 """
@@ -13,14 +14,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
+from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb, apply_rotary_pos_emb_vision
 
 from kernels.cpu import norm as cpu_norm
 from kernels.cpu import swiglu as cpu_swiglu
+from kernels.rows import use_triton
 
 LAYER_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "scaling", "config")
 ATTENTION_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask")
+LOOK_PARTS = ("qkv", "proj", "num_heads", "scaling", "config")
+LOOK_ARGUMENTS = ("hidden_states", "cu_seqlens", "position_embeddings")
 
 
 def decode(layer: Any, hidden_states: Tensor, *args: Any, rows: Tensor, **kwargs: Any) -> Tensor:
@@ -68,24 +72,71 @@ def _takes_all_queries(x: Tensor) -> bool:
     return x.is_cuda
 
 
+def look(
+    attention: Any,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    **kwargs: Any,
+) -> Tensor:
+    """A vision tower's attention's forward, all images in one call: hidden_states [P,H] -> [P,H]."""
+    qkv_P3AD = attention.qkv(hidden_states).unflatten(-1, (3, attention.num_heads, -1))
+    query_PAD, key_PAD, value_PAD = qkv_P3AD.unbind(1)
+    cos, sin = position_embeddings
+    kernels = _norms(qkv_P3AD)
+    if kernels is not None and kernels.turns(query_PAD, None, cos):
+        query_PAD, key_PAD = kernels.turned(query_PAD, cos, sin), kernels.turned(key_PAD, cos, sin)
+    else:
+        query_PAD, key_PAD = apply_rotary_pos_emb_vision(query_PAD, key_PAD, cos, sin)
+    heads_first = (x.transpose(0, 1)[None] for x in (query_PAD, key_PAD, value_PAD))
+    compute = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    attended_1PAD, _ = compute(attention, *heads_first, None, scaling=attention.scaling, **kwargs)
+    return cast("Tensor", attention.proj(attended_1PAD.reshape(hidden_states.shape[0], -1)))
+
+
+def _norms(x: Tensor) -> Any:
+    """kernels/gpu/norm.py or kernels/cpu/norm.py; None while torch compiles."""
+    if torch.compiler.is_compiling():
+        return None
+    if use_triton(x):
+        from kernels.gpu import norm
+
+        return norm
+    return cpu_norm
+
+
+def _swiglus(x: Tensor) -> Any:
+    """kernels/gpu/swiglu.py or kernels/cpu/swiglu.py; None while torch compiles."""
+    if torch.compiler.is_compiling():
+        return None
+    if use_triton(x):
+        from kernels.gpu import swiglu
+
+        return swiglu
+    return cpu_swiglu
+
+
 def _turned(norm: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [1,T,A,D], normed and turned by the rotary embedding [1,T,D]: [1,A,T,D]."""
-    if not torch.compiler.is_compiling() and cpu_norm.turns(x, norm.weight, cos):
-        return cpu_norm.rms_norm_turned(x, norm.weight, norm.variance_epsilon, cos, sin).transpose(1, 2)
+    kernels = _norms(x)
+    if kernels is not None and kernels.turns(x, norm.weight, cos):
+        return cast("Tensor", kernels.rms_norm_turned(x, norm.weight, norm.variance_epsilon, cos, sin).transpose(1, 2))
     normed = norm(x).transpose(1, 2)
     return apply_rotary_pos_emb(normed, torch.empty_like(normed[:, :0]), cos, sin)[0]
 
 
 def normed(module: Any, hidden_states: Tensor) -> Tensor:
     """An RMS norm's forward: [..., H] -> [..., H]."""
-    if torch.compiler.is_compiling() or not (cpu_norm.takes(hidden_states) and cpu_norm.takes(module.weight)):
+    kernels = _norms(hidden_states)
+    if kernels is None or not kernels.norms(hidden_states, module.weight):
         return cast("Tensor", type(module).forward(module, hidden_states))
-    return cpu_norm.rms_norm(hidden_states, module.weight, module.variance_epsilon)
+    return cast("Tensor", kernels.rms_norm(hidden_states, module.weight, module.variance_epsilon))
 
 
 def gated(mlp: Any, hidden_states: Tensor) -> Tensor:
     """A SwiGLU MLP's forward: [..., H] -> [..., H]."""
     gate, up = mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)
-    if torch.compiler.is_compiling() or not (cpu_swiglu.takes(gate) and cpu_swiglu.takes(up)):
+    kernels = _swiglus(gate)
+    if kernels is None or not kernels.takes(gate, up):
         return cast("Tensor", mlp.down_proj(mlp.act_fn(gate) * up))
-    return cast("Tensor", mlp.down_proj(cpu_swiglu.swiglu(gate, up)))
+    return cast("Tensor", mlp.down_proj(kernels.swiglu(gate, up)))

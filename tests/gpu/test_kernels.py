@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kernels import linear_logprob, reference, reverse_scan
+from kernels.gpu import norm, swiglu
 from tests.support.small.logits import full_logits, gradients
+from tests.support.small.passes import check_norm, check_swiglu, check_turned, check_turned_norm, rounding
 
 VOCABULARY = 151_936  # of Qwen3-VL
 EXACT_ROWS = 512  # of logits in float64 at once
@@ -123,3 +125,17 @@ def test_the_scan_is_the_loop_over_time(shape):
     decay, delta = torch.rand(shape, device="cuda").round(decimals=1), torch.randn(shape, device="cuda")
     want = reference.reverse_scan(decay.double().cpu(), delta.double().cpu())
     torch.testing.assert_close(reverse_scan(decay, delta).double().cpu(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_turned_heads_and_gated_products_are_those_of_torch_in_float64(dtype):
+    """Of Qwen3-VL's sizes, from 2B to 32B."""
+    torch.manual_seed(0)
+    how, once = ("cuda", dtype), rounding(dtype, cuts=False)
+    for width in (2048, 2560, 4096, 5120):
+        check_norm(norm, (1, 3001, width), *how, once=once)
+    check_turned_norm(norm, (3001, 16, 128), *how, once=once)
+    check_turned_norm(norm, (3001, 8, 128), *how, once=once)
+    for size in (64, 72):
+        check_turned(norm, (3001, 16, size), *how, once=once)
+    check_swiglu(swiglu, (1, 3001, 6144), *how, once=once)
