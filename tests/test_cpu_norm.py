@@ -10,7 +10,7 @@ from kernels.cpu import library, norm
 from learner.model.adapt import use_fast_parts
 from learner.model.policy import load_policy
 from shared.vision import VisionSpec
-from tests.support.small.passes import check_norm, check_turned_norm
+from tests.support.small.passes import check_norm, check_turned, check_turned_norm
 from tests.support.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.skipif(library.library() is None, reason="no C compiler")
@@ -26,6 +26,7 @@ def test_values_and_gradients_are_torchs_in_float64(shape: tuple[int, ...]) -> N
 def test_turned_heads_and_their_gradients_are_those_of_transformers_in_float64(shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     check_turned_norm(norm, shape, "cpu", torch.float32)
+    check_turned(norm, shape, "cpu", torch.float32)
 
 
 def test_a_row_is_computed_alike_among_others_turned_around_and_by_any_number_of_threads() -> None:
@@ -37,8 +38,9 @@ def test_a_row_is_computed_alike_among_others_turned_around_and_by_any_number_of
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            outs = norm.rms_norm(x, weight, 1e-6), norm.rms_norm_turned(heads, weight, 1e-6, *angles)
-            return *outs, *torch.autograd.grad(outs, (x, weight), (grad, grad.view_as(heads)))
+            turned = norm.turned(heads[0], *angles[:, 0])
+            outs = norm.rms_norm(x, weight, 1e-6), norm.rms_norm_turned(heads, weight, 1e-6, *angles), turned
+            return *outs, *torch.autograd.grad(outs, (x, weight), (grad, grad.view_as(heads), grad.view_as(turned)))
         finally:
             torch.set_num_threads(before)
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from kernels.heads import by_token
 from learner.batch import Microbatch
 from learner.model.policy import Policy, load_policy
 from tests.support.episodes import packed, random_trajectory
@@ -82,7 +83,7 @@ def test_interpreted_heads_are_read_where_they_lie_and_in_any_order() -> None:
     torch.manual_seed(0)
     qkv, weight, angles = torch.randn(7, 3, 4, 16), torch.randn(16), torch.randn(2, 7, 16)
     with patch.object(torch.Tensor, "contiguous", side_effect=AssertionError("a copy")):
-        own = norm._by_token(qkv[:, 1])
+        own = by_token(qkv[:, 1])
     assert own.data_ptr() == qkv[:, 1].data_ptr()
     turned_around = qkv.transpose(1, 2).contiguous().transpose(1, 2)
     for one, other in ((qkv[:, 1], qkv[:, 1].contiguous()), (turned_around[:, 1], qkv[:, 1])):

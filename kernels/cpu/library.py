@@ -38,6 +38,7 @@ _SIGNATURES = {
     "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
     "silu_mul_backward": (_P, _P, _P, _I, _I, _I, _P, _P),
     "rms_norm": (_P, _P, _F, _P, _P, _I, _I, _I, _I, _P, _P),
+    "turn_tokens": (_P, _I, _P, _P, _I, _I, _I, _I, _I, _P),
     "rms_norm_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _P, _P),
     "attend_pieces": (*_PIECES, _P, _P),
     "attend_pieces_backward": (*_PIECES, _P, _P, _P, _P, _P, _P),

@@ -1,4 +1,4 @@
-/* RMS norm of rows, turned by a rotary embedding where one is given, and its gradients; all tensors are contiguous. */
+/* RMS norm of rows, turned by a rotary embedding where one is given, rotary embeddings alone, and their gradients. */
 #include "shared.h"
 
 #define BLOCK_ROWS 64 /* whose part of the weight's gradient is summed together */
@@ -36,7 +36,7 @@ INLINE void turned_heads_backward(const float *x, const float *weight, const flo
     }
 }
 
-/* out [N, H, D] = x * scale * weight [D], where scale [N, H] is one over the root of a head's mean square and eps; then
+/* All contiguous: out [N, H, D] = x * scale * weight [D], where scale [N, H] is one over the root of a head's mean square and eps; then
  * turned by the token's cosine and sine [N, D], where there are any. */
 void rms_norm(const float *x, const float *weight, float eps, const float *cosine, const float *sine, int64_t rows,
               int64_t heads, int64_t d, int64_t threads, float *out, float *scale) {
@@ -75,4 +75,22 @@ void rms_norm_backward(const float *x, const float *weight, const float *scale, 
                     norm_row_backward(x + at, weight, by[h], grad + at, d, for_x + at, sums);
         }
     }
+}
+
+/* out [N, H, D], contiguous = heads x, a token's `stride` after those of the one before, turned by their token's cosine
+ * and sine [N, D], or `back`: the gradient of x from that of the result. */
+void turn_tokens(const float *x, int64_t stride, const float *cosine, const float *sine, int64_t rows, int64_t heads,
+                 int64_t d, int64_t threads, int64_t back, float *out) {
+    SHARED
+    for (int64_t n = 0; n < rows; n++)
+        for (int64_t h = 0; h < heads; h++) {
+            const float *head = x + n * stride + h * d;
+            float *place = out + (n * heads + h) * d;
+#define TURN(size) turn(head, cosine + n * d, sine + n * d, size, place)
+#define TURN_BACK(size) turn_back(head, cosine + n * d, sine + n * d, size, place)
+            if (back)
+                BY_SIZE(TURN_BACK)
+            else
+                BY_SIZE(TURN)
+        }
 }

@@ -1,4 +1,4 @@
-"""RMS norm of rows on a CPU, and that of heads with their rotary embedding, with gradients, in C: one pass over memory
+"""RMS norms of rows, rotary embeddings of heads, and both at once on a CPU, with gradients, in C: one pass over memory
 in each direction, where torch makes several.
 
 Suffixes: N = rows, H = heads, D = head size.
@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.cpu.library import MAX_HEAD, built, takes
+from kernels.heads import by_token
 
-__all__ = ["norms", "rms_norm", "rms_norm_turned", "turns"]
+__all__ = ["norms", "rms_norm", "rms_norm_turned", "turned", "turns"]
 _BLOCK_ROWS = 64  # as in norm.c
 
 
@@ -32,14 +33,21 @@ def rms_norm_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Ten
     return out
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads x [N, H, D] turned by their token's cos and sin [N, D], as above; a view of tokens' heads is read where it
+    lies."""
+    out: Tensor = _Turned.apply(x, cos, sin)
+    return out
+
+
 def norms(x: Tensor, weight: Tensor) -> bool:
     """Whether `rms_norm` can be had."""
     return takes(x, weight)
 
 
 def turns(x: Tensor, weight: Tensor | None, cos: Tensor) -> bool:
-    """Whether `rms_norm_turned` can be had; the sines are as the cosines are."""
-    return weight is not None and x.shape[-1] <= MAX_HEAD and x.shape[-1] % 2 == 0 and takes(x, weight, cos)
+    """Whether `rms_norm_turned`, or without weight `turned`, can be had; the sines are as the cosines are."""
+    return x.shape[-1] <= MAX_HEAD and x.shape[-1] % 2 == 0 and takes(x, x if weight is None else weight, cos)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -64,6 +72,26 @@ class _RmsNorm(torch.autograd.Function):
         given = map(_pointer, (*saved, grad))
         built().rms_norm_backward(*given, *_shape(x), for_x.data_ptr(), for_weight.data_ptr())
         return for_x, for_weight.sum(0) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _turn(grad, *ctx.saved_tensors, back=True), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    out, heads_NHD = torch.empty(x.shape), by_token(x)
+    angles = cos.data_ptr(), sin.data_ptr()
+    built().turn_tokens(heads_NHD.data_ptr(), heads_NHD.stride(0), *angles, *_shape(x), back, out.data_ptr())
+    return out
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

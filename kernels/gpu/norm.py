@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.gpu.launches import jit, takes
+from kernels.heads import by_token
 
 __all__ = ["norms", "rms_norm", "rms_norm_turned", "turned", "turns"]
 MAX_WIDTH = 1 << 14  # a row lies in one program's registers
@@ -60,7 +61,7 @@ class _NormedAndTurned(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor | None, sin: Tensor | None
     ) -> Tensor:
-        out, heads_NHD = torch.empty(x.shape, dtype=x.dtype, device=x.device), _by_token(x)
+        out, heads_NHD = torch.empty(x.shape, dtype=x.dtype, device=x.device), by_token(x)
         angles = tuple(None if part is None else part.contiguous() for part in (cos, sin))
         num_rows = _num_rows(heads_NHD)
         scale = None if weight is None else x.new_empty(num_rows, dtype=torch.float32)
@@ -78,7 +79,7 @@ class _NormedAndTurned(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         heads_NHD, weight, scale, cos, sin = ctx.saved_tensors  # once: recomputed activations are given no second time
         num_heads, width = ctx.shape[-2:]
-        grad_NHD = _by_token(grad)
+        grad_NHD = by_token(grad)
         for_x, rows = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device), _rows_of_a_program(width)
         blocks = max(1, triton.cdiv(_num_rows(grad_NHD), rows["ROWS"]))
         programs = blocks if weight is None else min(blocks, MAX_PROGRAMS)
@@ -90,13 +91,6 @@ class _NormedAndTurned(torch.autograd.Function):
                 triton.cdiv(blocks, programs), **rows,
             )  # fmt: skip
         return for_x, None if for_weight is None else for_weight.sum(0).to(weight.dtype), None, None, None
-
-
-def _by_token(x: Tensor) -> Tensor:
-    """x [..., H, D] as [N, H, D] where a token's heads lie one after another; a copy only if they do not."""
-    num_heads, width = x.shape[-2:]
-    heads_NHD = x.reshape(x.numel() // (num_heads * width), num_heads, width)
-    return heads_NHD if heads_NHD[:1].is_contiguous() else heads_NHD.contiguous()
 
 
 def _num_rows(heads_NHD: Tensor) -> int:
