@@ -9,7 +9,7 @@ Shape suffixes: T = packed tokens, N = sampled tokens, H = hidden size, A = head
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -83,9 +83,9 @@ def look(
     qkv_P3AD = attention.qkv(hidden_states).unflatten(-1, (3, attention.num_heads, -1))
     query_PAD, key_PAD, value_PAD = qkv_P3AD.unbind(1)
     cos, sin = position_embeddings
-    kernels = _norms(qkv_P3AD)
-    if kernels is not None and kernels.turns(query_PAD, None, cos):
-        query_PAD, key_PAD = kernels.turned(query_PAD, cos, sin), kernels.turned(key_PAD, cos, sin)
+    kernels = _kernels_for(qkv_P3AD)
+    if kernels is not None and kernels.norm.turns(query_PAD, None, cos):
+        query_PAD, key_PAD = (kernels.norm.turned(heads, cos, sin) for heads in (query_PAD, key_PAD))
     else:
         query_PAD, key_PAD = apply_rotary_pos_emb_vision(query_PAD, key_PAD, cos, sin)
     heads_first = (x.transpose(0, 1)[None] for x in (query_PAD, key_PAD, value_PAD))
@@ -94,49 +94,46 @@ def look(
     return cast("Tensor", attention.proj(attended_1PAD.reshape(hidden_states.shape[0], -1)))
 
 
-def _norms(x: Tensor) -> Any:
-    """kernels/gpu/norm.py or kernels/cpu/norm.py; None while torch compiles."""
+class _Kernels(NamedTuple):
+    """Modules of kernels/gpu or of kernels/cpu, which give the same functions."""
+
+    norm: Any
+    swiglu: Any
+
+
+def _kernels_for(x: Tensor) -> _Kernels | None:
+    """What computes in one pass where x is; None while torch compiles."""
     if torch.compiler.is_compiling():
         return None
     if use_triton(x):
-        from kernels.gpu import norm
+        from kernels.gpu import norm, swiglu
 
-        return norm
-    return cpu_norm
-
-
-def _swiglus(x: Tensor) -> Any:
-    """kernels/gpu/swiglu.py or kernels/cpu/swiglu.py; None while torch compiles."""
-    if torch.compiler.is_compiling():
-        return None
-    if use_triton(x):
-        from kernels.gpu import swiglu
-
-        return swiglu
-    return cpu_swiglu
+        return _Kernels(norm, swiglu)
+    return _Kernels(cpu_norm, cpu_swiglu)
 
 
 def _turned(norm: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [1,T,A,D], normed and turned by the rotary embedding [1,T,D]: [1,A,T,D]."""
-    kernels = _norms(x)
-    if kernels is not None and kernels.turns(x, norm.weight, cos):
-        return cast("Tensor", kernels.rms_norm_turned(x, norm.weight, norm.variance_epsilon, cos, sin).transpose(1, 2))
+    kernels = _kernels_for(x)
+    if kernels is not None and kernels.norm.turns(x, norm.weight, cos):
+        turned: Tensor = kernels.norm.rms_norm_turned(x, norm.weight, norm.variance_epsilon, cos, sin)
+        return turned.transpose(1, 2)
     normed = norm(x).transpose(1, 2)
     return apply_rotary_pos_emb(normed, torch.empty_like(normed[:, :0]), cos, sin)[0]
 
 
 def normed(module: Any, hidden_states: Tensor) -> Tensor:
     """An RMS norm's forward: [..., H] -> [..., H]."""
-    kernels = _norms(hidden_states)
-    if kernels is None or not kernels.norms(hidden_states, module.weight):
+    kernels = _kernels_for(hidden_states)
+    if kernels is None or not kernels.norm.norms(hidden_states, module.weight):
         return cast("Tensor", type(module).forward(module, hidden_states))
-    return cast("Tensor", kernels.rms_norm(hidden_states, module.weight, module.variance_epsilon))
+    return cast("Tensor", kernels.norm.rms_norm(hidden_states, module.weight, module.variance_epsilon))
 
 
 def gated(mlp: Any, hidden_states: Tensor) -> Tensor:
     """A SwiGLU MLP's forward: [..., H] -> [..., H]."""
     gate, up = mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)
-    kernels = _swiglus(gate)
-    if kernels is None or not kernels.takes(gate, up):
+    kernels = _kernels_for(gate)
+    if kernels is None or not kernels.swiglu.takes(gate, up):
         return cast("Tensor", mlp.down_proj(mlp.act_fn(gate) * up))
-    return cast("Tensor", mlp.down_proj(kernels.swiglu(gate, up)))
+    return cast("Tensor", mlp.down_proj(kernels.swiglu.swiglu(gate, up)))
