@@ -36,8 +36,8 @@ INLINE void turned_heads_backward(const float *x, const float *weight, const flo
     }
 }
 
-/* All contiguous: out [N, H, D] = x * scale * weight [D], where scale [N, H] is one over the root of a head's mean square and eps; then
- * turned by the token's cosine and sine [N, D], where there are any. */
+/* All contiguous: out [N, H, D] = x * scale * weight [D], where scale [N, H] is one over the root of a head's mean square
+ * and eps; then turned by the token's cosine and sine [N, D], where there are any. */
 void rms_norm(const float *x, const float *weight, float eps, const float *cosine, const float *sine, int64_t rows,
               int64_t heads, int64_t d, int64_t threads, float *out, float *scale) {
     SHARED

@@ -1,4 +1,4 @@
 """What torch computes in many passes over a GPU's memory, in Triton, in one: the functions of kernels/cpu for a GPU.
 
-Importing a module of this folder imports Triton, which is not there where there are no GPUs.
+Importing a module of this folder imports Triton, which only Linux has.
 """
