@@ -4,14 +4,12 @@ and keeps silu(gate) too.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels.cpu.layer import silu_mul
 from kernels.cpu.library import built, takes
+from kernels.gated import gated_product
 
 __all__ = ["swiglu", "takes"]
 
@@ -19,23 +17,16 @@ __all__ = ["swiglu", "takes"]
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of [..., width] (Shazeer, 2020, equation 6, without its products); float32. `takes` says of both
     whether this can be had. An element is computed alike wherever it is."""
-    out: Tensor = _SwiGLU.apply(gate, up)
-    return out
+    return gated_product(gate, up, _multiply, _multiply_grad)
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        return silu_mul(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
+def _multiply(gate: Tensor, up: Tensor) -> Tensor:
+    return silu_mul(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad, for_gate, for_up = grad.contiguous(), torch.empty_like(gate), torch.empty_like(up)
-        shape = gate[..., 0].numel(), gate.shape[-1], torch.get_num_threads()
-        given = (tensor.data_ptr() for tensor in (gate, up, grad))
-        built().silu_mul_backward(*given, *shape, for_gate.data_ptr(), for_up.data_ptr())
-        return for_gate, for_up
+
+def _multiply_grad(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    for_gate, for_up = torch.empty_like(gate), torch.empty_like(up)
+    shape = gate[..., 0].numel(), gate.shape[-1], torch.get_num_threads()
+    given = (tensor.data_ptr() for tensor in (gate, up, grad))
+    built().silu_mul_backward(*given, *shape, for_gate.data_ptr(), for_up.data_ptr())
+    return for_gate, for_up

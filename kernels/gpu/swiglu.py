@@ -5,14 +5,12 @@ makes several and keeps silu(gate) too.
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from kernels.gated import gated_product
 from kernels.gpu.launches import jit, takes
 
 __all__ = ["swiglu", "takes"]
@@ -22,28 +20,21 @@ LAUNCH = {"BLOCK": 2048, "num_warps": 4}
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of [..., width] (Shazeer, 2020, equation 6, without its products), computed in float32 and
     rounded once to their dtype. `takes` says of both whether this can be had."""
-    out: Tensor = _SwiGLU.apply(gate, up)
+    return gated_product(gate, up, _product, _product_grad)
+
+
+def _product(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    with torch.cuda.device_of(gate):
+        _multiply[_grid(gate)](gate, up, out, gate.numel(), **LAUNCH)
     return out
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        out = torch.empty_like(gate)
-        with torch.cuda.device_of(gate):
-            _multiply[_grid(gate)](gate, up, out, gate.numel(), **LAUNCH)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        for_gate, for_up = torch.empty_like(gate), torch.empty_like(up)
-        with torch.cuda.device_of(gate):
-            _multiply_grad[_grid(gate)](gate, up, grad.contiguous(), for_gate, for_up, gate.numel(), **LAUNCH)
-        return for_gate, for_up
+def _product_grad(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    for_gate, for_up = torch.empty_like(gate), torch.empty_like(up)
+    with torch.cuda.device_of(gate):
+        _multiply_grad[_grid(gate)](gate, up, grad, for_gate, for_up, gate.numel(), **LAUNCH)
+    return for_gate, for_up
 
 
 def _grid(tensor: Tensor) -> tuple[int]:

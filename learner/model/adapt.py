@@ -85,7 +85,7 @@ TRICKS = {
     "vision_attention": Trick(
         "transformers",
         "vision towers' attentions with the parts that learner/model/forwards.py copies",
-        "all images are one call, and on a GPU heads are turned in one pass over memory",
+        "all images are one call, and heads are turned in one pass over memory",
         "test_model.py::test_packed_equals_unpacked_with_several_images_per_document_in_values_and_gradients",
         "an attention can ask for all images at once",
     ),
