@@ -118,7 +118,8 @@ def train(task: Task, options: argparse.Namespace) -> None:
         first = FIRST_SEED + options.seed * 10_000_000 + step * options.batch
         seeds = range(first, first + options.batch)
         shown = [demonstration(task, s, renderer, tokenizer, lesson, options.choice_weight) for s in seeds]
-        microbatch = pack([make_episode(t, 0.0, decoder, settings) for t in shown], decoder, device)
+        episodes = [make_episode(t, 0.0, decoder, settings) for t in shown]
+        microbatch = pack(episodes, decoder, device, share_prefixes=False)
         weights = microbatch.behaviour_logprobs.exp()
         loss = -(weights * policy(microbatch, 1.0).logprobs).sum() / weights.sum()
         optimizer.zero_grad()

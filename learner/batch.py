@@ -19,22 +19,15 @@ from learner.advantages import equal, group_advantages, group_signal
 from learner.distributed import ALONE, Context
 from learner.images import ImageDecoder
 from learner.packing.documents import Packing, packing_of
+from learner.packing.expanded import Expanded, expand_trajectory
 from learner.packing.pictures import Pictures, readable
 from learner.packing.place import STAYS, on
+from learner.packing.prefixes import computed_part, find_prefixes
 from learner.packing.tower import TowerInputs, blank, tower_inputs
 from learner.parallel.share import Share, divide, filled
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Ending, Group, Image, Trajectory
-from shared.vision import Grid, VisionSpec, expand, mrope_positions
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Expanded:
-    """The tokens of one episode."""
-
-    input_ids: np.ndarray  # int64 [E]
-    position_ids: np.ndarray  # int64 [4,E]: place in the document, then M-RoPE
-    targets: np.ndarray  # int64 [K], places of the sampled tokens; the hidden state at targets-1 predicts them
+from shared.vision import VisionSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,13 +129,6 @@ def make_episode(
     )
 
 
-def expand_trajectory(trajectory: Trajectory, grids: Sequence[Grid], spec: VisionSpec) -> Expanded:
-    """Each image's placeholder repeated once for each of its visual tokens."""
-    ids, compact_index = expand(trajectory.token_ids, grids, spec)
-    positions = np.concatenate([np.arange(len(ids))[None], mrope_positions(ids, grids, spec)])
-    return Expanded(ids, positions, np.flatnonzero(trajectory.loss_mask[compact_index]))
-
-
 def make_episodes(groups: Sequence[Group], decoder: ImageDecoder, objective: ObjectiveConfig) -> list[Episode]:
     """Episodes of all trainable trajectories; advantages are relative to the trainable ones of each group."""
     episodes, start = [], 0
@@ -180,7 +166,8 @@ class Microbatch:
     marks a stand-in without any episode.
 
     With a `share`, T, P, I and M are this rank's part of them: `predictors` are those of its tokens, [max(n,1)], and
-    `visual_rows` are rows of what the ranks exchange. `lengths` and what is [N] stay the microbatch's.
+    `visual_rows` are rows of what the ranks exchange. `lengths` and what is [N] stay the microbatch's. Where the
+    packing has `prefixes`, T and M are of the tokens that are computed; `lengths` are those of whole documents.
     """
 
     input_ids: Tensor  # int64 [1,T]
@@ -216,11 +203,17 @@ class Microbatch:
 
 
 def pack(
-    episodes: Sequence[Episode], decoder: ImageDecoder, device: torch.device, context: Context = ALONE
+    episodes: Sequence[Episode],
+    decoder: ImageDecoder,
+    device: torch.device,
+    context: Context = ALONE,
+    *,
+    share_prefixes: bool = True,
 ) -> Microbatch:
     """Packs episodes (shortest first, so that equal lengths are neighbours) into one microbatch, or into this rank's
-    share of it. No other rank's images are decoded."""
-    return on(pack_on_host(episodes, decoder, context), device)
+    share of it. No other rank's images are decoded. `share_prefixes`: tokens that a group's episodes begin
+    with alike are computed once, but for a microbatch that ranks share."""
+    return on(pack_on_host(episodes, decoder, context, share_prefixes=share_prefixes), device)
 
 
 def shortest_first(episodes: Sequence[Episode]) -> list[Episode]:
@@ -228,55 +221,67 @@ def shortest_first(episodes: Sequence[Episode]) -> list[Episode]:
     return sorted(episodes, key=lambda e: e.num_tokens)
 
 
-def pack_on_host(episodes: Sequence[Episode], decoder: ImageDecoder, context: Context = ALONE) -> Microbatch:
+def pack_on_host(
+    episodes: Sequence[Episode], decoder: ImageDecoder, context: Context = ALONE, *, share_prefixes: bool = True
+) -> Microbatch:
     """As `pack`, without touching a device: a thread may do it meanwhile."""
     episodes = shortest_first(episodes)
     expanded = [e.expanded() for e in episodes]
     pictures = Pictures.of([e.images for e in episodes], decoder, context.size)
     images = [decoder.get_or_blank(image) for image in pictures.images[context.rank]]
+    side = decoder.spec.patch_size
+    arrays = _stream(episodes, expanded, decoder.spec.image_token_id) | {
+        "patches": np.concatenate([np.zeros((0, 3, side, side), np.uint8), *(image.patches for image in images)]),
+        "visual_rows": pictures.rows_M,
+    }
+    known = readable([e.images for e in episodes], pictures.images[context.rank], images)
+    arrays["readable"] = np.repeat(known, [e.num_sampled for e in episodes])
+    lengths, share, own, prefixes = tuple(e.num_tokens for e in episodes), None, None, None
+    asked = arrays["predictors"]
+    if context.size > 1:
+        arrays, lengths = filled(arrays, lengths, context.size)
+        arrays, share = divide(arrays, lengths, pictures.visual_tokens, context)
+        own = share.places.numpy()
+        asked = own[arrays["predictors"]]
+    elif share_prefixes:
+        prefixes = find_prefixes(arrays, lengths, [e.group for e in episodes])
+        if prefixes is not None:
+            arrays, own = arrays | computed_part(arrays, prefixes), prefixes.places.numpy()
+    return Microbatch(
+        lengths=lengths,
+        packing=packing_of(lengths, causal=True, share=share, own=own, asked=asked, prefixes=prefixes),
+        tower=tower_inputs(tuple(image.grid for image in images) or blank(decoder.spec), decoder.spec),
+        image_lengths=tuple(len(image.patches) for image in images),
+        sampled=tuple(e.num_sampled for e in episodes),
+        empty=False,
+        places=tuple(e.place for e in episodes),
+        share=share,
+        **{name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()},
+    )
+
+
+def _stream(episodes: Sequence[Episode], expanded: Sequence[Expanded], image_token_id: int) -> dict[str, np.ndarray]:
+    """A microbatch's arrays, but for what its images are; of whole episodes, one after another."""
     counts = np.array([e.num_sampled for e in episodes])
     starts = np.cumsum([0, *(e.num_tokens for e in episodes)])
     targets = np.concatenate([e.targets + start for e, start in zip(expanded, starts, strict=False)])
     input_ids = np.concatenate([e.input_ids for e in expanded])
     episode_end = np.zeros(len(targets), dtype=bool)
     episode_end[counts.cumsum() - 1] = True
-    side = decoder.spec.patch_size
     arrays = {
         "input_ids": input_ids[None],
         "position_ids": np.concatenate([e.position_ids for e in expanded], axis=1)[:, None],
-        "patches": np.concatenate([np.zeros((0, 3, side, side), np.uint8), *(image.patches for image in images)]),
-        "visual_positions": np.flatnonzero(input_ids == decoder.spec.image_token_id),
-        "visual_rows": pictures.rows_M,
+        "visual_positions": np.flatnonzero(input_ids == image_token_id),
         "predictors": targets - 1,
         "target_ids": input_ids[targets],
         "asked_ids": input_ids[targets],
         "episode_end": episode_end,
         "advantages": np.repeat(np.array([e.advantage for e in episodes], dtype=np.float32), counts),
         "episode_tokens": np.repeat(counts.astype(np.float32), counts),
-        "readable": np.repeat(readable([e.images for e in episodes], pictures.images[context.rank], images), counts),
     }
-    for name in ("behaviour_logprobs", "versions", "rewards", "turn_end"):
-        arrays[name] = np.concatenate([getattr(e, name) for e in episodes])
-    for name in ("proximal_logprobs", "reference_logprobs"):
-        if getattr(episodes[0], name) is not None:
-            arrays[name] = np.concatenate([getattr(e, name) for e in episodes])
-    lengths, share, own = tuple(e.num_tokens for e in episodes), None, None
-    if context.size > 1:
-        arrays, lengths = filled(arrays, lengths, context.size)
-        arrays, share = divide(arrays, lengths, pictures.visual_tokens, context)
-        own = share.places.numpy()
-    asked = arrays["predictors"] if own is None else own[arrays["predictors"]]
-    return Microbatch(
-        lengths=lengths,
-        packing=packing_of(lengths, causal=True, share=share, own=own, asked=asked),
-        tower=tower_inputs(tuple(image.grid for image in images) or blank(decoder.spec), decoder.spec),
-        image_lengths=tuple(len(image.patches) for image in images),
-        sampled=tuple(counts.tolist()),
-        empty=False,
-        places=tuple(e.place for e in episodes),
-        share=share,
-        **{name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()},
-    )
+    names = ["behaviour_logprobs", "versions", "rewards", "turn_end"]
+    names += [n for n in ("proximal_logprobs", "reference_logprobs") if getattr(episodes[0], n) is not None]
+    return arrays | {name: np.concatenate([getattr(e, name) for e in episodes]) for name in names}
 
 
 def empty_microbatch(decoder: ImageDecoder, token_id: int, context: Context = ALONE) -> Microbatch:

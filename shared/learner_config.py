@@ -76,6 +76,7 @@ class ParallelConfig(Section):
     """How the model and its work lie on the ranks; it changes no result beyond rounding."""
 
     microbatch_tokens: int = Field(8192, gt=0, description="tokens of one packed forward, for each of its ranks")
+    share_prefixes: bool = Field(True, description="tokens that a group's episodes begin with alike are computed once")
     shard_size: int = Field(0, ge=0, description="ranks that share one copy of the parameters; 0 = all of them")
     context: int = Field(1, gt=0, description="neighbouring ranks that share each microbatch, for long episodes")
     expert: int = Field(1, gt=0, description="neighbouring ranks over which a mixture's experts are dealt")

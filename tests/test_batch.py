@@ -154,7 +154,7 @@ def test_an_image_seen_twice_is_packed_once():
     same = replace(trajectory, images=(trajectory.images[0],) * 3)
     decoder = ImageDecoder(SPEC)
     episode = make_episode(same, 0.0, decoder, ObjectiveConfig())
-    batch = pack([episode, episode], decoder, CPU)
+    batch = pack([episode, episode], decoder, CPU, share_prefixes=False)
     assert batch.image_lengths == (16,) and batch.patches.shape == (16, 3, 16, 16)
     assert batch.visual_rows.tolist() == [0, 1, 2, 3] * 6
     assert (batch.input_ids[0, batch.visual_positions] == SPEC.image_token_id).all()

@@ -104,7 +104,7 @@ def test_figures_name_their_range_and_the_seeds_that_never_came_there() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["nothing"], "has no set 'nothing'; it has objectives, clipped, staleness, uncorrected"),
+        (["nothing"], "has no set 'nothing'; it has objectives, clipped, shipped, staleness, uncorrected"),
         (["staleness", "--only", "max_staleness 3"], "set 'staleness' has no max_staleness 3"),
     ],
 )

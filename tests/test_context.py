@@ -166,7 +166,8 @@ def test_the_parts_of_a_microbatch_are_the_whole_of_it(case, size):
     """Rows of the tower's output are numbered as the whole microbatch has them; the exchange is played through."""
     episodes = episodes_of(case)
     decoders = [ImageDecoder(SPEC) for _ in range(size)]
-    whole, parts = pack(episodes, ImageDecoder(SPEC), CPU), shares_of(episodes, decoders, size)
+    whole = pack(episodes, ImageDecoder(SPEC), CPU, share_prefixes=False)
+    parts = shares_of(episodes, decoders, size)
     total = whole.input_ids.shape[1]
     ids, positions = torch.full((1, max(total, least_tokens(size))), -1), torch.full((4, 1, 2000), -1)
     predictors = torch.full_like(whole.predictors, -1)

@@ -21,7 +21,7 @@ from learner.model import forwards
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
 from shared.vision import VisionSpec
-from tests.support.episodes import learner_config, random_groups
+from tests.support.episodes import learner_config, random_groups, siblings
 from tests.support.gpu.host_syncs import HostSyncs, counted
 from tests.support.small.families import FAMILIES
 
@@ -85,7 +85,7 @@ def test_a_microbatch_of_any_family_waits_once_and_not_for_what_is_under_way(mod
     folder, sides = model
     said = {(name, kind): str(found) for name, kind, found in waits(folder, sides, ranks)}
     one = "1 in all\n   1 event at kernels/upstream.py"
-    assert said == {(name, kind): one for name in SETTINGS for kind in ("images", "text")}
+    assert said == {(name, kind): one for name in SETTINGS for kind in ("images", "text", "begun alike")}
 
 
 def waits(folder, sides, ranks) -> Iterator[tuple[str, str, HostSyncs]]:
@@ -95,10 +95,14 @@ def waits(folder, sides, ranks) -> Iterator[tuple[str, str, HostSyncs]]:
         policy = load_policy(str(folder), spec, config.objective.critic_width)
         reference = load_policy(str(folder), spec) if config.objective.has_reference else None
         trainer = Trainer(policy, config, ranks, reference=reference)
-        for kind, with_images in (("images", True), ("text", False)):
-            groups = random_groups(spec, 2, group_size=config.group_size, sides=sides, with_images=with_images)
+        for kind in ("images", "text", "begun alike"):
+            how = {"sides": sides, "with_images": kind != "text"}
+            groups = random_groups(spec, 2, group_size=config.group_size, **how)
+            if kind == "begun alike":
+                groups = [siblings(spec, 3, seed=seed, **how) for seed in range(2)]
             episodes = make_episodes(groups, trainer.decoder, config.objective)
             batch = trainer.packer.pack(episodes)
+            assert (batch.packing.prefixes is not None) == (kind == "begun alike")
             work = Work(1, Scaling(), Clock(CPU), TokenStats(CPU))
             with counted() as found, answers_travel(found):
                 found.keep(staying(batch))

@@ -13,8 +13,9 @@ from learner.distributed import Ranks, all_sum
 class Load(NamedTuple):
     """What one rank has of one microbatch."""
 
-    tokens: int
+    tokens: int  # that are computed
     flops: float  # of forward and backward; 0 where the model's sizes are not known
+    shared: int = 0  # tokens that another episode's prefix stands for
 
 
 def balance(loads: Sequence[Load], ranks: Ranks) -> dict[str, float]:
@@ -27,7 +28,7 @@ def balance(loads: Sequence[Load], ranks: Ranks) -> dict[str, float]:
     if ranks.size == 1 or not loads:
         return {}
     table = torch.zeros(2, len(loads), ranks.size, dtype=torch.float64)  # tokens, operations
-    table[:, :, ranks.rank] = torch.tensor([tuple(load) for load in loads], dtype=torch.float64).T
+    table[:, :, ranks.rank] = torch.tensor([load[:2] for load in loads], dtype=torch.float64).T
     tokens_MR, flops_MR = all_sum(table.to(ranks.device), ranks).cpu()
     counted_MR = flops_MR if flops_MR.any() else tokens_MR
     mean = float(counted_MR.mean(1).sum())

@@ -38,12 +38,14 @@ class Work:
     def done(self, episodes: Sequence[Episode], ranks: Ranks) -> dict[str, float]:
         """How much there was to do, where the time went and how fast it went; a collective."""
         own = sum(load.flops for load in self.loads)
-        sums = torch.tensor([own, self.num_blank], dtype=torch.float64, device=ranks.device)
-        flops, num_blank = all_sum(sums, ranks).tolist()
+        shared, computed = sum(load.shared for load in self.loads), sum(load.tokens for load in self.loads)
+        sums = torch.tensor([own, self.num_blank, shared, computed], dtype=torch.float64, device=ranks.device)
+        flops, num_blank, shared, computed = all_sum(sums, ranks).tolist()
         num_tokens, num_sampled = sum(e.num_tokens for e in episodes), sum(e.num_sampled for e in episodes)
         metrics = self.clock.metrics() | speed(flops, self.clock.total, ranks) | balance(self.loads, ranks)
         metrics |= {"batch/episodes": float(len(episodes)), "batch/sampled_tokens": float(num_sampled)}
         metrics |= {"batch/tokens": float(num_tokens), "batch/microbatches": float(len(self.loads))}
+        metrics["batch/prefix_share"] = shared / max(shared + computed, 1)
         metrics["images/unreadable"] = num_blank
         metrics["speed/tokens_per_s"] = num_tokens / max(self.clock.total, 1e-9)
         return metrics

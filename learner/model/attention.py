@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kernels.cpu import packed_attention as cpu_attention
 from learner.packing.documents import PackedChunk, Packing, Rows
+from learner.packing.prefixes import with_prefixes
 from learner.parallel.collectives import whole_keys_values
 
 _varlen_allowed = True  # of this process, as torch's own choice of kernels is
@@ -42,13 +43,17 @@ def packed_attention(
     """query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D]. Documents do not see each other.
 
     With `only_asked` the queries are those of the packing's `asked` alone: [1,Hq,N,D] -> [1,N,Hq,D]. With a share the
-    T are its own; it is a collective of the ranks that share the microbatch.
+    T are its own; it is a collective of the ranks that share the microbatch. With prefixes the T are those computed.
     """
     fast = _varlen_allowed and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if packing.share is not None:
         key, value = whole_keys_values(key, value, packing.share)
         if fast and not only_asked:
             return of_chunks(query, key, value, scaling, packing.chunks)[None], None
+    if packing.prefixes is not None:
+        key, value = (with_prefixes(x, packing.prefixes) for x in (key, value))
+        if fast and not only_asked:
+            return _varlen(query, key, value, scaling, packing)[None], None
     rows = packing.asked if only_asked else packing.own
     if rows is None and packing.windows is not None and getattr(module, "looks_through_windows", False):
         packing = packing.windows
@@ -106,8 +111,9 @@ def _run(count: int, length: int, q: Tensor, k: Tensor, v: Tensor, scaling: floa
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: Packing) -> Tensor:
     q, k, v = (x.transpose(0, 1) for x in _alone(query, key, value))
-    cu, longest = packing.cu_seqlens, packing.max_length
-    return _of_documents(q, k, v, cu, cu, longest, longest, scaling, packing.causal)
+    cu_keys, most_keys, prefixes = packing.cu_seqlens, packing.max_length, packing.prefixes
+    cu_queries, most = (cu_keys, most_keys) if prefixes is None else (prefixes.cu_queries, prefixes.most_queries)
+    return _of_documents(q, k, v, cu_queries, cu_keys, most, most_keys, scaling, packing.causal)
 
 
 def of_chunks(query: Tensor, key: Tensor, value: Tensor, scaling: float, chunks: Sequence[PackedChunk]) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.packing.prefixes import Prefixes
 from learner.parallel.layout import Chunk
 from learner.parallel.share import Share
 from shared.vision import Grid
@@ -25,7 +26,8 @@ class Packing:
     """Where documents begin and end. `runs`: neighbours of equal length as (how many, length).
 
     `windows` is the finer packing of vision blocks that only look inside a window, for towers that have such blocks.
-    With a `share`, queries, keys and values are those of its tokens alone, in `chunks`.
+    With a `share`, queries, keys and values are those of its tokens alone, in `chunks`; with `prefixes`, those of the
+    tokens that are computed.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -35,7 +37,8 @@ class Packing:
     windows: Packing | None = None
     share: Share | None = None
     chunks: tuple[PackedChunk, ...] = ()
-    own: Rows | None = None  # of a share's tokens
+    prefixes: Prefixes | None = None
+    own: Rows | None = None  # of a share's tokens, or of those that are computed
     asked: Rows | None = None  # of the tokens that predict something, in their order; of a share those of its own
 
 
@@ -63,6 +66,7 @@ def packing_of(
     share: Share | None = None,
     own: np.ndarray | None = None,
     asked: np.ndarray | None = None,
+    prefixes: Prefixes | None = None,
 ) -> Packing:
     """On the host. `lengths` are those of the whole microbatch, with a `share` too; `own` and `asked` int64 [R]."""
     runs = tuple((len(list(group)), length) for length, group in groupby(lengths))
@@ -74,6 +78,7 @@ def packing_of(
         causal,
         share=share,
         chunks=tuple(PackedChunk(part, _borders(part.queries), _borders(part.keys)) for part in parts),
+        prefixes=prefixes,
         own=None if own is None else rows_of(own, lengths),
         asked=None if asked is None else rows_of(asked, lengths),
     )

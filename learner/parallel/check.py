@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.batch import Episode, Expanded, Microbatch, pack
+from learner.batch import Episode, Microbatch, pack
 from learner.distributed import Ranks, all_sum
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
+from learner.packing.expanded import Expanded
 from learner.parallel.experts import EXPERT, gathered_experts
 from learner.weights.canary import image
 from shared.types import Image
@@ -53,8 +54,8 @@ def check_shared(policy: Policy, ranks: Ranks, max_tokens: int) -> None:
         return
     decoder = ImageDecoder(policy.spec)
     episodes = _episodes(policy, decoder, min(max_tokens, MOST_TOKENS))
-    shared = pack(episodes, decoder, ranks.device, ranks.context)
-    whole = pack(episodes, decoder, ranks.device)
+    shared = pack(episodes, decoder, ranks.device, ranks.context, share_prefixes=False)
+    whole = pack(episodes, decoder, ranks.device, share_prefixes=False)
     with gathered_experts(policy):
         expected = _seen(policy, whole, ranks.size, shared.share.places if shared.share is not None else None)
     got = _seen(policy, shared, ranks.size // ranks.context.size, None)

@@ -88,7 +88,8 @@ class Packer:
         """On the host, from where a GPU can copy it; a stand-in of no weight where there are none."""
         context = self.ranks.context
         if episodes:
-            batch = pack_on_host(episodes, self.decoder, context)
+            how = {"share_prefixes": self.config.parallel.share_prefixes}
+            batch = pack_on_host(episodes, self.decoder, context, **how)
         else:
             batch = empty_microbatch(self.decoder, self._harmless_id, context)
         if self.ranks.device.type != "cuda":
@@ -118,8 +119,10 @@ class Packer:
         if batch.empty:
             return Load(0, 0.0)
         share, tokens, rows = batch.share, batch.input_ids.shape[1], batch.num_tokens
-        pairs = sum(n * (n + 1) // 2 for n in batch.lengths)
+        pairs, shared = sum(n * (n + 1) // 2 for n in batch.lengths), 0
+        if (prefixes := batch.packing.prefixes) is not None:
+            pairs, shared = pairs - prefixes.saved_pairs, sum(batch.lengths) - tokens
         if share is not None:
             pairs, rows = sum(chunk.pairs for chunk in share.chunks), share.num_own
         flops = 0.0 if self._sizes is None else 3 * self._sizes.part_flops(tokens, pairs, batch.image_lengths, rows)
-        return Load(tokens, flops)
+        return Load(tokens, flops, shared)

@@ -13,9 +13,10 @@ from PIL import Image as PILImage
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 
-from learner.batch import Episode, Expanded, Microbatch, pack
+from learner.batch import Episode, Microbatch, pack
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
+from learner.packing.expanded import Expanded
 from shared.types import Image
 from shared.vision import VisionSpec, expand, mrope_positions
 

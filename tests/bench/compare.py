@@ -4,7 +4,8 @@
     python -m tests.bench.compare staleness uncorrected --only "max_staleness 8" --seeds 1
 
 The sets and their labels are in tests/bench/compare.toml; what is in none of them is the recipe's, but for a constant
-learning rate. OUT/SET has a run's folder, its output and, once it has ended, its outcome; runs with an outcome are not
+learning rate, steps without end and checkpoints at the end alone, where a set does not name these itself.
+OUT/SET has a run's folder, its output and, once it has ended, its outcome; runs with an outcome are not
 repeated unless their fields have changed. OUT/SET.md is the table, OUT/SET-minutes.png and OUT/SET-episodes.png the
 pictures. The last line is one JSON object.
 """
@@ -63,9 +64,8 @@ def plans_of(name: str, options: argparse.Namespace) -> list[Plan]:
     sets = tomllib.loads(options.sets.read_text(encoding="utf-8"))
     if name not in sets:
         raise ValueError(f"{options.sets} has no set {name!r}; it has {', '.join(sets)}")
-    common = sets[name].pop("all", {})
-    common |= {"learner.total_steps": 10**6, "learner.max_minutes": options.minutes, "learner.checkpoint.every": 0}
-    common |= {"learner.optimizer.schedule": "constant", "learner.resume": "never"}
+    common = {"learner.total_steps": 10**6, "learner.optimizer.schedule": "constant", "learner.checkpoint.every": 0}
+    common |= sets[name].pop("all", {}) | {"learner.max_minutes": options.minutes, "learner.resume": "never"}
     common |= {"eval.samples": options.samples, "eval.before": False}  # the clock is training's alone
     if unknown := set(options.only) - set(sets[name]):
         raise ValueError(f"set {name!r} has no {', '.join(sorted(unknown))}; it has {', '.join(sets[name])}")

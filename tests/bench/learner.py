@@ -7,9 +7,9 @@
 
 All train the same float32 model on the same recorded episodes with the same group-relative loss, in turns, on one
 thread. What each contestant does is told in learner_peers.py; ours is `Trainer.step`, from groups of the wire to the
-metrics, once as the recipes have it and once with `parallel.compile`. The last line is one JSON object: medians of wall
-and CPU seconds of a step, and their ratios to ours. CPU seconds do not see other processes. `grad_norm` tells that all
-compute the same (the peers do not ban the vision ids).
+metrics: as the recipes have it, without `parallel.share_prefixes`, and with `parallel.compile`. The last line is one
+JSON object: medians of wall and CPU seconds of a step, and their ratios to ours. CPU seconds do not see other
+processes. `grad_norm` tells that all compute the same (the peers do not ban the vision ids).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ PADDED: dict[str, dict[str, Any]] = {
     "padded_kept_logits": {"kept_logits": True},
     "sorted_kept_logits": {"kept_logits": True, "by_length": True},
 }
-CONTESTANTS = ("ours", "ours_compiled", *PADDED, "trl")
+OURS: dict[str, dict[str, Any]] = {"ours_whole": {"share_prefixes": False}, "ours_compiled": {"compile": True}}
+CONTESTANTS = ("ours", *OURS, *PADDED, "trl")
 
 
 def main() -> int:
@@ -71,9 +72,10 @@ def main() -> int:
     trainer = trainer_of(options.model, config, ranks)
     episodes = make_episodes(groups, trainer.decoder, config.objective)
     steps: dict[str, Callable[[], float]] = {"ours": lambda: trainer.step(groups, 0)["optim/grad_norm"]}
-    if "ours_compiled" in options.only:
-        compiled = trainer_of(options.model, learner_config(**settings, compile=True), ranks)
-        steps["ours_compiled"] = lambda: compiled.step(groups, 0)["optim/grad_norm"]
+    for name, changes in OURS.items():
+        if name in options.only:
+            other = trainer_of(options.model, learner_config(**settings, **changes), ranks)
+            steps[name] = lambda other=other: other.step(groups, 0)["optim/grad_norm"]
     for name, how in PADDED.items():
         if name in options.only:
             steps[name] = PaddedLoop(options.model, episodes, trainer.decoder, **how).step

@@ -19,7 +19,7 @@ from learner.metrics.work import Work
 from learner.model import attention
 from learner.setup import build_trainer
 from shared.config import Recipe, load_recipe
-from tests.support.episodes import random_groups
+from tests.support.episodes import random_groups, siblings
 from tests.support.learner_ranks import first_gradients_noted, whole
 from tests.support.small.families import FAMILIES
 
@@ -52,11 +52,15 @@ def model(request, tmp_path_factory):
     return make(tmp_path_factory.mktemp("model")), sides
 
 
-def stepped(recipe, ranks, sides):
+def siblings_of(trainer, sides):
+    return [siblings(trainer.decoder.spec, trainer.config.group_size, seed=s, turns=2, sides=sides) for s in range(4)]
+
+
+def stepped(recipe, ranks, sides, groups=groups_of):
     """(first gradients, metrics) of a step."""
     trainer = build_trainer(recipe, ranks)
     with first_gradients_noted(trainer) as found:
-        metrics = trainer.step(groups_of(trainer, sides), 1)
+        metrics = trainer.step(groups(trainer, sides), 1)
     return {name: gradient.double().cpu() for name, gradient in found.items()}, metrics
 
 
@@ -83,6 +87,20 @@ def test_a_step_in_bfloat16_is_near_that_of_the_cpu_in_float32(model, ranks, on_
     ours, _ = stepped(recipe_of(folder, **{"model.dtype": "bfloat16"}), ranks, sides)
     truth, _ = stepped(recipe_of(folder), on_cpu, sides)
     assert off(ours, truth) < 0.1
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_tokens_that_a_group_begins_with_alike_are_computed_once_with_the_same_gradients(
+    model, ranks, on_cpu, dtype, most
+):
+    """Beside whole episodes on the CPU in float32; in bfloat16 by flash attention with fewer queries than keys."""
+    folder, sides = model
+    attention.use_varlen(True)
+    ours, metrics = stepped(recipe_of(folder, "grpo", **{"model.dtype": dtype}), ranks, sides, siblings_of)
+    whole = recipe_of(folder, "grpo", **{"learner.parallel.share_prefixes": False})
+    truth, _ = stepped(whole, on_cpu, sides, siblings_of)
+    assert metrics["batch/prefix_share"] > 0.1
+    assert off(ours, truth) < most
 
 
 @pytest.mark.parametrize("changes", [

@@ -84,6 +84,17 @@ def random_groups(spec: VisionSpec, num_groups: int, *, group_size: int = 1, see
     return groups
 
 
+def siblings(spec: VisionSpec, count: int, *, seed: int = 0, **kwargs: Any) -> Group:
+    """A group as it is played: all begin with the same prompt and image and go on differently, in different lengths."""
+    first, *others = (random_trajectory(spec, 1000 * seed + i, **kwargs) for i in range(count))
+    prompt = int(np.flatnonzero(first.loss_mask)[0])
+    same = [first]
+    for trajectory in others:
+        ids = np.concatenate([first.token_ids[:prompt], trajectory.token_ids[prompt:]])
+        same.append(replace(trajectory, token_ids=ids, images=(*first.images[:1], *trajectory.images[1:])))
+    return Group(f"s{seed}", "tester", tuple(same))
+
+
 def packed(policy: Policy, trajectories: Sequence[Trajectory]) -> Microbatch:
     decoder = ImageDecoder(policy.spec)
     episodes = [make_episode(t, 0.0, decoder, ObjectiveConfig()) for t in trajectories]
