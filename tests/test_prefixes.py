@@ -19,6 +19,7 @@ from learner.trainer import Trainer
 from shared.settings.objective import ObjectiveConfig
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_groups, random_trajectory, siblings
+from tests.support.gpu.varlen import lower_right
 from tests.support.small.families import FAMILIES
 from tests.support.tiny import tiny_model_dir
 
@@ -110,18 +111,6 @@ def test_a_microbatch_whose_episodes_begin_differently_is_packed_as_ever():
 
 
 # ---------------------------------------------------------------------- attention
-
-
-def lower_right(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal):
-    """What torch's attention of variable length computes on a GPU, document by document."""
-    assert causal and max_q == int(cu_q.diff().max()) and max_k == int(cu_k.diff().max())
-    outputs = []
-    for (q0, q1), (k0, k1) in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist(), strict=True):
-        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
-        parts = (x[a:b].transpose(0, 1) for x, a, b in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
-        out = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=scaling, enable_gqa=True)
-        outputs.append(out.transpose(0, 1))
-    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("way", ["float32", "float64", "as on a GPU"])
