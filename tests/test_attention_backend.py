@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from learner.model import attention
 from learner.model.attention_backend import activate, choose
+from tests.support.gpu.varlen import lower_right
 
 NONE: frozenset[str] = frozenset()
 FLASH3 = frozenset({"flash_attn_interface"})
@@ -58,3 +60,18 @@ def test_on_a_cpu_attention_is_sdpas():
     assert activate("auto", "bfloat16", torch.device("cpu")) == "sdpa"
     with pytest.raises(ValueError, match="on a CPU"):
         activate("flash2", "bfloat16", torch.device("cpu"))
+
+
+def test_a_kernel_whose_masks_end_elsewhere_than_at_the_lower_right_is_refused(monkeypatch):
+    monkeypatch.setattr(attention, "_of_documents", lower_right)
+    attention.check_masks(torch.device("cpu"))
+
+    def upper_left(q, k, v, cu_q, cu_k, *rest):
+        first = torch.cat(
+            [torch.arange(a, a + n) for a, n in zip(cu_k[:-1].tolist(), cu_q.diff().tolist(), strict=True)]
+        )
+        return lower_right(q, k[first], v[first], cu_q, cu_q, rest[0], rest[0], *rest[2:])
+
+    monkeypatch.setattr(attention, "_of_documents", upper_left)
+    with pytest.raises(ValueError, match=r"fewer queries than keys; set learner\.parallel"):
+        attention.check_masks(torch.device("cpu"))

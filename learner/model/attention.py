@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -151,3 +152,25 @@ def _of_documents(
     out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=window, **grouped)
     assert isinstance(out, Tensor)
     return out
+
+
+@torch.no_grad()
+def check_masks(device: torch.device) -> None:
+    """ValueError unless the causal masks of torch's attention of variable length end at the lower right, as those of
+    ranks that share a microbatch and of shared prefixes must: a document's last query reads its last key."""
+    draw, queries, keys = torch.Generator().manual_seed(0), (3, 2), (7, 2)
+    q, k, v = (torch.randn(sum(counts), 2, 64, generator=draw) for counts in (queries, keys, keys))
+    half = [x.to(device, torch.bfloat16) for x in (q, k, v)]
+    cu_q, cu_k = (torch.tensor((0, *accumulate(n)), dtype=torch.int32, device=device) for n in (queries, keys))
+    got = _of_documents(half[0], half[1], half[2], cu_q, cu_k, max(queries), max(keys), 64**-0.5, True).float().cpu()
+    parts = zip(got.split(queries), q.split(queries), k.split(keys), v.split(keys), strict=True)
+    for found, *document in parts:
+        asked, read, values = (x.transpose(0, 1) for x in document)
+        seen = torch.ones(asked.shape[1], read.shape[1], dtype=torch.bool).tril(read.shape[1] - asked.shape[1])
+        expected = F.scaled_dot_product_attention(asked, read, values, seen, scale=64**-0.5)
+        off = float((found - expected.transpose(0, 1)).abs().max())
+        if not off < 0.1:
+            raise ValueError(
+                f"torch's attention of variable length is off by {off:.2g} where documents have fewer queries than "
+                "keys; set learner.parallel.attention = 'sdpa'"
+            )

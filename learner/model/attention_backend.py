@@ -65,7 +65,8 @@ def choose(setting: str, dtype: str, capability: tuple[int, int] | None, install
 
 
 def activate(setting: str, dtype: str, device: torch.device) -> str:
-    """Chooses for this process's device, and makes it this process's kernel. ValueError as `choose`."""
+    """Chooses for this process's device, and makes it this process's kernel. ValueError as `choose`, and where
+    its masks are not as they must be."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     modules = {kernel.module for kernel in KERNELS.values() if kernel.module}
     name = choose(setting, dtype, capability, frozenset(m for m in modules if _installed(m)))
@@ -76,6 +77,8 @@ def activate(setting: str, dtype: str, device: torch.device) -> str:
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl(KERNELS[name].torch_name)
+    if name != "sdpa":
+        attention.check_masks(device)
     return name
 
 
