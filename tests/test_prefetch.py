@@ -81,7 +81,7 @@ def test_a_step_that_fails_leaves_no_thread_and_makes_no_more_items():
 def test_episodes_are_expanded_when_they_are_packed_and_not_before(folder, spec, ranks, monkeypatch):
     """So that a rank expands its own alone."""
     expanded = []
-    monkeypatch.setattr("learner.batch.expand", lambda *args: expanded.append(1) or expand(*args))
+    monkeypatch.setattr("learner.packing.expanded.expand", lambda *args: expanded.append(1) or expand(*args))
     trainer = Trainer(load_policy(str(folder), spec), config(microbatch_tokens=90), ranks)
     groups = random_groups(spec, 4, turns=2)
     episodes = make_episodes(groups, trainer.decoder, trainer.config.objective)

@@ -16,9 +16,9 @@ from learner.parallel import check, collectives, experts
 COMPUTED = experts._Dealt._computed
 
 
-def positions_of_the_whole(*args: Any) -> Microbatch:
+def positions_of_the_whole(*args: Any, **how: Any) -> Microbatch:
     """A share that numbers its tokens as if no others were between them."""
-    batch = pack(*args)
+    batch = pack(*args, **how)
     if batch.share is None:
         return batch
     return replace(batch, position_ids=batch.position_ids.sort(-1).values - batch.position_ids.min())
