@@ -44,9 +44,13 @@ class SmallPolicy(nn.Module):
         sure: None = None,
         labels: None = None,
     ) -> PolicyOutput:
-        back_NC = batch.predictors[:, None] - torch.arange(CONTEXT)
-        seen_NC = batch.position_ids[0, 0][batch.predictors][:, None] >= torch.arange(CONTEXT)
-        tokens_NC = torch.where(seen_NC, batch.input_ids[0][back_NC.clamp(min=0)], VOCAB_SIZE)
+        ids_T, position_T, predictors_N = batch.input_ids[0], batch.position_ids[0, 0], batch.predictors
+        if (prefixes := batch.packing.prefixes) is not None:  # as attention reads them: whole episodes
+            ids_T, position_T = ids_T[prefixes.rows], position_T[prefixes.rows]
+            predictors_N = batch.packing.asked.places
+        back_NC = predictors_N[:, None] - torch.arange(CONTEXT)
+        seen_NC = position_T[predictors_N][:, None] >= torch.arange(CONTEXT)
+        tokens_NC = torch.where(seen_NC, ids_T[back_NC.clamp(min=0)], VOCAB_SIZE)
         logprobs_NA, hidden_NH = self.vlm(tokens_NC)
         chosen_N = logprobs_NA.gather(1, batch.target_ids[:, None])[:, 0]
         entropies_N = -(logprobs_NA.exp() * logprobs_NA).sum(-1)
