@@ -88,8 +88,8 @@ class Packer:
         """On the host, from where a GPU can copy it; a stand-in of no weight where there are none."""
         context = self.ranks.context
         if episodes:
-            how = {"share_prefixes": self.config.parallel.share_prefixes}
-            batch = pack_on_host(episodes, self.decoder, context, **how)
+            share_prefixes = self.config.parallel.share_prefixes
+            batch = pack_on_host(episodes, self.decoder, context, share_prefixes=share_prefixes)
         else:
             batch = empty_microbatch(self.decoder, self._harmless_id, context)
         if self.ranks.device.type != "cuda":
