@@ -86,7 +86,7 @@ def test_sglang_receives_weights_beside_generation_where_the_recipe_wants_it(sgl
         assert [Path(path).name for path in spec.env["PYTHONPATH"].split(":")] == ["plugin", "stand_ins"]
         assert (spec.env["PRONK_STAGE_WEIGHTS"], spec.env["PRONK_DRAIN_PAUSES"]) == (staged, "1")
     (spec,) = sglang_specs(sglang_env, "--engine.drain_pauses", False)
-    assert spec.env["PRONK_DRAIN_PAUSES"] == "0"
+    assert (spec.env["PRONK_DRAIN_PAUSES"], spec.env["PRONK_GROUP_TIMEOUT_S"]) == ("0", "300.0")
 
 
 @pytest.mark.parametrize(("publish", "staged"), [("merged", False), ("adapter", True)])

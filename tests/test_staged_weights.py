@@ -81,7 +81,8 @@ def test_bytes_that_do_not_come_are_not_waited_for_without_end(plugin, staging, 
 def test_the_plugins_are_found_by_their_entry_points(plugin):
     points = {point.name: point.load() for point in importlib.metadata.entry_points(group="sglang.srt.plugins")}
     assert points["pronk_staged_weights"] is plugin.register
-    assert points.keys() == {"pronk_staged_weights", "pronk_drained_pauses", "pronk_image_bounds"}
+    names = {"pronk_staged_weights", "pronk_drained_pauses", "pronk_image_bounds", "pronk_bounded_groups"}
+    assert points.keys() == names
     assert all(register.__module__ == name for name, register in points.items())
 
 

@@ -121,6 +121,7 @@ def _sglang(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> Eng
     }
     env |= {"PRONK_STAGE_WEIGHTS": str(int(stages_weights(recipe)))}
     env |= {"PRONK_DRAIN_PAUSES": str(int(recipe.engine.drain_pauses))}
+    env |= {"PRONK_GROUP_TIMEOUT_S": str(recipe.learner.publish.timeout_s)}
     paths = [PLUGIN]
     if recipe.engine.device == "cpu":
         # compiling costs minutes at the first images and gains nothing on a CPU

@@ -6,13 +6,19 @@ import asyncio
 import copy
 import os
 import signal
+import subprocess
+import threading
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 
+from learner.weights.group import WeightGroup
 from shared.engine_api import EngineError
-from tests.support.engines import ask
+from tests.support.engines import ask, call
 from tests.support.episodes import gap
+from tests.support.hostile.memory import resident_bytes
 from tests.support.publishing import in_mid_update
 from tests.support.sglang_rig import TOLERANCE, move, play, tickets, versions, with_player
 
@@ -90,3 +96,67 @@ def test_a_server_that_stops_answering_in_mid_update_is_left_behind_and_taken_ba
     episode = play_one(recipe, second, version)
     assert versions(episode) == {version}
     assert gap(policy, episode) < TOLERANCE
+
+
+class GivenUp:
+    """A learner that breaks its group up in the middle of a message."""
+
+    def __init__(self, url: str, num_bytes: int) -> None:
+        self.url, self.tensor = url, torch.zeros(num_bytes, dtype=torch.uint8)
+        self.group = WeightGroup("given up", 2, "gloo", 4.0)
+        place = {"master_address": "127.0.0.1", "master_port": self.group.port}
+        body = {**place, "world_size": 2, "group_name": "given up", "backend": "gloo"}
+        joins = threading.Thread(target=ask, args=(url, lambda client: client.join_group(body, 1, 20.0)))
+        joins.start()
+        self.group.connect()
+        joins.join()
+
+    def bucket(self) -> dict[str, object]:
+        entries = {"names": ["x"], "dtypes": ["uint8"], "shapes": [[self.tensor.numel()]]}
+        return {**entries, "group_name": "given up", "load_format": "flattened_bucket", "weight_version": "99"}
+
+    def send_half(self, server: int) -> None:
+        """Breaks off when one process of the server's group has part of the message in its memory."""
+
+        def send() -> None:
+            with pytest.raises(RuntimeError):
+                self.group.broadcast(self.tensor)
+
+        found = subprocess.run(["pgrep", "-g", str(server)], capture_output=True, text=True, check=True)
+        members, sending = found.stdout.split(), threading.Thread(target=send)
+        before = [resident_bytes(pid) for pid in members]
+        sending.start()
+        deadline = time.monotonic() + 60
+        while all(resident_bytes(p) - b < self.tensor.numel() / 16 for p, b in zip(members, before, strict=True)):
+            assert time.monotonic() < deadline, "the message did not begin"
+        os.killpg(server, signal.SIGSTOP)  # so that it does not get the rest meanwhile
+        try:
+            asyncio.run(self.group.abort())
+        finally:
+            os.killpg(server, signal.SIGCONT)
+        sending.join()
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["paused", "beside"])
+def test_a_message_that_breaks_off_in_the_middle_holds_no_server_up(servers, recipe, policy, publisher, index):
+    url = servers.urls[index]
+    learner = GivenUp(url, 1 << 29)
+    call(url, "/begin_weight_update", {})
+    answers = []
+
+    def announce():
+        for path, body in (("/update_weights_from_distributed", learner.bucket()), ("/end_weight_update", {})):
+            try:
+                answers.append(call(url, path, body)["message"])
+            except EngineError as error:
+                answers.append(str(error))
+
+    announcing = threading.Thread(target=announce)
+    announcing.start()
+    learner.send_half(os.getpgid(servers.pid(index)))
+    announcing.join(60.0)
+    assert len(answers) == 2 and any("given up the group" in answer for answer in answers), answers
+    version = 50 + index
+    assert publisher.publish(version, [url])["publish/engines"] == 1
+    episode = play_one(recipe, url, version)
+    assert versions(episode) == {version} and gap(policy, episode) < TOLERANCE

@@ -1,0 +1,112 @@
+"""A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): nobody waits for a learner that has gone.
+
+The group that weights travel over has torch's default limit, half an hour with gloo, and the generating thread waits
+in it. A learner that gives up a broadcast, such as when another engine has refused it, breaks the connections; but gloo
+forgets who receives a message that breaks off in the middle, so that the server would stand still until the limit.
+Requests to join groups that are given up by then would stand still after it, one after the other.
+
+Here a group of gloo's has the learner's own limit, PRONK_GROUP_TIMEOUT_S. Weights are received on another thread, while
+this one looks once a second whether the learner still has the group's store open; a group without one is not joined.
+
+NCCL's groups stay as they are: it notices broken connections, and torch ends a process whose limit has passed.
+
+Goes when gloo tells the receiver of a message that breaks off, and SGLang takes a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+LOOK_S = 1.0
+"""Between two looks at the store, and for one that is not answered."""
+
+Address = tuple[str, int]
+
+
+def given_up(store: Address) -> bool:
+    """Whether the learner's host answers that nobody listens there any more. Silence says nothing."""
+    try:
+        socket.create_connection(store, LOOK_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+class Hooks:
+    """Stand around methods of the server's WeightUpdater, in each model process."""
+
+    def __init__(self) -> None:
+        self.stores: dict[str, Address] = {}  # of gloo's groups, by their names
+
+    def join(
+        self,
+        original: Any,
+        updater: Any,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "nccl",
+    ) -> tuple[bool, str]:
+        store = (master_address, master_port)
+        if given_up(store):
+            return False, f"the learner has given up the group {group_name!r}"
+        if backend == "gloo":
+            self.stores[group_name] = store
+        return original(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
+
+    def leave(self, original: Any, updater: Any, group_name: str) -> tuple[bool, str]:
+        self.stores.pop(group_name, None)
+        return original(updater, group_name)
+
+    def receive(self, original: Any, updater: Any, *, group_name: str, **bucket: Any) -> Any:
+        """RuntimeError where the learner has given up the group."""
+        store = self.stores.get(group_name)
+        if store is None:
+            return original(updater, group_name=group_name, **bucket)
+        received: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                received.set_result(original(updater, group_name=group_name, **bucket))
+            except BaseException as error:  # noqa: BLE001  raised where the bucket is wanted
+                received.set_exception(error)
+
+        threading.Thread(target=run, name="weights", daemon=True).start()
+        while True:
+            try:
+                return received.result(LOOK_S)
+            except TimeoutError:
+                if received.done():
+                    raise
+                if given_up(store):
+                    raise RuntimeError(f"the learner has given up the group {group_name!r}") from None
+
+
+def limited(original: Any, *, backend: str, **fields: Any) -> Any:
+    """Stands around SGLang's constructor of groups."""
+    limit = {"timeout": timedelta(seconds=_limit_s())} if backend == "gloo" else {}
+    return original(backend=backend, **fields | limit)
+
+
+def _limit_s() -> float:
+    return float(os.environ.get("PRONK_GROUP_TIMEOUT_S", "300"))
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes, before it serves."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks, module = Hooks(), "sglang.srt.model_executor.model_runner_components.weight_updater"
+    HookRegistry.register(f"{module}.init_custom_process_group", limited, HookType.AROUND)
+    HookRegistry.register(f"{module}.WeightUpdater.init_weights_update_group", hooks.join, HookType.AROUND)
+    HookRegistry.register(f"{module}.WeightUpdater.destroy_weights_update_group", hooks.leave, HookType.AROUND)
+    HookRegistry.register(f"{module}.WeightUpdater.receive_weights_from_distributed", hooks.receive, HookType.AROUND)

@@ -1,0 +1,103 @@
+"""SGLang's server does not wait for a learner that has given a weight group up: it looks whether the store is there."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+
+from launch.engines.commands import PLUGIN
+
+
+@pytest.fixture(scope="module")
+def plugin():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PLUGIN)
+        plugin = importlib.import_module("pronk_bounded_groups")
+        patch.setattr(plugin, "LOOK_S", 0.05)
+        yield plugin
+
+
+@pytest.fixture
+def store():
+    """Where a learner listens, as its store of a group does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def hooks(plugin, store):
+    hooks = plugin.Hooks()
+    assert hooks.join(joins, None, *store.getsockname(), 1, 2, "g", "gloo") == (True, "joined")
+    return hooks
+
+
+def joins(_updater, *_):
+    return True, "joined"
+
+
+def test_a_bucket_that_arrives_is_what_the_server_receives(hooks):
+    assert hooks.receive(lambda _, names, group_name: (names, group_name), None, group_name="g", names=["x"]) == (
+        ["x"],
+        "g",
+    )
+
+
+def test_a_bucket_is_not_waited_for_once_the_learner_has_given_the_group_up(hooks, store):
+    begun, never = threading.Event(), threading.Event()
+
+    def receive(_updater, *, group_name):
+        begun.set()
+        never.wait(30)
+
+    def give_up():
+        begun.wait(10)
+        store.close()
+
+    threading.Thread(target=give_up).start()
+    with pytest.raises(RuntimeError, match="has given up the group 'g'"):
+        hooks.receive(receive, None, group_name="g")
+    never.set()
+
+
+def test_a_bucket_is_waited_for_as_long_as_the_learner_is_there(plugin, hooks):
+    late = threading.Timer(10 * plugin.LOOK_S, lambda: arrived.set())
+    arrived = threading.Event()
+    late.start()
+    assert hooks.receive(lambda _, group_name: arrived.wait(30), None, group_name="g") is True
+
+
+@pytest.mark.parametrize("error", [ValueError("another shape"), TimeoutError("the group's limit")])
+def test_what_goes_wrong_in_receiving_is_raised_as_it_is(hooks, error):
+    def receive(_updater, *, group_name):
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        hooks.receive(receive, None, group_name="g")
+
+
+def test_a_group_whose_learner_has_gone_is_not_joined(plugin, store):
+    address = store.getsockname()
+    store.close()
+    joined, why = plugin.Hooks().join(joins, None, *address, 1, 2, "g", "gloo")
+    assert not joined and "has given up the group 'g'" in why
+
+
+def test_groups_of_nccl_and_those_that_were_left_are_received_on_the_servers_own_thread(hooks, store):
+    hooks.join(joins, None, *store.getsockname(), 1, 2, "n")
+    hooks.leave(joins, None, "g")
+    for name in ("n", "g"):
+        own = hooks.receive(lambda _, group_name: threading.current_thread(), None, group_name=name)
+        assert own is threading.current_thread()
+
+
+def test_a_group_of_gloo_has_the_learners_limit_and_one_of_nccl_its_own(plugin, monkeypatch):
+    monkeypatch.setenv("PRONK_GROUP_TIMEOUT_S", "12.5")
+    given = [plugin.limited(lambda **fields: fields, backend=backend, rank=1) for backend in ("gloo", "nccl")]
+    assert given == [
+        {"backend": "gloo", "rank": 1, "timeout": timedelta(seconds=12.5)},
+        {"backend": "nccl", "rank": 1},
+    ]
