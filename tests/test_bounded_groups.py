@@ -40,10 +40,8 @@ def joins(_updater, *_):
 
 
 def test_a_bucket_that_arrives_is_what_the_server_receives(hooks):
-    assert hooks.receive(lambda _, names, group_name: (names, group_name), None, group_name="g", names=["x"]) == (
-        ["x"],
-        "g",
-    )
+    received = hooks.receive(lambda _, names, group_name: (names, group_name), None, group_name="g", names=["x"])
+    assert received == (["x"], "g")
 
 
 def test_a_bucket_is_not_waited_for_once_the_learner_has_given_the_group_up(hooks, store):
@@ -64,9 +62,8 @@ def test_a_bucket_is_not_waited_for_once_the_learner_has_given_the_group_up(hook
 
 
 def test_a_bucket_is_waited_for_as_long_as_the_learner_is_there(plugin, hooks):
-    late = threading.Timer(10 * plugin.LOOK_S, lambda: arrived.set())
     arrived = threading.Event()
-    late.start()
+    threading.Timer(10 * plugin.LOOK_S, arrived.set).start()
     assert hooks.receive(lambda _, group_name: arrived.wait(30), None, group_name="g") is True
 
 

@@ -93,12 +93,9 @@ class Hooks:
 
 def limited(original: Any, *, backend: str, **fields: Any) -> Any:
     """Stands around SGLang's constructor of groups."""
-    limit = {"timeout": timedelta(seconds=_limit_s())} if backend == "gloo" else {}
-    return original(backend=backend, **fields | limit)
-
-
-def _limit_s() -> float:
-    return float(os.environ.get("PRONK_GROUP_TIMEOUT_S", "300"))
+    if backend == "gloo":
+        fields["timeout"] = timedelta(seconds=float(os.environ.get("PRONK_GROUP_TIMEOUT_S", "300")))
+    return original(backend=backend, **fields)
 
 
 def register() -> None:
