@@ -20,7 +20,7 @@ from learner.distributed import ALONE, Context
 from learner.images import ImageDecoder
 from learner.packing.documents import Packing, packing_of
 from learner.packing.expanded import Expanded, expand_trajectory
-from learner.packing.pictures import Pictures, readable
+from learner.packing.pictures import Pictures, readable, together
 from learner.packing.place import STAYS, on
 from learner.packing.prefixes import computed_part, find_prefixes
 from learner.packing.tower import TowerInputs, blank, tower_inputs
@@ -203,17 +203,11 @@ class Microbatch:
 
 
 def pack(
-    episodes: Sequence[Episode],
-    decoder: ImageDecoder,
-    device: torch.device,
-    context: Context = ALONE,
-    *,
-    share_prefixes: bool = True,
+    episodes: Sequence[Episode], decoder: ImageDecoder, device: torch.device, context: Context = ALONE, **options: bool
 ) -> Microbatch:
     """Packs episodes (shortest first, so that equal lengths are neighbours) into one microbatch, or into this rank's
-    share of it. No other rank's images are decoded. `share_prefixes`: tokens that a group's episodes begin
-    with alike are computed once, but for a microbatch that ranks share."""
-    return on(pack_on_host(episodes, decoder, context, share_prefixes=share_prefixes), device)
+    share of it. No other rank's images are decoded. `options`: of `pack_on_host`."""
+    return on(pack_on_host(episodes, decoder, context, **options), device)
 
 
 def shortest_first(episodes: Sequence[Episode]) -> list[Episode]:
@@ -222,22 +216,25 @@ def shortest_first(episodes: Sequence[Episode]) -> list[Episode]:
 
 
 def pack_on_host(
-    episodes: Sequence[Episode], decoder: ImageDecoder, context: Context = ALONE, *, share_prefixes: bool = True
+    episodes: Sequence[Episode],
+    decoder: ImageDecoder,
+    context: Context = ALONE,
+    *,
+    share_prefixes: bool = True,
+    pin: bool = False,
 ) -> Microbatch:
-    """As `pack`, without touching a device: a thread may do it meanwhile."""
+    """As `pack`, without touching a device: a thread may do it meanwhile. `share_prefixes`: tokens that a group's
+    episodes begin with alike are computed once, but for a microbatch that ranks share. `pin`: patches, into pinned
+    memory."""
     episodes = shortest_first(episodes)
     expanded = [e.expanded() for e in episodes]
     pictures = Pictures.of([e.images for e in episodes], decoder, context.size)
     images = [decoder.get_or_blank(image) for image in pictures.images[context.rank]]
-    side = decoder.spec.patch_size
-    arrays = _stream(episodes, expanded, decoder.spec.image_token_id) | {
-        "patches": np.concatenate([np.zeros((0, 3, side, side), np.uint8), *(image.patches for image in images)]),
-        "visual_rows": pictures.rows_M,
-    }
     known = readable([e.images for e in episodes], pictures.images[context.rank], images)
-    arrays["readable"] = np.repeat(known, [e.num_sampled for e in episodes])
-    lengths, share, own, prefixes = tuple(e.num_tokens for e in episodes), None, None, None
-    asked = arrays["predictors"]
+    arrays = _stream(episodes, expanded, decoder.spec.image_token_id)
+    arrays |= {"visual_rows": pictures.rows_M, "readable": np.repeat(known, [e.num_sampled for e in episodes])}
+    lengths, asked = tuple(e.num_tokens for e in episodes), arrays["predictors"]
+    share, own, prefixes = None, None, None
     if context.size > 1:
         arrays, lengths = filled(arrays, lengths, context.size)
         arrays, share = divide(arrays, lengths, pictures.visual_tokens, context)
@@ -248,6 +245,7 @@ def pack_on_host(
         if prefixes is not None:
             arrays, own = arrays | computed_part(arrays, prefixes), prefixes.places.numpy()
     return Microbatch(
+        patches=together([image.patches for image in images], decoder.spec.patch_size, pin=pin),
         lengths=lengths,
         packing=packing_of(lengths, causal=True, share=share, own=own, asked=asked, prefixes=prefixes),
         tower=tower_inputs(tuple(image.grid for image in images) or blank(decoder.spec), decoder.spec),

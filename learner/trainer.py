@@ -30,7 +30,7 @@ from learner.model.sizes import sizes_of
 from learner.objective.columns import tokens_of
 from learner.objective.objectives import loss_of
 from learner.objective.survey import Survey
-from learner.optim import clip_, global_norm, local_gradients, lr_factor, make_optimizer, set_learning_rates
+from learner.optim import clip_, local_gradients, lr_factor, make_optimizer, set_learning_rates, squares
 from learner.parallel.collectives import lowest
 from learner.parallel.packer import Packer
 from learner.recording.columns import Watched, recorded_columns
@@ -189,14 +189,16 @@ class Trainer:
                 work.clock.lap("prepare")
                 sums += self._accumulate(batch, divisor, work, last=not left)
         work.last = self.packer.part_of_last(episodes, microbatches)
-        total, lost, divergence, count = all_sum(sums, self.ranks).tolist()
+        parts = local_gradients(self.optimizer, self._apart)
+        found = all_sum(torch.cat([sums, squares(parts, self.ranks)]), self.ranks).tolist()  # the host waits here
+        (total, lost, divergence, count), norms = found[:4], np.sqrt(found[4:])
         work.divergences.append(divergence / max(count, 1.0))
         limit = self.config.guard.max_kl
         if limit and work.divergences[-1] - work.divergences[0] > limit:
             self.optimizer.zero_grad()
             return False
-        kept = 1.0 - lost / divisor
-        self._apply(work, kept if num_tokens else 0.0, sound=bool(np.isfinite(total)))
+        kept = 1.0 - lost / divisor if num_tokens else 0.0
+        self._apply(parts, norms, kept, work, sound=bool(np.isfinite(total)))
         work.clock.lap("optimizer")
         return True
 
@@ -278,21 +280,20 @@ class Trainer:
         share = loss.total / divisor + unused  # every output is in every backward, as the other ranks have it
         return [share, lost, *self._divergence(batch, output.logprobs)]
 
-    def _apply(self, work: Work, kept: float, *, sound: bool) -> None:
+    def _apply(self, parts: list[list[Tensor]], norms: np.ndarray, kept: float, work: Work, *, sound: bool) -> None:
         """Clips and applies the gradient, unless it or the loss is not finite or there is none. A gradient of 0 moves
-        nothing, by momentum or decay either. `kept`: the share that was not dropped of the weights that it was divided
-        by."""
-        parts = local_gradients(self.optimizer, self._apart)
-        for gradients in parts:
-            if gradients and 0.0 < kept < 1.0:
+        nothing, by momentum or decay either. `parts`: this rank's, and the norms of the whole ones. `kept`: the share
+        that was not dropped of the weights that it was divided by."""
+        if 0.0 < kept < 1.0:
+            norms = norms / kept
+            for gradients in filter(None, parts):
                 torch._foreach_div_(gradients, kept)
-        norms = [float(global_norm(gradients, self.ranks)) for gradients in parts]
-        work.norms.append(norms)
+        work.norms.append(norms.tolist())
         sound = sound and bool(np.isfinite(norms).all())
         work.num_bad += not sound
         if kept <= 0.0 or not sound:
             work.num_skipped += 1
-        elif max(norms) > 0.0:
+        elif norms.max() > 0.0:
             for gradients, norm in zip(parts, norms, strict=True):
                 clip_(gradients, norm, self.config.optimizer.max_grad_norm)
             self.optimizer.step()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,11 +19,18 @@ from learner.model.policy import Policy, load_policy
 from tests.support.episodes import packed, random_trajectory
 from tests.support.small.families import qwen3_moe
 from tests.support.small.hopper import compiled, specialised
-from tests.support.small.passes import check_norm, check_swiglu, check_turned, check_turned_norm, rounding
+from tests.support.small.passes import (
+    check_layer_norm,
+    check_norm,
+    check_swiglu,
+    check_turned,
+    check_turned_norm,
+    rounding,
+)
 from tests.support.tiny import tiny_model_dir
 
 pytest.importorskip("triton")
-from kernels.gpu import norm, swiglu
+from kernels.gpu import layer_norm, norm, swiglu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the subprocess that switches the interpreter on")
@@ -52,6 +60,14 @@ def test_interpreted_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 3), (3, 6), (65, 128), (2, 13, 40), (5, 2500)])
+def test_interpreted_layer_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    check_layer_norm(layer_norm, shape, "cpu", dtype, once=rounding(dtype, cuts=True))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (3, 4, 16), (70, 3, 24), (5, 2, 128)])
 def test_interpreted_turned_heads(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -74,6 +90,9 @@ def test_interpreted_programs_share_the_rows_of_a_weights_gradient(monkeypatch) 
     torch.manual_seed(0)
     monkeypatch.setattr(norm, "MAX_PROGRAMS", 4)
     monkeypatch.setattr(norm, "PAIRS", 32)
+    monkeypatch.setattr(layer_norm, "MAX_PROGRAMS", 4)
+    monkeypatch.setattr(layer_norm, "NUMBERS", 64)
+    check_layer_norm(layer_norm, (9, 64), "cpu", torch.float32)
     check_norm(norm, (9, 64), "cpu", torch.float32)
     check_turned_norm(norm, (9, 3, 16), "cpu", torch.float32)
 
@@ -94,19 +113,21 @@ def test_interpreted_heads_are_read_where_they_lie_and_in_any_order() -> None:
 @interpreted
 def test_interpreted_nothing_gives_nothing_and_a_nan_stays_in_its_row() -> None:
     x, weight = torch.ones(0, 8).requires_grad_(), torch.ones(8).requires_grad_()
-    (norm.rms_norm(x, weight, 1e-6).sum() + swiglu.swiglu(x, x).sum()).backward()
+    outs = norm.rms_norm(x, weight, 1e-6), layer_norm.layer_norm(x, weight, weight, 1e-6), swiglu.swiglu(x, x)
+    sum(out.sum() for out in outs).backward()
     assert x.grad is not None and x.grad.shape == (0, 8)
     assert weight.grad is not None and not weight.grad.any()
     x = torch.ones(4, 8)
     x[1, 3] = torch.nan
-    assert norm.rms_norm(x, weight, 1e-6).isnan().any(1).tolist() == [False, True, False, False]
+    for normed in (norm.rms_norm(x, weight, 1e-6), layer_norm.layer_norm(x, weight, weight, 1e-6)):
+        assert normed.isnan().any(1).tolist() == [False, True, False, False]
     assert swiglu.swiglu(x, x).isnan().nonzero().tolist() == [[1, 3]]
 
 
 @interpreted
 def test_interpreted_frozen_weights_get_no_gradient() -> None:
     x, weight = torch.ones(4, 8).requires_grad_(), torch.ones(8)
-    norm.rms_norm(x, weight, 1e-6).sum().backward()
+    (norm.rms_norm(x, weight, 1e-6).sum() + layer_norm.layer_norm(x, weight, weight, 1e-6).sum()).backward()
     assert x.grad is not None and weight.grad is None
 
 
@@ -130,9 +151,12 @@ def gradients(policy: Policy, batch: Microbatch) -> list[torch.Tensor]:
 
 
 def norm_calls(policy: Policy, batch: Microbatch) -> int:
-    with patch.object(norm._NormedAndTurned, "forward", wraps=norm._NormedAndTurned.forward) as forward:
+    """0 unless norms of both kinds are computed so."""
+    functions = norm._NormedAndTurned, layer_norm._Centred
+    with ExitStack() as stack:
+        spied = [stack.enter_context(patch.object(f, "forward", wraps=f.forward)) for f in functions]
         policy(batch, 1.0)
-    return forward.call_count
+    return min(forward.call_count for forward in spied)
 
 
 def norm_args(num_rows: int, heads: int, width: int, *, turned: bool, weight: bool = True) -> list[object]:
@@ -169,6 +193,21 @@ def test_norms_compile_for_a_hopper_gpu_as_they_are_launched(heads, width, turne
     back = norm_grad_args(13_880, heads, width, turned=turned, weight=weight)
     reads, writes, spilled, _ = compiled(norm._norm_grad, *back, **rows)
     assert reads == 2 + 4 * weight + 4 * turned and writes >= 2 and spilled == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@pytest.mark.parametrize("width", [1024, 1152, 1280])
+def test_layer_norms_compile_for_a_hopper_gpu_as_they_are_launched(width) -> None:
+    """Of the towers of Qwen3-VL and Qwen2.5-VL."""
+    x, numbers = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
+    rows = layer_norm._rows_of_a_program(width)
+    for num_rows in (1, 36_480):
+        one_way = x, x, x, x, numbers, numbers, num_rows, width, 1e-6
+        reads, writes, spilled, _ = compiled(layer_norm._centre, *one_way, **rows)
+        assert reads >= 3 and writes >= 1 and spilled == 0
+        back = x, x, numbers, numbers, x, x, numbers, numbers, num_rows, width, 1
+        reads, writes, spilled, _ = compiled(layer_norm._centre_grad, *back, **rows)
+        assert reads >= 3 and writes >= 3 and spilled == 0
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")

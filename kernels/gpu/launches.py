@@ -10,6 +10,8 @@ import triton
 from torch import Tensor, nn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_WIDTH = 1 << 14  # a row lies in one program's registers
+MAX_PROGRAMS = 528  # each has a sum of its own of the weight's gradient; 4 for each of a Hopper GPU's multiprocessors
 
 
 def takes(*tensors: Tensor) -> bool:

@@ -15,13 +15,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.gpu.launches import jit, takes
+from kernels.gpu.launches import MAX_PROGRAMS, MAX_WIDTH, jit, takes
 from kernels.heads import by_token
 
 __all__ = ["norms", "rms_norm", "rms_norm_turned", "turned", "turns"]
-MAX_WIDTH = 1 << 14  # a row lies in one program's registers
 PAIRS = 1024  # of numbers, at once in a program: one half of each pair in each half of a row
-MAX_PROGRAMS = 528  # each has a sum of its own of the weight's gradient; 4 for each of a Hopper GPU's multiprocessors
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

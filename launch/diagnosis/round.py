@@ -18,7 +18,7 @@ from typing import Any
 from launch.diagnosis.miniature import Miniature
 from launch.diagnosis.report import Finding, State, failed, not_checked, ok
 from launch.engines.commands import last_lines
-from launch.processes.children import ROOT, Child, cpu_env, start_family
+from launch.processes.children import ROOT, Child, cpu_env, module_path, start_family
 from launch.processes.restarts import how_it_ended
 
 STAGES = {  # and what may help where one fails
@@ -80,7 +80,7 @@ def run_round(small: Miniature, tell: Callable[[str], None] = lambda _: None) ->
     (folder / "order.json").write_text(json.dumps(order))
     command = [sys.executable, str(ROOT / "launch/processes/torchrun.py"), "--standalone"]
     command += [f"--nproc-per-node={small.ranks}", str(ROOT / "launch/diagnosis/stages.py"), str(folder / "order.json")]
-    env = cpu_env(small.recipe.learner.threads) | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    env = cpu_env(small.recipe.learner.threads) | {"PYTHONPATH": module_path(), "TOKENIZERS_PARALLELISM": "false"}
     child = start_family("round", command, log, env=env)
     try:
         how = watch(child, follow, STAGE_S, small.recipe.engine.start_timeout_s, tell)

@@ -13,7 +13,7 @@ from typing import Any
 from actor.isolation.lifeline import die_with_parent
 from launch.engines.probe import ModelFacts
 from launch.hub import local_model
-from launch.processes.children import ROOT
+from launch.processes.children import module_path
 from learner.checkpoints.folder import EXPORT, list_checkpoints
 from shared.config import ConfigError, Recipe
 from shared.vision import VisionSpec
@@ -38,7 +38,7 @@ class Named:
             return self.folder
         command = [sys.executable, "-m", "learner.export", str(self.checkpoint), "--out", str(out)]
         command += ["--model", self.folder, "--dtype", dtype]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "PYTHONPATH": module_path()}
         try:
             ended = subprocess.run(
                 command, capture_output=True, text=True, env=env, timeout=EXPORT_LIMIT_S, preexec_fn=die_with_parent

@@ -48,6 +48,11 @@ class Child:
         self.process.wait()
 
 
+def module_path() -> str:
+    """PYTHONPATH of a process of ours: the repository goes before what the user has put there."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def start(
     name: str,
     command: Sequence[str],
@@ -60,7 +65,7 @@ def start(
     process's own. The kernel of Linux ends it when its parent dies."""
     process = subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        env={**os.environ, "PYTHONPATH": module_path(), **(env or {})},
         stdout=subprocess.DEVNULL if mute else None,
         stderr=stderr,
         preexec_fn=die_with_parent,

@@ -178,12 +178,14 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
 
 
 def use_fast_parts(model: nn.Module) -> None:
-    """Makes every RMS norm and SwiGLU MLP of the model compute in one pass where it can: kernels/gpu, kernels/cpu."""
+    """Makes every norm and SwiGLU MLP of the model compute in one pass where it can: kernels/gpu, kernels/cpu."""
     for module in model.modules():
         kind: Any = type(module)
         if kind.__name__.endswith("RMSNorm"):
             TRICKS["rms_norm"].require(_is_known_norm(kind))
             module.forward = MethodType(forwards.normed, module)
+        elif kind is nn.LayerNorm:
+            module.forward = MethodType(forwards.centred, module)
         elif type(getattr(module, "act_fn", None)).__name__.startswith("SiLU") and hasattr(module, "gate_proj"):
             TRICKS["swiglu"].require(_is_known_mlp(kind))
             module.forward = MethodType(forwards.gated, module)

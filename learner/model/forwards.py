@@ -99,6 +99,7 @@ class _Kernels(NamedTuple):
 
     norm: Any
     swiglu: Any
+    layer_norm: Any = None  # a CPU has torch's
 
 
 def _kernels_for(x: Tensor) -> _Kernels | None:
@@ -106,9 +107,9 @@ def _kernels_for(x: Tensor) -> _Kernels | None:
     if torch.compiler.is_compiling():
         return None
     if use_triton(x):
-        from kernels.gpu import norm, swiglu
+        from kernels.gpu import layer_norm, norm, swiglu
 
-        return _Kernels(norm, swiglu)
+        return _Kernels(norm, swiglu, layer_norm)
     return _Kernels(cpu_norm, cpu_swiglu)
 
 
@@ -128,6 +129,14 @@ def normed(module: Any, hidden_states: Tensor) -> Tensor:
     if kernels is None or not kernels.norm.norms(hidden_states, module.weight):
         return cast("Tensor", type(module).forward(module, hidden_states))
     return cast("Tensor", kernels.norm.rms_norm(hidden_states, module.weight, module.variance_epsilon))
+
+
+def centred(module: Any, hidden_states: Tensor) -> Tensor:
+    """A LayerNorm's forward: [..., H] -> [..., H]."""
+    kernels, own = _kernels_for(hidden_states), (module.weight, module.bias)
+    if kernels is None or kernels.layer_norm is None or not kernels.layer_norm.centred(hidden_states, *own):
+        return cast("Tensor", type(module).forward(module, hidden_states))
+    return cast("Tensor", kernels.layer_norm.layer_norm(hidden_states, *own, module.eps))
 
 
 def gated(mlp: Any, hidden_states: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import isqrt, prod
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.vision_utils import (
 from learner.packing.documents import Packing, packing_of, window_lengths
 from shared.vision import Grid, VisionSpec
 
+PLACES = ("position_ids", "interp_indices", "interp_weights")
 MODE, ALIGN_CORNERS = "bilinear", True  # of the interpolation of Qwen3-VL's learned positions
 
 
@@ -53,17 +55,28 @@ def tower_inputs(grids: Sequence[Grid], spec: VisionSpec) -> TowerInputs:
     """On the host, of at least one image."""
     thw, merge = torch.tensor(grids, dtype=torch.int64), spec.merge_size
     packing = packing_of(tuple(prod(grid) for grid in grids), causal=False)
-    found: dict[str, Any] = {}
-    if spec.position_side:
-        found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
-            thw, spec.position_side, mode=MODE, align_corners=ALIGN_CORNERS, spatial_merge_size=merge
-        )
+    of_images = zip(*(_places(grid, merge, spec.position_side) for grid in grids), strict=True)
+    found: dict[str, Any] = dict(zip(PLACES, map(torch.cat, of_images), strict=False))
     if spec.window_tokens:
         pixels = spec.window_tokens * merge * spec.patch_size
         found["window_index"], _ = get_vision_window_index(thw, merge, pixels, spec.patch_size)
         lengths = window_lengths(grids, merge_size=merge, window_tokens=spec.window_tokens)
         packing = replace(packing, windows=packing_of(lengths, causal=False))
-    return TowerInputs(thw, packing, get_vision_position_ids(thw, merge), **found)
+    return TowerInputs(thw, packing, **found)
+
+
+@lru_cache(maxsize=32)  # those of an image of 1024 x 1024 pixels take 0.3 MB
+def _places(grid: Grid, merge: int, side: int) -> tuple[Tensor, ...]:
+    """Of an image's patches, as `PLACES` names them: all of them where the tower has `side` learned positions a side,
+    else the first. Nobody writes to them."""
+    thw = torch.tensor([grid], dtype=torch.int64)
+    positions = get_vision_position_ids(thw, merge)
+    if not side:
+        return (positions,)
+    learned = get_vision_interpolation_indices_and_weights(
+        thw, side, mode=MODE, align_corners=ALIGN_CORNERS, spatial_merge_size=merge
+    )
+    return positions, *learned
 
 
 def takes_precomputed() -> bool:

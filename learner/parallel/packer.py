@@ -86,16 +86,16 @@ class Packer:
 
     def pack(self, episodes: list[Episode]) -> Microbatch:
         """On the host, from where a GPU can copy it; a stand-in of no weight where there are none."""
-        context = self.ranks.context
-        if episodes:
-            share_prefixes = self.config.parallel.share_prefixes
-            batch = pack_on_host(episodes, self.decoder, context, share_prefixes=share_prefixes)
-        else:
-            batch = empty_microbatch(self.decoder, self._harmless_id, context)
         if self.ranks.device.type != "cuda":
-            return batch
+            return self._pack(episodes)
         with torch.cuda.device(self.ranks.device):  # a thread begins with the first GPU, which may be another rank's
-            return pinned(batch)
+            return pinned(self._pack(episodes, pin=True))
+
+    def _pack(self, episodes: list[Episode], *, pin: bool = False) -> Microbatch:
+        context, share_prefixes = self.ranks.context, self.config.parallel.share_prefixes
+        if not episodes:
+            return empty_microbatch(self.decoder, self._harmless_id, context)
+        return pack_on_host(episodes, self.decoder, context, share_prefixes=share_prefixes, pin=pin)
 
     def packed(self, episodes: list[Episode]) -> Microbatch:
         """On the device."""

@@ -13,6 +13,7 @@ memory that rank 0's GPU held.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -60,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     if recipe.learner.device == "cuda":
         os.environ.update(variables.settings(os.environ))
     torch.set_num_threads(recipe.learner.threads)
+    gc.freeze()  # what has been imported is never garbage, as in a learner's process
     ranks = init_ranks(recipe.learner.device)
     try:
         found = measure(recipe, ranks, options.tokens, options.steps, options.recording)

@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from kernels import linear_logprob, reference, reverse_scan
-from kernels.gpu import norm, swiglu
+from kernels.gpu import layer_norm, norm, swiglu
 from tests.support.small.logits import full_logits, gradients
-from tests.support.small.passes import check_norm, check_swiglu, check_turned, check_turned_norm, rounding
+from tests.support.small.passes import (
+    check_layer_norm,
+    check_norm,
+    check_swiglu,
+    check_turned,
+    check_turned_norm,
+    rounding,
+)
 
 VOCABULARY = 151_936  # of Qwen3-VL
 EXACT_ROWS = 512  # of logits in float64 at once
@@ -136,6 +143,8 @@ def test_norms_turned_heads_and_gated_products_are_those_of_torch_in_float64(dty
         check_norm(norm, (1, 3001, width), *how, once=once)
     check_turned_norm(norm, (3001, 16, 128), *how, once=once)
     check_turned_norm(norm, (3001, 8, 128), *how, once=once)
+    for width in (1024, 1152, 1280):
+        check_layer_norm(layer_norm, (3001, width), *how, once=once)
     for size in (64, 72):
         check_turned(norm, (3001, 16, size), *how, once=once)
     check_swiglu(swiglu, (1, 3001, 6144), *how, once=once)

@@ -1,4 +1,4 @@
-"""Times on a GPU, by its own events."""
+"""Times on a GPU, by its own events and its own profiler."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 Tasks = Mapping[str, Callable[[], object]]
 
@@ -25,3 +26,19 @@ def gpu_times(tasks: Tasks, repeats: int, launches: int = 1) -> dict[str, float]
             if turn >= 2:
                 times[name].append(start.elapsed_time(end) / launches)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def busy_times(tasks: Tasks, launches: int) -> dict[str, float]:
+    """Milliseconds for which each task keeps the GPU busy, the mean of so many launches: what the host needs to launch
+    a kernel does not count, as in a step where the GPU is behind it."""
+    times: dict[str, float] = {}
+    for name, task in tasks.items():
+        for _ in range(3):
+            task()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(launches):
+                task()
+            torch.cuda.synchronize()
+        times[name] = sum(event.self_device_time_total for event in profiled.key_averages()) / launches / 1000
+    return times

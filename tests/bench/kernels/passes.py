@@ -1,8 +1,9 @@
-"""Norms, rotations of heads and gated products of Qwen3-VL, forward and backward. On a GPU milliseconds, in turns:
-these kernels, transformers' operations one after the other, Liger's kernels where installed, and a copy of as many
-bytes as must be read and written. With --count, on any machine, the bytes that are. The last line is one JSON object.
+"""Norms, rotations of heads and gated products of Qwen3-VL, forward and backward. On a GPU milliseconds for which it is
+busy: with these kernels, with transformers' operations one after the other, with Liger's kernels where installed, and
+with a copy of as many bytes as must be read and written. With --count, on any machine, the bytes that are. The last
+line is one JSON object.
 
-    python -m tests.bench.kernels.passes [--tokens 13880] [--patches 29600] [--hidden 2048] [--intermediate 6144]
+    python -m tests.bench.kernels.passes [--tokens 13880] [--patches 36480] [--hidden 2048] [--intermediate 6144]
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     apply_rotary_pos_emb_vision,
 )
 
-from kernels.gpu import norm, swiglu
-from tests.bench.kernels.gpu_times import gpu_times
+from kernels.gpu import layer_norm, norm, swiglu
+from tests.bench.kernels.gpu_times import busy_times
 
-TURNS, LAUNCHES = 8, 8
+LAUNCHES = 20
 HEAD, VISION_HEAD, VISION_HEADS = 128, 64, 16
+VISION_HIDDEN = VISION_HEADS * VISION_HEAD
 MAKE_NO_BYTES = ("empty", "zeros", "detach", "view")
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One operation: who can do it, on which inputs; `copied`: how many tensors as large as the first it must read and
-    write, forward and backward."""
+    """One operation: who can do it, on which inputs and weights; `copied`: how many tensors as large as the first it
+    must read and write, forward and backward."""
 
     contestants: dict[str, Callable[..., Tensor]]
     inputs: Sequence[Tensor]
     copied: tuple[int, int]
+    weights: Sequence[Tensor] = ()
 
 
 class Bytes(TorchDispatchMode):
@@ -80,12 +83,19 @@ def passes(device: str, tokens: int, patches: int, hidden: int, intermediate: in
         return turned
 
     rows: dict[str, Any] = {"ours": lambda x: norm.rms_norm(x, of_rows.weight, 1e-6), "transformers": of_rows}
+    of_patches = torch.nn.LayerNorm(VISION_HIDDEN, eps=1e-6).to(device).bfloat16()
+    centred: dict[str, Any] = {
+        "ours": lambda x: layer_norm.layer_norm(x, of_patches.weight, of_patches.bias, 1e-6),
+        "transformers": of_patches,
+    }
     gated: dict[str, Any] = {"ours": swiglu.swiglu, "transformers": lambda gate, up: F.silu(gate) * up}
     if importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
         rows["liger"] = lambda x: LigerRMSNormFunction.apply(x, of_rows.weight, 1e-6, 0.0, "llama", False)
+        centred["liger"] = lambda x: LigerLayerNormFunction.apply(x, of_patches.weight, of_patches.bias, 1e-6)
         gated["liger"] = LigerSiLUMulFunction.apply
     turned: dict[str, Any] = {
         "ours": lambda x: norm.rms_norm_turned(x, of_heads.weight, 1e-6, cos, sin),
@@ -93,8 +103,9 @@ def passes(device: str, tokens: int, patches: int, hidden: int, intermediate: in
     }
     looking: dict[str, Any] = {"ours": lambda x: norm.turned(x, vision_cos, vision_sin), "transformers": turned_heads}
     return {
-        "norm": Pass(rows, (drawn(tokens, hidden),), (2, 3)),
-        "normed and turned heads": Pass(turned, (drawn(1, tokens, heads, HEAD),), (2, 3)),
+        "norm": Pass(rows, (drawn(tokens, hidden),), (2, 3), [of_rows.weight]),
+        "norm of the tower": Pass(centred, (drawn(patches, VISION_HIDDEN),), (2, 3), [*of_patches.parameters()]),
+        "normed and turned heads": Pass(turned, (drawn(1, tokens, heads, HEAD),), (2, 3), [of_heads.weight]),
         "turned heads of the tower": Pass(looking, (drawn(patches, VISION_HEADS, VISION_HEAD),), (2, 2)),
         "gated product": Pass(gated, (drawn(tokens, intermediate), drawn(tokens, intermediate)), (3, 5)),
     }
@@ -121,9 +132,10 @@ def measured(one: Pass) -> dict[str, list[float]]:
         inputs = [part.detach().clone().requires_grad_() for part in one.inputs]
         out = function(*inputs)
         forward[name] = lambda function=function, inputs=inputs: function(*inputs)
-        backward[name] = lambda out=out, inputs=inputs: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+        moved = [*inputs, *one.weights]
+        backward[name] = lambda out=out, moved=moved: torch.autograd.grad(out, moved, grad, retain_graph=True)
     forward["copy"] = lambda: place.copy_(first)
-    times, back = gpu_times(forward, TURNS, LAUNCHES), gpu_times(backward, TURNS, LAUNCHES)
+    times, back = busy_times(forward, LAUNCHES), busy_times(backward, LAUNCHES)
     copy = times.pop("copy") / 2
     found = {name: [round(times[name], 4), round(back[name], 4)] for name in one.contestants}
     return found | {"copy": [round(copy * count, 4) for count in one.copied]}
@@ -131,7 +143,7 @@ def measured(one: Pass) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"tokens": 13_880, "patches": 29_600, "hidden": 2048, "intermediate": 6144, "heads": 16}
+    sizes = {"tokens": 13_880, "patches": 36_480, "hidden": 2048, "intermediate": 6144, "heads": 16}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--count", action="store_true")

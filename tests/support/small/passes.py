@@ -1,4 +1,4 @@
-"""RMS norms, rotations of heads and gated products against torch in float64, whoever computes them."""
+"""Norms, rotations of heads and gated products against torch in float64, whoever computes them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,17 @@ def check_norm(kernels: Any, shape: tuple[int, ...], *how: Any, once: float = 0.
         lambda x, weight: kernels.rms_norm(x, weight, 1e-6),
         lambda x, weight: F.rms_norm(x, shape[-1:], weight, 1e-6),
         (x, weight), grad, once,
+    )  # fmt: skip
+
+
+def check_layer_norm(kernels: Any, shape: tuple[int, ...], *how: Any, once: float = 0.0) -> None:
+    """Rows lie around 3, so that a mean taken away late would show."""
+    x, grad, (weight, bias) = _drawn(shape, *how) + 3, _drawn(shape, *how), _drawn((2, *shape[-1:]), *how)
+    assert kernels.centred(x, weight, bias)
+    check(
+        lambda *own: kernels.layer_norm(*own, 1e-6),
+        lambda x, weight, bias: F.layer_norm(x, shape[-1:], weight, bias, 1e-6),
+        (x, weight, bias), grad, once,
     )  # fmt: skip
 
 
