@@ -73,6 +73,13 @@ def test_the_round_of_a_recipe_with_a_mesh_shares_its_microbatches_and_experts(t
 
 
 @pytest.mark.slow
+def test_the_round_of_a_recipe_with_adapters_reads_them_back(tmp_path):
+    code, found = doctor(tmp_path, "--learner.lora.rank", 8)
+    assert code == 0
+    assert [found[f"round: {stage}"]["state"] for stage in STAGES] == ["ok"] * len(STAGES), found
+
+
+@pytest.mark.slow
 def test_a_model_with_a_tensor_missing_fails_the_stage_that_sees_it(tmp_path):
     broken = tmp_path / "model"
     broken.mkdir()

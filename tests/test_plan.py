@@ -78,7 +78,7 @@ def test_what_is_planned_for_qwen25_is_what_it_has_and_what_its_forward_keeps(tm
     assert sum(p.numel() for p in policy.vlm.parameters()) == sizes.parameters
     assert (sizes.vision_full_blocks, sizes.window_patches) == (1, 16)
     batch = packed(policy.spec, sides=(56, 84, 140))
-    assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
+    assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch, in_c=True), rel=0.05)
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_planned_activations_are_within_a_tenth_of_what_a_forward_keeps(folder, 
         sizes = sizes_of(policy.vlm.config.to_dict())
     assert sum(p.numel() for p in policy.vlm.parameters()) == sizes.parameters
     batch = packed(spec)
-    assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch), rel=0.1)
+    assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch, in_c=True), rel=0.05)
     assert kept_bytes(policy, batch, in_c=True) <= kept_bytes(policy, batch)
 
 
@@ -229,8 +229,8 @@ def test_the_command_prints_every_published_model_and_names_an_unknown_one(capsy
 
 def test_the_command_takes_a_recipe_with_overrides_and_options_of_its_own(capsys):
     recipe = ["--config", "launch/recipes/geo3k.toml", "--model", "Qwen3-VL-8B", "--gpus", "8"]
-    assert plan.main([*recipe, "--learner.parallel.microbatch_tokens", "12000"]) == 1  # of 141 GB
-    assert "12000 tokens a microbatch" in capsys.readouterr().out
+    assert plan.main([*recipe, "--learner.parallel.microbatch_tokens", "16000"]) == 1  # of 141 GB
+    assert "16000 tokens a microbatch" in capsys.readouterr().out
     assert plan.main([*recipe, "--learner.parallel.activation_checkpointing", "true"]) == 0
     assert plan.main([*recipe, "--activation-checkpointing", "--microbatch-tokens", "4096"]) == 0
     assert "4096 tokens a microbatch" in capsys.readouterr().out

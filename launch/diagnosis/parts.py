@@ -162,7 +162,8 @@ class Round:
         return self._publish(1)[0]
 
     def save_and_read(self) -> str:
-        """A checkpoint of parameters and optimizer, read back over parameters that were wiped out."""
+        """A checkpoint of parameters and optimizer, read back over parameters that were wiped out; of a policy with
+        adapters it holds these alone."""
         folder = Path(self.recipe.run.dir) / self.recipe.run.name / "checkpoints"
         saver = Saver(folder, self.trainer, self.ranks, self.recipe, PATIENCE_S)
         before = self._sums()
@@ -171,8 +172,10 @@ class Round:
         saver.close()
         if saver.num_failed:
             raise ValueError(self._errors.text)
+        policy = self.trainer.policy
+        held = [p for p in policy.parameters() if p.requires_grad or policy.adapters is None]
         with torch.no_grad():
-            for parameter in self.trainer.policy.parameters():
+            for parameter in held:
                 parameter.zero_()
         load_checkpoint(path, self.trainer, self.ranks, self.recipe)
         if not torch.equal(before, self._sums()):

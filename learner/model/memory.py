@@ -200,8 +200,8 @@ def activations(sizes: ModelSizes, setting: Setting) -> float:
     read = 2 * sizes.num_kv_heads * sizes.head_dim * setting.dtype_bytes  # keys and values of a token
     shared = read * setting.context if setting.context > 1 else 0
     per_token = _layer_bytes(sizes, setting.dtype_bytes) + shared
-    wide, narrow = (13, 4) if sizes.qwen25 else (11, 2)  # RMSNorms and a gated MLP keep more
-    per_patch = setting.dtype_bytes * (wide * sizes.vision_hidden + narrow * sizes.vision_intermediate)  # of one block
+    narrow = 3 if sizes.qwen25 else 2  # of a gated MLP, or of one with one activation
+    per_patch = setting.dtype_bytes * (10 * sizes.vision_hidden + narrow * sizes.vision_intermediate)  # of one block
     if setting.activation_checkpointing:  # the inputs of all, and one at a time in full
         kept = sizes.num_layers * sizes.hidden_size * setting.dtype_bytes * text
         kept += sizes.vision_depth * sizes.vision_hidden * setting.dtype_bytes * patches
@@ -217,17 +217,17 @@ def activations(sizes: ModelSizes, setting: Setting) -> float:
 
 
 def _norm_bytes(size: int, dtype_bytes: int) -> float:
-    """Of one RMSNorm a token: its input widened to float32, the normalised input, and its result."""
-    return size * (FP32 + 2 * dtype_bytes)
+    """Of one RMSNorm a token: its input and its result."""
+    return size * 2 * dtype_bytes
 
 
 def _layer_bytes(sizes: ModelSizes, dtype_bytes: int, asked: float = 1.0) -> float:
     """Of one decoder layer a token (the mean over its layers, where some have experts); `asked`: share of the tokens
     whose output it computes. Queries are counted for all, as GPUs compute them."""
     q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    attention = _norm_bytes(sizes.hidden_size, dtype_bytes) + (0 if sizes.qwen25 else _norm_bytes(q + kv, dtype_bytes))
-    attention += dtype_bytes * (kv + 2 * q) + FP32 * sizes.num_heads
-    dense = dtype_bytes * 4 * sizes.intermediate_size
+    attention = _norm_bytes(sizes.hidden_size, dtype_bytes) + (0 if sizes.qwen25 else dtype_bytes * (q + kv))
+    attention += dtype_bytes * 2 * (q + kv) + FP32 * sizes.num_heads
+    dense = dtype_bytes * 3 * sizes.intermediate_size
     routed = sizes.experts_per_token * dtype_bytes * (2 * sizes.hidden_size + 4 * sizes.expert_size)
     sparse_share = 1 - sizes.num_dense_layers / sizes.num_layers
     mlp = (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * sizes.num_experts)

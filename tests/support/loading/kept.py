@@ -12,8 +12,8 @@ from learner.model.policy import Policy
 
 
 def kept_bytes(policy: Policy, batch: Microbatch, *, in_c: bool = False) -> int:
-    """Distinct memory that the forward keeps for the backward, parameters left out: as on a GPU, where torch computes
-    everything, or with what a CPU has in C."""
+    """Distinct memory that the forward keeps for the backward, parameters left out: where torch computes everything, or
+    with what a CPU has in C, which keeps what a GPU's kernels keep."""
     own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
