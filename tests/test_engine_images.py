@@ -17,12 +17,13 @@ from actor.engine.images import ImageCache
 from shared.engine_api import EngineClient
 from shared.engine_messages import Generated
 from shared.engines.images import AGAIN_S, IMAGES_ROUTE, EngineImages
-from shared.types import Image
+from shared.types import Image, Sampling
 from tests.support.engines import ask, false_engine, says
 from tests.support.images.servers import Sent, post, raw_engine, relay
-from tests.support.images.turns import PICTURES, TURNS, episode, moved, named, turn
-from tests.support.tiny import running_engine, tiny_model_dir
+from tests.support.tiny import draw_image, png, running_engine, tiny_model_dir
 
+PICTURES = [Image.of(png(draw_image(64, 64, seed))) for seed in range(6)]
+PAD, TURNS = 19, 4
 ANSWER = {
     "meta_info": {
         "finish_reason": {"type": "stop"},
@@ -52,13 +53,23 @@ def emptied(request: pytest.FixtureRequest) -> None:
         app.images = ImageCache(app.spec, app.settings.max_context)
 
 
-@pytest.fixture
-def by_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files go by a route of their own, as large ones do."""
-    monkeypatch.setattr("shared.engines.images.INSIDE_BYTES", 0)
+def turn(client: EngineClient, app: EngineApp, images: list[Image], **settings: Any) -> Any:
+    stream = [30]
+    for number in range(len(images)):
+        stream += [app.spec.image_token_id, 40 + number]
+    return client.generate(
+        stream, images, Sampling(0.0), banned_ids=app.spec.banned_ids, **{"max_new_tokens": 2} | settings
+    )
 
 
-@pytest.mark.usefixtures("by_route")
+async def episode(client: EngineClient, app: EngineApp, images: list[Image]) -> list[Any]:
+    return [await turn(client, app, images[: number + 1]) for number in range(len(images))]
+
+
+def named(shown: list[str]) -> bool:
+    return all(item.startswith("sha256:") for item in shown)
+
+
 def test_the_episodes_of_a_group_send_each_image_once_and_name_it_in_every_turn(engine: tuple[str, EngineApp]) -> None:
     url, app = engine
 
@@ -85,7 +96,6 @@ def test_an_image_is_the_same_to_the_model_by_name_and_as_a_file(engine: tuple[s
     assert [done.token_ids for done in by_name] == [done.token_ids for done in whole]
 
 
-@pytest.mark.usefixtures("by_route")
 def test_an_image_that_the_engine_has_forgotten_is_sent_again_and_no_other(engine: tuple[str, EngineApp]) -> None:
     url, app = engine
 
@@ -101,7 +111,6 @@ def test_an_image_that_the_engine_has_forgotten_is_sent_again_and_no_other(engin
     assert sent.files == [PICTURES[1].data] and list(map(named, sent.shown)) == [True, True]
 
 
-@pytest.mark.usefixtures("by_route")
 def test_an_engine_that_keeps_too_little_is_sent_all_images_with_each_request(engine: tuple[str, EngineApp]) -> None:
     url, app = engine
     app.images = ImageCache(app.spec, max_bytes=1)
@@ -119,7 +128,16 @@ def test_an_engine_that_keeps_too_little_is_sent_all_images_with_each_request(en
 # ------------------------------------------------------------------ other engines behind the same address
 
 
-@pytest.mark.usefixtures("by_route")
+async def moved(client: EngineClient, app: EngineApp, targets: list[str], target: str) -> tuple[Sent, Any]:
+    """A turn at one engine, and the next at another one with the same address."""
+    await turn(client, app, PICTURES[:2])
+    targets.append(target)
+    await client.close()  # its connections; what it knows of the engine stays
+    client._session = None
+    sent = Sent(client)
+    return sent, await turn(client, app, PICTURES[:3])
+
+
 def test_an_engine_that_was_started_again_is_sent_all_images_anew(engine: tuple[str, EngineApp], folder: Path) -> None:
     url, app = engine
     with running_engine(folder, min_pixels=1024, max_pixels=4096) as (new_url, _), relay(targets := [url]) as address:
@@ -205,7 +223,6 @@ def test_the_files_of_an_engine_are_bounded_by_their_bytes(engine: tuple[str, En
     assert [bool(images.get([name])[1]) for name in names] == [True] * 3 + [False] * 3
 
 
-@pytest.mark.usefixtures("by_route")
 def test_a_client_remembers_so_many_names_and_tries_an_engine_that_takes_none_again_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

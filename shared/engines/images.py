@@ -1,19 +1,18 @@
 """Images on their way to one engine: each file goes once, and requests name it, where the engine allows it.
 
-Every turn of an episode shows all images so far. The embedded engine takes files within requests, and by a route of
-their own, and keeps them by their SHA-256, which it computes itself; a request that names one it has not (any more) is
-answered by the names, and the client sends those again. Small files go within the first request that shows them, which
-saves an exchange a turn; episodes of a group that begin at once may each bring the same one. SGLang takes files within
-requests alone; where it keeps them by their SHA-256 (`--mm-preprocess-cache-size-mb`, `--trust-mm-content-hashes`), a
-request may leave out those that it has. One that it has not makes the request fail, as does a file with another hash
-than is said. Any other engine is given all files in every request.
+Every turn of an episode shows all images so far. The embedded engine takes files by a route of their own and keeps them
+by their SHA-256, which it computes itself; a request that names one it has not (any more) is answered by the names, and
+the client sends those again. SGLang takes files within requests alone; where it keeps them by their SHA-256
+(`--mm-preprocess-cache-size-mb`, `--trust-mm-content-hashes`), a request may leave out those that it has. One that it
+has not makes the request fail, as does a file with another hash than is said. Any other engine is given all files in
+every request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from shared.engine_messages import Generated, data_uris
@@ -24,7 +23,6 @@ from shared.types import Image
 IMAGES_ROUTE = "/images"
 LEFT_OUT = "data:,"  # in the place of a file
 MAX_NAME_BYTES = 2**22  # of names of what was sent
-INSIDE_BYTES = 2**16  # of a file that goes within a request; a larger one goes by itself, without base64, once for all
 NAMED_TRIES = 2  # of a request that names its images: an engine may forget one meanwhile
 NO_NAMES = frozenset({200, 400, 404, 405, 413, 415, 422, 500, 501})  # how engines answer that take none, or miss a file
 MISSED_S = 10.0  # between two files that an SGLang has not kept, at least
@@ -49,7 +47,6 @@ class EngineImages:
         self._sent = _names()
         self._under_way: dict[str, asyncio.Task[bool]] = {}  # episodes of a group show the same image at once
         self._names_from_s = 0.0  # when names are used again
-        self._takes_names = False  # whether it has been seen to
         self._leaves_out = False  # whether it is an SGLang that keeps files
         self._missed_s = float("-inf")  # when that last had not kept one
 
@@ -60,18 +57,15 @@ class EngineImages:
         for _ in range(NAMED_TRIES):
             if self._leaves_out:
                 return await self._in_part(images, ask)
-            inside = self._inside(images)
-            if not await self._has([image for image in images if image.name not in inside]):
+            if not await self._has(images):
                 break
             try:
-                answer = await ask({"image_data": [inside.get(image.name, image.name) for image in images]})
+                answer = await ask({"image_data": [image.name for image in images]})
             except HttpFailure as error:
                 if error.status not in NO_NAMES:
                     raise
-                self._takes_names = False
                 break  # of another engine than that which took them, or for another reason, which shows again
             if not answer.unknown_images:
-                self._note(inside)
                 return answer
             for name in answer.unknown_images:
                 self._sent.drop(name)
@@ -79,18 +73,6 @@ class EngineImages:
         if self._clock() >= self._names_from_s:
             self._names_from_s = self._clock() + AGAIN_S
         return answer
-
-    def _inside(self, images: Sequence[Image]) -> dict[str, str]:
-        """By their names, the files that a request brings itself."""
-        if not self._takes_names or self._clock() < self._names_from_s:
-            return {}
-        new = [image for image in images if len(image.data) <= INSIDE_BYTES and not self._sent.find(image.name)]
-        return {image.name: uri for image, uri in zip(new, data_uris(new), strict=True)}
-
-    def _note(self, names: Iterable[str]) -> None:
-        """The engine has them."""
-        for name in names:
-            self._sent.get(name, lambda: True)
 
     async def _has(self, images: Sequence[Image]) -> bool:
         """Whether a request may name the images: the engine has them all, and those that are new are sent to it."""
@@ -123,8 +105,7 @@ class EngineImages:
             del self._under_way[image.name]
         taken = isinstance(answer, dict) and answer.get("image") == image.name
         if taken:
-            self._takes_names = True
-            self._note([image.name])
+            self._sent.get(image.name, lambda: True)
         return taken
 
     # -------------------------------------------------------------- SGLang
@@ -153,7 +134,8 @@ class EngineImages:
             if began > self._missed_s:  # else that is known already
                 self._leaves_out, self._missed_s = began - self._missed_s > MISSED_S, self._clock()
                 self._names_from_s, self._sent = self._missed_s + AGAIN_S, _names()
-        self._note(image.name for image in images)
+        for image in images:
+            self._sent.get(image.name, lambda: True)
         return answer
 
 
