@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 
 from learner.parallel.divisors import next_divisors
 from shared.learner_config import ParallelConfig
@@ -170,6 +171,11 @@ def broadcast_frames(frames: Sequence[bytes | memoryview] | None, ranks: Ranks) 
         dist.broadcast(torch.frombuffer(joined, dtype=torch.uint8), src=0)
     view, ends = memoryview(joined).toreadonly(), sizes.cumsum(0).tolist()
     return [view[end - size : end] for size, end in zip(sizes.tolist(), ends, strict=True)]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor; of one that is not sharded all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def all_sum(tensor: Tensor, ranks: Ranks) -> Tensor:

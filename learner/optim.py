@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.adamw import adamw
 
-from learner.distributed import Ranks
+from learner.distributed import Ranks, own_part
 from learner.model.policy import Policy
 from shared.learner_config import LearnerConfig, OptimizerConfig
 
@@ -76,7 +76,7 @@ def local_gradients(optimizer: Optimizer, apart: frozenset[Tensor] = frozenset()
     parts: list[list[Tensor]] = [[], []] if apart else [[]]
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.grad is not None:
-            parts[p in apart].append(_local(p.grad))
+            parts[p in apart].append(own_part(p.grad))
     return parts
 
 
@@ -96,10 +96,6 @@ def clip_(gradients: list[Tensor], norm: float, max_norm: float) -> None:
         torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class LocalAdamW(AdamW):
     """torch's fused AdamW (Loshchilov and Hutter, 2019, algorithm 2) of this rank's shards as plain tensors, to which
     the same happens. That of all shards as DTensors costs the host 11 ms more for a model of 2 billion parameters,
@@ -111,10 +107,10 @@ class LocalAdamW(AdamW):
             params = [p for p in group["params"] if p.grad is not None]
             states = [self._state_of(p) for p in params]
             adamw(
-                [_local(p) for p in params],
-                [_local(p.grad) for p in params],
-                [_local(state["exp_avg"]) for state in states],
-                [_local(state["exp_avg_sq"]) for state in states],
+                [own_part(p) for p in params],
+                [own_part(p.grad) for p in params],
+                [own_part(state["exp_avg"]) for state in states],
+                [own_part(state["exp_avg_sq"]) for state in states],
                 [],
                 [state["step"] for state in states],
                 fused=True,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
 from actor.engine_pool import EnginePool
@@ -23,7 +22,8 @@ from launch.processes.children import stop_all
 from launch.task_samples import training_samples
 from learner.checkpoints.restoring import load_checkpoint
 from learner.checkpoints.saver import Saver
-from learner.distributed import close_ranks, init_ranks
+from learner.checkpoints.state import trained
+from learner.distributed import close_ranks, init_ranks, own_part
 from learner.lora.adapters import is_factor
 from learner.model import attention_backend
 from learner.parallel.delivery import broadcast_groups
@@ -173,9 +173,8 @@ class Round:
         if saver.num_failed:
             raise ValueError(self._errors.text)
         policy = self.trainer.policy
-        held = [p for p in policy.parameters() if p.requires_grad or policy.adapters is None]
         with torch.no_grad():
-            for parameter in held:
+            for parameter in trained(policy, dict(policy.named_parameters())).values():
                 parameter.zero_()
         load_checkpoint(path, self.trainer, self.ranks, self.recipe)
         if not torch.equal(before, self._sums()):
@@ -234,8 +233,7 @@ class Round:
 
     def _sums(self) -> Tensor:
         """Of this rank's part of each parameter."""
-        local = [p.to_local() if isinstance(p, DTensor) else p for p in self.trainer.policy.parameters()]
-        return torch.stack([p.detach().double().sum() for p in local])
+        return torch.stack([own_part(p).detach().double().sum() for p in self.trainer.policy.parameters()])
 
 
 def check_played(episodes: list[Trajectory]) -> None:

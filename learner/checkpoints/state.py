@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
-from torch.distributed.tensor import DTensor
 
-from learner.distributed import Ranks
+from learner.distributed import Ranks, own_part
 from learner.model.policy import Policy
 from learner.parallel.experts import expert_stacks
 from learner.trainer import Trainer
@@ -57,7 +56,7 @@ def copied(state: Any, known: dict[tuple[int, tuple[int, ...]], Tensor] | None =
         return type(state)(copied(value, known) for value in state)
     if not isinstance(state, Tensor):
         return state
-    local = state.to_local() if isinstance(state, DTensor) else state
+    local = own_part(state)
     place = (local.data_ptr(), tuple(state.shape))
     if place not in known or not local.numel():
         known[place] = state.detach().to("cpu", copy=True)

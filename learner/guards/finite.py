@@ -7,16 +7,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from learner.distributed import Ranks, all_max
+from learner.distributed import Ranks, all_max, own_part
 from learner.model.policy import Policy
 
 
 def check_finite(named: Iterable[tuple[str, Tensor]], ranks: Ranks, dtype: torch.dtype = torch.float32) -> None:
     """ValueError, on every rank, if a tensor holds on one of them what is no finite number of `dtype`; that rank names
     it. A collective; each rank looks at its own part, once over its memory."""
-    local = [(name, t.to_local() if isinstance(t, DTensor) else t) for name, t in named]
+    local = [(name, own_part(t)) for name, t in named]
     local = [(name, t.detach()) for name, t in local if t.numel()]
     largest = torch._foreach_norm([t for _, t in local], math.inf) if local else []
     limit = torch.finfo(dtype).max

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from learner.batch import Microbatch
-from learner.distributed import Ranks, all_sum
+from learner.distributed import Ranks, all_sum, own_part
 from learner.lora.reference import BasePolicy
 from learner.model.adapt import adapt_to_compile
 from learner.model.policy import Below, Policy, PolicyOutput
@@ -144,7 +144,7 @@ def layers_alike(policy: Policy, reference: Policy | BasePolicy, ranks: Ranks) -
     names = {id(p): name for name, p in policy.vlm.named_parameters()}
 
     def differs(p: Tensor) -> bool:
-        return p.requires_grad or bool(theirs and not torch.equal(_local(p), _local(theirs[names[id(p)]])))
+        return p.requires_grad or bool(theirs and not torch.equal(own_part(p), own_part(theirs[names[id(p)]])))
 
     found = [any(differs(p) for module in modules for p in module.parameters()) for modules in parts]
     differing = all_sum(torch.tensor(found, dtype=torch.float32, device=ranks.device), ranks).tolist()
@@ -157,10 +157,6 @@ def _reshard(*policies: Policy | BasePolicy) -> None:
     for policy in policies:
         if isinstance(policy, FSDPModule):
             policy.reshard()
-
-
-def _local(p: Tensor) -> Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p
 
 
 def _blocks(policy: Policy) -> Iterator[nn.Module]:

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from learner.batch import Episode, Microbatch, pack
-from learner.distributed import Ranks, all_sum
+from learner.distributed import Ranks, all_sum, own_part
 from learner.images import ImageDecoder
 from learner.model.policy import Policy
 from learner.packing.expanded import Expanded
@@ -109,8 +108,7 @@ def _seen(policy: Policy, batch: Microbatch, times: int, rows: Tensor | None) ->
     (output.logprobs.mean() + output.values.mean() + 0.0 * output.entropies.sum()).div(times).backward()
     for name, p in policy.named_parameters():
         if p.grad is not None:
-            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            seen.gradients[name] = local.clone()
+            seen.gradients[name] = own_part(p.grad).clone()
             p.grad = None
     return seen
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from kernels.low_rank import merged
-from learner.distributed import Ranks, ranks_of_host
+from learner.distributed import Ranks, own_part, ranks_of_host
 from learner.lora.adapters import Adapters
 from learner.model.policy import Policy
 from learner.model.weight_files import part_at
@@ -176,7 +176,7 @@ class Gathering:
         """Writes the whole part to `target`, of its shape."""
         tensor = part.tensor
         if begin is None:
-            target.copy_(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            target.copy_(own_part(tensor))
             return
         assert isinstance(tensor, DTensor) and rows_RB is not None
         mesh = tensor.device_mesh
