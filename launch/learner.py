@@ -25,7 +25,7 @@ from launch.processes.children import Stopped, raise_on_signals
 from launch.processes.run_folder import prepare_run_folder, take_run_folder
 from launch.task_samples import held_out_samples, ready, training_samples
 from learner.metrics.services import check_writers
-from learner.shutdown import ShutdownRequested
+from learner.shutdown import Shutdown, ShutdownRequested
 from learner.tickets.server import check_address
 from learner.tickets.sources import SeedSource
 from shared.config import EXIT_USER_ERROR, Recipe, fail, parse, recipe_parser
@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
             check_address(recipe.learner.bind)
             held = prepare_run_folder(recipe, held, restarted=restarted)
         raise_on_signals()
+        shutdown = Shutdown(recipe.learner.leave_timeout_s)
+        shutdown.guard()  # before libraries are imported, which may lose what a signal raises in them
         _gpu = claim_gpu(recipe, rank)
         if options.from_recording:
             from learner.offline import run_recorded
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
             from learner.loop import run  # torch and transformers, after the cheap checks
 
         samples = (training_samples(recipe), held_out_samples(recipe)) if rank == 0 else (SeedSource(), [])
-        result = run(recipe, *samples)
+        result = run(recipe, *samples, shutdown)
     except ShutdownRequested as left:
         get_logger(f"learner[{rank}]").info("%s", left)
         return 130

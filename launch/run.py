@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import os
 
-from launch.processes.children import Stopped
 from launch.task_run.request import parser, request
 from launch.task_run.session import on_cpu, on_gpus
 from launch.task_samples import check_env
@@ -30,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         return (on_cpu if asked.on_cpu else on_gpus)(asked, options)
     except ValueError as error:
         return fail(error)
-    except (Stopped, KeyboardInterrupt):
+    except KeyboardInterrupt:  # Stopped is one
         print("stopped: the same command goes on where a download has ended", file=sys.stderr)
         return 130
 

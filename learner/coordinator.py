@@ -129,10 +129,11 @@ class Coordinator(Follower):
         self._started = self._last_step = time.monotonic()
 
     def wait_for_engines(self) -> frozenset[str]:
-        """The engines that actors have announced. TimeoutError when no actor with engines came."""
+        """The engines that actors have announced; none when asked to shut down. TimeoutError when no actor with engines
+        came."""
         address, timeout_s = self.ticket_server.address, self.recipe.learner.wait_timeout_s
         deadline = time.monotonic() + timeout_s
-        while not (engines := self.engines()):
+        while not (engines := self.engines()) and not self._shutdown.is_set():
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"no engine was named to {address} within {timeout_s:g} s: {self.ticket_server.describe_wait()}"

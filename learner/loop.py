@@ -32,16 +32,14 @@ from shared.config import Recipe
 from shared.types import Group, PolicyVersion, Sample
 
 
-def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample]) -> RunResult | None:
-    """Trains as the recipe says. Returns the run's summary on rank 0.
+def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample], shutdown: Shutdown) -> RunResult | None:
+    """Trains as the recipe says, until `shutdown` is requested. Returns the run's summary on rank 0.
 
     ShutdownRequested after SIGTERM or SIGINT; ValueError for what the user can mend (model, port, checkpoint) and for
     an engine that holds wrong weights; TimeoutError when actors or engines stay away.
     """
     config = recipe.learner
     torch.set_num_threads(config.threads)
-    shutdown = Shutdown(config.leave_timeout_s)
-    shutdown.guard()
     ranks = init_ranks(config.device, timeout_s=config.wait_timeout_s + 600, parallel=config.parallel)
     with ExitStack() as stack:  # its callbacks run last to first: the engines leave while the actors still keep them
         stack.callback(close_ranks)
@@ -77,7 +75,10 @@ def loop(
     evaluations, so that each result belongs to one version. Engines show during the next step what they hold; the first
     and the last publication wait for that.
     """
-    publisher.publish(version, coordinator.wait_for_engines())
+    engines = coordinator.wait_for_engines()
+    if coordinator.shutdown_requested():
+        raise ShutdownRequested(f"asked to shut down after step {trainer.num_steps}, before an engine had weights")
+    publisher.publish(version, engines)
     coordinator.open(version)
     if trainer.num_steps == 0:
         if recipe.eval.before:

@@ -1,7 +1,9 @@
-"""What a process that Pronk starts gets from the one that starts it."""
+"""What a process that Pronk starts gets from the one that starts it, and how it ends."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,3 +21,29 @@ def test_a_process_imports_the_repositorys_modules_and_those_that_the_user_has_o
     code = "import sys, of_the_user, shared.config; sys.exit(shared.config.__file__ != sys.argv[1])"
     child = start("child", [sys.executable, "-P", "-c", code, str(ROOT / "shared/config.py")])
     assert child.process.wait(timeout=60) == 0
+
+
+CAREFREE = """
+import signal
+from launch.processes.children import Stopped, raise_on_signals
+raise_on_signals()
+try:
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except Exception:
+        print("lost")
+except Stopped as number:
+    print(number)
+"""
+
+
+def test_what_a_signal_raises_is_not_lost_in_code_that_catches_every_exception() -> None:
+    ended = subprocess.run([sys.executable, "-c", CAREFREE], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "SIGTERM\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+@pytest.mark.parametrize(("parent", "code"), [(os.getpid(), 0), (os.getppid(), 1)])
+def test_a_child_whose_parent_has_ended_before_it_could_heed_that_ends_at_once(parent: int, code: int) -> None:
+    program = f"from actor.isolation.lifeline import die_with_parent\ndie_with_parent(parent={parent})"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == code

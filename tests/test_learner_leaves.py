@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ import pytest
 
 from learner.shutdown import Shutdown
 from shared.types import Stop
-from tests.support.runs import RECIPE, metrics, places
+from tests.support.machine import until
+from tests.support.runs import command, metrics, places
 
 STEPS = 16
 FIELDS = {"learner.total_steps": STEPS, "learner.checkpoint.every": 4, "learner.resume": "auto", "eval.samples": 0}
@@ -31,8 +33,7 @@ def started() -> Iterator[list[subprocess.Popen]]:
 
 
 def launch(script: str, arguments: list[str], started: list[subprocess.Popen]) -> subprocess.Popen:
-    command = [sys.executable, f"launch/{script}.py", "--config", RECIPE, *arguments]
-    started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+    started.append(subprocess.Popen(command(script, arguments), stdout=subprocess.DEVNULL))
     return started[-1]
 
 
@@ -72,6 +73,29 @@ def test_a_learner_that_went_resumes_with_the_actors_that_waited(
     assert json.loads((tmp_path / "colour_tiny" / "result.json").read_text())["optimizer_steps"] == STEPS
     assert last["tickets/trained"] == STEPS * 16
     assert last["tickets/issued"] == last["tickets/trained"] + last["tickets/dropped"] + last["tickets/open"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_learner_that_still_waits_for_engines_leaves_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    arguments = command("learner", places(tmp_path))
+    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as learner:
+        try:
+            address = arguments[arguments.index("--learner.bind") + 1].removeprefix("tcp://")
+            until(lambda: learner.poll() is not None or listens(address), 120)
+            time.sleep(0.5)  # what is built after the address is taken
+            learner.send_signal(number)
+            _, told = learner.communicate(timeout=20)  # less than learner.leave_timeout_s
+        finally:
+            learner.kill()
+    assert learner.returncode == 130, told
+
+
+def listens(address: str) -> bool:
+    host, port = address.split(":")
+    with socket.socket() as tried:
+        return tried.connect_ex((host, int(port))) == 0
 
 
 def test_what_actors_are_told_depends_on_how_the_learner_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,12 @@ run's own environment.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import subprocess
 from dataclasses import dataclass
 
-from actor.isolation.lifeline import die_with_parent
+from actor.isolation.lifeline import tied_to_this_process
 
 ENDED = "ray.ended"  # in the cluster folder: how the last run under this name has ended
 ADDRESS_S = 30.0
@@ -85,7 +84,7 @@ class Host:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=functools.partial(die_with_parent, signal.SIGKILL),
+                preexec_fn=tied_to_this_process(signal.SIGKILL),
             )
 
     def poll(self) -> int | None:

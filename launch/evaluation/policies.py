@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actor.isolation.lifeline import die_with_parent
+from actor.isolation.lifeline import tied_to_this_process
 from launch.engines.probe import ModelFacts
 from launch.hub import local_model
 from launch.processes.children import module_path
@@ -41,7 +41,12 @@ class Named:
         env = {**os.environ, "PYTHONPATH": module_path()}
         try:
             ended = subprocess.run(
-                command, capture_output=True, text=True, env=env, timeout=EXPORT_LIMIT_S, preexec_fn=die_with_parent
+                command,
+                capture_output=True,
+                text=True,
+                env=env,
+                timeout=EXPORT_LIMIT_S,
+                preexec_fn=tied_to_this_process(),
             )
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{self.given} is not exported within {EXPORT_LIMIT_S:g} s") from None

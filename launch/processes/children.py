@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actor.isolation.lifeline import die_with_parent
+from actor.isolation.lifeline import tied_to_this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 TERMINATE_S = 6.0
@@ -68,7 +67,7 @@ def start(
         env={**os.environ, "PYTHONPATH": module_path(), **(env or {})},
         stdout=subprocess.DEVNULL if mute else None,
         stderr=stderr,
-        preexec_fn=die_with_parent,
+        preexec_fn=tied_to_this_process(),
     )
     return Child(name, process)
 
@@ -87,13 +86,14 @@ def start_family(name: str, command: Sequence[str], log: Path, *, env: dict[str,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, signal.SIGKILL),
+            preexec_fn=tied_to_this_process(signal.SIGKILL),
         )
     return Child(name, process, family=True)
 
 
-class Stopped(Exception):
-    """SIGINT or SIGTERM arrived."""
+class Stopped(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived. It may be raised in the middle of anything, an import too, and what it is raised in
+    may catch each `Exception`: Python's own compiler does so, but lets a KeyboardInterrupt through."""
 
 
 def raise_on_signals() -> None:

@@ -29,7 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actor.isolation.lifeline import die_with_parent
+from actor.isolation.lifeline import tied_to_this_process
 from launch.engines.network import free_port
 from launch.plots.figure import Curve, draw
 from launch.plots.series import Run, Series, read_run, smoothed
@@ -95,7 +95,7 @@ def play(plan: Plan, recipe: str) -> dict[str, Any]:
     with plan.folder.with_name(f"{plan.folder.name}.log").open("w+", encoding="utf-8") as log:
         try:
             kept: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
-            done = subprocess.run(command, cwd=ROOT, timeout=limit_s, preexec_fn=die_with_parent, **kept)
+            done = subprocess.run(command, cwd=ROOT, timeout=limit_s, preexec_fn=tied_to_this_process(), **kept)
         except subprocess.TimeoutExpired:
             return {"stopped": f"not over after {limit_s:.0f} s"}
         if done.returncode == 0:

@@ -22,13 +22,13 @@ from transformers import PreTrainedTokenizerFast
 
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads
+from actor.isolation.lifeline import die_with_parent
 from actor.journal import Journal
 from actor.limits import EpisodeLimits
 from actor.loop import ActorSettings, run_actor
 from actor.render import Renderer
 from actor.rollout import Player
 from actor.worker import vocab_size
-from launch.processes.children import die_with_parent
 from shared.codec import TokenRules
 from shared.engine_api import EngineClient
 from shared.types import Completion, Sample, VersionSpan
