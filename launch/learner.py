@@ -62,9 +62,7 @@ def main(argv: list[str] | None = None) -> int:
             held = take_run_folder(recipe)  # as the GPU is, until the process ends
             check_address(recipe.learner.bind)
             held = prepare_run_folder(recipe, held, restarted=restarted)
-        raise_on_signals()
-        shutdown = Shutdown(recipe.learner.leave_timeout_s)
-        shutdown.guard()  # before libraries are imported, which may lose what a signal raises in them
+        shutdown = heed_signals(recipe)
         _gpu = claim_gpu(recipe, rank)
         if options.from_recording:
             from learner.offline import run_recorded
@@ -88,6 +86,14 @@ def main(argv: list[str] | None = None) -> int:
     if result is not None:
         print(json.dumps(result.as_dict()), flush=True)
     return 0
+
+
+def heed_signals(recipe: Recipe) -> Shutdown:
+    """From here on a signal raises `Stopped`. The process also ends in time where that is lost: in an import, say."""
+    raise_on_signals()
+    shutdown = Shutdown(recipe.learner.leave_timeout_s)
+    shutdown.guard()
+    return shutdown
 
 
 def fail_once(error: Exception, rank: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +42,7 @@ def test_what_a_signal_raises_is_not_lost_in_code_that_catches_every_exception()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
-@pytest.mark.parametrize(("parent", "code"), [(os.getpid(), 0), (os.getppid(), 1)])
-def test_a_child_whose_parent_has_ended_before_it_could_heed_that_ends_at_once(parent: int, code: int) -> None:
-    program = f"from actor.isolation.lifeline import die_with_parent\ndie_with_parent(parent={parent})"
+@pytest.mark.parametrize(("parent", "code"), [("os.getppid()", 0), ("1 + os.getppid()", 1)])
+def test_a_child_whose_parent_has_ended_before_it_could_heed_that_ends_at_once(parent: str, code: int) -> None:
+    program = f"import os\nfrom actor.isolation.lifeline import die_with_parent\ndie_with_parent(parent={parent})"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == code

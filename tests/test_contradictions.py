@@ -10,15 +10,15 @@ from shared.sections import EnvConfig, ModelConfig
 from shared.settings.objective import ObjectiveConfig
 from tests.support.episodes import learner_config
 
-CLIPPED = {"vtrace_clip": True, "proximal": "learner"}
+PROXIMAL = {"proximal": "learner"}
 KL = {"kl_coef": 0.1, "kl_in_reward": True}
 GRADED = {"overlong": "penalise", "overlong_tokens": 100, "overlong_buffer": 20}
 FITTING = [
     {},
-    CLIPPED,
+    PROXIMAL,
     {"name": "ppo", "passes": 4, "minibatches": 4, "proximal": "learner"},
     {"name": "ppo", "critic_width": 64, "rho_bar": None},
-    {"passes": 2, "correction": "none", **CLIPPED},
+    {"passes": 2, "correction": "none", **PROXIMAL},
     {"minibatches": 2, "correction": "none"},
     {"rho_noise": 0.08, "mask_token_ratio": (0.5, 2.0), "mask_veto_ratio": 1e-4},
     KL,
@@ -33,7 +33,7 @@ REFUSED = [
         "critic_width = 8: grpo compares the episodes of a group and trains no critic",
     ),
     ({"critic_width": 8, "value_coef": 0.0}, "critic_width = 8 with value_coef = 0"),
-    ({"proximal": "learner"}, "vtrace clips nothing while vtrace_clip = false; set that to true"),
+    ({"proximal": "learner", "vtrace_clip": False}, "vtrace clips nothing while vtrace_clip = false; set that to true"),
     ({"name": "cispo", "proximal": "learner"}, "cispo clips no gradient"),
     ({"passes": 2, "correction": "none"}, "passes = 2 with correction = 'none'"),
     ({"name": "ppo", "rho_noise": 0.1}, "rho_noise = 0.1 with name = 'ppo'"),

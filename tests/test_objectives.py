@@ -68,11 +68,14 @@ def gradients(objective: str, tokens: Tokens, scale: float = 1.0, **settings) ->
 
 def test_vtrace_at_the_level_of_tokens_by_hand():
     tokens = tokens_of([math.log(2), math.log(0.25)], values=[1.0, 3.0], rewards=[0.0, 5.0])
-    by_logprob, by_entropy, by_value = gradients("vtrace", tokens, 10.0, value_coef=0.5, entropy_coef=0.1)
+    own = {"value_coef": 0.5, "entropy_coef": 0.1}
+    by_logprob, by_entropy, by_value = gradients("vtrace", tokens, 10.0, vtrace_clip=False, **own)
     # vs_1 = 3 + 0.25 (5 - 3) = 3.5;  vs_0 = 1 + 1 (3 - 1) + 1 (3.5 - 3) = 3.5;  A = (3.5 - 1, 5 - 3)
     assert by_logprob == pytest.approx([-1.0 * 10 * 2.5, -0.25 * 10 * 2.0])
     assert by_value == pytest.approx([0.5 * (1 - 3.5), 0.5 * (3 - 3.5)])
     assert by_entropy == pytest.approx([-0.1, -0.1])
+    clipped, *others = gradients("vtrace", tokens, 10.0, **own)  # the first token is twice as likely already
+    assert clipped == [0.0, by_logprob[1]] and others == [by_entropy, by_value]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -128,10 +131,20 @@ def test_the_three_estimates_of_kl_by_hand():
 # ------------------------------------------------------------------ random data against plain references
 
 SETTINGS = [
-    ("vtrace", {"gamma": 0.9, "lam": 0.8, "rho_bar": 1.1, "c_bar": 0.9, "pg_rho_bar": 1.2}),
-    ("vtrace", {"gamma": 0.9, "vtrace_clip": True, "value_clip": 0.4, "aggregation": "sequence_mean"}),
-    ("vtrace", {"vtrace_level": "turn", "turn_ratio": "product", "gamma": 0.9, "lam": 0.7, "rho_bar": None}),
-    ("vtrace", {"vtrace_level": "turn", "gamma": 0.9, "vtrace_clip": True, "aggregation": "sequence_mean"}),
+    ("vtrace", {"vtrace_clip": False, "gamma": 0.9, "lam": 0.8, "rho_bar": 1.1, "c_bar": 0.9, "pg_rho_bar": 1.2}),
+    ("vtrace", {"gamma": 0.9, "value_clip": 0.4, "aggregation": "sequence_mean"}),
+    (
+        "vtrace",
+        {
+            "vtrace_level": "turn",
+            "turn_ratio": "product",
+            "gamma": 0.9,
+            "lam": 0.7,
+            "rho_bar": None,
+            "vtrace_clip": False,
+        },
+    ),
+    ("vtrace", {"vtrace_level": "turn", "gamma": 0.9, "aggregation": "sequence_mean"}),
     ("grpo", {}),
     ("grpo", {"pg_rho_bar": None, "dual_clip": 1.3, "aggregation": "sequence_mean"}),
     ("grpo", {"pg_rho_bar": 1.5, "clip_low": 0.3, "clip_high": 0.3}),
@@ -192,7 +205,7 @@ def packed_tokens(episodes: list[dict[str, torch.Tensor]], config: ObjectiveConf
 @pytest.mark.parametrize(("objective", "settings"), SETTINGS)
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_an_objective_has_the_gradient_of_its_plain_reference(objective, settings, estimator):
-    own = {"kl_coef": 0.3, "kl_estimator": estimator, "entropy_coef": 0.2, "vtrace_clip": "proximal" in settings}
+    own = {"kl_coef": 0.3, "kl_estimator": estimator, "entropy_coef": 0.2}
     config, num_dropped = ObjectiveConfig(name=objective, **own | settings), 0
     for seed in range(3):
         episodes = random_episodes(seed)

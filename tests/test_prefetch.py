@@ -23,7 +23,6 @@ from tests.support.checkpoints import config, recipe, save
 from tests.support.episodes import random_groups
 
 SETTINGS = {
-    "vtrace_clip": True,
     "microbatch_tokens": 90,
     "passes": 2,
     "minibatches": 2,

@@ -48,7 +48,7 @@ def trained(recipe: Recipe, trainer: Trainer, groups: list[Group], **more) -> Re
     "objective",
     [
         {},
-        {"vtrace_level": "turn", "vtrace_clip": True, "critic_width": 8},
+        {"vtrace_level": "turn", "critic_width": 8},
         {"objective": "grpo"},
         {"objective": "ppo", "proximal": "learner", "mask_token_ratio": (0.9, 1.1)},
     ],

@@ -20,10 +20,8 @@ def run(recipe: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.learning
 @pytest.mark.slow
 def test_v_trace_teaches_a_small_model_to_name_colours_from_chance(tmp_path: Path) -> None:
-    objective = {"name": "vtrace", "vtrace_clip": "true"}
     optimizer = {"lr": 7e-4, "value_lr": 3e-3, "warmup_steps": 8, "schedule": "linear"}
-    learner = {"group_size": 1, "groups_per_step": 64, "total_steps": 60}
-    learner |= {f"objective.{name}": value for name, value in objective.items()}
+    learner = {"objective.name": "vtrace", "group_size": 1, "groups_per_step": 64, "total_steps": 60}
     learner |= {f"optimizer.{name}": value for name, value in optimizer.items()}
     fields = {f"learner.{name}": value for name, value in learner.items()} | {"actor.groups": 64, "eval.samples": 200}
     result = json.loads(run("colour_tiny", places(tmp_path, **fields)).stdout.splitlines()[-1])

@@ -3,7 +3,7 @@
 Every policy loss is the same gradient, -w A grad(log pi), summed over tokens, and objectives differ in A and in w:
 
     objective  A                  ratio            w
-    vtrace     q - V (V-trace)    token or turn    min(pg_rho_bar, ratio), 0 where clipped (only with vtrace_clip)
+    vtrace     q - V (V-trace)    token or turn    min(pg_rho_bar, ratio), 0 where clipped (unless vtrace_clip = false)
     ppo        q - V (GAE)        token or turn    min(pg_rho_bar, ratio), 0 where clipped
     grpo       group-relative     token            min(pg_rho_bar, ratio), 0 where clipped
     gspo       group-relative     whole episode    min(pg_rho_bar, ratio), 0 where clipped

@@ -55,7 +55,9 @@ class ObjectiveConfig(Section):
     clip_low: float = Field(0.2, ge=0, le=1, description="ratios below 1 - clip_low get no gradient (cispo: all do)")
     clip_high: float = Field(0.28, ge=0, description="ratios above 1 + clip_high get no gradient (cispo: count as it)")
     dual_clip: float | None = Field(None, gt=1, description="no gradient for bad tokens of a ratio above; null = any")
-    vtrace_clip: bool = Field(False, description="vtrace: clip as the three above say, beside pg_rho_bar")
+    vtrace_clip: bool = Field(
+        True, description="vtrace: clip as the three above say, beside pg_rho_bar; false: as its paper has it"
+    )
     divide_by_std: bool = Field(True, description="group-relative: divide advantages by the group's deviation")
     leave_one_out: bool = Field(False, description="group-relative: the baseline is the mean of the other episodes")
     dynamic_sampling: bool = Field(

@@ -39,7 +39,7 @@ class Task:
     learner: dict[str, Any]  # fields of the learner
 
 
-COMMON = {"objective.name": "vtrace", "objective.vtrace_clip": "true", "optimizer.schedule": "linear"}
+COMMON = {"objective.name": "vtrace", "optimizer.schedule": "linear"}
 TASKS = {
     "colour": Task(
         "colour_tiny", 16, 100, {"optimizer.lr": 5e-4, "optimizer.value_lr": 3e-3, "optimizer.warmup_steps": 16}
