@@ -40,7 +40,7 @@ def weights_of(policy):
 def test_one_sgd_step_gives_the_weights_computed_by_hand(policy, spec, ranks):
     config = learner_config(
         value_lr=0.5, lr=0.5, weight_decay=0, max_grad_norm=1e9, normalize_advantages=False, gamma=0.9, lam=0.8,
-        value_coef=0.25, entropy_coef=0.01, microbatch_tokens=100,
+        value_coef=0.25, entropy_coef=0.01, microbatch_tokens=100, vtrace_clip=False,
     )  # fmt: skip
     trainer = Trainer(policy, config, ranks)
     trainer.optimizer = torch.optim.SGD([{"params": list(policy.parameters()), "base_lr": 0.5}], lr=0.5)
