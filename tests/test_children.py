@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,21 @@ def test_a_process_imports_the_repositorys_modules_and_those_that_the_user_has_o
     code = "import sys, of_the_user, shared.config; sys.exit(shared.config.__file__ != sys.argv[1])"
     child = start("child", [sys.executable, "-P", "-c", code, str(ROOT / "shared/config.py")])
     assert child.process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    "command", [["launch/learner.py"], ["launch/local.py"], ["-m", "learner.export"]], ids=" ".join
+)
+def test_packages_of_the_user_with_the_names_of_our_folders_are_in_nobodys_way(
+    tmp_path: Path, command: list[str]
+) -> None:
+    """ROS has a package `launch`, and some distributions install `tests`."""
+    for name in ("actor", "envs", "kernels", "launch", "learner", "shared", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit(1)")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, env=env, capture_output=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr.decode()[-2000:]
 
 
 CAREFREE = """
