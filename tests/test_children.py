@@ -24,7 +24,9 @@ def test_a_process_imports_the_repositorys_modules_and_those_that_the_user_has_o
 
 
 @pytest.mark.parametrize(
-    "command", [["launch/learner.py"], ["launch/local.py"], ["-m", "learner.export"]], ids=" ".join
+    "command",
+    [["launch/learner.py"], ["launch/local.py"], ["-m", "envs.check"], ["-c", "import tests.support.runs"]],
+    ids=" ".join,
 )
 def test_packages_of_the_user_with_the_names_of_our_folders_are_in_nobodys_way(
     tmp_path: Path, command: list[str]

@@ -40,13 +40,12 @@ def live(link: socket.socket, code: Code, parent: int) -> None:
     status = 1
     try:
         os.setsid()  # what it starts is ended with it
-        die_with_parent(signal.SIGKILL)
-        if os.getppid() == parent:
-            faulthandler.enable()
-            _limit(code.memory_mb)
-            _throw_dice_anew()
-            _serve(link, code)
-            status = 0
+        die_with_parent(signal.SIGKILL, parent)
+        faulthandler.enable()
+        _limit(code.memory_mb)
+        _throw_dice_anew()
+        _serve(link, code)
+        status = 0
     except MemoryError:
         status = EXIT_MEMORY
     finally:
