@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from learner.metrics.writer import MetricLogger
 from shared.log import get_logger
@@ -35,6 +36,16 @@ def test_scalars_images_and_texts_are_read_back_by_tensorboard(tmp_path: Path) -
     assert (image.width, image.height) == (6, 4)
     assert PILImage.open(io.BytesIO(image.encoded_image_string)).getpixel((5, 3)) == (255, 0, 0)
     assert events.Tensors("sample/text_summary")[0].tensor_proto.string_val == [b"**hello**"]
+
+
+def test_the_values_of_a_step_are_one_event(tmp_path: Path) -> None:
+    logger = MetricLogger(tmp_path)
+    for step in (1, 2):
+        logger.scalars(step, {f"value_{i}": float(i) for i in range(100)})
+    logger.close()
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    events = [event for event in EventFileLoader(str(path)).Load() if event.HasField("summary")]
+    assert [(event.step, len(event.summary.value)) for event in events] == [(1, 100), (2, 100)]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from learner.model.policy import load_policy
+from learner.weights.gathering import gathered_buckets
 from learner.weights.verify import VerifierSettings, WeightVerifier, WrongWeights, hashes_compared
 from shared.engine_api import EngineClient
 from shared.engine_messages import EngineTraits
@@ -75,6 +76,23 @@ def test_an_engine_whose_checksums_lie_is_found_by_the_canary(folder, policy, pu
         move(policy, 0.05)
         with pytest.raises(WrongWeights, match=f"{url}, version 8: the canary prompt's logprobs are"):
             publisher.publish(8, [url])
+
+
+def test_the_learner_computes_its_own_answer_while_the_last_bucket_travels(folder, policy, publisher):
+    computed, waited = threading.Event(), []
+    real, canary = publisher.verifier.canary.expected, publisher.verifier.canary
+    canary.expected = lambda: (real(), computed.set())[0]
+    with running_engine(folder) as (url, app):
+        load, last = app.updates.loader.load, list(gathered_buckets(policy, publisher.ranks, FAST.bucket_bytes))[-1]
+
+        def late(flat, entries):
+            if entries[0].name == last.names[0]:
+                waited.append(computed.wait(3))
+            load(flat, entries)
+
+        app.updates.loader.load = late
+        assert publisher.publish(3, [url])["publish/unproven"] == 0
+    assert waited == [True]
 
 
 def test_an_engine_that_says_another_version_stops_the_run(folder, publisher):

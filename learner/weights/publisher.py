@@ -149,7 +149,8 @@ class Publisher:
         self._link.close()
 
     def _walk(self, update: WeightUpdate | None, seconds: Seconds, verifier: WeightVerifier | None) -> None:
-        """Every rank walks all buckets, whatever happens to the engines. The next is gathered while one is sent."""
+        """Every rank walks all buckets, whatever happens to the engines. The next is gathered while one is sent, and
+        beside the last the learner computes what it answers itself."""
         in_flight: Future[None] | None = None
         for bucket in seconds.of_each("gather", gathered_buckets(self.policy, self.ranks, self.settings.bucket_bytes)):
             if update is None or bucket is None:
@@ -161,9 +162,12 @@ class Publisher:
                 in_flight = self._link.start(update.send(bucket))
                 if verifier:
                     verifier.keep(bucket)
-        if update and in_flight:
-            self._link.wait(in_flight)
-            self._link.run(update.end())
+        over = self._link.start(update.end(in_flight)) if update and in_flight else None
+        if verifier:  # beside the last bucket
+            with seconds.of("proof"):
+                verifier.compute()
+        if over:
+            self._link.wait(over)
 
     def _healthy(self, engines: Collection[str]) -> tuple[dict[EngineClient, EngineTraits], dict[str, str]]:
         """Those that can be sent weights, and why the others cannot."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -117,7 +119,10 @@ class WeightUpdate:
             self.failed |= error.reasons
             self.working = False
 
-    async def end(self) -> None:
+    async def end(self, in_flight: Future[None] | None = None) -> None:
+        """`in_flight`: the last bucket, where nobody has waited for it yet."""
+        if in_flight:
+            await asyncio.wrap_future(in_flight)
         limit = self._call_timeout_s
         if self.working:
             with self._seconds.of("load"):

@@ -7,7 +7,6 @@ side of it.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections import Counter
 from collections.abc import Mapping
@@ -83,7 +82,7 @@ def hashes_compared(members: Members) -> set[EngineClient]:
 
 
 class WeightVerifier:
-    """`due`, `start` and `finish` are for all ranks alike; `keep` is rank 0's."""
+    """`due`, `compute`, `start` and `finish` are for all ranks alike; `keep` is rank 0's."""
 
     def __init__(
         self, policy: Policy, model_path: str, ranks: Ranks, settings: VerifierSettings = VerifierSettings()
@@ -100,11 +99,13 @@ class WeightVerifier:
         self._publications = 0
         self._kept = KeptWeights(Heads.of(policy.vlm.config))
         self._told: set[tuple[str, str]] = set()  # of which engines it was said why they are not compared
+        self._own: list[float] = []  # the learner's logprobs of the canary's tokens
         self._unsent = set[str]()  # the server's names of parameters that no engine is sent
         self._run = uuid.uuid4().hex
 
     def due(self) -> bool:
         """Whether this publication is one to check. Call it once for each."""
+        self._own = []
         self._publications += 1
         return (self._publications - 1) % self.settings.every == 0
 
@@ -136,16 +137,19 @@ class WeightVerifier:
                 self._kept.keep(name, values.mT.contiguous() if self._family.is_turned(name) else values)
         self._unsent |= {engine_name(name) for name in frozen}
 
+    def compute(self) -> None:
+        """What the learner itself answers, with the weights that it has now: once for a publication, however often it
+        is asked. A collective."""
+        self._own = self._own or self.canary.expected()
+
     def start(self, weights: str, members: Members, link: EngineLink) -> Proof:
-        """Asks the engines, and computes what the learner itself answers before its weights change; a collective. The
-        answers are judged as soon as all have come, beside whatever the learner does. `finish` it before the next."""
-        key = f"canary-{self._run}-{self._publications}"
+        """Asks the engines, after `compute`. The answers are judged as soon as all have come, beside whatever the
+        learner does. `finish` it before the next."""
+        key, own = f"canary-{self._run}-{self._publications}", self._own
         compared = hashes_compared(members)
-        asked = link.start(each(members, lambda engine: self._ask(engine, key, engine in compared)))
-        own = self.canary.expected()
 
         async def judged() -> Verdict:
-            answers = await asyncio.wrap_future(asked)
+            answers = await each(members, lambda engine: self._ask(engine, key, engine in compared))
             return await in_thread(lambda: self._judge(weights, members, own, answers))
 
         return Proof(weights, link.start(judged()))
