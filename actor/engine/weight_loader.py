@@ -92,8 +92,10 @@ def unflatten(flat: Tensor, entries: Sequence[Entry]) -> Iterator[tuple[str, Ten
 
 def check_finite(flat: Tensor, entries: Sequence[Entry]) -> None:
     """ValueError for a parameter in uint8 `flat` that holds what is no finite number."""
-    for name, tensor in unflatten(flat, entries):
-        if not bool(torch.isfinite(tensor).all()):
+    held = dict(unflatten(flat, entries))
+    largest = torch.stack([value.float() for value in torch._foreach_norm(list(held.values()), math.inf)])
+    for name, sound in zip(held, largest.isfinite().tolist(), strict=True):
+        if not sound:
             raise ValueError(f"{name} holds what is no finite number: the update is not installed")
 
 
@@ -135,11 +137,11 @@ class WeightLoader:
 
     @torch.no_grad()
     def load(self, flat: Tensor, entries: Sequence[Entry]) -> None:
-        for name, tensor in unflatten(flat, entries):
-            own = self.published(name)
-            assert own is not None, name  # `check` has seen it
-            own.copy_(tensor)
-            self.changed.add(name)
+        held = dict(unflatten(flat, entries))
+        own = {name: parameter for name in held if (parameter := self.published(name)) is not None}
+        assert own.keys() == held.keys()  # `check` has seen them
+        torch._foreach_copy_(list(own.values()), list(held.values()))
+        self.changed |= held.keys()
 
     def get(self, name: str, limit: int) -> list[Any]:
         """The first `limit` rows of a parameter as nested lists of floats. ValueError if there is none."""

@@ -171,11 +171,15 @@ class WeightUpdates:
         (self.adapters if is_of_adapter(entries[0].name) else self.loader).check(entries)
         size = sum(entry.nbytes for entry in entries)
         flat = torch.empty(size, dtype=torch.uint8, device=self._place(group))
+
+        def receive() -> None:
+            broadcast(group, flat, self._timeout_s)
+            check_finite(flat, entries)
+
         try:
-            await in_thread(lambda: broadcast(group, flat, self._timeout_s))
+            await in_thread(receive)
         except RuntimeError as error:
             raise ValueError(f"the broadcast failed: {' '.join(str(error).split())}") from error
-        await in_thread(lambda: check_finite(flat, entries))
         update.received.append((flat, entries))
         update.broken = False
         update.flush |= body.flush_cache
