@@ -1,13 +1,17 @@
 """Wall time to 0.9 of answers right on the colour task: Pronk beside TRL's GRPOTrainer with its own generation.
 
     pip install --target PEERS --no-deps trl accelerate datasets ...         # whatever `import trl` lacks
-    python -m tests.bench.trainers.colour --peers PEERS [--seeds 3] [--pronk-lr 1e-3 2e-3] [--trl-lr 1e-3 2e-3]
+    python -m tests.bench.trainers.colour --peers PEERS [--seeds 3] [--steps 80]
+        [--pronk "learner.groups_per_step=8 learner.publish.verify_every=10"] [--trl "learning_rate=5e-4"]
 
-Same model (launch/models/colour_tiny), same questions, same reward, 16 groups of 4 a step, on this machine alone, in
-turns. A question is new in each step, and so the share of right answers in a step is that on questions never trained
-on; 0.9 is reached where the mean of three steps is. Two clocks: from the command on, and from the start of training (of
-Pronk, when the first ticket is issued). Pronk's step counts when it has been trained on, TRL's when its rewards are
-known. Each then answers 200 held-out questions, outside of the clock. The last line is one JSON object.
+Same model (launch/models/colour_tiny), same questions, same reward, groups of 4, 16 of them a step where a variant does
+not say otherwise, on this machine alone, in turns. Each `--pronk` is a variant with settings of its recipe, each
+`--trl` one with settings of GRPOConfig, or `groups`, those of a step.
+
+A question is new in each step, and so the share of right answers in a step is that on questions never trained on; 0.9
+is reached where the mean of three steps is. Two clocks: from the command on, and from the start of training (of Pronk,
+when the first ticket is issued). Pronk's step counts when it has been trained on, TRL's when its rewards are known.
+Each then answers 200 held-out questions, outside of the clock. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -53,9 +57,13 @@ def reached(steps: Sequence[Step]) -> Step | None:
     return None
 
 
-def play_pronk(lr: float, seed: int, steps: int, _: str) -> Outcome:
-    fields: dict[str, Any] = {"run.seed": seed, "data.first_seed": 1_000_000 * seed, "learner.optimizer.lr": lr}
-    fields |= {"learner.total_steps": steps, "learner.checkpoint.every": 0, "eval.samples": HELD_OUT}
+def settings_of(words: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words.split())
+
+
+def play_pronk(variant: str, seed: int, steps: int, _: str) -> Outcome:
+    fields: dict[str, Any] = {"run.seed": seed, "data.first_seed": 1_000_000 * seed, "learner.total_steps": steps}
+    fields |= {"learner.checkpoint.every": 0, "eval.samples": HELD_OUT, "eval.before": False} | settings_of(variant)
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         done = finished(local(places(Path(folder), **fields)), timeout_s=LIMIT_S)
@@ -66,9 +74,9 @@ def play_pronk(lr: float, seed: int, steps: int, _: str) -> Outcome:
     return Outcome(rows, json.loads(done.stdout.splitlines()[-1])["success_after"])
 
 
-def play_trl(lr: float, seed: int, steps: int, peers: str) -> Outcome:
-    command = [sys.executable, "-m", "tests.bench.trainers.trl_colour", "--peers", peers, "--lr", str(lr)]
-    command += ["--seed", str(seed), "--steps", str(steps)]
+def play_trl(variant: str, seed: int, steps: int, peers: str) -> Outcome:
+    command = [sys.executable, "-m", "tests.bench.trainers.trl_colour", "--peers", peers]
+    command += ["--seed", str(seed), "--steps", str(steps), "--set", *variant.split()]
     began, rows, held_out = time.monotonic(), [], 0.0
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
@@ -108,16 +116,17 @@ def main() -> int:
     parser.add_argument("--peers", default="", help="a folder with TRL and what it needs")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--pronk-lr", type=float, nargs="*", default=[1e-3])
-    parser.add_argument("--trl-lr", type=float, nargs="*", default=[1e-3])
+    parser.add_argument("--pronk", action="append", default=[], help="a variant: KEY=VALUE ... of the recipe")
+    parser.add_argument("--trl", action="append", default=[], help="a variant: KEY=VALUE ... of GRPOConfig, or groups")
     options = parser.parse_args()
-    sides = [("pronk", lr, play_pronk) for lr in options.pronk_lr] + [("trl", lr, play_trl) for lr in options.trl_lr]
+    sides = [("pronk", words, play_pronk) for words in options.pronk]
+    sides += [("trl", words, play_trl) for words in options.trl]
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in range(options.seeds):
-        for name, lr, play in sides:
-            result = summary(play(lr, seed, options.steps, options.peers))
-            found.setdefault(f"{name}, rate {lr:g}", []).append(result)
-            print(name, lr, seed, json.dumps(result), file=sys.stderr, flush=True)
+        for name, words, play in sides:
+            result = summary(play(words, seed, options.steps, options.peers))
+            found.setdefault(f"{name} {words}".strip(), []).append(result)
+            print(name, words, seed, json.dumps(result), file=sys.stderr, flush=True)
     print(json.dumps({"benchmark": "colour", "steps": options.steps, **found}))
     return 0
 

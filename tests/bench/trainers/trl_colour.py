@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the colour task, with its own generation; a process that tests.bench.trainers.colour starts.
 
-    python -m tests.bench.trainers.trl_colour --peers PEERS --lr 1e-3 --seed 0 --steps 40
+    python -m tests.bench.trainers.trl_colour --peers PEERS --seed 0 --steps 40 --set learning_rate=5e-4 groups=16
 
 A line of JSON a step, {"seconds", "success"}: when the rewards of the step's fresh answers are known, counted from the
 start of training, and the share that is right. The last line has the held-out success, sampled, after the last step.
@@ -32,7 +32,7 @@ from envs.colour import SYSTEM_PROMPT, build_env
 from shared.types import Sample
 
 MODEL = "launch/models/colour_tiny"
-GROUPS, GROUP, NEW_TOKENS = 16, 4, 4  # a step, as the recipe colour_tiny.toml has them
+GROUPS, GROUP, NEW_TOKENS = 16, 4, 4  # a step, as the recipe colour_tiny.toml has them; `--set` may change the first
 HELD_OUT, NUM_HELD_OUT = 2_000_000_000, 200
 STDOUT = sys.stdout  # lines of JSON alone; what the trainer prints goes to stderr
 
@@ -61,6 +61,14 @@ def right(seed: int, answer: str) -> float:
     env = build_env(Sample("", metadata={"seed": seed}))
     env.reset()
     return float(env.step(answer)[2]["reward"])
+
+
+def read(value: str) -> Any:
+    """A number, true or false as such, anything else as a word."""
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
 class Rewards:
@@ -96,27 +104,28 @@ def held_out_success(trainer: GRPOTrainer, banned: list[int]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="", help="a folder with TRL and what it needs")
-    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE: settings of GRPOConfig, and groups of a step")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    size, processing = GROUPS * GROUP, processor()
+    chosen = {key: read(value) for key, value in (pair.split("=", 1) for pair in options.set)}
+    groups, processing = chosen.pop("groups", GROUPS), processor()
     tokenizer = processing.tokenizer
     banned = [tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "vision_start", "vision_end")]
     settings: dict[str, Any] = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": []}
-    settings |= {"per_device_train_batch_size": size, "num_generations": GROUP, "max_steps": options.steps}
-    settings |= {"learning_rate": options.lr, "lr_scheduler_type": "constant", "weight_decay": 0.0, "beta": 0.0}
+    settings |= {"per_device_train_batch_size": groups * GROUP, "num_generations": GROUP, "max_steps": options.steps}
+    settings |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "weight_decay": 0.0, "beta": 0.0}
     settings |= {"max_completion_length": NEW_TOKENS, "seed": options.seed, "save_strategy": "no", "disable_tqdm": True}
-    settings |= {"generation_kwargs": {"suppress_tokens": banned}, "logging_steps": 10**6}
+    settings |= {"generation_kwargs": {"suppress_tokens": banned}, "logging_steps": 10**6, "adam_beta2": 0.98} | chosen
     first = 1_000_000 * options.seed
     with contextlib.redirect_stdout(sys.stderr):
         trainer = GRPOTrainer(
             model=AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32),
             reward_funcs=(rewards := Rewards()),
             args=GRPOConfig(output_dir=tempfile.mkdtemp(), **settings),
-            train_dataset=Dataset.from_list([question(first + k) for k in range(GROUPS * options.steps)]),
+            train_dataset=Dataset.from_list([question(first + k) for k in range(groups * options.steps)]),
             processing_class=processing,
         )
     rewards.began = time.monotonic()
