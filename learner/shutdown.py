@@ -83,7 +83,8 @@ class Shutdown:
             get_logger("learner").warning("a checkpoint is still being written after %g s: waiting for it", limit_s)
             time.sleep(PROGRESS_S)
             seen, now = now, self.progress()
-        get_logger("learner").error("not gone within learner.leave_timeout_s = %g; ending at once", limit_s)
+        limit = "learner.leave_timeout_s =" if limit_s == self._within_s else "the seconds that a start has:"
+        get_logger("learner").error("not gone within %s %g; ending at once", limit, limit_s)
         os._exit(EXIT_LATE)
 
     def farewell(self, *, complete: bool) -> Stop | None:

@@ -155,9 +155,12 @@ for _ in range(2):  # the second waits in C for ever, as a collective does; no h
 """
 
 
-@pytest.mark.parametrize(("within_s", "enter"), [(0.2, "leave.__enter__()"), (600.0, "")])
-def test_a_rank_that_waits_for_a_dead_one_is_ended_in_time(within_s: float, enter: str) -> None:
+@pytest.mark.parametrize(
+    ("within_s", "enter", "limit"),
+    [(0.2, "leave.__enter__()", "learner.leave_timeout_s = 0.2"), (600.0, "", "the seconds that a start has: 3")],
+)
+def test_a_rank_that_waits_for_a_dead_one_is_ended_in_time(within_s: float, enter: str, limit: str) -> None:
     code = STUCK.format(within_s=within_s, enter=enter)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
     assert run.returncode == 1
-    assert "not gone within" in run.stderr + run.stdout
+    assert f"not gone within {limit}" in run.stderr + run.stdout
