@@ -11,7 +11,7 @@ import importlib.util
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from actor.isolation import lifeline
@@ -117,8 +117,8 @@ def _connected(made: Layout) -> Iterator[Any]:
         f"import ray\ntry: ray.init(**{options!r})\nexcept Exception as error: raise SystemExit(str(error)) from None"
     )
     try:
-        _try(trial)
-        ray.init(**options)
+        _try(lambda: call(sys.executable, "-c", trial, cure=CURE))
+        _try(lambda: ray.init(**options))
     except Exception as error:  # noqa: BLE001 - Ray raises of many kinds
         said = " ".join(str(error).partition(" failed: ")[2].split())[-300:] or error
         raise ConfigError(f"cluster.ray.address = {address!r}: {said}; {CURE}") from None
@@ -128,14 +128,14 @@ def _connected(made: Layout) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _try(program: str) -> None:
-    """Runs it in a process of its own, once more where the head node was too busy for Ray's own time limit."""
+def _try(reach: Callable[[], object]) -> None:
+    """Once more where the head node was too busy for Ray's own time limit."""
     try:
-        call(sys.executable, "-c", program, cure=CURE)
-    except ConfigError as error:
+        reach()
+    except Exception as error:
         if SLOW not in str(error):
             raise
-        call(sys.executable, "-c", program, cure=CURE)
+        reach()
 
 
 def _supervisor(ray: Any, made: Layout) -> Any:

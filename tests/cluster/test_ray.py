@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from launch.engines.network import free_port
-from tests.cluster.submitted import ENDLESS, ROOT, Submitted
+from tests.cluster.submitted import COLOUR, ENDLESS, ROOT, Submitted
 
 ray = pytest.importorskip("ray", reason="pip install --group ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from launch.clusters import ray_cluster  # noqa: E402
-from shared.config import ConfigError  # noqa: E402
+from launch.clusters.layout import CONTAINER, Layout  # noqa: E402
+from shared.config import ConfigError, load_recipe  # noqa: E402
 
 STORE = {"object_store_memory": 80 * 2**20}
 
@@ -117,16 +118,19 @@ def test_what_cannot_run_is_refused_in_one_line(nodes, tmp_path, fields, line):
 
 
 @pytest.mark.parametrize(("said", "tries"), [(ray_cluster.SLOW, 2), ("of another version", 1)])
-def test_a_head_node_that_had_no_time_is_asked_once_more_and_any_other_is_not(monkeypatch, said, tries):
+@pytest.mark.parametrize("at", ["trial", "connection"])
+def test_a_head_node_that_had_no_time_is_asked_once_more_and_any_other_is_not(monkeypatch, tmp_path, said, tries, at):
     asked = []
 
-    def call(*words, cure):
-        asked.append(words)
-        raise ConfigError(f"python -c failed: {said}")
+    def refuse(*_, **__):
+        asked.append(at)
+        raise ConnectionError(f"python -c failed: {said}")
 
-    monkeypatch.setattr(ray_cluster, "call", call)
-    with pytest.raises(ConfigError, match=said):
-        ray_cluster._try("import ray")
+    monkeypatch.setattr(ray_cluster, "call", refuse if at == "trial" else lambda *_, **__: None)
+    monkeypatch.setattr(ray, "init", refuse)
+    made = Layout(load_recipe(COLOUR, ["--cluster.ray.address", "auto"]), tmp_path, CONTAINER)
+    with pytest.raises(ConfigError, match=said), ray_cluster._connected(made):
+        pass
     assert len(asked) == tries
 
 
