@@ -90,7 +90,8 @@ def stop(made: Layout) -> str:
     return f"{made.job} has ended; logs in {made.folder / 'logs'}"
 
 
-SLOW = "Starting Ray client server failed"  # what a head node says that had no time for it
+NOT_STARTED = "Starting Ray client server failed"  # what a head node says whose fork for this client died, or was late
+TRIES = 3
 
 
 @contextlib.contextmanager
@@ -129,13 +130,14 @@ def _connected(made: Layout) -> Iterator[Any]:
 
 
 def _try(reach: Callable[[], object]) -> None:
-    """Once more where the head node was too busy for Ray's own time limit."""
-    try:
-        reach()
-    except Exception as error:
-        if SLOW not in str(error):
-            raise
-        reach()
+    """Again where the head node started no process for this client, as happens to it by chance."""
+    for left in reversed(range(TRIES)):
+        try:
+            reach()
+            return
+        except Exception as error:
+            if not left or NOT_STARTED not in str(error):
+                raise
 
 
 def _supervisor(ray: Any, made: Layout) -> Any:

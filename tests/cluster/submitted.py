@@ -29,7 +29,7 @@ class Submitted:
         self.words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
 
     def call(self, action: str, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(action, *words), cwd=ROOT, capture_output=True, text=True, timeout=150)
+        return subprocess.run(self.command(action, *words), cwd=ROOT, capture_output=True, text=True, timeout=240)
 
     def command(self, action: str, *words: str) -> list[str]:
         program = [sys.executable, "launch/cluster.py", action, "--on", self.on, "--config", COLOUR]

@@ -82,7 +82,9 @@ def test_a_run_that_is_stopped_from_outside_the_cluster_leaves_a_checkpoint(node
     said = run.call("submit")
     assert said.returncode == 0, said.stderr
     run.until("two steps", lambda: run.steps() >= 2)
-    table = run.call("status").stdout
+    told = run.call("status")
+    assert told.returncode == 0, told.stderr
+    table = told.stdout
     assert [row.split()[0] for row in table.splitlines()[1:]] == ["learner", "learner", "engines", "actors"], table
     ended = run.call("stop")
     assert ended.returncode == 0 and "pronk-stopped has ended" in ended.stdout, ended.stderr
@@ -117,9 +119,11 @@ def test_what_cannot_run_is_refused_in_one_line(nodes, tmp_path, fields, line):
     assert not (tmp_path / "refused.cluster" / "keys").exists()
 
 
-@pytest.mark.parametrize(("said", "tries"), [(ray_cluster.SLOW, 2), ("of another version", 1)])
+@pytest.mark.parametrize(("said", "tries"), [(ray_cluster.NOT_STARTED, ray_cluster.TRIES), ("of another version", 1)])
 @pytest.mark.parametrize("at", ["trial", "connection"])
-def test_a_head_node_that_had_no_time_is_asked_once_more_and_any_other_is_not(monkeypatch, tmp_path, said, tries, at):
+def test_a_head_node_that_started_nothing_for_the_client_is_asked_again_and_any_other_is_not(
+    monkeypatch, tmp_path, said, tries, at
+):
     asked = []
 
     def refuse(*_, **__):
