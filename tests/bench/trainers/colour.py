@@ -5,8 +5,8 @@
         [--pronk "learner.groups_per_step=8 learner.publish.verify_every=10"] [--trl "learning_rate=5e-4"]
 
 Same model (launch/models/colour_tiny), same questions, same reward, groups of 4, 16 of them a step where a variant does
-not say otherwise, on this machine alone, in turns. Each `--pronk` is a variant with settings of its recipe, each
-`--trl` one with settings of GRPOConfig, or `groups`, those of a step.
+not say otherwise, AdamW with the same betas, on this machine alone, in turns. Each `--pronk` is a variant with settings
+of its recipe, each `--trl` one with settings of GRPOConfig, or `groups`, those of a step; one of each without any.
 
 A question is new in each step, and so the share of right answers in a step is that on questions never trained on; 0.9
 is reached where the mean of three steps is. Two clocks: from the command on, and from the start of training (of Pronk,
@@ -119,6 +119,8 @@ def main() -> int:
     parser.add_argument("--pronk", action="append", default=[], help="a variant: KEY=VALUE ... of the recipe")
     parser.add_argument("--trl", action="append", default=[], help="a variant: KEY=VALUE ... of GRPOConfig, or groups")
     options = parser.parse_args()
+    if not options.pronk and not options.trl:
+        options.pronk = options.trl = [""]
     sides = [("pronk", words, play_pronk) for words in options.pronk]
     sides += [("trl", words, play_trl) for words in options.trl]
     found: dict[str, list[dict[str, Any]]] = {}
