@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,17 +86,22 @@ def start(options: argparse.Namespace) -> tuple[ModuleType, Any, list[dict[str, 
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings given with --set, their values read as JSON where they are JSON."""
-    args: dict[str, Any] = {"max_turns": options.max_turns}
-    for item in options.set:
+    """What the environment is given."""
+    return {"max_turns": options.max_turns} | values_of(options.set)
+
+
+def values_of(items: Iterable[str]) -> dict[str, Any]:
+    """The settings given with --set, their values read as JSON where they are JSON. ValueError for one without '='."""
+    found: dict[str, Any] = {}
+    for item in items:
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"--set {item!r} has no '=': write --set key=value")
         try:
-            args[key] = json.loads(value)
+            found[key] = json.loads(value)
         except json.JSONDecodeError:
-            args[key] = value
-    return args
+            found[key] = value
+    return found
 
 
 def show(message: dict[str, Any], folder: Path | None, name: str) -> None:

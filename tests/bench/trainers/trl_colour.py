@@ -29,6 +29,7 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from trl import GRPOConfig, GRPOTrainer
 
 from envs.colour import SYSTEM_PROMPT, build_env
+from envs.play import values_of
 from shared.types import Sample
 
 MODEL = "launch/models/colour_tiny"
@@ -61,14 +62,6 @@ def right(seed: int, answer: str) -> float:
     env = build_env(Sample("", metadata={"seed": seed}))
     env.reset()
     return float(env.step(answer)[2]["reward"])
-
-
-def read(value: str) -> Any:
-    """A number, true or false as such, anything else as a word."""
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
 
 
 class Rewards:
@@ -110,8 +103,8 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE: settings of GRPOConfig, and groups of a step")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    chosen = {key: read(value) for key, value in (pair.split("=", 1) for pair in options.set)}
-    groups, processing = chosen.pop("groups", GROUPS), processor()
+    chosen, processing = values_of(options.set), processor()
+    groups = chosen.pop("groups", GROUPS)
     tokenizer = processing.tokenizer
     banned = [tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "vision_start", "vision_end")]
     settings: dict[str, Any] = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": []}
