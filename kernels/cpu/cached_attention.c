@@ -4,18 +4,6 @@
 #define MAX_GROUP 32  /* H / K at most */
 #define BLOCK 128     /* keys whose scores are held at once */
 
-/* The even and the odd ones of two registers laid end to end. */
-#if LANES == 16
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-#elif LANES == 8
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
-#else
-#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
-#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
-#endif
-
 /* score[j] = scale * query . key[j] for LANES keys of d floats, a multiple of LANES: all their sums are folded
  * together, since to fold each by itself would cost more than the products. */
 INLINE void dots(const float *query, const float *key, int64_t d, float scale, float *score) {

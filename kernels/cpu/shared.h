@@ -8,21 +8,39 @@
 #define INLINE static inline __attribute__((always_inline))
 #define SHARED _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows > 16)")
 
-/* e^x of x <= 0 by Cody and Waite's reduction and a polynomial of degree 6: relative error below 3e-7. */
+/* p * 2^n, n a whole number. */
+INLINE float times_power_of_two(float p, float n) {
+    union { float value; uint32_t bits; } scaled = {p};
+    scaled.bits += (uint32_t)(int32_t)n << 23;
+    return scaled.value;
+}
+
+/* 2^x of x <= 0, at least 2^-125: a polynomial of degree 5, 1 at 0, of the least relative error, which is below 3e-7. */
+INLINE float exp2_negative(float x) {
+    x = x < -125.0f ? -125.0f : x;
+    float n = rintf(x), r = x - n;
+    float p = 1.3264727e-3f;
+    p = p * r + 9.671513e-3f;
+    p = p * r + 5.5507336e-2f;
+    p = p * r + 2.4022242e-1f;
+    p = p * r + 6.93147e-1f;
+    p = p * r + 1.0f;
+    return times_power_of_two(p, n);
+}
+
+/* e^x of x <= 0, at least e^-86, by Cody and Waite's reduction and such a polynomial. */
 INLINE float exp_negative(float x) {
-    x = x < -87.0f ? -87.0f : x;
+    x = x < -86.0f ? -86.0f : x;
     float n = rintf(x * 1.44269504f);
     float r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-    float p = 1.3888889e-3f;
-    p = p * r + 8.3333333e-3f;
-    p = p * r + 4.1666667e-2f;
-    p = p * r + 1.6666667e-1f;
-    p = p * r + 0.5f;
+    float p = 8.2903132e-3f;
+    p = p * r + 4.1897938e-2f;
+    p = p * r + 1.6667636e-1f;
+    p = p * r + 4.9999151e-1f;
+    p = p * r + 9.999997e-1f;
     p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
-    return p * power.value;
+    return times_power_of_two(p, n);
 }
 
 #define MAX_HEAD 256  /* D at most */
@@ -55,6 +73,18 @@ INLINE float exp_negative(float x) {
 #define LANES 4
 #endif
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* The even and the odd ones of two registers laid end to end. */
+#if LANES == 16
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#elif LANES == 8
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15)
+#else
+#define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
+#define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
+#endif
 
 /* out = row / root of (its mean square + eps) * weight; it may be the row itself. The factor of the row. */
 INLINE float norm_row(const float *row, const float *weight, float eps, int64_t width, float *out) {

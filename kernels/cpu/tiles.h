@@ -1,0 +1,144 @@
+/* Products of attention between queries, one in each lane of some registers, and rows of keys or values. A factor of a
+ * row serves all registers that are side by side, so that loads do not limit the products. */
+#include "shared.h"
+
+#define SIDE 2 /* registers side by side at most */
+/* How many rows or columns are summed at once: SIDE times as many registers hold sums. */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define AT_ONCE 8
+#else
+#define AT_ONCE 4
+#endif
+#define UNROLL_ROWS _Pragma("GCC unroll 8")
+#define UNROLL_SIDE _Pragma("GCC unroll 2")
+
+/* The queries of a tile: register v has valid[v] of them in its first lanes, one after another from row[v] and head[v]
+ * on, which count from where the tile begins. Query r of the tile's rows sees the first seen[r] keys, none sees more
+ * than `length`. */
+typedef struct {
+    int64_t registers, valid[SIDE], row[SIDE], head[SIDE], length;
+    const int64_t *seen;
+} Tile;
+
+/* Where register v begins, in something whose rows and heads are so far apart. */
+#define BEGIN(v, rows_apart, heads_apart) (tile->row[v] * (rows_apart) + tile->head[v] * (heads_apart))
+
+/* Rows become columns. */
+INLINE void transpose(lanes *rows) {
+    lanes read[LANES];
+#pragma GCC unroll 4
+    for (int left = LANES; left > 1; left /= 2) {
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) read[j] = rows[j];
+#pragma GCC unroll 8
+        for (int j = 0; j < LANES / 2; j++) {
+            rows[j] = EVEN(read[2 * j], read[2 * j + 1]);
+            rows[j + LANES / 2] = ODD(read[2 * j], read[2 * j + 1]);
+        }
+    }
+}
+
+/* turned[i * w], lane l = rows[l][i] * by; nothing in the lanes beyond `valid`. */
+INLINE void turn_in(const float *rows, int64_t stride, int64_t valid, int64_t w, int64_t d, float by, lanes *turned) {
+    int64_t whole = d - d % LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        lanes block[LANES] = {{0}};
+        for (int l = 0; l < valid; l++) block[l] = *(const lanes *)(rows + l * stride + i) * by;
+        transpose(block);
+        for (int u = 0; u < LANES; u++) turned[(i + u) * w] = block[u];
+    }
+    for (int64_t i = whole; i < d; i++)
+        for (int l = 0; l < LANES; l++) ((float *)(turned + i * w))[l] = l < valid ? rows[l * stride + i] * by : 0;
+}
+
+/* rows[l][i] = turned[i * w], lane l, * by, for `valid` rows. */
+INLINE void turn_out(const lanes *turned, int64_t w, int64_t d, lanes by, int64_t valid, float *rows, int64_t stride) {
+    int64_t whole = d - d % LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
+        lanes block[LANES];
+        for (int u = 0; u < LANES; u++) block[u] = turned[(i + u) * w] * by;
+        transpose(block);
+        for (int l = 0; l < valid; l++) *(lanes *)(rows + l * stride + i) = block[l];
+    }
+    for (int64_t i = whole; i < d; i++) {
+        lanes last = turned[i * w] * by;
+        for (int l = 0; l < valid; l++) rows[l * stride + i] = last[l];
+    }
+}
+
+/* scores[j] = sum over i of turned[i] * rows[j][i], for `count` rows; turned [d, w], scores [count, w]. */
+INLINE void dots_of_rows(const lanes *turned, int64_t w, int64_t d, const float *rows, int64_t stride, int64_t count,
+                         lanes *scores) {
+    int64_t j = 0;
+    for (; j + AT_ONCE <= count; j += AT_ONCE) {
+        const float *row = rows + j * stride;
+        lanes dot[AT_ONCE][SIDE] = {{{0}}};
+        for (int64_t i = 0; i < d; i++)
+            UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
+                UNROLL_SIDE for (int v = 0; v < w; v++) dot[u][v] += turned[i * w + v] * row[u * stride + i];
+        UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
+            UNROLL_SIDE for (int v = 0; v < w; v++) scores[(j + u) * w + v] = dot[u][v];
+    }
+    for (; j < count; j++) {
+        lanes dot[SIDE] = {{0}};
+        for (int64_t i = 0; i < d; i++)
+            UNROLL_SIDE for (int v = 0; v < w; v++) dot[v] += turned[i * w + v] * rows[j * stride + i];
+        UNROLL_SIDE for (int v = 0; v < w; v++) scores[j * w + v] = dot[v];
+    }
+}
+
+/* sums[i] = sums[i] * kept + sum over j of weights[j] * rows[j][i], for `count` rows; sums [d, w], weights [count, w],
+ * kept [w]. */
+INLINE void add_rows(const lanes *weights, int64_t w, int64_t count, const float *rows, int64_t stride, int64_t d,
+                     const lanes *kept, lanes *sums) {
+    for (int64_t i = 0; i < d; i += AT_ONCE) {
+        lanes part[AT_ONCE][SIDE];
+        UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
+            UNROLL_SIDE for (int v = 0; v < w; v++) part[u][v] = sums[(i + u) * w + v] * kept[v];
+        for (int64_t j = 0; j < count; j++)
+            UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
+                UNROLL_SIDE for (int v = 0; v < w; v++) part[u][v] += weights[j * w + v] * rows[j * stride + i + u];
+        UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
+            UNROLL_SIDE for (int v = 0; v < w; v++) sums[(i + u) * w + v] = part[u][v];
+    }
+}
+
+/* sums[j][i] += sum over l of weights[j * w], lane l, * rows[l][i], for `count` sums and `valid` rows. */
+INLINE void add_outer(const lanes *weights, int64_t w, int64_t count, const float *rows, int64_t stride, int64_t valid,
+                      int64_t d, float *sums, int64_t sum_stride) {
+    const float *weight = (const float *)weights;
+    int64_t across = w * LANES, whole = d - d % LANES, j = 0;
+    for (; j + AT_ONCE <= count; j += AT_ONCE) {
+        for (int64_t i = 0, beside; i < whole; i += beside * LANES) {
+            lanes part[AT_ONCE][SIDE];
+            beside = i + SIDE * LANES <= d ? SIDE : 1;
+#define ADD(registers)                                                                                             \
+    UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++) UNROLL_SIDE for (int v = 0; v < registers; v++)                     \
+        part[u][v] = *(lanes *)(sums + (j + u) * sum_stride + i + v * LANES);                                         \
+    for (int l = 0; l < valid; l++)                                                                                   \
+        UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++) UNROLL_SIDE for (int v = 0; v < registers; v++)                 \
+            part[u][v] += *(const lanes *)(rows + l * stride + i + v * LANES) * weight[(j + u) * across + l];         \
+    UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++) UNROLL_SIDE for (int v = 0; v < registers; v++)                     \
+        *(lanes *)(sums + (j + u) * sum_stride + i + v * LANES) = part[u][v];
+            if (beside == SIDE) {
+                ADD(SIDE)
+            } else {
+                ADD(1)
+            }
+        }
+    }
+    for (int64_t left = j, from = whole < d ? 0 : left; from < count; from++)
+        for (int l = 0; l < valid; l++)
+#pragma omp simd
+            for (int64_t i = from < left ? whole : 0; i < d; i++)
+                sums[from * sum_stride + i] += rows[l * stride + i] * weight[from * across + l];
+}
+
+/* scores[j] = `fill` in the lanes whose queries do not see key start + j; scores [count, w]. */
+INLINE void hide(float fill, const Tile *tile, int64_t w, int64_t start, int64_t count, lanes *scores) {
+    int64_t first = tile->seen[0];
+    for (int64_t j = first > start ? first - start : 0; j < count; j++)
+        for (int v = 0; v < w; v++)
+            for (int l = 0; l < tile->valid[v]; l++)
+                if (start + j >= tile->seen[tile->row[v] + l]) ((float *)(scores + j * w + v))[l] = fill;
+}
