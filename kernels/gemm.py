@@ -12,9 +12,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import fits_onednn, product
+from kernels.cpu.linear import product, uses_onednn
 
-PIECE = 128  # terms that the CPU's float32 product sums in one chain; more of them lose digits against other BLAS
+PIECE = 128  # terms that oneDNN's float32 product sums in one chain; more of them lose digits against other BLAS
 
 
 class Operand:
@@ -34,8 +34,8 @@ def widened(x: Tensor) -> Tensor:
 
 
 def logits_tile(x_RH: Operand, w_CH: Operand, out_RC: Tensor) -> None:
-    """`out = x @ w.T` in float32. On some CPUs oneDNN is up to twice as fast as torch.mm, and never much slower."""
-    if fits_onednn(x_RH.whole):
+    """`out = x @ w.T` in float32."""
+    if uses_onednn(x_RH.whole):
         _add_products(out_RC, zip(x_RH.pieces, w_CH.pieces, strict=True), new=True)
     else:
         _add_product(out_RC, x_RH.whole, w_CH.whole.t(), new=True)
@@ -43,7 +43,7 @@ def logits_tile(x_RH: Operand, w_CH: Operand, out_RC: Tensor) -> None:
 
 def add_hidden_grad(total_RH: Tensor, dlogits_RC: Tensor, w_CH: Operand, *, new: bool) -> None:
     """`total += dlogits @ w`, total in float32; `new`: whatever lies there is overwritten."""
-    if fits_onednn(dlogits_RC):
+    if uses_onednn(dlogits_RC):
         columns = (piece.contiguous() for piece in dlogits_RC.split(PIECE, 1))
         pairs = ((d, w.t()) for d, w in zip(columns, w_CH.whole.split(PIECE), strict=True))
         _add_products(total_RH, pairs, new=new)
@@ -54,7 +54,7 @@ def add_hidden_grad(total_RH: Tensor, dlogits_RC: Tensor, w_CH: Operand, *, new:
 def add_weight_grad(total_CH: Tensor, dlogits_RC: Tensor, x_RH: Operand, *, new: bool) -> None:
     """`total += dlogits.T @ x`, total in float32; `new`: whatever lies there is overwritten, and `total` may have the
     operands' dtype."""
-    if fits_onednn(x_RH.whole):
+    if uses_onednn(x_RH.whole):
         pairs = zip(dlogits_RC.split(PIECE), x_RH.whole.split(PIECE), strict=True)
         _add_products(total_CH, ((d.t(), part.t()) for d, part in pairs), new=new)
     else:

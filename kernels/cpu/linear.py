@@ -33,20 +33,16 @@ def _linear_pointwise() -> Any:
     return torch.ops.mkldnn._linear_pointwise.default
 
 
-def fits_onednn(x: Tensor) -> bool:
-    """Whether oneDNN is the faster one, is there and switched on, and `x` is float32 on a CPU."""
-    fits = x.device.type == "cpu" and x.dtype == torch.float32 and _can_use_onednn()
+def uses_onednn(x: Tensor) -> bool:
+    """Whether products of `x` are oneDNN's: it is the faster one, is there and switched on, and x is float32 on a
+    CPU."""
+    fits = _ON_AMD and x.device.type == "cpu" and x.dtype == torch.float32 and _can_use_onednn()
     return fits and bool(torch.backends.mkldnn.enabled)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times weight [out, in] transposed, plus bias, by oneDNN's private operator; no gradient."""
     return _linear_pointwise()(x, weight, bias, "none", [], "")
-
-
-def uses_onednn(x: Tensor) -> bool:
-    """Whether `linear` multiplies `x` by oneDNN."""
-    return _ON_AMD and fits_onednn(x)
 
 
 def padded(rows: int) -> int:

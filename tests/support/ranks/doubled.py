@@ -27,7 +27,7 @@ def in_float64() -> Iterator[None]:
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         for module in ("cpu.linear", "gemm"):  # oneDNN's products are float32's
-            stack.enter_context(patch(f"kernels.{module}.fits_onednn", lambda _: False))
+            stack.enter_context(patch(f"kernels.{module}.uses_onednn", lambda _: False))
         stack.enter_context(patch("kernels.cpu.library.library", lambda: None))  # so is what is in C
         stack.enter_context(patch.object(torch, "float32", torch.float64))
         stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
