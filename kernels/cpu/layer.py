@@ -24,9 +24,10 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
     return normed
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of [N, width], whose rows are equally far apart in both; [N, width]."""
-    out = gate.new_empty(gate.shape)
+def silu_mul(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up of [N, width], whose rows are equally far apart in both; [N, width], contiguous."""
+    if out is None:
+        out = gate.new_empty(gate.shape)
     pointers = gate.data_ptr(), up.data_ptr()
     built().silu_mul(*pointers, gate.stride(0), *gate.shape, torch.get_num_threads(), out.data_ptr())
     return out

@@ -44,7 +44,7 @@ _SIGNATURES = {
     "rotate_heads": (_P, _I, _I, _I, _I, _P, _P, _I, _I),
     "attend_together": (_P, _I, _I, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _F, _I, _P),
     "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
-    "silu_mul_backward": (_P, _P, _P, _I, _I, _I, _P, _P),
+    "silu_mul_backward": (_P, _P, _P, _I, _I, _I, _P, _P, _P),
     "rms_norm": (_P, _P, _F, _P, _P, _I, _I, _I, _I, _P, _P),
     "turn_tokens": (_P, _I, _P, _P, _I, _I, _I, _I, _I, _P),
     "rms_norm_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _P, _P),

@@ -18,17 +18,18 @@ void silu_mul(const float *gate, const float *up, int64_t stride, int64_t rows, 
     }
 }
 
-/* Gradients of gate and up [N, width], all contiguous. */
+/* Gradients of gate and up [N, width], and in `out`, where there is one, what silu_mul gives; all contiguous. */
 void silu_mul_backward(const float *gate, const float *up, const float *grad, int64_t rows, int64_t width,
-                       int64_t threads, float *for_gate, float *for_up) {
+                       int64_t threads, float *for_gate, float *for_up, float *out) {
     SHARED
     for (int64_t n = 0; n < rows; n++) {
         const float *gates = gate + n * width, *ups = up + n * width, *given = grad + n * width;
-        float *own_gate = for_gate + n * width, *own_up = for_up + n * width;
+        float *own_gate = for_gate + n * width, *own_up = for_up + n * width, *row = out ? out + n * width : own_gate;
 #pragma omp simd
         for (int64_t i = 0; i < width; i++) {
-            float share = sigmoid(gates[i]);
-            own_up[i] = given[i] * gates[i] * share;
+            float share = sigmoid(gates[i]), silu = gates[i] * share;
+            row[i] = silu * ups[i];
+            own_up[i] = given[i] * silu;
             own_gate[i] = given[i] * ups[i] * share * (1.0f + gates[i] * (1.0f - share));
         }
     }

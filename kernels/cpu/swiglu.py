@@ -28,5 +28,5 @@ def _multiply_grad(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tens
     for_gate, for_up = torch.empty_like(gate), torch.empty_like(up)
     shape = gate[..., 0].numel(), gate.shape[-1], torch.get_num_threads()
     given = (tensor.data_ptr() for tensor in (gate, up, grad))
-    built().silu_mul_backward(*given, *shape, for_gate.data_ptr(), for_up.data_ptr())
+    built().silu_mul_backward(*given, *shape, for_gate.data_ptr(), for_up.data_ptr(), None)
     return for_gate, for_up

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb, apply_rotary_pos_emb_vision
 
+from kernels.cpu import mlp as cpu_mlp
 from kernels.cpu import norm as cpu_norm
 from kernels.cpu import swiglu as cpu_swiglu
 from kernels.rows import use_triton
@@ -100,6 +101,7 @@ class _Kernels(NamedTuple):
     norm: Any
     swiglu: Any
     layer_norm: Any = None  # a CPU has torch's
+    mlp: Any = None  # a GPU has the product of its gate alone
 
 
 def _kernels_for(x: Tensor) -> _Kernels | None:
@@ -110,7 +112,7 @@ def _kernels_for(x: Tensor) -> _Kernels | None:
         from kernels.gpu import layer_norm, norm, swiglu
 
         return _Kernels(norm, swiglu, layer_norm)
-    return _Kernels(cpu_norm, cpu_swiglu)
+    return _Kernels(cpu_norm, cpu_swiglu, mlp=cpu_mlp)
 
 
 def _turned(norm: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -141,8 +143,10 @@ def centred(module: Any, hidden_states: Tensor) -> Tensor:
 
 def gated(mlp: Any, hidden_states: Tensor) -> Tensor:
     """A SwiGLU MLP's forward: [..., H] -> [..., H]."""
+    kernels, parts = _kernels_for(hidden_states), (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if kernels is not None and kernels.mlp is not None and kernels.mlp.fits(hidden_states, *parts):
+        return cast("Tensor", kernels.mlp.swiglu_mlp(hidden_states, *(part.weight for part in parts)))
     gate, up = mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)
-    kernels = _kernels_for(gate)
     if kernels is None or not kernels.swiglu.takes(gate, up):
         return cast("Tensor", mlp.down_proj(mlp.act_fn(gate) * up))
     return cast("Tensor", mlp.down_proj(kernels.swiglu.swiglu(gate, up)))

@@ -15,6 +15,7 @@ processes. `grad_norm` tells that all compute the same (the peers do not ban the
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -82,6 +83,7 @@ def main() -> int:
     absent = {} if importlib.util.find_spec("trl") else {"trl": "not installed: give --peers"}
     if "trl" in options.only and not absent:
         steps["trl"] = TrlLoop(options.model, episodes, trainer.decoder, size).step
+    gc.freeze()  # what has been imported is never garbage, as in a learner's process
     result = {
         "episodes": len(episodes),
         "tokens": sum(e.num_tokens for e in episodes),

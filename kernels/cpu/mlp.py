@@ -1,0 +1,104 @@
+"""SwiGLU's MLP on a CPU, with gradients: its products and its gate for some tokens after the others, so that what lies
+between them stays in the processor's caches. Of all tokens only the two inputs of the gate are kept.
+
+Suffixes: T = tokens, H = hidden size, I = intermediate size, B = tokens of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from kernels.cpu import linear
+from kernels.cpu.layer import silu_mul
+from kernels.cpu.library import built, takes
+
+BLOCK_FLOATS, MIN_BLOCK = 1 << 18, 256
+"""A block's gates; fewer tokens than `MIN_BLOCK` would read the weights too often."""
+
+
+def fits(hidden: Tensor, *projections: nn.Linear) -> bool:
+    """Whether `swiglu_mlp` computes what these linear layers (gate, up and down) would."""
+    return all(map(_is_plain, projections)) and takes(hidden, *(p.weight for p in projections)) and _multiplies(hidden)
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    """Without a bias, an adapter or anybody who looks on."""
+    own = vars(module).get("forward")
+    known = own is None or getattr(own, "__func__", None) is linear._forward
+    plain = type(module) is nn.Linear and module.bias is None and known
+    return plain and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _multiplies(hidden: Tensor) -> bool:
+    return not linear.uses_onednn(hidden) and not torch.is_autocast_enabled("cpu")
+
+
+def swiglu_mlp(hidden: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
+    """(silu(hidden gate^T) * (hidden up^T)) down^T of hidden [..., H] (Shazeer, 2020, equation 6); float32. `fits` says
+    whether this can be had."""
+    out: Tensor = _Mlp.apply(hidden.flatten(0, -2), gate_IH, up_IH, down_HI)
+    return out.view(*hidden.shape[:-1], len(down_HI))
+
+
+def _step(width: int) -> int:
+    """Tokens of a block."""
+    return max(MIN_BLOCK, BLOCK_FLOATS // width)
+
+
+def _blocks(like_TI: Tensor) -> Iterator[slice]:
+    tokens, width = like_TI.shape
+    step = _step(width)
+    return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
+
+
+def _room(count: int, like_TI: Tensor) -> Tensor:
+    """What every block writes to anew, so that it stays in the caches: [count, B, I]."""
+    tokens, width = like_TI.shape
+    return like_TI.new_empty(count, min(_step(width), tokens), width)
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
+        x_TH = x_TH.contiguous()
+        gates_TI, ups_TI = x_TH.new_empty(2, len(x_TH), len(gate_IH))
+        out_TH, (room_BI,) = x_TH.new_empty(len(x_TH), len(down_HI)), _room(1, gates_TI)
+        for block in _blocks(gates_TI):
+            gate_BI = torch.mm(x_TH[block], gate_IH.t(), out=gates_TI[block])
+            up_BI = torch.mm(x_TH[block], up_IH.t(), out=ups_TI[block])
+            product_BI = silu_mul(gate_BI, up_BI, out=room_BI[: len(gate_BI)])
+            torch.mm(product_BI, down_HI.t(), out=out_TH[block])
+        ctx.save_for_backward(x_TH, gate_IH, up_IH, down_HI, gates_TI, ups_TI)
+        return out_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        x_TH, gate_IH, up_IH, down_HI, gates_TI, ups_TI = ctx.saved_tensors
+        grad_TH, weights, wanted = grad_TH.contiguous(), (gate_IH, up_IH, down_HI), ctx.needs_input_grad
+        for_x = torch.empty_like(x_TH) if wanted[0] else None
+        sums = [torch.zeros_like(w) if need else None for w, need in zip(weights, wanted[1:], strict=True)]
+        room = _room(4, gates_TI)
+        for block in _blocks(gates_TI):
+            x_BH, grad_BH = x_TH[block], grad_TH[block]
+            pulled_BI, product_BI, for_gate, for_up = room[:, : len(x_BH)]
+            torch.mm(grad_BH, down_HI, out=pulled_BI)
+            _gate_grad(gates_TI[block], ups_TI[block], pulled_BI, for_gate, for_up, product_BI)
+            if for_x is not None:
+                torch.mm(for_gate, gate_IH, out=for_x[block]).addmm_(for_up, up_IH)
+            pairs = (for_gate, x_BH), (for_up, x_BH), (grad_BH, product_BI)
+            for total, (outer, inner) in zip(sums, pairs, strict=True):
+                if total is not None:
+                    total.addmm_(outer.t(), inner)
+        return for_x, *sums
+
+
+def _gate_grad(gate: Tensor, up: Tensor, grad: Tensor, *out: Tensor) -> None:
+    """Writes the gradients of gate and up, and silu(gate) * up, all [B, I], to `out`."""
+    pointers = (tensor.data_ptr() for tensor in (gate, up, grad))
+    built().silu_mul_backward(*pointers, *gate.shape, torch.get_num_threads(), *(each.data_ptr() for each in out))
