@@ -71,7 +71,7 @@ def without_attention(monkeypatch, model, spec):
     adapt(model, spec)
 
 
-def without_last_layer(monkeypatch, model, spec):
+def without_layer(monkeypatch, model, spec):
     del model.model.language_model.layers[-1].post_attention_layernorm
     adapt(model, spec)
 

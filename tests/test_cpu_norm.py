@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kernels.cpu import library, norm
@@ -59,6 +60,27 @@ def test_a_frozen_weight_has_no_gradient_and_a_nan_stays_in_its_row() -> None:
     x = torch.ones(4, 8)
     x[1, 3] = torch.nan
     assert norm.rms_norm(x, weight, 1e-6).isnan().any(1).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_sum_and_its_norm_and_their_gradients_are_torchs_in_float64(adds: bool) -> None:
+    torch.manual_seed(0)
+    *parts, for_total, for_normed = torch.randn(4, 2, 65, 24).unbind()
+    weight = torch.randn(24)
+
+    def gradients(exact: bool) -> list[torch.Tensor]:
+        own = [x.double() if exact else x.clone() for x in (*parts[: 1 + adds], weight)]
+        x, *delta, own_weight = [each.requires_grad_() for each in own]
+        if exact:
+            total = sum(delta, x)
+            normed = F.rms_norm(total, (24,), own_weight, 1e-6)
+        else:
+            total, normed = norm.add_rms_norm(x, delta[0] if adds else None, own_weight, 1e-6)
+        given = (for_total.to(total.dtype), for_normed.to(total.dtype))
+        return [total.detach(), normed.detach(), *torch.autograd.grad((total, normed), own, given)]
+
+    for got, expected in zip(gradients(False), gradients(True), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 
 def test_the_norms_of_a_policy_are_computed_so_in_float32_and_as_before_in_bfloat16(tmp_path, monkeypatch) -> None:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from kernels.cpu import linear as cpu_linear
 from kernels.cpu.linear import linear, use_fast_linear, use_plain_linear
@@ -59,3 +60,45 @@ def test_every_plain_linear_of_a_model_computes_so_until_it_is_undone_and_a_copy
     use_plain_linear(model)
     model(torch.ones(1, 3))
     assert len(asked) == 4
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, False, True)])
+def test_layers_that_read_the_same_give_what_each_gives_alone_and_gradients_too(wanted: tuple[bool, ...]) -> None:
+    torch.manual_seed(0)
+    given, modules = torch.randn(2, 7, 12), [nn.Linear(12, width, bias=False) for width in (5, 8)]
+    grads = [torch.randn(2, 7, module.out_features) for module in modules]
+
+    def gradients(function) -> list[torch.Tensor]:
+        x = given.clone().requires_grad_(wanted[0])
+        for module, want in zip(modules, wanted[1:], strict=True):
+            module.weight.requires_grad_(want)
+        inputs = [each for each in (x, *(module.weight for module in modules)) if each.requires_grad]
+        outs = function(x)
+        some = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+        found = torch.autograd.grad([out for out, _ in some], inputs, [grad for _, grad in some])
+        return [*(out.detach() for out in outs), *found]
+
+    ours = gradients(lambda x: cpu_linear.linears(x, *modules))
+    alone = gradients(lambda x: tuple(F.linear(x, module.weight) for module in modules))
+    for got, expected in zip(ours, alone, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_with_more_than_a_weight_are_left_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_linear, "_ON_AMD", False)
+
+    def layers() -> list[nn.Linear]:
+        return [nn.Linear(4, 4, bias=False) for _ in range(2)]
+
+    x, plain, biased, watched, replaced = torch.ones(2, 4), layers(), layers(), layers(), layers()
+    use_fast_linear(nn.ModuleList(plain))
+    biased[1].bias = nn.Parameter(torch.zeros(4))
+    watched[0].register_forward_hook(lambda *_: None)
+    replaced[1].forward = lambda x: x @ replaced[0].weight.t()  # type: ignore[method-assign]
+    assert cpu_linear.are_plain(x, *plain)
+    assert not any(cpu_linear.are_plain(x, *each) for each in (biased, watched, replaced))
+    assert not cpu_linear.are_plain(x.bfloat16(), *plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not cpu_linear.are_plain(x, *plain)
+    monkeypatch.setattr(cpu_linear, "_ON_AMD", True)
+    assert cpu_linear.are_plain(x, *plain) is not cpu_linear._can_use_onednn()

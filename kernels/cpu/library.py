@@ -45,9 +45,9 @@ _SIGNATURES = {
     "attend_together": (_P, _I, _I, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _F, _I, _P),
     "attend": (_P, _I, _I, _I, _I, _I, _P, _P, _I, _P, _P, _F, _I, _P),
     "silu_mul_backward": (_P, _P, _P, _I, _I, _I, _P, _P, _P),
-    "rms_norm": (_P, _P, _F, _P, _P, _I, _I, _I, _I, _P, _P),
+    "rms_norm": (_P, _P, _P, _F, _P, _P, _I, _I, _I, _I, _P, _P, _P),
     "turn_tokens": (_P, _I, _P, _P, _I, _I, _I, _I, _I, _P),
-    "rms_norm_backward": (_P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _P, _P),
+    "rms_norm_backward": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _P, _P),
     "attend_pieces": (*_PIECES, _P, _P),
     "attend_pieces_backward": (*_PIECES, _P, _P, _P, _P, _P, _P),
 }

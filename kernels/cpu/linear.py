@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 _CPUINFO = Path("/proc/cpuinfo")
 _ON_AMD = _CPUINFO.exists() and "AuthenticAMD" in _CPUINFO.read_text()
@@ -85,6 +86,47 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_inference_mode_enabled():
         return product(x, weight, bias)
     return _OneDnnLinear.apply(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+class _Linears(torch.autograd.Function):
+    """What several weights give of one x: its gradient is summed by the products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return tuple(torch.mm(x, weight.t()) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        for_x = None
+        if ctx.needs_input_grad[0]:
+            for_x = torch.mm(grads[0], weights[0])
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                for_x.addmm_(grad, weight)
+        wanted = zip(grads, ctx.needs_input_grad[1:], strict=True)
+        return for_x, *(torch.mm(grad.t(), x) if want else None for grad, want in wanted)
+
+
+def linears(x: Tensor, *modules: nn.Linear) -> tuple[Tensor, ...]:
+    """What each of the modules gives of x [..., in]. `are_plain` says whether this can be had."""
+    found = _Linears.apply(x.flatten(0, -2), *(module.weight for module in modules))
+    return tuple(out.unflatten(0, x.shape[:-1]) for out in found)
+
+
+def are_plain(x: Tensor, *modules: nn.Linear) -> bool:
+    """Whether they give products of float32 on a CPU and nothing else, which is MKL's work: without a bias, an adapter
+    or anybody who looks on."""
+    plain = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return plain and not uses_onednn(x) and all(map(_is_plain, modules))
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    own = vars(module).get("forward")
+    known = own is None or getattr(own, "__func__", None) is _forward
+    plain = type(module) is nn.Linear and module.bias is None and module.weight.dtype == torch.float32 and known
+    return plain and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:

@@ -23,19 +23,7 @@ BLOCK_FLOATS, MIN_BLOCK = 1 << 18, 256
 
 def fits(hidden: Tensor, *projections: nn.Linear) -> bool:
     """Whether `swiglu_mlp` computes what these linear layers (gate, up and down) would."""
-    return all(map(_is_plain, projections)) and takes(hidden, *(p.weight for p in projections)) and _multiplies(hidden)
-
-
-def _is_plain(module: nn.Linear) -> bool:
-    """Without a bias, an adapter or anybody who looks on."""
-    own = vars(module).get("forward")
-    known = own is None or getattr(own, "__func__", None) is linear._forward
-    plain = type(module) is nn.Linear and module.bias is None and known
-    return plain and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
-def _multiplies(hidden: Tensor) -> bool:
-    return not linear.uses_onednn(hidden) and not torch.is_autocast_enabled("cpu")
+    return linear.are_plain(hidden, *projections) and takes(hidden, *(p.weight for p in projections))
 
 
 def swiglu_mlp(hidden: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:

@@ -3,15 +3,16 @@
 
 #define BLOCK_ROWS 64 /* whose part of the weight's gradient is summed together */
 
+/* `beside`, where there is one, is added to the gradient. */
 INLINE void norm_row_backward(const float *row, const float *weight, float by, const float *given, int64_t width,
-                              float *out, float *sums) {
+                              const float *beside, float *out, float *sums) {
     float dot = 0;
 #pragma omp simd reduction(+ : dot)
     for (int64_t i = 0; i < width; i++) dot += given[i] * weight[i] * row[i];
     float along = dot * by * by / width;
 #pragma omp simd
     for (int64_t i = 0; i < width; i++) {
-        out[i] = (given[i] * weight[i] - row[i] * along) * by;
+        out[i] = (given[i] * weight[i] - row[i] * along) * by + (beside ? beside[i] : 0);
         sums[i] += given[i] * row[i] * by;
     }
 }
@@ -32,31 +33,38 @@ INLINE void turned_heads_backward(const float *x, const float *weight, const flo
     for (int64_t h = 0; h < heads; h++) {
         float back[MAX_HEAD];
         turn_back(grad + h * d, cosine, sine, d, back);
-        norm_row_backward(x + h * d, weight, scale[h], back, d, for_x + h * d, sums);
+        norm_row_backward(x + h * d, weight, scale[h], back, d, 0, for_x + h * d, sums);
     }
 }
 
 /* All contiguous: out [N, H, D] = x * scale * weight [D], where scale [N, H] is one over the root of a head's mean square
- * and eps; then turned by the token's cosine and sine [N, D], where there are any. */
-void rms_norm(const float *x, const float *weight, float eps, const float *cosine, const float *sine, int64_t rows,
-              int64_t heads, int64_t d, int64_t threads, float *out, float *scale) {
+ * and eps; then turned by the token's cosine and sine [N, D], where there are any. With `delta` x is `total` = x + delta,
+ * which is written. */
+void rms_norm(const float *x, const float *delta, const float *weight, float eps, const float *cosine,
+              const float *sine, int64_t rows, int64_t heads, int64_t d, int64_t threads, float *total, float *out,
+              float *scale) {
     SHARED
     for (int64_t n = 0; n < rows; n++) {
         int64_t at = n * heads * d;
+        if (delta) {
+#pragma omp simd
+            for (int64_t i = at; i < at + heads * d; i++) total[i] = x[i] + delta[i];
+        }
 #define TURNED(size) \
     turned_heads(x + at, weight, eps, cosine + n * d, sine + n * d, heads, size, out + at, scale + n * heads)
         if (cosine)
             BY_SIZE(TURNED)
         else
             for (int64_t h = 0; h < heads; h++)
-                scale[n * heads + h] = norm_row(x + at + h * d, weight, eps, d, out + at + h * d);
+                scale[n * heads + h] = norm_row((delta ? total : x) + at + h * d, weight, eps, d, out + at + h * d);
     }
 }
 
-/* for_x [N, H, D]; for_weight [blocks of BLOCK_ROWS tokens, D], to be summed over the blocks. */
+/* for_x [N, H, D], to which `beside` is added where there is one and nothing was turned; for_weight [blocks of BLOCK_ROWS
+ * tokens, D], to be summed over the blocks. */
 void rms_norm_backward(const float *x, const float *weight, const float *scale, const float *cosine, const float *sine,
-                       const float *grad, int64_t rows, int64_t heads, int64_t d, int64_t threads, float *for_x,
-                       float *for_weight) {
+                       const float *grad, const float *beside, int64_t rows, int64_t heads, int64_t d, int64_t threads,
+                       float *for_x, float *for_weight) {
     int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     SHARED
     for (int64_t block = 0; block < blocks; block++) {
@@ -72,7 +80,7 @@ void rms_norm_backward(const float *x, const float *weight, const float *scale, 
                 BY_SIZE(TURNED_BACK)
             else
                 for (int64_t h = 0; h < heads; h++, at += d)
-                    norm_row_backward(x + at, weight, by[h], grad + at, d, for_x + at, sums);
+                    norm_row_backward(x + at, weight, by[h], grad + at, d, beside ? beside + at : 0, for_x + at, sums);
         }
     }
 }

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from kernels.cpu.library import MAX_HEAD, built, takes
 from kernels.heads import by_token
 
-__all__ = ["norms", "rms_norm", "rms_norm_turned", "turned", "turns"]
+__all__ = ["add_rms_norm", "norms", "rms_norm", "rms_norm_turned", "turned", "turns"]
 _BLOCK_ROWS = 64  # as in norm.c
 
 
@@ -24,6 +24,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     4); float32. `norms` says whether this can be had. A row is computed alike whatever the others are."""
     out: Tensor = _RmsNorm.apply(x.unsqueeze(-2), weight, eps, None, None)
     return out.squeeze(-2)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, or x itself; its `rms_norm`), all [..., width]. Both gradients become one in the same pass."""
+    total, out = _AddRmsNorm.apply(x, delta, weight, eps)
+    return total, out
 
 
 def rms_norm_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -56,22 +62,60 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         x, angles = x.contiguous(), tuple(None if part is None else part.contiguous() for part in (cos, sin))
-        out, scale = torch.empty_like(x), x.new_empty(x.shape[:-1])
-        given = x.data_ptr(), weight.data_ptr(), eps, *map(_pointer, angles)
-        built().rms_norm(*given, *_shape(x), out.data_ptr(), scale.data_ptr())
+        out, scale = _norm(x, None, weight, eps, angles, None)
         ctx.save_for_backward(x, weight, scale, *angles)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: recomputed activations are given no second time
-        x, weight, *_ = saved
-        grad, for_x = grad.contiguous(), torch.empty_like(x)
-        for_weight = x.new_empty(-(-_shape(x)[0] // _BLOCK_ROWS), len(weight))
-        given = map(_pointer, (*saved, grad))
-        built().rms_norm_backward(*given, *_shape(x), for_x.data_ptr(), for_weight.data_ptr())
+        for_x, for_weight = _norm_grad(ctx.saved_tensors, grad, None)
         return for_x, for_weight.sum(0) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    """x and delta [..., D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        total = x if delta is None else torch.empty_like(x)
+        added = None if delta is None else delta.contiguous()
+        out, scale = _norm(x.unsqueeze(-2), added, weight, eps, (None, None), total)
+        ctx.save_for_backward(total, weight, scale)
+        return total, out.squeeze(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, for_total: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, scale = ctx.saved_tensors  # once: recomputed activations are given no second time
+        saved = total.unsqueeze(-2), weight, scale, None, None
+        for_x, for_weight = _norm_grad(saved, grad, for_total.contiguous())
+        for_x = for_x.squeeze(-2)
+        needs_delta, needs_weight = ctx.needs_input_grad[1:3]
+        return for_x, for_x if needs_delta else None, for_weight.sum(0) if needs_weight else None, None
+
+
+def _norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, angles: tuple[Tensor | None, ...], total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x [..., H, D], or `total`, which gets x + delta: normed and turned, and the scale of each head."""
+    out, scale = torch.empty_like(x), x.new_empty(x.shape[:-1])
+    given = x.data_ptr(), _pointer(delta), weight.data_ptr(), eps, *map(_pointer, angles)
+    built().rms_norm(*given, *_shape(x), _pointer(total), out.data_ptr(), scale.data_ptr())
+    return out, scale
+
+
+def _norm_grad(saved: tuple[Tensor | None, ...], grad: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`saved`: x, weight, scale and angles. The gradient of x, and what `beside` adds to it; the parts of that of the
+    weight."""
+    x, weight, *_ = saved
+    assert x is not None and weight is not None
+    grad, for_x = grad.contiguous(), torch.empty_like(x)
+    for_weight = x.new_empty(-(-_shape(x)[0] // _BLOCK_ROWS), len(weight))
+    given = map(_pointer, (*saved, grad, beside))
+    built().rms_norm_backward(*given, *_shape(x), for_x.data_ptr(), for_weight.data_ptr())
+    return for_x, for_weight
 
 
 class _Turned(torch.autograd.Function):

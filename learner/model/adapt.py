@@ -117,10 +117,10 @@ TRICKS = {
         "test_model.py::test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned",
         "transformers norms and turns heads in one pass, and takes chosen queries",
     ),
-    "last_layer": Trick(
+    "layer": Trick(
         "transformers",
-        "a decoder layer with the parts that learner/model/forwards.py copies",
-        "the last layer is computed at the sampled places alone",
+        "decoder layers with the parts that learner/model/forwards.py copies",
+        "what a norm reads is added up in the same pass, and the last layer is computed at the sampled places alone",
         "test_model.py::test_leaving_out_what_nothing_reads_of_the_last_layer_changes_no_value_and_no_gradient",
         "transformers computes a layer for chosen rows",
     ),
@@ -169,12 +169,10 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
     TRICKS["decoder"].require(_is_known_decoder(vlm.model.language_model))
     for layer in layers:
         _replace_attention(getattr(layer, "self_attn", None))
-    takes_rows = len(layers) > len(getattr(vlm.config.vision_config, "deepstack_visual_indexes", ()))
-    if takes_rows:
-        _replace_last(layers[-1])
+        _replace_layer(layer)
     use_fast_linear(vlm)
     use_fast_parts(vlm)
-    return takes_rows
+    return len(layers) > len(getattr(vlm.config.vision_config, "deepstack_visual_indexes", ()))
 
 
 def use_fast_parts(model: nn.Module) -> None:
@@ -291,8 +289,8 @@ def _has(module: Any, parts: Sequence[str], arguments: Sequence[str]) -> bool:
     return all(hasattr(module, name) for name in parts) and {*arguments} <= found
 
 
-def _replace_last(layer: Any) -> None:
-    TRICKS["last_layer"].require(all(hasattr(layer, name) for name in forwards.LAYER_PARTS))
+def _replace_layer(layer: Any) -> None:
+    TRICKS["layer"].require(all(hasattr(layer, name) for name in forwards.LAYER_PARTS))
     layer.forward = MethodType(forwards.decode, layer)
 
 

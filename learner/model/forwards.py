@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb, apply_rotary_pos_emb_vision
 
+from kernels.cpu import linear as cpu_linear
 from kernels.cpu import mlp as cpu_mlp
 from kernels.cpu import norm as cpu_norm
 from kernels.cpu import swiglu as cpu_swiglu
@@ -28,16 +29,26 @@ LOOK_PARTS = ("qkv", "proj", "num_heads", "scaling", "config")
 LOOK_ARGUMENTS = ("hidden_states", "cu_seqlens", "position_embeddings")
 
 
-def decode(layer: Any, hidden_states: Tensor, *args: Any, rows: Tensor, **kwargs: Any) -> Tensor:
-    """The last decoder layer's forward: hidden_states [1,T,H] and rows int64 [N] -> [1,N,H]."""
-    normed = layer.input_layernorm(hidden_states)
+def decode(layer: Any, hidden_states: Tensor, *args: Any, rows: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """A decoder layer's forward: hidden_states [1,T,H] and, in the last layer, rows int64 [N] -> [1,T,H] or [1,N,H]."""
+    hidden_states, normed = _add_and_norm(layer.input_layernorm, hidden_states)
     if hasattr(layer.self_attn, "q_norm"):
         attended, _ = layer.self_attn(*args, hidden_states=normed, rows=rows, **kwargs)
     else:
         attended, _ = layer.self_attn(*args, hidden_states=normed, **kwargs)
-        attended = attended.index_select(1, rows)
-    kept = hidden_states.index_select(1, rows) + attended
-    return kept + layer.mlp(layer.post_attention_layernorm(kept))
+        attended = attended if rows is None else attended.index_select(1, rows)
+    kept = hidden_states if rows is None else hidden_states.index_select(1, rows)
+    kept, normed = _add_and_norm(layer.post_attention_layernorm, kept, attended)
+    return kept + cast("Tensor", layer.mlp(normed))
+
+
+def _add_and_norm(norm: Any, hidden_states: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """hidden_states [..., H], to which delta is added if there is one, and their norm."""
+    kernels = _kernels_for(hidden_states)
+    if kernels is cpu_kernels and kernels.norm.norms(hidden_states, norm.weight):
+        return cpu_norm.add_rms_norm(hidden_states, delta, norm.weight, norm.variance_epsilon)
+    hidden_states = hidden_states if delta is None else hidden_states + delta
+    return hidden_states, norm(hidden_states)
 
 
 def attend(
@@ -53,12 +64,17 @@ def attend(
     [1,T,H]. Keys and values are those of all T."""
     cos, sin = position_embeddings
     heads = (-1, attention.head_dim)
-    key = _turned(attention.k_norm, attention.k_proj(hidden_states).unflatten(-1, heads), cos, sin)
-    value = attention.v_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
     asked = None if _takes_all_queries(hidden_states) else rows
+    if asked is None:
+        projected = _projected(hidden_states, attention.k_proj, attention.v_proj, attention.q_proj)
+    else:
+        projected = _projected(hidden_states, attention.k_proj, attention.v_proj)
+        projected += (attention.q_proj(hidden_states.index_select(1, asked)),)
+    key, value, query = (part.unflatten(-1, heads) for part in projected)
+    key, value = _turned(attention.k_norm, key, cos, sin), value.transpose(1, 2)
     if asked is not None:
-        hidden_states, cos, sin = (x.index_select(1, asked) for x in (hidden_states, cos, sin))
-    query = _turned(attention.q_norm, attention.q_proj(hidden_states).unflatten(-1, heads), cos, sin)
+        cos, sin = cos.index_select(1, asked), sin.index_select(1, asked)
+    query = _turned(attention.q_norm, query, cos, sin)
     compute = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
     attended_1NAD, _ = compute(
         attention, query, key, value, attention_mask, scaling=attention.scaling, only_asked=asked is not None, **kwargs
@@ -66,6 +82,12 @@ def attend(
     if rows is not None and asked is None:
         attended_1NAD = attended_1NAD.index_select(1, rows)
     return attention.o_proj(attended_1NAD.flatten(2)), None
+
+
+def _projected(x: Tensor, *projections: Any) -> tuple[Tensor, ...]:
+    if _kernels_for(x) is cpu_kernels and cpu_linear.are_plain(x, *projections):
+        return cpu_linear.linears(x, *projections)
+    return tuple(projection(x) for projection in projections)
 
 
 def _takes_all_queries(x: Tensor) -> bool:
@@ -104,6 +126,9 @@ class _Kernels(NamedTuple):
     mlp: Any = None  # a GPU has the product of its gate alone
 
 
+cpu_kernels = _Kernels(cpu_norm, cpu_swiglu, mlp=cpu_mlp)
+
+
 def _kernels_for(x: Tensor) -> _Kernels | None:
     """What computes in one pass where x is; None while torch compiles."""
     if torch.compiler.is_compiling():
@@ -112,7 +137,7 @@ def _kernels_for(x: Tensor) -> _Kernels | None:
         from kernels.gpu import layer_norm, norm, swiglu
 
         return _Kernels(norm, swiglu, layer_norm)
-    return _Kernels(cpu_norm, cpu_swiglu, mlp=cpu_mlp)
+    return cpu_kernels
 
 
 def _turned(norm: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
