@@ -57,6 +57,15 @@ def test_no_tokens_give_no_output_and_gradients_of_zero() -> None:
     assert not any(grad.any() for grad in grads)
 
 
+@pytest.mark.usefixtures("short_blocks")
+def test_a_forward_without_gradient_is_that_with_one_bit_for_bit() -> None:
+    parts = [part.requires_grad_() for part in drawn(33)[:4]]
+    with torch.no_grad():
+        alone = mlp.swiglu_mlp(*parts)
+    assert torch.equal(alone, mlp.swiglu_mlp(*parts))
+    assert not alone.requires_grad
+
+
 def test_any_strides_are_read() -> None:
     parts = drawn(5, 6)
     there = [parts[0].transpose(0, 1), *(w.t().contiguous().t() for w in parts[1:4])]

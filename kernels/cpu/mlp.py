@@ -29,7 +29,9 @@ def fits(hidden: Tensor, *projections: nn.Linear) -> bool:
 def swiglu_mlp(hidden: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
     """(silu(hidden gate^T) * (hidden up^T)) down^T of hidden [..., H] (Shazeer, 2020, equation 6); float32. `fits` says
     whether this can be had."""
-    out: Tensor = _Mlp.apply(hidden.flatten(0, -2), gate_IH, up_IH, down_HI)
+    x_TH, weights = hidden.flatten(0, -2), (gate_IH, up_IH, down_HI)
+    tracked = torch.is_grad_enabled() and any(part.requires_grad for part in (x_TH, *weights))
+    out: Tensor = _Mlp.apply(x_TH, *weights) if tracked else _forward(x_TH, *weights, None)
     return out.view(*hidden.shape[:-1], len(down_HI))
 
 
@@ -38,45 +40,49 @@ def _step(width: int) -> int:
     return max(MIN_BLOCK, BLOCK_FLOATS // width)
 
 
-def _blocks(like_TI: Tensor) -> Iterator[slice]:
-    tokens, width = like_TI.shape
+def _blocks(tokens: int, width: int) -> Iterator[slice]:
     step = _step(width)
     return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
 
 
-def _room(count: int, like_TI: Tensor) -> Tensor:
+def _room(count: int, x_TH: Tensor, width: int) -> Tensor:
     """What every block writes to anew, so that it stays in the caches: [count, B, I]."""
-    tokens, width = like_TI.shape
-    return like_TI.new_empty(count, min(_step(width), tokens), width)
+    return x_TH.new_empty(count, min(_step(width), len(x_TH)), width)
+
+
+def _forward(x_TH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, kept_2TI: Tensor | None) -> Tensor:
+    """[T, H]; `kept_2TI`, where there is one, gets the inputs of the gate."""
+    out_TH, room = x_TH.new_empty(len(x_TH), len(down_HI)), _room(3, x_TH, len(gate_IH))
+    for block in _blocks(len(x_TH), len(gate_IH)):
+        x_BH = x_TH[block]
+        product_BI, *inputs = room[:, : len(x_BH)]
+        gate_BI, up_BI = inputs if kept_2TI is None else kept_2TI[:, block]
+        torch.mm(x_BH, gate_IH.t(), out=gate_BI)
+        torch.mm(x_BH, up_IH.t(), out=up_BI)
+        torch.mm(silu_mul(gate_BI, up_BI, out=product_BI), down_HI.t(), out=out_TH[block])
+    return out_TH
 
 
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
-        x_TH = x_TH.contiguous()
-        gates_TI, ups_TI = x_TH.new_empty(2, len(x_TH), len(gate_IH))
-        out_TH, (room_BI,) = x_TH.new_empty(len(x_TH), len(down_HI)), _room(1, gates_TI)
-        for block in _blocks(gates_TI):
-            gate_BI = torch.mm(x_TH[block], gate_IH.t(), out=gates_TI[block])
-            up_BI = torch.mm(x_TH[block], up_IH.t(), out=ups_TI[block])
-            product_BI = silu_mul(gate_BI, up_BI, out=room_BI[: len(gate_BI)])
-            torch.mm(product_BI, down_HI.t(), out=out_TH[block])
-        ctx.save_for_backward(x_TH, gate_IH, up_IH, down_HI, gates_TI, ups_TI)
-        return out_TH
+        kept_2TI = x_TH.new_empty(2, len(x_TH), len(gate_IH))
+        ctx.save_for_backward(x_TH, gate_IH, up_IH, down_HI, kept_2TI)
+        return _forward(x_TH, gate_IH, up_IH, down_HI, kept_2TI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, gate_IH, up_IH, down_HI, gates_TI, ups_TI = ctx.saved_tensors
+        x_TH, gate_IH, up_IH, down_HI, kept_2TI = ctx.saved_tensors
         grad_TH, weights, wanted = grad_TH.contiguous(), (gate_IH, up_IH, down_HI), ctx.needs_input_grad
         for_x = torch.empty_like(x_TH) if wanted[0] else None
         sums = [torch.zeros_like(w) if need else None for w, need in zip(weights, wanted[1:], strict=True)]
-        room = _room(4, gates_TI)
-        for block in _blocks(gates_TI):
+        room = _room(4, x_TH, len(gate_IH))
+        for block in _blocks(len(x_TH), len(gate_IH)):
             x_BH, grad_BH = x_TH[block], grad_TH[block]
             pulled_BI, product_BI, for_gate, for_up = room[:, : len(x_BH)]
             torch.mm(grad_BH, down_HI, out=pulled_BI)
-            _gate_grad(gates_TI[block], ups_TI[block], pulled_BI, for_gate, for_up, product_BI)
+            _gate_grad(*kept_2TI[:, block], pulled_BI, for_gate, for_up, product_BI)
             if for_x is not None:
                 torch.mm(for_gate, gate_IH, out=for_x[block]).addmm_(for_up, up_IH)
             pairs = (for_gate, x_BH), (for_up, x_BH), (grad_BH, product_BI)

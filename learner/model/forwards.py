@@ -45,7 +45,7 @@ def decode(layer: Any, hidden_states: Tensor, *args: Any, rows: Tensor | None = 
 def _add_and_norm(norm: Any, hidden_states: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """hidden_states [..., H], to which delta is added if there is one, and their norm."""
     kernels = _kernels_for(hidden_states)
-    if kernels is cpu_kernels and kernels.norm.norms(hidden_states, norm.weight):
+    if kernels is _CPU_KERNELS and kernels.norm.norms(hidden_states, norm.weight):
         return cpu_norm.add_rms_norm(hidden_states, delta, norm.weight, norm.variance_epsilon)
     hidden_states = hidden_states if delta is None else hidden_states + delta
     return hidden_states, norm(hidden_states)
@@ -85,7 +85,7 @@ def attend(
 
 
 def _projected(x: Tensor, *projections: Any) -> tuple[Tensor, ...]:
-    if _kernels_for(x) is cpu_kernels and cpu_linear.are_plain(x, *projections):
+    if _kernels_for(x) is _CPU_KERNELS and cpu_linear.are_plain(x, *projections):
         return cpu_linear.linears(x, *projections)
     return tuple(projection(x) for projection in projections)
 
@@ -126,7 +126,7 @@ class _Kernels(NamedTuple):
     mlp: Any = None  # a GPU has the product of its gate alone
 
 
-cpu_kernels = _Kernels(cpu_norm, cpu_swiglu, mlp=cpu_mlp)
+_CPU_KERNELS = _Kernels(cpu_norm, cpu_swiglu, mlp=cpu_mlp)
 
 
 def _kernels_for(x: Tensor) -> _Kernels | None:
@@ -137,7 +137,7 @@ def _kernels_for(x: Tensor) -> _Kernels | None:
         from kernels.gpu import layer_norm, norm, swiglu
 
         return _Kernels(norm, swiglu, layer_norm)
-    return cpu_kernels
+    return _CPU_KERNELS
 
 
 def _turned(norm: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

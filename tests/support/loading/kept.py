@@ -13,7 +13,8 @@ from learner.model.policy import Policy
 
 def kept_bytes(policy: Policy, batch: Microbatch, *, in_c: bool = False) -> int:
     """Distinct memory that the forward keeps for the backward, parameters left out: where torch computes everything, or
-    with what a CPU has in C, which keeps what a GPU's kernels keep."""
+    with what a CPU has in C, which keeps what a GPU's kernels keep; MLPs in one piece keep less than those, and are left
+    out."""
     own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -22,7 +23,8 @@ def kept_bytes(policy: Policy, batch: Microbatch, *, in_c: bool = False) -> int:
         return tensor
 
     chosen = patch("kernels.cpu.library.library", library.library if in_c else lambda: None)
-    with chosen, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    in_parts = patch("kernels.cpu.mlp.fits", lambda *_: False)
+    with chosen, in_parts, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = policy.train()(batch, 1.0)
     del output
     return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
