@@ -33,7 +33,7 @@ _OF_MACHINE = (
     (),
 )
 """What a compiler may not know: the first that it takes is used. Without OpenMP one thread computes."""
-_COMPILE_TIMEOUT_S = 120.0
+_COMPILE_TIMEOUT_S = 240.0
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _PIECES = (_P, _I, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _P, _I, _I, _F, _I)

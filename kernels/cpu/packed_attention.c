@@ -2,7 +2,6 @@
 #include "tiles.h"
 
 #define TILE_KEYS 64  /* keys whose scores are held at once, of the queries of a tile */
-#define LOG2_E 1.44269504f
 
 INLINE float larger(float a, float b) { return a > b ? a : b; }
 

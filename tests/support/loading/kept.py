@@ -13,8 +13,7 @@ from learner.model.policy import Policy
 
 def kept_bytes(policy: Policy, batch: Microbatch, *, in_c: bool = False) -> int:
     """Distinct memory that the forward keeps for the backward, parameters left out: where torch computes everything, or
-    with what a CPU has in C, which keeps what a GPU's kernels keep; MLPs in one piece keep less than those, and are left
-    out."""
+    with what a CPU has in C, which keeps what a GPU's kernels keep. MLPs in one piece keep less, and are left out."""
     own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
