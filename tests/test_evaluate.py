@@ -251,7 +251,8 @@ except Stopped as signal:
 
 def test_ctrl_c_between_two_policies_is_heard_when_the_first_ones_processes_have_ended(tmp_path):
     arguments = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "up")]
-    assert finished(arguments, timeout_s=120).stdout.split() == ["SIGINT", "7"]
+    ended = finished(arguments, timeout_s=120)
+    assert ended.stdout.split() == ["SIGINT", "7"], ended.stderr[-3000:]
 
 
 @pytest.mark.slow
