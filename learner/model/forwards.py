@@ -45,7 +45,7 @@ def decode(layer: Any, hidden_states: Tensor, *args: Any, rows: Tensor | None = 
 def _add_and_norm(norm: Any, hidden_states: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """hidden_states [..., H], to which delta is added if there is one, and their norm."""
     kernels = _kernels_for(hidden_states)
-    if kernels is _CPU_KERNELS and kernels.norm.norms(hidden_states, norm.weight):
+    if kernels is _CPU_KERNELS and cpu_norm.norms(hidden_states, norm.weight):
         return cpu_norm.add_rms_norm(hidden_states, delta, norm.weight, norm.variance_epsilon)
     hidden_states = hidden_states if delta is None else hidden_states + delta
     return hidden_states, norm(hidden_states)
@@ -123,10 +123,9 @@ class _Kernels(NamedTuple):
     norm: Any
     swiglu: Any
     layer_norm: Any = None  # a CPU has torch's
-    mlp: Any = None  # a GPU has the product of its gate alone
 
 
-_CPU_KERNELS = _Kernels(cpu_norm, cpu_swiglu, mlp=cpu_mlp)
+_CPU_KERNELS = _Kernels(cpu_norm, cpu_swiglu)
 
 
 def _kernels_for(x: Tensor) -> _Kernels | None:
@@ -169,8 +168,8 @@ def centred(module: Any, hidden_states: Tensor) -> Tensor:
 def gated(mlp: Any, hidden_states: Tensor) -> Tensor:
     """A SwiGLU MLP's forward: [..., H] -> [..., H]."""
     kernels, parts = _kernels_for(hidden_states), (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if kernels is not None and kernels.mlp is not None and kernels.mlp.fits(hidden_states, *parts):
-        return cast("Tensor", kernels.mlp.swiglu_mlp(hidden_states, *(part.weight for part in parts)))
+    if kernels is _CPU_KERNELS and cpu_mlp.fits(hidden_states, *parts):
+        return cpu_mlp.swiglu_mlp(hidden_states, *(part.weight for part in parts))
     gate, up = mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)
     if kernels is None or not kernels.swiglu.takes(gate, up):
         return cast("Tensor", mlp.down_proj(mlp.act_fn(gate) * up))
