@@ -140,7 +140,7 @@ INLINE Tile tile_at(int64_t left, int64_t heads, const int64_t *seen) {
         tile.valid[1] = next;
         tile.row[1] = LANES;
     }
-    tile.length = seen[tile.row[1] + tile.valid[tile.row[1] ? 1 : 0] - 1];
+    tile.length = seen[tile.row[1] + tile.valid[tile.registers - 1] - 1];
     return tile;
 }
 
@@ -159,14 +159,12 @@ void attend_together(const float *query, int64_t query_row, int64_t rows, int64_
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t part = 0; part < num_kv * parts; part++) {
         for (int64_t t = 0; t < tiles; t++) {
-            int64_t kv = part / parts, beside = part % parts * side, h = kv * group + beside, seen[SIDE * LANES];
-            for (int64_t n = t * step, l = 0; l < step; l++) seen[l] = first + (n + l) * more;
-            for (int64_t n = t * step, end = n + step < rows ? n + step : rows; n < end;) {
-                Tile tile = tile_at(end - n, group - beside, seen + n - t * step);
-                tile_of_size(&tile, d, query + n * query_row + h * d, query_row, d, keys + kv * key_head, key_row,
-                             values + kv * value_head, value_row, scale, out + n * width + h * d, width, 0, 0);
-                n += ROWS_OF(tile);
-            }
+            int64_t kv = part / parts, beside = part % parts * side, h = kv * group + beside, n = t * step;
+            int64_t left = rows - n < step ? rows - n : step, seen[SIDE * LANES];
+            for (int64_t l = 0; l < left; l++) seen[l] = first + (n + l) * more;
+            Tile tile = tile_at(left, group - beside, seen);
+            tile_of_size(&tile, d, query + n * query_row + h * d, query_row, d, keys + kv * key_head, key_row,
+                         values + kv * value_head, value_row, scale, out + n * width + h * d, width, 0, 0);
         }
     }
 }
