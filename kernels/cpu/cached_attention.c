@@ -3,6 +3,9 @@
 
 #define MAX_GROUP 32  /* H / K at most */
 #define BLOCK 128     /* keys whose scores are held at once */
+#define FEW 16        /* values that are added at once */
+#define PAIR 2        /* queries that they are read for once */
+#define WIDE 4        /* registers of a query's sums at once */
 
 /* score[j] = scale * query . key[j] for LANES keys of d floats, a multiple of LANES: all their sums are folded
  * together, since to fold each by itself would cost more than the products. */
@@ -16,17 +19,54 @@ INLINE void dots(const float *query, const float *key, int64_t d, float scale, f
         for (int64_t i = LANES; i < d; i += LANES) sum[j] += *(const lanes *)(query + i) * *(const lanes *)(own + i);
     }
 #pragma GCC unroll 4
-    for (int width = LANES / 2; width; width /= 2)
+    for (int left = TOGETHER, width = LANES / 2; left > 1; left /= 2, width /= 2)
 #pragma GCC unroll 8
         for (int j = 0; j < width; j++) sum[j] = EVEN(sum[2 * j], sum[2 * j + 1]) + ODD(sum[2 * j], sum[2 * j + 1]);
+#if LANES == 8
+    sum[0] = LOW(sum[0], sum[1]) + HIGH(sum[0], sum[1]);
+#endif
     *(lanes *)score = sum[0] * scale;
+}
+
+/* out[g * d + i] = itself * kept[g] + sum over j of scores[g * BLOCK + j] * values[j * d + i], for `many` queries,
+ * `count` values and the columns of `wide` registers. */
+INLINE void add_columns(const float *scores, const float *kept, int many, int64_t count, const float *values, int64_t d,
+                        int wide, float *out) {
+    lanes sum[PAIR][WIDE] = {{{0}}};
+    for (int64_t j = 0; j < count; j++, values += d)
+        for (int g = 0; g < many; g++)
+            for (int v = 0; v < wide; v++)
+                sum[g][v] += *(const lanes *)(values + v * LANES) * scores[g * BLOCK + j];
+    for (int g = 0; g < many; g++)
+        for (int v = 0; v < wide; v++) {
+            lanes *all = (lanes *)(out + g * d + v * LANES);
+            *all = *all * kept[g] + sum[g][v];
+        }
+}
+
+/* The same of all d columns; `count` is so small that the values stay in the nearest cache meanwhile. */
+INLINE void add_values(const float *scores, const float *kept, int many, int64_t count, const float *values, int64_t d,
+                       float *out) {
+    int64_t i = 0;
+#define ADD(wide)                                    \
+    for (; i + wide * LANES <= d; i += wide * LANES) \
+        add_columns(scores, kept, many, count, values + i, d, wide, out + i);
+    ADD(WIDE)
+    ADD(WIDE / 2)
+    ADD(1)
+    for (int g = 0; i < d && g < many; g++)
+        for (int64_t k = i; k < d; k++) {
+            float sum = 0;
+            for (int64_t j = 0; j < count; j++) sum += scores[g * BLOCK + j] * values[j * d + k];
+            out[g * d + k] = out[g * d + k] * kept[g] + sum;
+        }
 }
 
 /* Softmax attention of `group` queries, which share keys and values [length, D], block by block (Milakov and
  * Gimelshein, 2018): the largest score so far, the sum of the exponentials and the weighted values are kept. */
 INLINE void attend_group(const float *query, int64_t group, int64_t d, const float *keys, const float *values,
                          int64_t length, float scale, float *out) {
-    float scores[MAX_GROUP][BLOCK], most[MAX_GROUP], sum[MAX_GROUP];
+    float scores[MAX_GROUP][BLOCK], most[MAX_GROUP], sum[MAX_GROUP], kept[MAX_GROUP];
     for (int64_t g = 0; g < group; g++) {
         most[g] = -INFINITY;
         sum[g] = 0;
@@ -35,19 +75,18 @@ INLINE void attend_group(const float *query, int64_t group, int64_t d, const flo
     for (int64_t start = 0; start < length; start += BLOCK) {
         int64_t count = length - start < BLOCK ? length - start : BLOCK;
         int64_t folded = d % LANES ? 0 : count - count % LANES;
+        const float *key = keys + start * d, *value = values + start * d;
         for (int64_t j = 0; j < folded; j += LANES)
-            for (int64_t g = 0; g < group; g++) dots(query + g * d, keys + (start + j) * d, d, scale, scores[g] + j);
-        for (int64_t j = folded; j < count; j++) {
-            const float *key = keys + (start + j) * d;
+            for (int64_t g = 0; g < group; g++) dots(query + g * d, key + j * d, d, scale, scores[g] + j);
+        for (int64_t j = folded; j < count; j++)
             for (int64_t g = 0; g < group; g++) {
                 float dot = 0;
 #pragma omp simd reduction(+ : dot)
-                for (int64_t i = 0; i < d; i++) dot += query[g * d + i] * key[i];
+                for (int64_t i = 0; i < d; i++) dot += query[g * d + i] * key[j * d + i];
                 scores[g][j] = dot * scale;
             }
-        }
         for (int64_t g = 0; g < group; g++) {
-            float *score = scores[g], top = most[g], added = 0, weighted[MAX_HEAD];
+            float *score = scores[g], top = most[g], added = 0;
 #pragma omp simd reduction(max : top)
             for (int64_t j = 0; j < count; j++) top = score[j] > top ? score[j] : top;
 #pragma omp simd reduction(+ : added)
@@ -55,24 +94,16 @@ INLINE void attend_group(const float *query, int64_t group, int64_t d, const flo
                 score[j] = exp_negative(score[j] - top);
                 added += score[j];
             }
-            float kept = start ? exp_negative(most[g] - top) : 0;
-            for (int64_t i = 0; i < d; i++) weighted[i] = out[g * d + i] * kept;
-            int64_t j = 0;
-            for (; j + 4 <= count; j += 4) {
-                const float *v = values + (start + j) * d;
-                float a = score[j], b = score[j + 1], c = score[j + 2], e = score[j + 3];
-#pragma omp simd
-                for (int64_t i = 0; i < d; i++)
-                    weighted[i] += (a * v[i] + b * v[d + i]) + (c * v[2 * d + i] + e * v[3 * d + i]);
-            }
-            for (; j < count; j++) {
-                const float *v = values + (start + j) * d;
-#pragma omp simd
-                for (int64_t i = 0; i < d; i++) weighted[i] += score[j] * v[i];
-            }
-            for (int64_t i = 0; i < d; i++) out[g * d + i] = weighted[i];
-            sum[g] = sum[g] * kept + added;
+            kept[g] = start ? exp_negative(most[g] - top) : 0;
+            sum[g] = sum[g] * kept[g] + added;
             most[g] = top;
+        }
+        for (int64_t from = 0; from < count; from += FEW) {
+            int64_t g = 0, few = count - from < FEW ? count - from : FEW;
+            for (; g + PAIR <= group; g += PAIR)
+                add_values(scores[g] + from, kept + g, PAIR, few, value + from * d, d, out + g * d);
+            for (; g < group; g++) add_values(scores[g] + from, kept + g, 1, few, value + from * d, d, out + g * d);
+            for (g = 0; g < group; g++) kept[g] = 1;
         }
     }
     for (int64_t g = 0; g < group; g++)

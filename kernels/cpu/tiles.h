@@ -26,16 +26,26 @@ typedef struct {
 /* Rows become columns. */
 INLINE void transpose(lanes *rows) {
     lanes read[LANES];
+#pragma GCC unroll 2
+    for (lanes *some = rows; some < rows + LANES; some += TOGETHER)
 #pragma GCC unroll 4
-    for (int left = LANES; left > 1; left /= 2) {
+        for (int left = TOGETHER; left > 1; left /= 2) {
 #pragma GCC unroll 16
-        for (int j = 0; j < LANES; j++) read[j] = rows[j];
+            for (int j = 0; j < TOGETHER; j++) read[j] = some[j];
 #pragma GCC unroll 8
-        for (int j = 0; j < LANES / 2; j++) {
-            rows[j] = EVEN(read[2 * j], read[2 * j + 1]);
-            rows[j + LANES / 2] = ODD(read[2 * j], read[2 * j + 1]);
+            for (int j = 0; j < TOGETHER / 2; j++) {
+                some[j] = EVEN(read[2 * j], read[2 * j + 1]);
+                some[j + TOGETHER / 2] = ODD(read[2 * j], read[2 * j + 1]);
+            }
         }
+#if LANES == 8
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        lanes low = LOW(rows[j], rows[j + 4]), high = HIGH(rows[j], rows[j + 4]);
+        rows[j] = low;
+        rows[j + 4] = high;
     }
+#endif
 }
 
 /* turned[i * w], lane l = rows[l][i] * by; nothing in the lanes beyond `valid`. */
