@@ -224,6 +224,7 @@ def test_two_equal_models_are_not_told_apart(tmp_path):
 INTERRUPTED = """
 import sys, time
 from pathlib import Path
+from launch.processes import children
 from launch.processes.children import Stopped, raise_on_signals, start, stop_all
 
 CHILD = '''
@@ -238,6 +239,7 @@ signal.signal(signal.SIGTERM, end)
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(100)
 '''
+children.TERMINATE_S = 60.0  # on a busy machine the child may not get to its end sooner
 raise_on_signals()
 child = start("child", [sys.executable, "-c", CHILD, sys.argv[1]])
 while not Path(sys.argv[1]).exists():
