@@ -79,6 +79,7 @@ def test_weights_trained_with_what_is_in_common_are_those_trained_without_in_eve
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it compiles two models
 def test_compiled_blocks_have_it_in_common_too(spec, ranks, tmp_path, monkeypatch):
     guard = GuardConfig(max_kl=0.0)  # else there are graphs for its forward too
     settings = {**FROZEN, **HELD, "freeze_layers": 1, "critic_width": 16, "compile": True, "guard": guard}
