@@ -13,6 +13,7 @@ import torch
 from launch.processes.children import cpu_env
 from learner.distributed import close_ranks, init_ranks
 from shared.vision import VisionSpec
+from tests.support.runs import LEARNING_S
 from tests.support.starts.forked import ForkingPopen, Seed, start_seed
 from tests.support.tiny import tiny_model_dir
 
@@ -25,7 +26,11 @@ os.environ["TORCH_WARM_POOL"] = "0"  # nothing is compiled for a GPU, for which 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of which all tests are fast come last, so that no worker is busy long after the other has ended."""
+    """Files of which all tests are fast come last, so that no worker is busy long after the other has ended. Whole
+    trainings have more time than pyproject.toml gives: they take three times as long on some machines as on others."""
+    for item in items:
+        if item.get_closest_marker("learning") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LEARNING_S + 60))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

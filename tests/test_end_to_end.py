@@ -13,7 +13,7 @@ import pytest
 
 from shared.recordings.reading import read_step, steps
 from tests.support.machine import children_of, is_there
-from tests.support.runs import command, finished, local, metrics, places, refused
+from tests.support.runs import LEARNING_S, command, finished, local, metrics, places, refused
 
 TWO_RANKS = [sys.executable, "launch/processes/torchrun.py", "--standalone", "--nproc-per-node", "2"]
 
@@ -24,7 +24,7 @@ def test_two_ranks_learn_to_name_colours_from_chance(tmp_path: Path) -> None:
     fields = {"learner.total_steps": 60, "eval.every_steps": 15, "learner.checkpoint.keep": 1}
     fields["learner.publish.pause_mode"] = "retract"  # so that no token stands on what older weights computed
     fields["learner.objective.entropy_coef"] = 0.03  # so that no colour is given up before it was named
-    run = finished(local([*places(tmp_path, **fields), "--ranks", "2"]), timeout_s=280)
+    run = finished(local([*places(tmp_path, **fields), "--ranks", "2"]), timeout_s=LEARNING_S)
     assert "Warning" not in run.stderr, run.stderr[:3000]
     result = json.loads(run.stdout.splitlines()[-1])
     rows = [row for row in metrics(tmp_path) if "rollout/reward" in row]

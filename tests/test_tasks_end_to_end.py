@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.support.runs import command, finished, metrics, places, refused
+from tests.support.runs import LEARNING_S, command, finished, metrics, places, refused
 
 
 def run(recipe: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return finished(command("local", arguments, f"launch/recipes/{recipe}.toml"))
+    return finished(command("local", arguments, f"launch/recipes/{recipe}.toml"), timeout_s=LEARNING_S)
 
 
 @pytest.mark.learning

@@ -12,6 +12,8 @@ from launch.engines.network import free_port
 
 RECIPE = "launch/recipes/colour_tiny.toml"
 
+LEARNING_S = 800.0  # a whole training of a small model, on a slow machine
+
 
 def places(tmp_path: Path, **more: object) -> list[str]:
     """Overrides that keep two runs on one machine apart."""
