@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of which all tests are fast come last, so that no worker is busy long after the other has ended. Whole
     trainings have more time than pyproject.toml gives: they take three times as long on some machines as on others."""
     for item in items:
-        if item.get_closest_marker("learning") and not item.get_closest_marker("timeout"):
+        if item.get_closest_marker("learning"):
             item.add_marker(pytest.mark.timeout(LEARNING_S + 60))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
