@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from learner.alarms.alarms import Alarms
 from learner.distributed import Ranks, broadcast_flag
-from learner.metrics.episodes import RunResult, held_out_metrics, middle_half, rollout_metrics
+from learner.metrics.episodes import RESULT, RunResult, held_out_metrics, middle_half, rollout_metrics
 from learner.metrics.evaluation import evaluation_metrics, in_words
 from learner.metrics.services import services_of
 from learner.metrics.shown import show
@@ -76,9 +76,10 @@ class Follower:
 
     def evaluate(self, name: str, *, greedy: bool = False) -> None: ...
 
-    def finish_evaluations(self, step: int) -> None:
+    def finish_evaluations(self) -> bool:
         while broadcast_flag(False, self.ranks):
             pass
+        return broadcast_flag(False, self.ranks)
 
     def value_of(self, name: str) -> float:
         return float("nan")
@@ -102,25 +103,25 @@ class Coordinator(Follower):
         ticket_server: TicketServer,
         run_id: str,
         held_out: Sequence[Sample],
-        unwritten: Iterable[str],
+        state: Mapping[str, Any],
         shutdown: Event,
         recorder: StepRecorder,
-        steps_done: int = 0,
+        at: tuple[int, PolicyVersion] = (0, 0),
     ) -> None:
-        """`unwritten`: the lines that the ledger of an earlier process could not write; `steps_done`: its steps."""
+        """`state`: what a checkpoint holds of an earlier process; `at`: the steps that are done, and the version."""
         super().__init__(ranks)
         self.recipe, self.ticket_server, self.run_id = recipe, ticket_server, run_id
         self.held_out, self._shutdown, self._recorder = held_out, shutdown, recorder
         self._tickets: list[Ticket] = []  # of the groups that are in training
-        self._kept: tuple[int, PolicyVersion] = (0, 0)  # the last step that was handed to the recorder
+        self._kept = at  # the last step that was handed to the recorder, and its version
         self.process_id = ticket_server.process_id
         self.log = get_logger("learner")
         self.run_dir = Path(recipe.run.dir) / recipe.run.name
         writers = recipe.metrics.writers
         self.metrics = MetricLogger(self.run_dir, services_of(recipe, run_id), tensorboard="tensorboard" in writers)
-        self.alarms = Alarms(recipe, self.metrics, steps_done)
-        self.ledger = Ledger(self.run_dir / "ledger.jsonl", unwritten)
-        self.results: dict[str, dict[str, float]] = {}  # by the evaluation's name
+        self.alarms = Alarms(recipe, self.metrics, at[0])
+        self.ledger = Ledger(self.run_dir / "ledger.jsonl", state.get("ledger", ()))
+        self.results: dict[str, dict[str, float]] = dict(state.get("results", {}))  # by the evaluation's name
         self._running: list[tuple[str, int]] = []  # evaluations, each with the step that it came after
         self._episodes = self._turns = 0
         self._idle_s = self._busy_s = 0.0
@@ -173,7 +174,8 @@ class Coordinator(Follower):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of rank 0, as JSON values."""
-        return {"run_id": self.run_id, "tickets": self.ticket_server.state_dict(), "ledger": self.ledger.state()}
+        own = {"run_id": self.run_id, "ledger": self.ledger.state(), "results": self.results}
+        return own | {"tickets": self.ticket_server.state_dict()}
 
     def keep(self, step: int, version: PolicyVersion, groups: Sequence[Group], watched: Watched | None) -> None:
         """Hands over what is to be recorded of the step, which trained the policy of `version`."""
@@ -230,23 +232,27 @@ class Coordinator(Follower):
             self.ticket_server.start_evaluation(each, self.held_out, plan.sampling, plan.repeats)
             self._running.append((each, self._kept[0]))
 
-    def finish_evaluations(self, step: int) -> None:
-        """Waits for all open evaluations; not when asked to shut down. TimeoutError for one without progress. A
-        collective: the other ranks hear now and then that it goes on, so that their limits do not pass."""
-        with suppress(Interrupted):
-            self._finish_evaluations(step)
+    def finish_evaluations(self) -> bool:
+        """Waits for all open evaluations; False when asked to shut down meanwhile. TimeoutError for one without
+        progress. A collective: the other ranks hear now and then that it goes on, so that their limits do not pass."""
+        try:
+            self._finish_evaluations()
+        except Interrupted:
+            self.log.warning("cut off by the shutdown: evaluation %s", ", ".join(name for name, _ in self._running))
         broadcast_flag(False, self.ranks)
+        return broadcast_flag(not self._running, self.ranks)
 
-    def _finish_evaluations(self, step: int) -> None:
+    def _finish_evaluations(self) -> None:
         while self._running:
-            name, after = self._running.pop(0)
+            name, after = self._running[0]
             limit_s, on = self.recipe.learner.wait_timeout_s, partial(broadcast_flag, True, self.ranks)
             result = result_in_time(self.ticket_server, name, limit_s, self._shutdown, on)
+            self._running.pop(0)
             values = evaluation_metrics(result)
             self.results[name] = values
             self._recorder.evaluation(name, after, result, values)
             kind = "eval_greedy" if name.startswith("greedy") else "eval"
-            self.metrics.scalars(step, {f"{kind}/{key}": value for key, value in values.items()})
+            self.metrics.scalars(after, {f"{kind}/{key}": value for key, value in values.items()})
             self.log.info("evaluation %s: %s", name, in_words(values, len(self.held_out)))
 
     def value_of(self, name: str) -> float:
@@ -275,7 +281,7 @@ class Coordinator(Follower):
             held_out=held_out_metrics(self.results),
         )
         try:
-            (self.run_dir / "result.json").write_text(json.dumps(result.as_dict()) + "\n")
+            (self.run_dir / RESULT).write_text(json.dumps(result.as_dict()) + "\n")
         except OSError as error:
             self.log.error("result.json is not written: %s", error)
         return result

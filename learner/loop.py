@@ -17,9 +17,9 @@ import torch
 from learner.checkpoints.restoring import restore
 from learner.checkpoints.saver import Saver
 from learner.coordinator import Follower
-from learner.distributed import close_ranks, init_ranks
+from learner.distributed import broadcast_flag, close_ranks, init_ranks
 from learner.guards.guards import Guards
-from learner.metrics.episodes import RunResult
+from learner.metrics.episodes import RunResult, has_result
 from learner.parallel.one_gpu import keep_to_share, learner_bytes
 from learner.plan import check_recipe
 from learner.recording.columns import watch
@@ -48,12 +48,8 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample], shutdo
         trainer = build_trainer(recipe, ranks)
         folder = Path(recipe.run.dir) / recipe.run.name / "checkpoints"
         restored = restore(folder, trainer, ranks, recipe)
-        if trainer.num_steps >= config.total_steps:
-            raise ValueError(
-                f"run {recipe.run.name!r} has its {config.total_steps} steps; choose another --run.name, "
-                "raise --learner.total_steps or start anew with --learner.resume never"
-            )
-        coordinator = build_coordinator(recipe, source, held_out, trainer, restored.coordinator, shutdown.requested)
+        check_unfinished(recipe, trainer)
+        coordinator = build_coordinator(recipe, source, held_out, trainer, restored, shutdown.requested)
         stack.push(lambda failure, *_: coordinator.close(shutdown.farewell(complete=failure is None)))
         publisher = build_publisher(recipe, trainer, coordinator.process_id)
         stack.callback(publisher.close)
@@ -64,6 +60,17 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample], shutdo
             result = loop(recipe, coordinator, trainer, publisher, saver, restored.version)
             saver.wait()
     return result
+
+
+def check_unfinished(recipe: Recipe, trainer: Trainer) -> None:
+    """ValueError, on all ranks, for a run that has all its steps and the result of its last evaluation."""
+    folder, total = Path(recipe.run.dir) / recipe.run.name, recipe.learner.total_steps
+    has_all = trainer.num_steps >= total
+    if has_all and broadcast_flag(has_result(folder, trainer.num_steps), trainer.ranks):
+        raise ValueError(
+            f"run {recipe.run.name!r} has its {total} steps; choose another --run.name, "
+            "raise --learner.total_steps or start anew with --learner.resume never"
+        )
 
 
 def loop(
@@ -80,12 +87,7 @@ def loop(
         raise ShutdownRequested(f"asked to shut down after step {trainer.num_steps}, before an engine had weights")
     publisher.publish(version, engines)
     coordinator.open(version)
-    if trainer.num_steps == 0:
-        if recipe.eval.before:
-            coordinator.evaluate("before", greedy=recipe.eval.greedy)
-        if recipe.learner.guard.on_entropy == "rewind":
-            saver.save(version, coordinator.state())
-    due, guards = Due(), Guards(recipe, trainer, saver)
+    due, guards = begin(recipe, coordinator, trainer, saver, version), Guards(recipe, trainer, saver)
     while not due.last:
         groups = next_groups(recipe, coordinator, trainer, publisher, version)
         if not groups:
@@ -100,7 +102,7 @@ def loop(
         metrics |= guards.after_step(groups, metrics)
         due = Due.after(step, recipe, last=step == recipe.learner.total_steps or coordinator.out_of_time())
         if due.publish:
-            coordinator.finish_evaluations(step)
+            coordinator.finish_evaluations()
             saver.best.result(coordinator.value_of(f"step_{saver.best.candidate}"))
             version += 1
             metrics |= publisher.publish(version, coordinator.engines(), wait=due.last)
@@ -113,9 +115,29 @@ def loop(
                 saver.best.candidate = step
             saver.save(version, coordinator.state())
     coordinator.evaluate("after", greedy=recipe.eval.greedy)
-    coordinator.finish_evaluations(trainer.num_steps)
+    if not coordinator.finish_evaluations():
+        saver.wait()
+        raise ShutdownRequested(f"asked to shut down after step {trainer.num_steps}, before it was evaluated")
     saver.result_of_last(coordinator.value_of("after"))
     return coordinator.result(trainer.num_steps, version)
+
+
+def begin(recipe: Recipe, coordinator: Follower, trainer: Trainer, saver: Saver, version: PolicyVersion) -> Due:
+    """What comes before the next step, and whether there is none: a run is evaluated before its first; one that goes on
+    makes the evaluation again whose result was awaited when its checkpoint was made."""
+    step = trainer.num_steps
+    if not step:
+        if recipe.eval.before:
+            coordinator.evaluate("before", greedy=recipe.eval.greedy)
+        if recipe.learner.guard.on_entropy == "rewind":
+            saver.save(version, coordinator.state())
+        return Due()
+    due = Due.after(step, recipe, last=step >= recipe.learner.total_steps)
+    if due.evaluate:
+        coordinator.evaluate(f"step_{step}")
+    if due.candidate:
+        saver.best.candidate = step
+    return due
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +189,7 @@ def next_groups(
 
 def check_step(trainer: Trainer, coordinator: Follower, groups: Sequence[Group]) -> None:
     """Keeps the batch of a step without a finite loss and gradient; ValueError after too many in a row."""
-    bad, limit = trainer.num_bad_in_a_row, trainer.config.optimizer.max_bad_steps
+    bad, limit = trainer.guard.bad_steps, trainer.config.optimizer.max_bad_steps
     if bad:
         coordinator.keep_bad_batch(trainer.num_steps, groups)
     if bad >= limit:

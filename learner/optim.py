@@ -17,10 +17,11 @@ from learner.model.policy import Policy
 from shared.learner_config import LearnerConfig, OptimizerConfig
 
 MUON_MOMENTUM = 0.95
+MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"  # torch's names in the states of AdamW and Muon
 HEAD_GROUP = 2  # among the optimizer's groups, the value head's
 
 
-def make_optimizer(policy: Policy, config: OptimizerConfig, lr: float | None = None) -> AdamW:
+def make_optimizer(policy: Policy, config: OptimizerConfig, lr: float | None = None) -> LocalAdamW:
     """Groups: matrices (with weight decay), vectors (without), value head (own rate, without), experts (with; stacks of
     matrices, which may lie on another mesh) where there are any; with Muon, the matrices of decoder layers make a last
     one. Experts, embeddings and the vision tower stay AdamW's. `lr`: of the policy, in place of `config.lr`."""
@@ -105,7 +106,7 @@ class LocalAdamW(AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            states = [self._state_of(p) for p in params]
+            states = [self._state_of(p, MOMENTS) for p in params]
             adamw(
                 [own_part(p) for p in params],
                 [own_part(p.grad) for p in params],
@@ -123,10 +124,16 @@ class LocalAdamW(AdamW):
                 maximize=False,
             )
 
-    def _state_of(self, p: Tensor) -> dict[str, Tensor]:
+    def make_states(self) -> None:
+        """Of all parameters, as the first gradient of each would; torch's checkpoints make them by a step without a
+        gradient, which counts as one."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._state_of(p, (MOMENTUM,) if group.get("muon") else MOMENTS)
+
+    def _state_of(self, p: Tensor, moments: tuple[str, ...]) -> dict[str, Tensor]:
         if not self.state[p]:
-            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-            self.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+            self.state[p] = {"step": torch.zeros((), device=p.device)} | {name: torch.zeros_like(p) for name in moments}
         state: dict[str, Tensor] = self.state[p]
         return state
 
@@ -153,12 +160,9 @@ class MuonAdamW(LocalAdamW):
 
     def _move(self, p: Tensor, lr: float, weight_decay: float) -> None:
         assert p.grad is not None
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros(())  # AdamW looks for it in every state that it loads
-            state["momentum_buffer"] = torch.zeros_like(p.grad)
+        state = self._state_of(p, (MOMENTUM,))  # AdamW looks for a step in every state that it loads
         state["step"] += 1
-        momentum = state["momentum_buffer"].lerp_(p.grad, 1 - MUON_MOMENTUM)
+        momentum = state[MOMENTUM].lerp_(p.grad, 1 - MUON_MOMENTUM)
         direction = orthogonal(p.grad.lerp(momentum, MUON_MOMENTUM))
         p.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import torch
 
 from learner.batch import is_uninformative
+from learner.checkpoints.restoring import Restored
 from learner.coordinator import Coordinator, Follower
 from learner.distributed import Ranks
 from learner.guards.bad_groups import check_group
@@ -114,11 +114,11 @@ def build_coordinator(
     source: SampleSource,
     held_out: Sequence[Sample],
     trainer: Trainer,
-    state: dict[str, Any],
+    restored: Restored,
     shutdown: Event,
 ) -> Follower:
-    """On rank 0 the coordinator, whose ticket socket is open at once. `state` is that of a checkpoint, or empty."""
-    ranks, learner = trainer.ranks, recipe.learner
+    """On rank 0 the coordinator, whose ticket socket is open at once."""
+    ranks, learner, state = trainer.ranks, recipe.learner, restored.coordinator
     if not ranks.is_main:
         return Follower(ranks)
     run_id = str(state.get("run_id") or uuid.uuid4().hex)
@@ -135,11 +135,10 @@ def build_coordinator(
         keep_failed=recipe.record.failures,
     )
     ticket_server = TicketServer(source, BookSettings.of(recipe, refusal(learner.objective)), settings)
-    if state:
+    if "tickets" in state:  # training on a recording has none
         ticket_server.load_state(state["tickets"])
-    recorder = Recorder(recipe, trainer.decoder.spec)
-    unwritten = state.get("ledger", ())
-    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, unwritten, shutdown, recorder, trainer.num_steps)
+    recorder, at = Recorder(recipe, trainer.decoder.spec), (trainer.num_steps, restored.version)
+    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, state, shutdown, recorder, at)
 
 
 def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:

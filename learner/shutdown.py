@@ -22,7 +22,7 @@ from shared.types import Stop
 
 EXIT_LATE = 1
 EARLY_S = 3.0
-PROGRESS_S = 5.0  # in which a checkpoint that is being written grows
+PROGRESS_S = 5.0  # in which a checkpoint that is being written makes progress
 
 
 class ShutdownRequested(Exception):
@@ -31,7 +31,7 @@ class ShutdownRequested(Exception):
 
 class Shutdown:
     """While entered, the first SIGTERM or SIGINT sets `requested`; a process still there `within_s` later is ended, or
-    as soon as the checkpoint that it writes by then no longer grows.
+    as soon as the checkpoint that it writes by then makes no progress.
 
     `requested` is set by a signal handler, so the main thread may ask it but never wait for it.
     """

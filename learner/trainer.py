@@ -70,7 +70,6 @@ class Trainer:
         self.decoder = ImageDecoder(policy.spec)
         self.num_steps = 0
         self.num_skipped = 0
-        self.num_bad_in_a_row = 0  # steps without a finite loss and gradient
         self.guard = GuardState()
         self.scale = RunningScale(config.objective)
         self.router = RouterLoad(policy.vlm, ranks.device)
@@ -110,7 +109,7 @@ class Trainer:
                 break
         self.num_steps += 1
         self.num_skipped += work.num_skipped > 0
-        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if work.num_bad else 0
+        self.guard.bad_steps = self.guard.bad_steps + 1 if work.num_bad else 0
         work.stats.gather(self.ranks)
         if watched is not None:
             watched.gather(self.ranks)
@@ -129,7 +128,7 @@ class Trainer:
         if self._apart:
             metrics["optim/value_grad_norm"] = largest[1]
         metrics["optim/skipped_steps"] = float(self.num_skipped)
-        metrics["optim/bad_steps_in_a_row"] = float(self.num_bad_in_a_row)
+        metrics["optim/bad_steps_in_a_row"] = float(self.guard.bad_steps)
         return metrics | group_metrics(groups, version, self.config) | work.done(episodes, self.ranks)
 
     def state(self) -> dict[str, Any]:

@@ -116,6 +116,16 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _what_is_evaluated_is_published(self) -> Self:
+        steps, every = self.eval.every_steps, self.learner.publish.every
+        if steps % every:
+            raise ValueError(
+                f"eval.every_steps = {steps}: the engines have the weights of that step only after a publication; make "
+                f"it a multiple of learner.publish.every = {every}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _held_out_seeds_are_apart(self) -> Self:
         data, held_first = self.data, self.data.eval_first_seed
         first, last = data.first_seed, data.first_seed + data.num_samples

@@ -215,7 +215,9 @@ class EngineConfig(Section):
 
 
 class EvalConfig(Section):
-    every_steps: int = Field(0, ge=0, description="0 = only before and after training")
+    every_steps: int = Field(
+        0, ge=0, description="a multiple of learner.publish.every; 0 = only before and after training"
+    )
     samples: int = Field(0, ge=0, description="held-out samples; 0 = no evaluation")
     before: bool = Field(True, description="the policy is evaluated before training, too")
     greedy: bool = Field(False, description="also evaluate greedily before and after")

@@ -68,7 +68,8 @@ def trained(
     fields = {"lr": 1e-3, "value_lr": 5e-2, "group_size": 1, "total_steps": steps, **settings}
     config, rng = learner_config(**fields), np.random.default_rng(1)
     policy = SmallPolicy(problem.num_actions, 1, spread)
-    trainer, guard = Trainer(policy, config, ranks), VarianceGuard(config)  # type: ignore[arg-type]
+    trainer = Trainer(policy, config, ranks)  # type: ignore[arg-type]
+    guard = VarianceGuard(config, trainer.guard)
     for step in range(steps):
         player = plays(policy, step)
         version = 0 if isinstance(player, SmallPolicy) and player is not policy else step

@@ -207,9 +207,9 @@ def test_what_is_being_written_can_be_seen_to_grow(new_trainer, ranks, tmp_path)
     part = tmp_path / ".step_00000007.partial" / "dcp"
     assert saver.written() is None
     part.mkdir(parents=True)
-    assert saver.written() == 0
+    assert saver.written() == (0, 0.0)
     (part / "__0_0.distcp").write_bytes(b"12345")
-    assert saver.written() == 5
+    assert saver.written() == (5, 0.0)
     saver.close()
 
 

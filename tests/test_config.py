@@ -62,6 +62,11 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--env.turn_tokens", "9000", "--env.max_tokens", "9000"], "no room in model.max_context"),
         (MINIMAL, ["--data.source", "x.jsonl", "--data.variants", '[{"a": 1}]'], "data.variants is for seeds"),
         (MINIMAL, ["--eval.samples", "5", "--data.eval_first_seed", "3"], "held-out seeds overlap the training seeds"),
+        (
+            MINIMAL,
+            ["--eval.every_steps", "6", "--learner.publish.every", "4"],
+            "a multiple of learner.publish.every = 4",
+        ),
         (MINIMAL, ["--env.reward", "a.b", "--reward.url", "http://c"], "leave one of them out"),
         (MINIMAL, ["--env.max_failure_share", "1.5"], "env.max_failure_share = '1.5'"),
         (MINIMAL, ["--actor.groups", "100000"], "actor.processes x actor.groups = 100000"),

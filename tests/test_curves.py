@@ -35,18 +35,19 @@ def write(folder: Path, rows: list[dict], tail: str = "") -> Path:
 def run_of(folder: Path, seed: int = 0, steps: int = 30) -> Path:
     rng = np.random.default_rng(seed)
     rows = [step_row(i, **{name: float(rng.uniform(0.2, 0.8)) for name in METRICS}) for i in range(1, steps + 1)]
-    before = [{"step": 1, "eval/success": 0.1, "eval/reward": 0.2}, {"step": 1, "eval_greedy/success": 0.15}]
+    before = [{"step": 0, "eval/success": 0.1, "eval/reward": 0.2}, {"step": 0, "eval_greedy/success": 0.15}]
     return write(folder, [*before, *rows, {"step": steps, "eval/success": 0.9, "eval/reward": 0.8}])
 
 
 def test_values_stand_at_their_step_minute_and_episode_and_missing_ones_are_left_out(tmp_path: Path) -> None:
     rows = [step_row(1), step_row(2, **{"policy/entropy": None}), step_row(4), {"step": 3, "eval/success": 0.5}]
+    rows.insert(0, {"step": 0, "eval/success": 0.25})
     run = read_run(write(tmp_path / "run", rows, tail='{"step": 5, "rollout/rew'))
     entropy = run.series("policy/entropy", "minutes")
     assert (entropy.x.tolist(), entropy.y.tolist()) == ([0.5, 2.0], [0.01, 0.04])
     assert run.series("rollout/success", "episodes").x.tolist() == [64, 128, 256]
     evaluated = run.series("eval/success", "episodes")
-    assert (evaluated.x.tolist(), evaluated.y.tolist()) == ([192.0], [0.5])
+    assert (evaluated.x.tolist(), evaluated.y.tolist()) == ([0.0, 192.0], [0.25, 0.5])
 
 
 def test_after_a_restart_steps_made_again_count_once_and_time_goes_on() -> None:

@@ -119,6 +119,12 @@ def test_a_run_stopped_half_way_resumes_and_finishes(tmp_path: Path) -> None:
     rows = [row for row in metrics(tmp_path) if "rollout/reward" in row]
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert rows[-1]["tickets/trained"] == 6 * 16
+    (tmp_path / "colour_tiny" / "result.json").unlink()  # as if stopped before its last evaluation was complete
+    finished(local(places(tmp_path, **{**fields, "eval.samples": 8})))
+    *before, evaluated = metrics(tmp_path)
+    assert before[-1]["step"] == evaluated["step"] == 6 and "eval/success" in evaluated
+    result = json.loads((tmp_path / "colour_tiny" / "result.json").read_text())
+    assert (result["optimizer_steps"], result["success_after"]) == (6, evaluated["eval/success"])
     line, _ = refused(command("learner", places(tmp_path, **fields)))
     assert "has its 6 steps" in line
 

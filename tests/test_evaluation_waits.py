@@ -12,8 +12,10 @@ import pytest
 from learner.coordinator import Coordinator, Follower
 from learner.tickets.patience import result_in_time
 from learner.tickets.records import EvaluationResult
+from learner.tickets.server import Interrupted
 from shared.config import Recipe
 from shared.learner_config import LearnerConfig
+from shared.log import get_logger
 from shared.sections import EnvConfig, ModelConfig, RunConfig
 
 LIMIT_S = 0.05
@@ -40,7 +42,7 @@ def coordinator_of(tmp_path, *, episodes: int, each_s: float) -> Coordinator:
         run=RunConfig(dir=str(tmp_path), name="r"),
         learner=LearnerConfig(wait_timeout_s=LIMIT_S),
     )
-    return Coordinator(recipe, None, server, "run", [], (), Event(), None)  # type: ignore[arg-type]
+    return Coordinator(recipe, None, server, "run", [], {}, Event(), None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -62,14 +64,29 @@ def test_one_that_brings_nothing_for_so_long_is_an_error_that_says_what_it_waite
     coordinator = coordinator_of(tmp_path, episodes=1, each_s=1e6)
     coordinator._running.append(("before", 0))
     with pytest.raises(TimeoutError, match=r"'before' has brought nothing for 0.05 s .*: two actors play"):
-        coordinator.finish_evaluations(3)
+        coordinator.finish_evaluations()
     assert told and all(told)
 
 
 def test_other_ranks_wait_until_rank_0_has_the_results(tmp_path, monkeypatch, told):
-    coordinator_of(tmp_path, episodes=1, each_s=1.0).finish_evaluations(3)  # none runs
-    assert told == [False]
-    heard = [True, True, False]
+    coordinator_of(tmp_path, episodes=1, each_s=1.0).finish_evaluations()  # none runs
+    assert told == [False, True]
+    heard = [True, True, False, True]
     monkeypatch.setattr("learner.coordinator.broadcast_flag", lambda value, ranks: heard.pop(0))
-    Follower(None).finish_evaluations(3)  # type: ignore[arg-type]
+    assert Follower(None).finish_evaluations()  # type: ignore[arg-type]
     assert heard == []
+
+
+def test_one_that_a_shutdown_cuts_off_is_named_and_not_taken_for_finished(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(get_logger("learner"), "propagate", True)
+    monkeypatch.setattr("learner.coordinator.broadcast_flag", lambda value, ranks: value)
+    coordinator = coordinator_of(tmp_path, episodes=1, each_s=1e6)
+    coordinator._running += [("after", 6), ("greedy_after", 6)]
+
+    def interrupted(*_: object) -> EvaluationResult:
+        raise Interrupted
+
+    coordinator.ticket_server.evaluation_result = interrupted
+    assert not coordinator.finish_evaluations()
+    assert "cut off by the shutdown: evaluation after, greedy_after" in caplog.text
+    assert coordinator.results == {}

@@ -66,7 +66,7 @@ def test_rewards_of_turns_vary_for_a_critic_that_sees_them_and_penalties_too(spe
 
 
 def test_the_line_comes_once_and_again_every_20_steps_with_endings_and_an_example(episode) -> None:
-    guard = VarianceGuard(learner_config())
+    guard = VarianceGuard(learner_config(), GuardState())
     text = "x" * 500 + "\nthe model's\nlast words"
     same = [group(episode(0.25, text=text)), group(episode(0.25, ending=Ending.OUT_OF_TOKENS))]
     said = [guard.step(same) for _ in range(41)]
@@ -80,7 +80,7 @@ def test_the_line_comes_once_and_again_every_20_steps_with_endings_and_an_exampl
 
 
 def test_steps_of_one_episode_are_compared_with_one_another(episode) -> None:
-    guard = VarianceGuard(learner_config())
+    guard = VarianceGuard(learner_config(), GuardState())
     counts = []
     for reward in (1.0, 1.0, 0.0, 0.0):
         guard.step([group(episode(reward))])
@@ -89,7 +89,7 @@ def test_steps_of_one_episode_are_compared_with_one_another(episode) -> None:
 
 
 def test_it_says_when_no_episode_could_be_trained_on(episode) -> None:
-    guard = VarianceGuard(learner_config(stop_without_variance=1))
+    guard = VarianceGuard(learner_config(stop_without_variance=1), GuardState())
     line = guard.step([group(episode(0.0, ending=Ending.ENV_ERROR, error="the board is lost"))])
     assert "no episode could be trained on" in line and "env_error 100 %" in line and "the board is lost" in line
 
@@ -99,7 +99,7 @@ class Parts:
 
     def __init__(self, tmp_path: Path, *, main: bool = True, **settings) -> None:
         self.trainer = SimpleNamespace(guard=GuardState(), num_steps=0, ranks=SimpleNamespace(is_main=main))
-        self.saver = SimpleNamespace(is_good=True, wait=lambda: None, best=Best(tmp_path / "best.json"))
+        self.saver = SimpleNamespace(wait=lambda: None, best=Best(tmp_path / "best.json"))
         recipe = Recipe(
             model=ModelConfig(path="none"), env=EnvConfig(module="none"), learner=learner_config(**settings)
         )
@@ -195,7 +195,7 @@ def test_what_is_saved_half_way_to_the_bound_is_not_good(tmp_path) -> None:
     parts, good = Parts(tmp_path), []
     for entropy in (0.4, 1.0, 1.2, 0.9):  # the bound is 1.8
         parts.step(policy__entropy=entropy)
-        good.append(parts.saver.is_good)
+        good.append(parts.trainer.guard.good)
     assert good == [True, True, False, True]
 
 

@@ -97,7 +97,7 @@ def test_a_group_is_acknowledged_only_when_it_is_in_the_ledger(tmp_path):
         process_id="p", commit=lambda: seen.append(steps(tmp_path / "r" / "ledger.jsonl")), metrics=dict
     )
     recorder = Recorder(recipe, VisionSpec(0))
-    coordinator = Coordinator(recipe, None, ticket_server, "run", [], (), Event(), recorder)
+    coordinator = Coordinator(recipe, None, ticket_server, "run", [], {}, Event(), recorder)
     coordinator.record(1, 1, [Group("7-n", "a", (episode(),))], {})
     coordinator.metrics.close()
     recorder.close()

@@ -135,9 +135,9 @@ def test_a_non_finite_loss_skips_the_step_and_is_counted(policy, spec, ranks):
 
 def test_the_run_stops_after_too_many_bad_steps_in_a_row(policy, ranks):
     trainer = Trainer(policy, learner_config(max_bad_steps=2), ranks)
-    trainer.num_bad_in_a_row = 1
+    trainer.guard.bad_steps = 1
     check_step(trainer, Follower(ranks), [])
-    trainer.num_bad_in_a_row = 2
+    trainer.guard.bad_steps = 2
     with pytest.raises(ValueError, match=r"2 steps in a row \(learner.optimizer.max_bad_steps = 2\)"):
         check_step(trainer, Follower(ranks), [])
 

@@ -61,7 +61,7 @@ class Run:
         rows = self.evaluations if metric.startswith(("eval/", "eval_greedy/")) else self.steps
         found = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
         at, values = np.array(found, np.float64).reshape(-1, 2).T
-        return Series(np.interp(at, steps, progress), values)
+        return Series(np.interp(at, [0.0, *steps], [0.0, *progress]), values)  # an evaluation before the first step too
 
 
 def read_run(folder: Path | str) -> Run:

@@ -5,11 +5,23 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.checkpoints.folder import checkpoint_name
+from learner.checkpoints.folder import checkpoint_name, list_checkpoints, step_of
 from shared.log import get_logger
+
+
+def newest_good(folder: Path) -> tuple[int, ...]:
+    """The step of the newest checkpoint that says of itself that it was good; none if there is none. One of an earlier
+    learner says nothing, and counts as good."""
+    for path in reversed(list_checkpoints(folder)):
+        with suppress(OSError, ValueError, RecursionError, AttributeError):
+            trainer = json.loads((path / "meta.json").read_text()).get("trainer", {})
+            if trainer.get("guard", {}).get("good", True):
+                return (step_of(path),)
+    return ()
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,9 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from learner.checkpoints.best import Best
+from learner.checkpoints.best import Best, newest_good
 from learner.checkpoints.folder import (
     EXPORT,
     checkpoint_name,
@@ -33,7 +35,6 @@ from learner.checkpoints.folder import (
     partial_of,
     put,
     remove,
-    step_of,
     sync_file,
 )
 from learner.checkpoints.state import copied, fingerprint, rng_state, schema_of, training_state
@@ -60,12 +61,12 @@ class Saver:
         self._folder, self._trainer, self._ranks, self._recipe = folder, trainer, ranks, recipe
         self._timeout_s = timeout_s
         self.best = Best.load(folder)
-        self.best.good = tuple(step_of(path) for path in list_checkpoints(folder)[-1:])
+        self.best.good = newest_good(folder)
         self._group = torch.distributed.new_group(backend="gloo")  # the thread's own: collectives must not mix
         self._thread = ThreadPoolExecutor(1, "checkpoint") if recipe.learner.checkpoint.in_background else None
         self._writing: Future[None] | None = None
+        self._sealing_since: float | None = None  # what is written has all its bytes, and is synced and measured
         self.num_failed = 0
-        self.is_good = True  # whether what is saved now is worth going back to
 
     def save(self, version: PolicyVersion, coordinator: dict[str, Any]) -> Path:
         """Of the trainer's step, kept beside the last few. `coordinator`: the state of rank 0's, plain JSON values.
@@ -74,7 +75,7 @@ class Saver:
         self.wait()
         trainer, ranks = self._trainer, self._ranks
         check_finite(all_of_training(trainer.policy, trainer.optimizer), ranks)
-        if self.is_good:
+        if trainer.guard.good:
             self.best.good = (*self.best.good[-1:], trainer.num_steps)
         final = self._folder / checkpoint_name(trainer.num_steps)
         partial = partial_of(final)
@@ -105,7 +106,7 @@ class Saver:
         parts: tuple[Callable[[], object], ...] = (
             lambda: self._begin(partial),
             lambda: torch.save(rng, partial / "rng" / f"rank_{self._ranks.rank}.pt"),
-            lambda: dcp.save(state, checkpoint_id=str(partial / "dcp"), process_group=self._group),
+            lambda: self._save(state, partial),
             lambda: self._export(partial),
             lambda: own.update(self._seal(partial)),
             lambda: self._finish(partial, final, meta, own),
@@ -126,12 +127,18 @@ class Saver:
                     log.error("checkpoint %s is not written, the last good one stays: %s", final.name, reason)
                 if self._ranks.is_main:
                     shutil.rmtree(partial, ignore_errors=True)
-                return
+                break
+        self._sealing_since = None
 
     def _begin(self, partial: Path) -> None:
         if self._ranks.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "rng").mkdir(parents=True)
+
+    def _save(self, state: dict[str, Any], partial: Path) -> None:
+        writer = FileSystemWriter(str(partial / "dcp"), sync_files=False)  # `_seal` does
+        dcp.save(state, storage_writer=writer, process_group=self._group)
+        self._sealing_since = time.monotonic()
 
     def _export(self, partial: Path) -> None:
         """From what has just been written, so that it takes no collective and waits for no step. Where it fails the
@@ -193,13 +200,16 @@ class Saver:
                     f"a checkpoint in {self._folder} is not written after {self._timeout_s:g} s"
                 ) from None
 
-    def written(self) -> int | None:
-        """Bytes of the checkpoint that is being written; None = none is."""
+    def written(self) -> tuple[int, float] | None:
+        """What changes while a checkpoint is being written: its bytes and, when it has them all, the seconds that it is
+        being synced and measured, at most the time limit. None = none is being written."""
         total = None
         for path in self._folder.glob(".*.partial/**/*"):
             with suppress(OSError):  # it is in its place by now
                 total = (total or 0) + (path.stat().st_size if path.is_file() else 0)
-        return total
+        since = self._sealing_since
+        seconds = 0.0 if since is None else min(time.monotonic() - since, self._timeout_s)
+        return None if total is None else (total, seconds)
 
     def close(self) -> None:
         """After a failure too: gives what is being written a little time, and raises nothing."""

@@ -28,7 +28,8 @@ def schema_of(policy: Policy) -> int:
 
 
 def training_state(trainer: Trainer) -> dict[str, Any]:
-    """Of the trainer's own tensors, wherever they lie."""
+    """Of the trainer's own tensors, wherever they lie; the optimizer's are made where no step has made them."""
+    trainer.optimizer.make_states()
     model, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     state = {"model": trained(trainer.policy, model), "optimizer": optimizer}
     if trainer.config.objective.kl_reference_every:

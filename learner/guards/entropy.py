@@ -12,9 +12,13 @@ class EntropyGuard:
     """Counts steps in a row whose entropy lies outside of the bounds."""
 
     def __init__(self, config: GuardConfig, state: GuardState) -> None:
-        self.num_steps = 0  # in a row
         self._config, self._state = config, state
         self._last = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """In a row; a restarted run goes on counting."""
+        return self._state.steps_outside_entropy
 
     @property
     def highest(self) -> float:
@@ -32,7 +36,7 @@ class EntropyGuard:
             self._state.start_entropy = entropy
         self._last = entropy
         inside = self._config.entropy_min <= entropy <= self.highest
-        self.num_steps = 0 if inside else self.num_steps + 1
+        self._state.steps_outside_entropy = 0 if inside else self.num_steps + 1
 
     @property
     def good(self) -> bool:

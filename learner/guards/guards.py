@@ -26,7 +26,7 @@ class Guards:
         self._recorded = recorded
         self._recipe, self._trainer, self._saver = recipe, trainer, saver
         self._config = recipe.learner.guard
-        self._variance = VarianceGuard(recipe.learner)
+        self._variance = VarianceGuard(recipe.learner, trainer.guard)
         self._entropy = EntropyGuard(self._config, trainer.guard)
 
     def after_step(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
@@ -40,7 +40,7 @@ class Guards:
         self._entropy.step(metrics.get("policy/entropy"))
         if self._entropy.out:
             self._leave_or_rewind()
-        self._saver.is_good = self._entropy.good
+        state.good = self._entropy.good
         found |= {"guard/brake": state.brake, "guard/rewinds": float(state.num_rewinds)}
         return found | {"guard/steps_outside_entropy": float(self._entropy.num_steps)}
 
@@ -90,7 +90,7 @@ class Guards:
         state.num_rewinds += 1
         state.ceiling *= 0.5
         state.brake = min(state.brake, state.ceiling)
-        self._entropy.num_steps = 0
+        state.steps_outside_entropy = 0
 
     def _say(self, line: str) -> None:
         if self._trainer.ranks.is_main:

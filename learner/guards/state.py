@@ -11,3 +11,7 @@ class GuardState:
     ceiling: float = 1.0  # of the brake: half of it after each step back to a checkpoint
     start_entropy: float | None = None  # nats a token, of the first step
     num_rewinds: int = 0
+    bad_steps: int = 0  # in a row, as the next two: without a finite loss and gradient
+    steps_without_variance: int = 0
+    steps_outside_entropy: int = 0
+    good: bool = True  # whether a checkpoint of now is worth going back to

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from learner.batch import episode_rewards, penalty
+from learner.guards.state import GuardState
 from shared.learner_config import LearnerConfig
 from shared.settings.objective import ObjectiveConfig
 from shared.types import Group, Trajectory
@@ -21,9 +22,8 @@ class VarianceGuard:
     from those of the steps before.
     """
 
-    def __init__(self, config: LearnerConfig) -> None:
-        self.num_steps = 0  # in a row
-        self._config = config
+    def __init__(self, config: LearnerConfig, state: GuardState) -> None:
+        self._config, self._state = config, state
         self._endings: Counter[str] = Counter()
         self._rewards: tuple[float, ...] = ()  # the lowest and the highest
         self._example = ""
@@ -32,12 +32,12 @@ class VarianceGuard:
     def step(self, groups: Sequence[Group]) -> str:
         """After each step. The line to be said now, or an empty one."""
         if varies([*self._before, *groups], self._config):
-            self.num_steps = 0
+            self._state.steps_without_variance = 0
             self._before = []
             self._endings.clear()
             self._rewards = ()
             return ""
-        self.num_steps += 1
+        self._state.steps_without_variance += 1
         self._before = list(groups[:1]) if self._config.group_size == 1 else []
         episodes = [t for group in groups for t in group.trajectories]
         self._endings.update(t.ending.value for t in episodes)
@@ -47,6 +47,11 @@ class VarianceGuard:
             self._example = " ".join((episodes[0].text or episodes[0].error).split())
         due = self.num_steps % SAY_EVERY == 0 or self.stops
         return self._line() if due else ""
+
+    @property
+    def num_steps(self) -> int:
+        """In a row; a restarted run goes on counting."""
+        return self._state.steps_without_variance
 
     @property
     def stops(self) -> bool:

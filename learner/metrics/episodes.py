@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from learner.guards.variance import varies
 from learner.metrics.evaluation import episode_means
 from learner.metrics.tokens import lag_name
 from shared.learner_config import LearnerConfig
 from shared.types import Group, PolicyVersion
+
+RESULT = "result.json"  # in the run's folder
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -66,6 +70,15 @@ class RunResult:
         held_out = own.pop("held_out")
         values = own | {name: value for name, value in held_out.items() if name not in own}
         return {name: round(v, 4) if isinstance(v, float) else v for name, v in values.items()}
+
+
+def has_result(run_dir: Path, steps: int) -> bool:
+    """Whether a run's result.json is that of a training of so many steps, its last evaluation included."""
+    try:
+        found = json.loads((run_dir / RESULT).read_text())
+        return isinstance(found, dict) and found.get("optimizer_steps") == steps
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def held_out_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

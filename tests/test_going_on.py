@@ -1,0 +1,148 @@
+"""What a run that goes on from a checkpoint takes up: evaluations, counts, good checkpoints, the optimizer's state."""
+
+from __future__ import annotations
+
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import learner.checkpoints.saver as saver_module
+from learner.checkpoints.best import newest_good
+from learner.checkpoints.restoring import Restored, load_checkpoint
+from learner.checkpoints.saver import Saver
+from learner.guards.state import GuardState
+from learner.loop import begin
+from learner.metrics.episodes import has_result
+from learner.model.policy import load_policy
+from learner.setup import build_coordinator
+from learner.tickets.sources import SeedSource
+from learner.trainer import Trainer
+from shared.config import Recipe
+from shared.sections import EnvConfig, EvalConfig, ModelConfig, RunConfig
+from tests.support.checkpoints import config, recipe, save
+from tests.support.episodes import random_groups
+
+
+@pytest.fixture
+def new_trainer(folder, spec, ranks):
+    return lambda **changes: Trainer(load_policy(str(folder), spec), config(**changes), ranks)
+
+
+def begun(step: int, **evaluation: Any) -> tuple[list[str], int, bool]:
+    """Of a run of 10 steps at this one: the evaluations begun, the best's candidate, whether no step is left."""
+    names: list[str] = []
+    coordinator = SimpleNamespace(evaluate=lambda name, greedy=False: names.append(name), state=dict)
+    saver = SimpleNamespace(best=SimpleNamespace(candidate=-1), save=lambda *_: names.append("saved"))
+    settings = recipe().model_copy(update={"eval": EvalConfig(every_steps=5, **evaluation)})
+    due = begin(settings, coordinator, SimpleNamespace(num_steps=step), saver, 0)  # type: ignore[arg-type]
+    return names, saver.best.candidate, due.last
+
+
+def test_an_evaluation_whose_result_the_checkpoint_awaited_is_made_again():
+    assert begun(0) == (["before"], -1, False)
+    assert begun(5) == (["step_5"], 5, False)
+    assert begun(5, best="") == (["step_5"], -1, False)
+    assert begun(7) == ([], -1, False)
+
+
+def test_a_run_with_all_its_steps_has_only_its_last_evaluation_to_make(tmp_path):
+    assert begun(10) == ([], 10, True)
+    assert not has_result(tmp_path, 10)
+    for text in ("[1]", "{", '{"optimizer_steps": 6}', '{"optimizer_steps": 10}'):
+        (tmp_path / "result.json").write_text(text)
+        assert has_result(tmp_path, 10) is text.endswith("10}")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_before_the_first_step_changes_nothing_of_the_training(
+    new_trainer, spec, ranks, tmp_path, optimizer
+):
+    plain, saved, resumed = (new_trainer(optimizer=optimizer) for _ in range(3))
+    load_checkpoint(save(saved, ranks, tmp_path), resumed, ranks, recipe())
+    for trainer in (plain, saved, resumed):
+        for step in range(2):
+            trainer.step(random_groups(spec, 2, seed=step), version=0)
+    for other in (saved, resumed):
+        for (name, p), expected in zip(other.policy.named_parameters(), plain.policy.parameters(), strict=True):
+            assert torch.equal(p, expected), name
+
+
+def test_a_checkpoint_after_steps_without_a_gradient_is_whole(new_trainer, ranks, tmp_path):
+    trainer = new_trainer()
+    for p in trainer.policy.parameters():  # as of a step that was left out
+        p.grad = torch.zeros_like(p)
+    load_checkpoint(save(trainer, ranks, tmp_path), new_trainer(), ranks, recipe())
+
+
+def test_counts_of_steps_in_a_row_go_on(new_trainer, ranks, tmp_path):
+    trainer, resumed = new_trainer(), new_trainer()
+    trainer.guard = GuardState(bad_steps=3, steps_without_variance=7, steps_outside_entropy=2, good=False)
+    load_checkpoint(save(trainer, ranks, tmp_path), resumed, ranks, recipe())
+    assert resumed.guard == trainer.guard
+
+
+def test_the_last_good_checkpoint_is_still_known_and_kept_after_a_restart(new_trainer, ranks, tmp_path):
+    trainer = new_trainer()
+    for step, good in ((100, True), (151, False)):
+        trainer.num_steps, trainer.guard.good = step, good
+        path = save(trainer, ranks, tmp_path)
+    assert newest_good(tmp_path) == (100,)
+    resumed = new_trainer()
+    load_checkpoint(path, resumed, ranks, recipe())
+    saver = Saver(tmp_path, resumed, ranks, recipe(keep_checkpoints=1, checkpoint_in_background=False))
+    for step in (151, 152, 153):
+        resumed.num_steps = step
+        saver.save(0, {})
+    assert saver.best.last_good() == tmp_path / "step_00000100"
+    (tmp_path / "step_00000100" / "meta.json").write_text("[" * 100_000)
+    assert newest_good(tmp_path) == ()
+
+
+def test_a_checkpoint_makes_progress_while_it_is_synced_and_measured(new_trainer, ranks, tmp_path, monkeypatch):
+    saver, seen = Saver(tmp_path, new_trainer(), ranks, recipe(checkpoint_in_background=False), timeout_s=1e-3), []
+    measured = saver_module.measured
+
+    def watched(*args: Any) -> Any:
+        seen.append(saver.written())
+        return measured(*args)
+
+    monkeypatch.setattr(saver_module, "measured", watched)
+    saver.save(0, {})
+    ((size, seconds),) = seen
+    assert size > 0 and seconds == 1e-3  # that of a disk which hangs ends with the time limit
+    assert saver.written() is None
+    (tmp_path / ".step_00000007.partial" / "dcp").mkdir(parents=True)
+    assert saver.written() == (0, 0.0)
+
+
+def test_a_run_goes_on_from_a_training_on_a_recording(new_trainer, tmp_path):
+    own = Recipe(
+        model=ModelConfig(path="m"),
+        env=EnvConfig(module="envs.colour"),
+        run=RunConfig(dir=str(tmp_path), name="r"),
+        learner=config(bind="tcp://127.0.0.1:0"),
+    )
+    trainer = new_trainer()
+    trainer.num_steps = 500
+    restored = Restored(0, {"recording": "somewhere"})
+    coordinator = build_coordinator(own, SeedSource(), [], trainer, restored, Event())
+    assert coordinator.state()["tickets"]
+    coordinator.close(None)
+
+
+def test_a_run_that_ends_before_its_next_step_leaves_the_recordings_of_earlier_ones(new_trainer, tmp_path):
+    own = Recipe(
+        model=ModelConfig(path="m"),
+        env=EnvConfig(module="envs.colour"),
+        run=RunConfig(dir=str(tmp_path), name="r"),
+        learner=config(bind="tcp://127.0.0.1:0"),
+    )
+    trainer, steps = new_trainer(), []
+    trainer.num_steps = 500
+    coordinator: Any = build_coordinator(own, SeedSource(), [], trainer, Restored(125, {}), Event())
+    coordinator._recorder.step = lambda step, version, *_, **__: steps.append((step, version))
+    coordinator.close(None)
+    assert steps == [(501, 125)]
