@@ -6,6 +6,7 @@
 #define FEW 16        /* values that are added at once */
 #define PAIR 2        /* queries that they are read for once */
 #define WIDE 4        /* registers of a query's sums at once */
+#define LINE 16       /* floats that a cache reads at once; values are asked for while scores are computed */
 
 /* score[j] = scale * query . key[j] for LANES keys of d floats, a multiple of LANES: all their sums are folded
  * together, since to fold each by itself would cost more than the products. */
@@ -76,8 +77,10 @@ INLINE void attend_group(const float *query, int64_t group, int64_t d, const flo
         int64_t count = length - start < BLOCK ? length - start : BLOCK;
         int64_t folded = d % LANES ? 0 : count - count % LANES;
         const float *key = keys + start * d, *value = values + start * d;
-        for (int64_t j = 0; j < folded; j += LANES)
+        for (int64_t j = 0; j < folded; j += LANES) {
+            for (int64_t i = j * d; i < (j + LANES) * d; i += LINE) __builtin_prefetch(value + i);
             for (int64_t g = 0; g < group; g++) dots(query + g * d, key + j * d, d, scale, scores[g] + j);
+        }
         for (int64_t j = folded; j < count; j++)
             for (int64_t g = 0; g < group; g++) {
                 float dot = 0;
