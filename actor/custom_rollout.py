@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actor.engine_pool import Seat
-from actor.env_threads import EnvThreads
+from actor.env_threads import EnvThreads, of_user
 from actor.limits import EpisodeLimits
 from actor.render import Renderer
 from actor.stream import Stream
@@ -44,10 +44,11 @@ async def play_custom(rollout: Rollout, context: RolloutContext) -> Trajectory:
     ending = Ending.ENV_ERROR
     try:
         async with asyncio.timeout(timeout_s):
-            trajectory = await rollout(context)
-        if isinstance(trajectory, Trajectory):
+            trajectory = await of_user(rollout(context))
+        if isinstance(trajectory, Trajectory) and isinstance(trajectory.metrics, dict):
             return trajectory
-        error = f"rollout returned {type(trajectory).__name__}, not a Trajectory (see Stream.trajectory)"
+        what = "Trajectory without metrics" if isinstance(trajectory, Trajectory) else type(trajectory).__name__
+        error = f"rollout returned {what}, not a Trajectory (see Stream.trajectory)"
     except TimeoutError as late:
         ending, error = Ending.ENV_TIMEOUT, str(late) or f"rollout did not return within {timeout_s:g} s"
     except EngineError as failure:

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -25,6 +25,26 @@ class EnvTimeout(Exception):
 
 class TooManyHang(BaseException):
     """So many calls hang that the process must end: no `except Exception` of an episode may keep it."""
+
+
+class Left(Exception):
+    """User code raised what would end a thread or a task: `SystemExit`, say."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__} {error}".strip())
+
+
+async def of_user(awaitable: Awaitable[T]) -> T:
+    """What the user's coroutine returns or raises; `Left` where it exits, or is cancelled by nobody but itself."""
+    try:
+        return await awaitable
+    except SystemExit as error:
+        raise Left(error) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Left(error) from error
 
 
 class _Call:
@@ -45,13 +65,17 @@ class EnvThreads:
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_threads, self._max_lost = num_threads, max_lost
         self._lock = threading.Lock()  # of the counts and each call's `abandoned`
+        self._unwatched: set[asyncio.Task[None]] = set()  # else nothing keeps them
         self.num_lost = 0  # now
         self.num_begun = 0  # threads that are alive, lost ones included
         for _ in range(num_threads):
             start_thread(self._work)
 
     async def run(self, function: Callable[[], T], timeout_s: float) -> T:
-        """The function's result or exception. EnvTimeout `timeout_s` after it started."""
+        """The function's result or exception, `Left` for one that would end a thread. EnvTimeout `timeout_s` after it
+        started. The limit holds for a call whose waiter is cancelled, too."""
+        if self.num_lost > self._max_lost:
+            raise TooManyHang(self._hanging())
         call = _Call(function)
         self._inbox.put(call)
         waiting = asyncio.wrap_future(call.future)
@@ -59,7 +83,11 @@ class EnvThreads:
         queued_s = time.monotonic()
         wait_s = timeout_s
         while wait_s > 0:
-            done, _ = await asyncio.wait([waiting], timeout=wait_s)
+            try:
+                done, _ = await asyncio.wait([waiting], timeout=wait_s)
+            except asyncio.CancelledError:
+                self._leave(call, timeout_s)
+                raise
             if done:
                 return waiting.result()
             now = time.monotonic()
@@ -75,9 +103,37 @@ class EnvThreads:
         self._spawn()
         raise EnvTimeout(f"no return within {timeout_s:g} s")
 
+    def run_unwatched(self, function: Callable[[], Any], timeout_s: float) -> None:
+        """The same without a waiter; a failure is logged."""
+
+        async def logged() -> None:
+            try:
+                await self.run(function, timeout_s)
+            except Exception as error:  # noqa: BLE001 - whatever the user's function raises
+                log.warning("a call after a cancelled episode failed: %s: %s", type(error).__name__, error)
+
+        task = asyncio.create_task(logged())
+        self._unwatched.add(task)
+        task.add_done_callback(self._unwatched.discard)
+
     def close(self) -> None:
         for _ in range(self._num_threads):
             self._inbox.put(None)
+
+    def _leave(self, call: _Call, timeout_s: float) -> None:
+        """Nobody waits for `call` any more: it does not begin, or is watched until its limit."""
+        if call.future.cancel() or call.future.done():
+            return
+
+        def replace_thread() -> None:
+            with suppress(TooManyHang):  # the next call raises it
+                if not self._abandon(call):
+                    return
+            log.warning("a call of a cancelled episode overran its %g s; its thread is replaced", timeout_s)
+            self._spawn()
+
+        spent_s = time.monotonic() - call.started_s if call.started_s else 0.0
+        asyncio.get_running_loop().call_later(max(0.0, timeout_s - spent_s), replace_thread)
 
     def _abandon(self, call: _Call) -> bool:
         """Counts the thread of `call` as lost; false if it has just ended."""
@@ -92,7 +148,10 @@ class EnvThreads:
         with self._lock:
             self.num_lost += 1
             if self.num_lost > self._max_lost:
-                raise TooManyHang(f"{self.num_lost} calls of environments and rewards hang")
+                raise TooManyHang(self._hanging())
+
+    def _hanging(self) -> str:
+        return f"{self.num_lost} calls of environments and rewards hang"
 
     def find(self) -> None:
         """Counts one less: its call has returned."""
@@ -120,8 +179,10 @@ class EnvThreads:
             call.started_s = time.monotonic()
             try:
                 result = call.function()
-            except BaseException as error:  # noqa: BLE001 - handed to the waiter, who raises it
+            except Exception as error:  # noqa: BLE001 - handed to the waiter, who raises it
                 call.future.set_exception(error)
+            except BaseException as error:  # noqa: BLE001 - likewise
+                call.future.set_exception(Left(error))
             else:
                 call.future.set_result(result)
             with self._lock:
@@ -130,3 +191,42 @@ class EnvThreads:
                 self.find()
                 return
             del call  # with all that its function holds
+
+
+class EnvCalls:
+    """The calls of one episode's environment, one after another, each in a thread. Whoever gives the episode up does
+    not wait for the call that runs then: its thread closes the environment when it returns."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._lock, self._close = threading.Lock(), close
+        self._running = self._given_up = False
+
+    def guarded(self, function: Callable[[], T]) -> Callable[[], T]:
+        """The function, after which the environment is closed where the episode was given up meanwhile."""
+
+        def call() -> T:
+            with self._lock:
+                if self._given_up:
+                    raise EnvTimeout("the episode was given up")
+                self._running = True
+            try:
+                return function()
+            finally:
+                with self._lock:
+                    self._running, closes = False, self._given_up
+                if closes:
+                    self._close_logged()
+
+        return call
+
+    def _close_logged(self) -> None:
+        try:
+            self._close()
+        except Exception as error:  # noqa: BLE001 - whatever the user's function raises
+            log.warning("an environment's close failed: %s: %s", type(error).__name__, error)
+
+    def give_up(self) -> bool:
+        """Whether no call runs, so that the caller is to close the environment."""
+        with self._lock:
+            self._given_up = True
+            return not self._running

@@ -18,11 +18,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from actor.contract import broken, failed, sendable
 from actor.idle_meter import IdleMeter
 from actor.journal import Journal
 from actor.named_engines import NamedEngines
-from actor.stream import Stream
-from shared.codec import Message, TokenRules, WireError, check_trajectory
+from shared.codec import Message, TokenRules, WireError
 from shared.guards.refusals import Refusals
 from shared.log import get_logger
 from shared.transport import Dealer, Secure, SocketSettings
@@ -30,7 +30,6 @@ from shared.types import (
     Ack,
     Bye,
     Cancel,
-    Ending,
     Group,
     Hello,
     Receipt,
@@ -279,22 +278,18 @@ class HeldTickets:
 
     async def _play_one(self, ticket: Ticket, index: int) -> Trajectory:
         trajectory = await self._play(ticket, index)
-        try:
-            check_trajectory(trajectory, self._settings.rules)
-        except WireError as error:
-            self._log.warning("an episode of ticket %s breaks the contract: %s", ticket.id, error)
-            return Stream().trajectory((), Ending.WIRE_ERROR, error=f"wire: {error}")
+        if wrong := broken(trajectory, self._settings.rules):
+            self._log.warning("an episode of ticket %s breaks the contract: %s", ticket.id, wrong)
+            return failed(wrong)
         return trajectory
 
     async def _send(self, finished: Finished) -> None:
-        """Sends a group, or a failed one in place of a group that is too large."""
-        group = finished.group
+        """Sends a group, with failed episodes in place of those that cannot be sent."""
         try:
-            sent = await self._dealer.send(group)
+            sent = await self._dealer.send(finished.group)
         except WireError as error:
-            self._log.error("the group of ticket %s cannot be sent: %s", group.ticket_id, error)
-            failed = Stream().trajectory((), Ending.WIRE_ERROR, error=f"wire: {error}")
-            finished.group = Group(group.ticket_id, group.actor, (failed,) * len(group.trajectories))
+            self._log.error("the group of ticket %s cannot be sent: %s", finished.group.ticket_id, error)
+            finished.group = sendable(finished.group, error, self._settings.sockets.max_message_bytes)
             sent = await self._dealer.send(finished.group)
         if sent:
             finished.sent_at = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from shared.recordings.bounded import bounded_json
@@ -55,3 +55,24 @@ class Notes:
         said += [""] * (len(self._turns) - len(said))
         rows = zip(self._turns, said, strict=True)
         return tuple(TurnNote(begin, generate, wait, env, info) for (begin, generate, wait, env), info in rows)
+
+
+class EnvMetrics:
+    """What an environment reports: `turn_metrics` are averaged over the turns; of all others the last value counts."""
+
+    def __init__(self) -> None:
+        self._of_turns: dict[str, list[float]] = {}
+        self._last: dict[str, float] = {}
+
+    def note(self, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if name == "turn_metrics":
+                for key, number in value.items():
+                    self._of_turns.setdefault(key, []).append(float(number))
+            elif isinstance(value, Mapping):
+                self._last.update({key: float(number) for key, number in value.items()})
+            else:
+                self._last[name] = float(value)
+
+    def values(self) -> dict[str, float]:
+        return {name: sum(values) / len(values) for name, values in self._of_turns.items()} | self._last

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -23,6 +23,8 @@ from shared.vision import IMAGE_FORMATS, MAX_IMAGE_PIXELS, VisionSpec
 IMAGE_PAD = "<|image_pad|>"
 END_OF_TURN = "<|im_end|>"
 ANSWER = "(the model's answer)"  # stands for it where only what comes after is wanted
+KEPT_TEXTS, KEPT_CHARACTERS = 512, 8192  # of the last texts, and of one that is kept
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,12 @@ class Fragment:
         return hasher.digest()
 
 
+def of_short(function: Callable[[str], T]) -> Callable[[str], T]:
+    """The same, which keeps its last answers to short texts: at most some 50 MB of token ids."""
+    kept = lru_cache(maxsize=KEPT_TEXTS)(function)
+    return lambda text: kept(text) if len(text) <= KEPT_CHARACTERS else function(text)
+
+
 class Renderer:
     """Renders with a tokenizer's own chat template. Thread-safe: it keeps nothing but caches.
 
@@ -63,8 +71,8 @@ class Renderer:
                 f"token {self.image_id} of the tokenizer is not {IMAGE_PAD}: is it this model's tokenizer?"
             )
         self._observation_text(json.dumps({"role": "user", "content": "?"}))  # the template can be continued
-        self._encode = lru_cache(maxsize=4096)(self._encode_text)
-        self._shape = lru_cache(maxsize=4096)(self._observation_text)
+        self._encode = of_short(self._encode_text)
+        self._shape = of_short(self._observation_text)
 
     def start(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image] = ()) -> Fragment:
         """The stream up to the model's first turn. `images` serve those image items that hold no image."""

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from actor.env_threads import EnvThreads
+from actor.env_threads import EnvThreads, of_user
 from actor.isolation.processes import GRACE_S, RemoteEnv, Session, UserProcesses
 from actor.isolation.wire import pack_played, unpack_plain
 from envs.base import Played, flat_metrics
@@ -60,7 +60,7 @@ class FunctionReward:
         if self._loop is None:
             return finite(await self._threads.run(lambda: self._function(played), self._timeout_s))
         loop = self._loop
-        running = asyncio.run_coroutine_threadsafe(self._function(played), loop)
+        running = asyncio.run_coroutine_threadsafe(of_user(self._function(played)), loop)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return finite(await asyncio.wrap_future(running))

@@ -9,19 +9,20 @@ A failure in an episode is recorded as its ending and its `error`; it is never r
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
 from actor.custom_rollout import Rollout, RolloutContext, play_custom
 from actor.engine_pool import EnginePool, Seat
-from actor.env_threads import EnvThreads, EnvTimeout
+from actor.env_threads import EnvCalls, EnvThreads, EnvTimeout
 from actor.journal import Answer, Journal
 from actor.limits import EpisodeLimits
-from actor.notes import Notes
+from actor.notes import EnvMetrics, Notes
 from actor.render import Fragment, Renderer
 from actor.rewards import BadReward, Reward, finite
 from actor.stream import Stream
@@ -87,11 +88,11 @@ class _Episode:
         self._stream = Stream()
         self._cache_key = ""  # from the first request on
         self._env: Any = None
+        self._calls = EnvCalls(self._close_here)
         self._turns: list[Turn] = []
         self._answers: list[str] = []
         self._infos: list[Info] = []
-        self._turn_metrics: dict[str, list[float]] = {}
-        self._last_metrics: dict[str, float] = {}
+        self._metrics = EnvMetrics()
         self._generate_s = self._env_s = 0.0
         self._notes = Notes()
         self._recorded = player.journal.answers(ticket.id, index)[::-1] if player.journal else []  # the next one last
@@ -108,6 +109,10 @@ class _Episode:
                 fragment = await self._answer(text, completion)
         except _Ended as end:
             trajectory = self._trajectory(end)
+        except asyncio.CancelledError:
+            if self._calls.give_up():
+                self._player.threads.run_unwatched(self._close_here, self._limits.env_timeout_s)
+            raise
         if trajectory.trainable and self._player.reward_function is not None:
             trajectory = await self._rewarded(trajectory, self._player.reward_function)
         if not await self._close():
@@ -202,7 +207,8 @@ class _Episode:
         """Runs a function of the environment in a thread; its failure is the episode's ending."""
         began = time.monotonic()
         try:
-            return await self._player.threads.run(self._notes.timed(function), self._limits.env_timeout_s)
+            call = self._calls.guarded(self._notes.timed(function))
+            return await self._player.threads.run(call, self._limits.env_timeout_s)
         except EnvTimeout as error:
             raise _Ended(Ending.ENV_TIMEOUT, str(error)) from error
         except BadReward as error:
@@ -228,29 +234,16 @@ class _Episode:
         observation, done, info = self._env.step(text)
         reward = finite(info.get("reward", 0.0))
         self._infos.append(info)
-        self._note(info.get("metrics") or {})
+        self._metrics.note(info.get("metrics") or {})
         if done:
             return None, reward
         return self._renderer.observation(self._env.format_observation(observation)), reward
-
-    def _note(self, metrics: Mapping[str, Any]) -> None:
-        """`turn_metrics` are averaged over the turns; of all others the last value counts."""
-        for name, value in metrics.items():
-            if name == "turn_metrics":
-                for key, number in value.items():
-                    self._turn_metrics.setdefault(key, []).append(float(number))
-            elif isinstance(value, Mapping):
-                self._last_metrics.update({key: float(number) for key, number in value.items()})
-            else:
-                self._last_metrics[name] = float(value)
 
     # ------------------------------------------------------------------ after the last turn
 
     def _trajectory(self, end: _Ended) -> Trajectory:
         stream = self._stream
-        metrics = {name: sum(values) / len(values) for name, values in self._turn_metrics.items()}
-        metrics |= self._last_metrics
-        metrics |= {
+        metrics = self._metrics.values() | {
             "turns": float(len(self._turns)),
             "model_tokens": float(stream.num_sampled),
             "expanded_tokens": float(stream.num_expanded),
@@ -281,13 +274,17 @@ class _Episode:
         return replace(trajectory, reward=reward, metrics=metrics, turns=turns)
 
     async def _close(self) -> bool:
-        """Closes the environment; false if that failed."""
-        close = getattr(self._env, "close", None)
-        if close is None:
+        """Closes the environment, unless it is still being built; false if that failed."""
+        building = self._env is None and not self._calls.give_up()
+        if building or not hasattr(self._env, "close"):
             return True
         try:
-            await self._in_env(close)
-        except _Ended as failure:
-            log.warning("an environment's close failed: %s", failure.error)
+            await self._player.threads.run(self._close_here, self._limits.env_timeout_s)
+        except Exception as error:  # noqa: BLE001 - whatever the user's function raises
+            log.warning("an environment's close failed: %s: %s", type(error).__name__, error)
             return False
         return True
+
+    def _close_here(self) -> None:
+        if (close := getattr(self._env, "close", None)) is not None:
+            close()

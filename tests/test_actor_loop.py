@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from actor.loop import run_actor
 from learner.tickets.sources import SeedSource
@@ -180,6 +183,24 @@ async def test_an_episode_that_breaks_the_contract_or_does_not_fit_is_sent_as_a_
         assert group.trajectories[0].ending is Ending.WIRE_ERROR
         assert word in group.trajectories[0].error
         learner.send(Refusal(name, "wire_error"))
+    await dismiss(learner, actor)
+
+
+@with_learner
+async def test_one_unsound_episode_of_a_group_costs_no_other(learner: Learner) -> None:
+    tuples = tuple((turn.start, turn.end, turn.reward) for turn in episode().turns)
+    unsound: tuple[dict[str, Any], ...] = ({}, {"metrics": {"x": math.nan}}, {"error": "a\udcff"}, {"turns": tuples})
+
+    async def play(ticket: Ticket, index: int) -> Trajectory:
+        return replace(episode(), **unsound[index])
+
+    actor = start(learner, play)
+    await learner.expect(Request)
+    learner.send(Tickets((ticket("t", group_size=4),)))
+    group = await learner.expect(Group)
+    assert [t.ending for t in group.trajectories] == [Ending.COMPLETED, *[Ending.WIRE_ERROR] * 3]
+    assert "AttributeError" in group.trajectories[3].error
+    learner.send(Refusal("t", "wire_error"))
     await dismiss(learner, actor)
 
 

@@ -16,6 +16,7 @@ from random import Random
 import pytest
 
 from actor.engine_pool import EnginePool
+from actor.isolation import processes
 from actor.isolation.nursery import Order
 from actor.isolation.processes import RemoteEnv, UserProcesses
 from actor.rollout import Player
@@ -162,6 +163,28 @@ def test_the_parent_of_the_processes_may_be_killed(renderer) -> None:
         pid = env.step("up")[2]["pid"]
         stage.processes._nursery._process.kill()
         until(lambda: not is_there(pid))
+        assert stage.play().ending is Ending.COMPLETED
+
+
+def test_a_parent_that_cannot_be_started_again_at_once_is_tried_anew(renderer, monkeypatch) -> None:
+    with closing(Stage(renderer, recipe())) as stage:
+        stage.processes._nursery._process.kill()
+        with monkeypatch.context() as broken:
+            broken.setattr(processes, "START_LIMIT_S", 1e-3)
+            assert stage.play().ending is Ending.ENV_ERROR
+            assert stage.play().ending is Ending.ENV_ERROR
+        assert stage.play().ending is Ending.COMPLETED
+
+
+def test_a_parent_that_answers_too_late_is_asked_nothing_more(renderer) -> None:
+    with closing(Stage(renderer, recipe())) as stage:
+        parent, process = stage.processes._nursery, stage.processes.lease()
+        parent._control.settimeout(0.2)
+        os.kill(parent._process.pid, signal.SIGSTOP)
+        assert stage.processes.end(process) == "ended with its parent"
+        os.kill(parent._process.pid, signal.SIGCONT)
+        with pytest.raises(EOFError):
+            parent.fork()
         assert stage.play().ending is Ending.COMPLETED
 
 

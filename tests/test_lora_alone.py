@@ -8,15 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actor.engine.adapters import AdapterLoader
+from actor.engine.adapters import Adapter, AdapterLoader
 from actor.engine.weight_loader import WeightLoader, parse_entries
 from learner.model.duration import Speed, publication_time
 from learner.model.memory import Setting
 from learner.model.sizes import PUBLISHED, sizes_of
 from learner.weights.verify import WeightVerifier, WrongWeights
 from shared.engine_api import EngineClient
+from shared.engine_messages import NO_WEIGHTS
 from shared.weights.checksums import engine_name, part_of
-from tests.support.publishing import FAST, assert_same, holds, publishing, served
+from tests.support.engines import call
+from tests.support.publishing import FAST, assert_same, held, holds, publishing, served
 from tests.support.small.adapted import adapted_policy, move_adapters, sent_alone
 from tests.support.tiny import load_model, mixture_dir, running_engine, tiny_model_dir
 
@@ -108,6 +110,31 @@ def test_merged_weights_and_adapters_may_follow_each_other_only_where_the_engine
             assert served(publisher.publish(version, urls)) == (1 if version != 2 else 2, 1 if version == 3 else 0)
             assert_same(app, policy)
             assert holds(kept, policy, version)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "said"), [("keep_base", "1"), ("install", NO_WEIGHTS)])
+def test_an_engine_short_of_memory_names_no_version_that_it_does_not_hold(
+    folder, policy, publisher, monkeypatch, what, said
+):
+    with running_engine(folder) as (url, app), running_engine(folder) as (other, _):
+        publisher.publish(1, [url, other])
+        before = {name: tensor.clone() for name, tensor in held(app).items()}
+        install = app.updates.adapters.install
+
+        def short(adapter: Adapter) -> None:
+            if what == "install":
+                install(replace(adapter, factors=dict([*adapter.factors.items()][:1])))
+            raise torch.OutOfMemoryError("short")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(app.updates.adapters, what, short)
+            move_adapters(policy, 0.05)
+            assert served(publisher.publish(2, [url, other])) == (1, 1)
+        assert call(url, "/model_info")["weight_version"] == said
+        assert all(torch.equal(tensor, before[name]) for name, tensor in held(app).items()) == (what == "keep_base")
+        assert served(publisher.publish(3, [url, other])) == (2, 0)
+        assert_same(app, policy)
 
 
 # ---------------------------------------------------------------------- engines that serve something else

@@ -74,13 +74,17 @@ class AdapterLoader:
         return Adapter(float(tensors[SCALE]), pairs)
 
     @torch.no_grad()
-    def install(self, adapter: Adapter) -> None:
-        """Afterwards the model's weights are those that it was started with and this adapter."""
-        for name, (a, b) in adapter.factors.items():
-            own = self._loader.own(name)
+    def keep_base(self, adapter: Adapter) -> None:
+        """Copies the weights that `install` will change; memory that is short for that has changed none of them."""
+        for name in adapter.factors:
             if name not in self._base:
-                self._base[name] = own.clone()
-            base = self._base[name]
+                self._base[name] = self._loader.own(name).clone()
+
+    @torch.no_grad()
+    def install(self, adapter: Adapter) -> None:
+        """After `keep_base`. Then the model's weights are those that it was started with and this adapter."""
+        for name, (a, b) in adapter.factors.items():
+            own, base = self._loader.own(name), self._base[name]
             a, b = (x.to(base.dtype, copy=True) for x in (a, b))  # as the learner's, they begin at a whole address
             own.copy_(merged(base, a, b, adapter.scale))
         for name in self._base.keys() - adapter.factors.keys():

@@ -29,6 +29,7 @@ from actor.engine.weight_loader import (
     parse_entries,
     raw_bytes,
 )
+from shared.engine_messages import NO_WEIGHTS
 from shared.guards.threads import in_thread
 from shared.weights.adapters import is_of_adapter
 from shared.weights.checksums import checksums
@@ -206,10 +207,16 @@ class WeightUpdates:
 
         def install() -> None:
             if adapter:
-                self.adapters.install(adapter)
-            else:
-                for flat, entries in update.received:
-                    self.loader.load(flat, entries)
+                self.adapters.keep_base(adapter)
+            try:
+                if adapter:
+                    self.adapters.install(adapter)
+                else:
+                    for flat, entries in update.received:
+                        self.loader.load(flat, entries)
+            except BaseException:  # some of the weights are new ones: nobody's version names them
+                self._scheduler.weights_changed(NO_WEIGHTS, flush=True)
+                raise
             self._scheduler.weights_changed(version, update.flush)
 
         await self._on_model(install)

@@ -262,7 +262,7 @@ class Nursery:
         return UserProcess(pid, link, self)
 
     def end(self, pid: int) -> str:
-        """Kills a user process; says how it ended."""
+        """Kills a user process; says how it ended. EOFError, ConnectionError or TimeoutError: this nursery is gone."""
         return _how(self._ask(END, pid))
 
     def close(self) -> str:
@@ -275,10 +275,18 @@ class Nursery:
             return _how(self._process.wait())
 
     def _ask(self, what: bytes, pid: int, descriptors: list[int] | None = None) -> int:
-        socket.send_fds(self._control, [REQUEST.pack(what, pid)], descriptors or [])
-        data = self._control.recv(ANSWER.size)
-        if len(data) < ANSWER.size:
+        """EOFError, ConnectionError or TimeoutError, after which nothing more is asked: a late answer would be taken
+        for the next."""
+        if self._control.fileno() < 0:
             raise EOFError("the nursery is gone")
+        try:
+            socket.send_fds(self._control, [REQUEST.pack(what, pid)], descriptors or [])
+            data = self._control.recv(ANSWER.size)
+            if len(data) < ANSWER.size:
+                raise EOFError("the nursery is gone")
+        except (EOFError, ConnectionError, TimeoutError):
+            self._control.close()
+            raise
         return ANSWER.unpack(data)[0]
 
 
