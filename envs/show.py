@@ -50,14 +50,14 @@ def episode(
     first = env.format_observation(observation) if observation else messages[-1]
     frames, captions, infos = [frame(first)], ["start"], []
     rng = Random(options.seed)
-    solution = _solution(env) if options.solve else []
+    solution, most = (_solution(env), env.settings.max_actions_per_step) if options.solve else ([], 0)
     for turn in range(options.max_turns):
         if answers is not None:
             if turn >= len(answers):
                 break
             answer = answers[turn].replace("\\n", "\n")
         elif options.solve:
-            answer = f"<answer>{', '.join(solution[3 * turn : 3 * turn + 3])}</answer>"
+            answer = f"<answer>{', '.join(solution[most * turn : most * (turn + 1)])}</answer>"
         else:
             answer = getattr(module, "random_response", lambda _: "?")(rng)
         observation, done, info = env.step(answer)

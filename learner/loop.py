@@ -107,7 +107,7 @@ def loop(
             version += 1
             metrics |= publisher.publish(version, coordinator.engines(), wait=due.last)
             coordinator.set_version(version)
-        coordinator.record(step, version, groups, metrics | {"checkpoint/failed": float(saver.num_failed)})
+        coordinator.record(step, version, groups, metrics | saver.metrics())
         if due.evaluate:
             coordinator.evaluate(f"step_{step}")
         if due.checkpoint:

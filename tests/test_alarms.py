@@ -97,17 +97,6 @@ class InBfloat16:
         return self._policy.logprobs(tokens).float().log_softmax(-1)
 
 
-class Stuck:
-    """An engine that never takes new weights."""
-
-    def __init__(self) -> None:
-        self._first: SmallPolicy | None = None
-
-    def __call__(self, policy: SmallPolicy, _step: int) -> SmallPolicy:
-        self._first = self._first or deepcopy(policy)
-        return self._first
-
-
 def failed(episode: Trajectory, ending: Ending) -> Trajectory:
     """As an actor reports an episode that ended so."""
     return replace(episode, ending=ending, reward=0.0, turns=(), error="of the test")
@@ -131,11 +120,6 @@ def test_a_collapse_of_entropy_raises_its_own_alarm(ranks: Ranks) -> None:
 
 def test_rewards_that_are_all_equal_raise_their_own_alarm(ranks: Ranks) -> None:
     assert raised_alone(judged({}, trained(UNTEACHABLE["constant"], ranks, steps=22)), "no_reward_variance")
-
-
-def test_reading_only_old_versions_raises_its_own_alarm(ranks: Ranks) -> None:
-    rows = trained(UNTEACHABLE["noise"], ranks, plays=Stuck(), steps=12, lr=1e-4)
-    assert raised_alone(judged({"learner": {"max_staleness": 2}}, rows), "only_old_versions")
 
 
 def test_a_gradient_that_explodes_raises_its_own_alarm(ranks: Ranks) -> None:
@@ -187,6 +171,10 @@ def test_an_engine_that_is_starved_raises_its_own_alarm() -> None:
     recipe = recipe_of(HEALTHY)
     recipe["engine"]["device"] = "cuda"
     assert raised_alone(judged(recipe, edited(actors__idle_frac=0.85)), "engine_starved")
+
+
+def test_an_engine_that_is_left_at_an_old_version_raises_its_own_alarm() -> None:
+    assert judged(recipe_of(HEALTHY), edited(tickets__stale=3.0)) == {"stale_groups": "warning"}
 
 
 def test_a_learner_that_is_starved_raises_its_own_alarm() -> None:
@@ -249,6 +237,23 @@ def test_a_step_that_does_not_tell_a_metric_counts_neither_way() -> None:
     judge = Judge.of({})
     rows = [{"policy/clip_fraction": 0.9}, {}] * 10
     assert [c.step for step, row in enumerate(rows) for c in judge.step(step, row)] == [18]
+
+
+def test_an_alternative_that_is_told_now_and_then_is_meanwhile_what_it_was() -> None:
+    """The canary's gap is told after a publication that is proven, the other one in every step."""
+    judge = Judge.of({})
+    gaps = [1.0] * 3 + [0.0] * 2
+    told = [{} if step % 4 else {"publish/canary_gap": gaps[step // 4]} for step in range(20)]
+    rows = [{"behaviour/logprob_gap/lag_0": 0.0} | values for values in told]
+    changes = [(change.step, change.raised) for step, row in enumerate(rows) for change in judge.step(step, row)]
+    assert changes == [(4, True), (13, False)]
+
+
+def test_checkpoints_that_are_written_again_end_their_alarm() -> None:
+    judge = Judge.of({})
+    rows = [{"checkpoint/failed_in_a_row": float(value)} for value in (0, 1, 2, 0, 0, 1)]
+    changes = [(change.step, change.raised) for step, row in enumerate(rows) for change in judge.step(step, row)]
+    assert changes == [(1, True), (3, False), (5, True)]
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])

@@ -260,11 +260,12 @@ def test_a_full_disk_costs_one_checkpoint_and_the_last_good_one_stays(new_traine
         saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert saver.num_failed == 1
+    assert saver.metrics() == {"checkpoint/failed": 1.0, "checkpoint/failed_in_a_row": 1.0}
     assert list_checkpoints(tmp_path) == [good]
     assert [p.name for p in tmp_path.iterdir()] == [good.name]
     saver.save(8, {})
     saver.wait()
+    assert saver.metrics() == {"checkpoint/failed": 1.0, "checkpoint/failed_in_a_row": 0.0}
     saver.close()
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_00000001"]
 

@@ -213,6 +213,26 @@ def test_a_run_goes_on_with_the_same_or_a_larger_bound_without_playing_anything_
         assert again.accept(group_of(tickets[0]), "a") is Verdict.ACCEPTED
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_a_run_goes_on_after_a_version_beside_the_schedule_and_drops_nothing(max_staleness: int) -> None:
+    """The last step of a run publishes, also where the next publication was due later."""
+    settings = {"groups_per_version": 4, "max_staleness": max_staleness}
+    book = make_book(nonce="0", **settings)
+    for step in range(40):
+        if step in (6, 7, 17):  # where the process before had its last step, and checkpoints after it
+            book.version += step != 7
+            state = json.loads(json.dumps(book.state_dict()))
+            book = make_book(nonce=str(step), **settings)
+            book.load_state(state)
+        for ticket in issue_all(book):
+            assert book.accept(group_of(ticket, book.version), "a") is Verdict.ACCEPTED
+        assert book.take_groups(1) is not None
+        book.commit()
+        book.version += (step + 1) % 4 == 0
+        assert adds_up(book)
+    assert book.trained == 40 and not book.dropped
+
+
 def named(ticket: Ticket, *names: str) -> Group:
     """Its tokens are of these weights, the last of them the newest."""
     version = int(names[-1].partition("-")[0])
@@ -223,6 +243,9 @@ def test_a_version_counts_as_the_weights_of_the_process_that_published_it() -> N
     """The first process published 0, 1 and 2 and dies; its checkpoint is of version 1."""
     first = make_book(nonce="first", max_staleness=2)
     tickets = issue_all(first)
+    for _ in range(first.settings.groups_per_version):
+        first.accept(group_of(tickets.pop(0)), "a")
+    assert first.take_groups(first.settings.groups_per_version) is not None
     first.version = 1
     again = restarted(first, "second", max_staleness=2)
     again.held("a", tuple(ticket.id for ticket in tickets))

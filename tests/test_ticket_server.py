@@ -178,6 +178,9 @@ def test_groups_without_a_sound_episode_are_kept_for_the_recorder_the_last_ones(
     assert [(ticket, group.ticket_id) for ticket, group, _ in kept] == [(t, t.id) for t in tickets[1:3]]
     assert [reason for _, _, reason in kept] == [f"env_error: no {t.id}" for t in tickets[1:3]]
     assert ticket_server.take_failed() == []
+    metrics = ticket_server.metrics()
+    assert (metrics["rollout/failed"], metrics["rollout/ending/env_error"]) == (0.75, 0.75)
+    assert metrics["rollout/ending/aborted"] == 0.0 and "rollout/failed" not in ticket_server.metrics()
 
 
 def test_a_sample_that_cannot_be_sent_stops_the_run_with_its_name(tmp_path: Path, opened: list) -> None:

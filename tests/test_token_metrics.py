@@ -105,6 +105,13 @@ def test_a_ratio_without_a_bin_or_a_number_is_counted_and_breaks_nothing() -> No
     assert math.log(measured(episodes, 3)[0]["behaviour/ratio_max"]) == pytest.approx(30)
 
 
+@pytest.mark.parametrize("log_ratio", [-60.0, -1e4])
+def test_ratios_so_small_that_their_squares_vanish_are_few_effective_samples(log_ratio: float) -> None:
+    episodes = drawn_episodes(1, 0, 0.1)
+    episodes[0]["logprobs"][:] = np.asarray(episodes[0]["behaviour"]) + log_ratio
+    assert measured(episodes, 1)[0]["behaviour/ess"] == pytest.approx(1.0 if log_ratio > -100 else 0.0)
+
+
 @pytest.mark.parametrize("level", ["token", "turn"])
 def test_advantage_and_explained_variance_of_a_turn_are_those_of_the_tokens_where_the_critic_learns(
     level: Literal["token", "turn"],

@@ -25,9 +25,10 @@ class Change:
 
 @dataclass(slots=True)
 class _Standing:
-    """A rule's steps in a row, of either kind, and whether it is raised."""
+    """A rule's steps in a row, of either kind, and whether it is raised. An alternative that a step does not tell is
+    what it was when it was last told."""
 
-    holding: int = 0
+    holding: list[int]  # of each alternative
     quiet: int = 0
     raised: bool = False
 
@@ -60,15 +61,18 @@ class Judge:
 
     def _judge(self, step: int, rule: Rule, told: Mapping[str, float]) -> Change | None:
         found = [self._holds(conditions, told) for conditions in rule.when]
-        standing = self._standing.setdefault(rule.name, _Standing())
-        if any(found):
-            standing.holding, standing.quiet = standing.holding + 1, 0
+        standing = self._standing.setdefault(rule.name, _Standing([0] * len(found)))
+        for number, holds in enumerate(found):
+            if holds is not None:
+                standing.holding[number] = standing.holding[number] + 1 if holds else 0
+        if any(standing.holding):
+            standing.quiet = 0
         elif False in found:
-            standing.holding, standing.quiet = 0, standing.quiet + 1
-        if (standing.quiet if standing.raised else standing.holding) < rule.holds:
+            standing.quiet += 1
+        if (standing.quiet if standing.raised else max(standing.holding)) < rule.holds:
             return None
         standing.raised = not standing.raised
-        standing.holding = standing.quiet = 0
+        standing.quiet = 0
         return Change(step, rule, standing.raised, {name: told[name] for name in rule.metrics if name in told})
 
     def _holds(self, conditions: Sequence[Condition], told: Mapping[str, float]) -> bool | None:

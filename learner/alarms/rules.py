@@ -14,7 +14,6 @@ from learner.alarms.series import NUMBERS, Number, now
 LIMITS = {  # of a condition: what it is, in words
     "gap": "0.001 in float32, 0.03 in bfloat16 (not judged where a step has several updates)",
     "canary_gap": "0.0001 in float32, 0.05 in bfloat16",
-    "oldest": "`learner.max_staleness` + 0.5",
     "max_grad_norm": "`learner.optimizer.max_grad_norm`",
     "step_groups": "`learner.groups_per_step`",
     "equal_groups": "0.6 (not judged with groups of one)",
@@ -77,7 +76,6 @@ def limits_of(recipe: Mapping[str, Any]) -> dict[str, float]:
     return {
         "gap": (0.03 if coarse else 0.001) if one_update else never,
         "canary_gap": 0.05 if coarse else 1e-4,
-        "oldest": learner.get("max_staleness", 1) + 0.5,
         "max_grad_norm": learner.get("optimizer", {}).get("max_grad_norm", 1.0),
         "step_groups": learner.get("groups_per_step", 64),
         "equal_groups": 0.6 if learner.get("group_size", 1) > 1 else never,

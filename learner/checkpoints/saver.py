@@ -66,7 +66,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint") if recipe.learner.checkpoint.in_background else None
         self._writing: Future[None] | None = None
         self._sealing_since: float | None = None  # what is written has all its bytes, and is synced and measured
-        self.num_failed = 0
+        self.num_failed = self._failed_in_a_row = 0
 
     def save(self, version: PolicyVersion, coordinator: dict[str, Any]) -> Path:
         """Of the trainer's step, kept beside the last few. `coordinator`: the state of rank 0's, plain JSON values.
@@ -120,7 +120,7 @@ class Saver:
             failed = torch.tensor([trouble is not None], dtype=torch.int32)
             torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, self._group)
             if failed:
-                self.num_failed += 1
+                self.num_failed, self._failed_in_a_row = self.num_failed + 1, self._failed_in_a_row + 1
                 if trouble is not None:
                     reason = " ".join(str(trouble).split())[-300:]
                     log = get_logger("learner")
@@ -128,6 +128,8 @@ class Saver:
                 if self._ranks.is_main:
                     shutil.rmtree(partial, ignore_errors=True)
                 break
+        else:
+            self._failed_in_a_row = 0
         self._sealing_since = None
 
     def _begin(self, partial: Path) -> None:
@@ -199,6 +201,10 @@ class Saver:
                 raise TimeoutError(
                     f"a checkpoint in {self._folder} is not written after {self._timeout_s:g} s"
                 ) from None
+
+    def metrics(self) -> dict[str, float]:
+        counts = {"failed": self.num_failed, "failed_in_a_row": self._failed_in_a_row}
+        return {f"checkpoint/{name}": float(count) for name, count in counts.items()}
 
     def written(self) -> tuple[int, float] | None:
         """What changes while a checkpoint is being written: its bytes and, when it has them all, the seconds that it is

@@ -48,7 +48,7 @@ def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
         "tokens": torch.ones_like(rhos),
         "abs_gap": log_rhos.abs(),
         "ratio": rhos,
-        "ratio_sq": rhos.square(),
+        "ratio_sq": rhos.double().square(),  # else that of a small one is 0
         "chi_square": log_rhos.expm1().square(),
         "kl": rhos - 1 - log_rhos,
         "clipped": loss.clipped_N,
@@ -151,7 +151,7 @@ def _split_metrics(sums: dict[str, float]) -> dict[str, float]:
         "behaviour/kl": sums["kl"] / tokens,
         "behaviour/ratio_mean": sums["ratio"] / tokens,
         "behaviour/chi_square": sums["chi_square"] / tokens,
-        "behaviour/ess": sums["ratio"] ** 2 / (tokens * sums["ratio_sq"]),
+        "behaviour/ess": sums["ratio"] ** 2 / (tokens * sums["ratio_sq"]) if sums["ratio_sq"] else 0.0,
         "policy/clip_fraction": sums["clipped"] / tokens,
         "policy/entropy": sums["entropy"] / tokens,
     }

@@ -48,15 +48,14 @@ class TicketBook:
     def __init__(
         self, source: SampleSource, settings: BookSettings, *, nonce: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.source = source
-        self.settings = settings
+        self.source, self.settings = source, settings
         self.version: PolicyVersion = 0
-        self.nonce = nonce
+        self._ahead = 0  # groups that versions beside the schedule count for: an earlier process's last step made one
         self.issued = self.trained = 0
         self.dropped: Counter[str] = Counter()  # training tickets, by reason
         self.refused: Counter[str] = Counter()  # groups that came twice, too late or from elsewhere
         self.last_drop = ""  # the newest drop in words
-        self._clock = clock
+        self.nonce, self._clock, self._history = nonce, clock, History(nonce)
         self._leases = Leases(settings.lease_s, clock)
         self._open: dict[int, TicketState] = {}  # training tickets by number
         self._open_by_version: Counter[PolicyVersion] = Counter()  # how many of them each version has issued
@@ -65,7 +64,6 @@ class TicketBook:
         self._in_training: dict[int, TicketState] = {}
         self._acknowledgments: dict[str, list[str]] = {}  # by actor
         self.evaluations = Evaluations(nonce, settings.lease_s, self._leases)
-        self._history = History(nonce)
 
     @property
     def open(self) -> int:
@@ -105,7 +103,7 @@ class TicketBook:
         issued = self.issued - len(self.withheld)
         if s.total_groups is not None and issued - dropped >= s.total_groups:
             return False
-        return may_issue(issued, dropped, self.version, s.max_staleness, s.groups_per_version)
+        return may_issue(issued + self._ahead, dropped, self.version, s.max_staleness, s.groups_per_version)
 
     def _add(self, number: int, version: PolicyVersion) -> TicketState:
         s = self.settings
@@ -157,8 +155,7 @@ class TicketBook:
 
     def holders(self, ticket_id: str) -> tuple[str, ...]:
         """The actors that have this ticket, as long as it is open and nobody has brought its group."""
-        state = self._find(ticket_id)
-        return () if state is None else tuple(state.holders)
+        return () if (state := self._find(ticket_id)) is None else tuple(state.holders)
 
     def ticket(self, ticket_id: str) -> Ticket | None:
         """If it is open and for training."""
@@ -233,7 +230,8 @@ class TicketBook:
         else:
             return None
         others, s = self._open_by_version - Counter(state.ticket.version for state in batch), self.settings
-        if not leaves_room(others, self.trained + count, self.version, s.max_staleness, s.groups_per_version):
+        trained = self.trained + count + self._ahead
+        if not leaves_room(others, trained, self.version, s.max_staleness, s.groups_per_version):
             return None
         for state in batch:
             self._close(state)
@@ -288,7 +286,9 @@ class TicketBook:
         self._leases.reissued = state["reissued"]
         held, s = set(state.get("withheld", ())), self.settings
         versions = Counter(version for number, version in state["open"] if number not in held)
-        fits = leaves_room(versions, self.trained, self.version, s.max_staleness, s.groups_per_version)
+        self._ahead = s.groups_per_version * max(0, self.version - self.trained // s.groups_per_version)
+        trained = self.trained + self._ahead
+        fits = leaves_room(versions, trained, self.version, s.max_staleness, s.groups_per_version)
         fits &= all(version + s.max_staleness >= self.version for version in versions)
         for number, version in sorted(state["open"]):
             if fits and number not in held:

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
-from shared.types import Ending, Group
+from shared.types import TRAINABLE_ENDINGS, Ending, Group
 
 BLAMED = frozenset({Ending.ENV_ERROR, Ending.ENV_TIMEOUT, Ending.REWARD_ERROR, Ending.REWARD_TIMEOUT})
 WINDOW = 256  # episodes looked back on
 KEPT_CHARACTERS = 1000  # of a reason
 LEAST = 32  # nothing is concluded from fewer
+
+
+class Endings:
+    """How the training episodes ended that came since the last `drain`, those of no use among them."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Ending] = Counter()
+
+    def add(self, group: Group) -> None:
+        self._counts.update(t.ending for t in group.trajectories)
+
+    def drain(self) -> dict[str, float]:
+        """The share of each ending, and of all that are not trained on; nothing if none came."""
+        counts, total = self._counts, self._counts.total()
+        self._counts = Counter()
+        if not total:
+            return {}
+        shares = {f"rollout/ending/{ending.value}": counts[ending] / total for ending in Ending}
+        failed = sum(counts[ending] for ending in frozenset(Ending) - TRAINABLE_ENDINGS)
+        return shares | {"rollout/failed": failed / total}
 
 
 class TooManyFailures(ValueError):

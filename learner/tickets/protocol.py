@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from learner.tickets.book import TicketBook, Verdict
-from learner.tickets.failure_rate import FailureRate
+from learner.tickets.failure_rate import Endings, FailureRate
 from learner.tickets.selection_bias import SelectionMeter
 from shared.codec import Frame, Message, TokenRules, WireError, check_trajectory
 from shared.engines.urls import ENGINES, unusable
@@ -65,7 +65,7 @@ class TicketProtocol:
         self.issuing = False
         self._log = get_logger("tickets")
         self.rejects = Refusals("a message", self._log, settings.run_dir / "rejected")
-        self.failures = FailureRate(settings.max_failure_share)
+        self.failures, self.endings = FailureRate(settings.max_failure_share), Endings()
         self._router = router
         self._book = book
         self._settings = settings
@@ -163,6 +163,7 @@ class TicketProtocol:
         verdict = self._book.accept(group, key)
         if ticket is not None and verdict in (Verdict.ACCEPTED, Verdict.DROPPED):
             self.selection.add("finished", ticket, group)
+            self.endings.add(group)
             if verdict is Verdict.DROPPED:
                 self.selection.add("dropped", ticket, group)
         if verdict in (Verdict.ACCEPTED, Verdict.DROPPED):

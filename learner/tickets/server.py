@@ -52,7 +52,7 @@ class TicketServer:
         self._changed = threading.Condition()  # guards the book and the protocol
         self._book = TicketBook(source, book, nonce=os.urandom(4).hex())
         self._protocol = TicketProtocol(self._router, self._book, settings)
-        self._ages = Ages()
+        self._ages, self._stale = Ages(), 0  # groups that were dropped as stale, at the last call of `metrics`
         self._stop: Stop | None = None
         self._silent = False
         self._failure: BaseException | None = None
@@ -143,6 +143,7 @@ class TicketServer:
         """Before `open`."""
         with self._changed:
             self._book.load_state(state)
+            self._stale = self._book.dropped["stale"]
             if self._book.withheld:
                 self._log.warning(
                     "learner.max_staleness = %d admits fewer open tickets than the checkpoint has: %d are played anew",
@@ -172,7 +173,8 @@ class TicketServer:
             values |= {f"tickets/refused/{reason}": n for reason, n in book.refused.items()}
             values |= {f"wire/refused_connections/{reason}": n for reason, n in self._router.refused.items()}
             values |= {f"wire/rejected/{reason}": n for reason, n in self._protocol.rejects.counts.items()}
-            return values | self._protocol.selection.metrics() | self._ages.drain()
+            values["tickets/stale"], self._stale = book.dropped["stale"] - self._stale, book.dropped["stale"]
+            return values | self._protocol.selection.metrics() | self._protocol.endings.drain() | self._ages.drain()
 
     def take_failed(self) -> list[tuple[Ticket, Group, str]]:
         """The last groups without any sound episode, of those that came since the last call, with the reason."""
