@@ -18,17 +18,19 @@ from envs.base import setting
 from envs.settings import read_settings
 
 
-def load_module(path: str) -> ModuleType:
-    """The module at a dotted path (`envs.sokoban`) or in a file (`my_env.py`). ValueError if it cannot be loaded."""
+def load_module(path: str, holds: str = "build_env") -> ModuleType:
+    """The module at a dotted path (`envs.sokoban`) or in a file (`my_env.py`). ValueError if it cannot be loaded;
+    `holds` says what is wanted of it."""
     if not path:
         raise ValueError("env.module is empty: give a dotted path such as envs.sokoban, or a .py file")
     if path.endswith(".py") and not Path(path).is_file():
-        raise ValueError(f"no file {path!r}: give the path of a .py file that holds build_env")
+        raise ValueError(f"no file {path!r}: give the path of a .py file that holds {holds}")
     try:
         return _from_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is not None and (path == error.name or path.startswith(error.name + ".")):
-            raise ValueError(f"no module {path!r}: give a dotted path such as envs.sokoban, or a .py file") from error
+            cure = "give a dotted path such as envs.sokoban, or a .py file"
+            raise ValueError(f"no module {path!r}: {cure}, that holds {holds}") from error
         raise ValueError(f"module {path!r} imports {error.name!r}, which is not installed") from error
     except Exception as error:  # whatever the user's module raises while it is imported is the user's mistake
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -45,7 +47,7 @@ def load_function(path: str) -> Callable[..., Any]:
     module, _, name = path.rpartition(":" if ".py:" in path else ".")
     if not module or not name:
         raise ValueError(f"{path!r} names no function: write package.module.function or file.py:function")
-    return _callable_of(load_module(module), name, module)
+    return _callable_of(load_module(module, name), name, module)
 
 
 def system_prompt(module: ModuleType, args: Any) -> str:

@@ -24,6 +24,7 @@ from launch.engines.gpus import claim, names
 from launch.processes.children import Stopped, raise_on_signals
 from launch.processes.run_folder import prepare_run_folder, take_run_folder
 from launch.task_samples import held_out_samples, ready, training_samples
+from learner.checkpoints.folder import check_resume
 from learner.metrics.services import check_writers
 from learner.shutdown import Shutdown, ShutdownRequested
 from learner.tickets.server import check_address
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             learner_security(recipe.transport, recipe.learner.bind)  # what is wrong with the keys is said now
             read_api_key(recipe.engine.api_key_file)
             check_writers(recipe)
+            check_resume(recipe.learner.resume)
             held = take_run_folder(recipe)  # as the GPU is, until the process ends
             check_address(recipe.learner.bind)
             held = prepare_run_folder(recipe, held, restarted=restarted)

@@ -30,6 +30,7 @@ from launch.task_samples import cannot_play, held_out_samples, ready
 from launch.terminal.progress import Progress
 from launch.terminal.screen import Screen, is_terminal
 from launch.terminal.state import RunState
+from learner.checkpoints.folder import check_resume
 from shared.config import ConfigError, Recipe, fail, parse, recipe_parser
 from shared.log import get_logger
 
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         check_alone(recipe)
         check_host(recipe, options.ranks)
         check_meeting(recipe)
+        check_resume(recipe.learner.resume)
         check_run_folder(recipe)
         show_random_policy(recipe)
     except ValueError as error:
@@ -156,7 +158,7 @@ def show_random_policy(recipe: Recipe) -> None:
     build_env, rng, successes = load_env(recipe.env.module), Random(0), 0
     for sample in samples:
         try:
-            env, done = build_env(sample=sample, args=recipe.env.args), False
+            env, done = build_env(sample=sample, args=recipe.env.build_args), False
             env.reset()
             for _ in range(recipe.env.max_turns):
                 if not done:

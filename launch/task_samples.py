@@ -27,9 +27,12 @@ def check_env(recipe: Recipe) -> None:
     """Loads the environment's module and builds one, and one of each variant; loads the recipe's functions. ValueError
     if that fails, or for a setting that the module does not know."""
     load_env(recipe.env.module)
-    for function in (recipe.env.reward, recipe.rollout.path):
+    for field, function, kind in (
+        ("env.reward", recipe.env.reward, "a function that takes what was played and returns its reward"),
+        ("rollout.path", recipe.rollout.path, "an async function that plays an episode"),
+    ):
         if function:
-            load_function(function)
+            check_function(field, function, kind)
     if recipe.reward.url and not recipe.reward.url.startswith(("http://", "https://")):
         raise ConfigError(f"reward.url = {recipe.reward.url!r}: write it as http://host:port/path")
     if "max_turns" in recipe.env.args:
@@ -39,13 +42,21 @@ def check_env(recipe: Recipe) -> None:
         check_build(recipe, f"data.variants = {variant}", variant)
 
 
+def check_function(field: str, path: str, kind: str) -> None:
+    """ValueError, naming the field and the `kind` of function that it wants, if there is none at `path`."""
+    try:
+        load_function(path)
+    except ValueError as error:
+        raise ValueError(f"{field} = {path!r} is to be {kind}: {error}") from error
+
+
 def check_build(recipe: Recipe, place: str, variant: dict[str, Any]) -> None:
     """ValueError, naming `place`, if the environment cannot be built with `variant` over `env.args`."""
     if not recipe.rollout.path:  # which may have settings of its own
-        check_settings(load_module(recipe.env.module), {**recipe.env.args, **variant}, place)
+        check_settings(load_module(recipe.env.module), {**recipe.env.build_args, **variant}, place)
     sample = Sample("check", metadata={"seed": 0} | ({"env_config": variant} if variant else {}))
     try:
-        load_env(recipe.env.module)(sample=sample, args=recipe.env.args).close()
+        load_env(recipe.env.module)(sample=sample, args=recipe.env.build_args).close()
     except Exception as error:
         words = f"{type(error).__name__}: {error}"
         raise ValueError(f"env.module = {recipe.env.module!r}: build_env failed with {place}: {words}") from error
@@ -53,7 +64,7 @@ def check_build(recipe: Recipe, place: str, variant: dict[str, Any]) -> None:
 
 def prompt(recipe: Recipe) -> tuple[dict[str, Any], ...]:
     """The messages before the first observation."""
-    text = system_prompt(load_module(recipe.env.module), recipe.env.args)
+    text = system_prompt(load_module(recipe.env.module), recipe.env.build_args)
     return ({"role": "system", "content": text},) if text else ()
 
 
@@ -85,9 +96,7 @@ def chosen_samples(recipe: Recipe, dataset: str, count: int | None) -> list[Samp
     if not samples:
         raise ConfigError("eval.samples = 0: there is nothing to play; say how many with --samples N")
     try:
-        env = load_env(recipe.env.module)(
-            sample=samples[0], args={**recipe.env.args, "max_turns": recipe.env.max_turns}
-        )
+        env = load_env(recipe.env.module)(sample=samples[0], args=recipe.env.build_args)
         env.reset()
         env.close()
     except Exception as error:
@@ -102,7 +111,7 @@ def cannot_play(recipe: Recipe, sample: Sample, error: Exception) -> ValueError:
 
 def rows(recipe: Recipe, path: str) -> list[Sample]:
     """A dataset's usable rows; what was left out is logged. ValueError for a missing file or column."""
-    text = system_prompt(load_module(recipe.env.module), recipe.env.args)
+    text = system_prompt(load_module(recipe.env.module), recipe.env.build_args)
     dataset = load_dataset(path, system_prompt=text)
     get_logger("data").info("%s: %s", path, dataset.report.summary())
     return dataset.samples

@@ -22,7 +22,6 @@ from shared.learner_config import LearnerConfig
 from shared.sections import (
     ActorConfig,
     AlarmsConfig,
-    DataConfig,
     EngineConfig,
     EnvConfig,
     EvalConfig,
@@ -32,14 +31,15 @@ from shared.sections import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
-    SamplingConfig,
     Section,
     TransportConfig,
 )
 from shared.settings import mistakes
 from shared.settings.cluster import ClusterConfig
+from shared.settings.data import DataConfig, SamplingConfig
 
 EXIT_USER_ERROR = 2
+EXAMPLE = "launch/recipes/colour_tiny.toml"
 
 
 class Recipe(Section):
@@ -152,6 +152,10 @@ def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
             from_file = tomllib.load(file)
     except FileNotFoundError:
         raise ConfigError(f"recipe {path!r} does not exist; the recipes are in launch/recipes/") from None
+    except OSError as error:
+        raise ConfigError(f"recipe {path!r} cannot be read: {error.strerror}; give a file like {EXAMPLE}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"recipe {path!r} is no text in UTF-8; give a file like {EXAMPLE}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"recipe {path!r} is not valid TOML: {error}") from None
 

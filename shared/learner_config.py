@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.sections import GuardConfig, Section
+from shared.settings.addresses import checked_address
 from shared.settings.lora import LoraConfig
 from shared.settings.objective import ObjectiveConfig
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
@@ -35,7 +38,7 @@ class OptimizerConfig(Section):
         description="schedule = linear or cosine: last share of the steps after warm-up, in which rates fall",
     )
     weight_decay: float = Field(0.1, ge=0, description="of either optimizer, on matrices")
-    betas: tuple[float, float] = Field((0.9, 0.98), description="of AdamW")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="the gradient is clipped to this norm")
     max_bad_steps: int = Field(
         5, gt=0, description="steps in a row without a finite loss and gradient before the run stops; each is skipped"
@@ -115,6 +118,11 @@ class LearnerConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
     guard: GuardConfig = GuardConfig()
+
+    @field_validator("bind")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        return checked_address("learner.bind", value)
 
     @property
     def policy_lr(self) -> float:

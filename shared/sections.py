@@ -8,9 +8,11 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
+from shared.settings.addresses import checked_address
+
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -25,6 +27,14 @@ class ModelConfig(Section):
     max_context: int = Field(2048, gt=0, description="tokens of one episode, images expanded")
     min_pixels: int = Field(1024, gt=0, description="images below are enlarged")
     max_pixels: int = Field(1048576, gt=0, description="images above are reduced")
+
+    @model_validator(mode="after")
+    def _an_area_fits(self) -> Self:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"model.min_pixels = {self.min_pixels} exceeds model.max_pixels = {self.max_pixels}; lower it"
+            )
+        return self
 
 
 class EnvConfig(Section):
@@ -51,6 +61,11 @@ class EnvConfig(Section):
         description="the run stops if env or reward fails in more of the last 256 episodes; 1 = never",
     )
 
+    @property
+    def build_args(self) -> dict[str, Any]:
+        """What `build_env` and `system_prompt` are given as `args`."""
+        return {**self.args, "max_turns": self.max_turns}
+
     @model_validator(mode="after")
     def _turns_fit(self) -> Self:
         if self.turn_tokens > self.max_tokens:
@@ -72,40 +87,6 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     path: str = Field("", description="async function that plays episodes: dotted path or .py file:function")
     timeout_s: float = Field(600.0, gt=0, description="time limit of one episode that it plays")
-
-
-class DataConfig(Section):
-    source: str = Field("seeds", description="`seeds` (each sample is a seed) or a .parquet/.jsonl file")
-    first_seed: int = Field(0, description="first training seed")
-    num_samples: int = Field(1_000_000_000, gt=0, description="number of training seeds")
-    variants: list[dict[str, Any]] = Field(
-        [], description="env_config that training seeds take in turn, such as {wall_chance = 0.15}; held-out seeds none"
-    )
-    eval_first_seed: int = Field(2_000_000_000, description="first held-out seed; never overlaps the training seeds")
-    eval_source: str = Field("", description="held-out dataset, when `source` is a file")
-
-    @model_validator(mode="after")
-    def _variants_are_of_seeds(self) -> Self:
-        if self.variants and self.source != "seeds":
-            raise ValueError(f"data.variants is for seeds, but data.source = {self.source!r}; give its rows env_config")
-        return self
-
-
-class SamplingConfig(Section):
-    temperature: float = Field(1.0, ge=0, description="of training and of sampled evaluations")
-    top_p: float = Field(1.0, gt=0, le=1, description="only 1: the engine's logprobs are of the full distribution")
-    top_k: int = Field(-1, description="only -1, for the same reason")
-
-    @model_validator(mode="after")
-    def _logprobs_are_true(self) -> Self:
-        if self.top_p < 1.0 or self.top_k != -1:
-            raise ValueError(
-                f"sampling.top_p = {self.top_p}, top_k = {self.top_k}: truncated sampling makes the behaviour logprobs "
-                "untrue; set top_p = 1 and top_k = -1"
-            )
-        if self.temperature == 0:
-            raise ValueError("sampling.temperature = 0: a greedy policy explores nothing; set it above 0")
-        return self
 
 
 class ActorConfig(Section):
@@ -130,6 +111,11 @@ class ActorConfig(Section):
         30.0, ge=0, description="how long the tickets of an actor that vanished wait for it before others get them"
     )
 
+    @field_validator("learner")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        return checked_address("actor.learner", value)
+
 
 class EngineConfig(Section):
     kind: Literal["embedded", "sglang"] = Field("embedded", description="which server launch/actors.py starts")
@@ -139,7 +125,7 @@ class EngineConfig(Section):
     host: str = Field("127.0.0.1", description="address of this host where its engines listen, and the learner calls")
     port: int = Field(31000, gt=0, lt=65536, description="port of the first engine; the next ones follow")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the engines compute")
-    gpus: tuple[int, ...] = Field((), description="cuda: GPUs that the engines share out; empty = the first ones")
+    gpus: tuple[int, ...] = Field((), description="cuda: GPUs that the engines share out; empty = the last ones")
     max_batch: int = Field(64, gt=0, description="requests that an engine computes at once")
     threads: int = Field(1, gt=0, description="CPU threads of an engine")
     api_key_file: str = Field("", description="file of the key that engines ask for (mode 0600); empty = they ask none")

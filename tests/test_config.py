@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from shared.config import ConfigError, load_recipe
+from shared.config import ConfigError, Recipe, load_recipe
+from shared.sections import Section
 
 RECIPES = sorted(Path("launch/recipes").glob("*.toml"))
 MINIMAL = '[model]\npath = "m"\n[env]\nmodule = "envs.colour"\n'
@@ -88,6 +90,20 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--data", "--run.name", "a"], "--data without a value: data is a section"),
         (MINIMAL, ["--run.name", "a/b"], "run.name = 'a/b'"),
         (MINIMAL, ["--learner", "{"], "--learner = '{': learner is a section; set a field of it, such as learner.bind"),
+        (MINIMAL, ["learner.optimizer.lr=1"], "is no option; write it with two dashes, --learner.optimizer.lr"),
+        (MINIMAL, ["-learner.total_steps", "3"], "is no option; write it with two dashes, --learner.total_steps"),
+        (MINIMAL, ["--learner.total_steps", "3", "extra"], "'extra' is no option; options are --section.key VALUE"),
+        (MINIMAL, [""], "'' is no option; options are --section.key VALUE"),
+        (MINIMAL, ["--model.min_pixels", "9000000"], "exceeds model.max_pixels = 1048576; lower it"),
+        (MINIMAL, ["--learner.objective.pg_rho_bar", "-1"], "learner.objective.pg_rho_bar = '-1'"),
+        (MINIMAL, ["--learner.objective.rho_bar", "-1"], "learner.objective.rho_bar = '-1'"),
+        (MINIMAL, ["--learner.objective.c_bar", "-1"], "learner.objective.c_bar = '-1'"),
+        (MINIMAL, ["--learner.optimizer.betas", "[1.5, 0.9]"], "learner.optimizer.betas.0 = 1.5"),
+        (MINIMAL, ["--learner.optimizer.betas", "[0.9, -2]"], "learner.optimizer.betas.1 = -2"),
+        (MINIMAL, ["--learner.objective.entropy_coef", "nan"], "entropy_coef = 'nan': input should be a finite number"),
+        (MINIMAL + "[learner.objective]\nreward_scale = nan\n", [], "reward_scale = nan: input should be a finite"),
+        (MINIMAL, ["--learner.optimizer.lr", "inf"], "learner.optimizer.lr = 'inf': input should be a finite number"),
+        (MINIMAL, ["--learner.objective.rho_bar", "inf"], "rho_bar = 'inf': input should be a finite number"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_value_and_cure(
@@ -107,6 +123,8 @@ def test_a_mistake_is_one_line_that_names_value_and_cure(
         ("PRONK_LEARNER__TOTAL_STEPS", "x", "PRONK_LEARNER__TOTAL_STEPS: learner.total_steps = 'x'"),
         ("PRONK_LERNER__TOTAL_STEPS", "4", "unknown section 'lerner'; did you mean PRONK_LEARNER__TOTAL_STEPS?"),
         ("PRONK_ZZ__QQ", "4", "PRONK_ZZ__QQ: unknown section 'zz'; sections are run, model, env, "),
+        ("PRONK_LEARNER_TOTAL_STEPS", "4", "is no field's variable; did you mean PRONK_LEARNER__TOTAL_STEPS?"),
+        ("PRONK_LEARNER_OPTIMIZER_LR", "4", "did you mean PRONK_LEARNER__OPTIMIZER__LR?"),
         ("PRONK_LEARNER__TOTAL_STEP", "4", "PRONK_LEARNER__TOTAL_STEP: unknown key 'learner.total_step'; did you mean"),
     ],
 )
@@ -141,3 +159,55 @@ def test_an_old_name_is_refused_with_the_new_one(tmp_path, monkeypatch, how, old
 def test_a_missing_recipe_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'nowhere\.toml' does not exist"):
         load_recipe("nowhere.toml")
+
+
+def test_a_recipe_that_is_no_text_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot be read: Is a directory; give a file like launch/recipes/"
+    ) as folder:
+        load_recipe(str(tmp_path))
+    (tmp_path / "binary.toml").write_bytes(b"\x7fELF\xd0\x00")
+    with pytest.raises(ConfigError, match=r"binary\.toml' is no text in UTF-8; give a file like") as binary:
+        load_recipe(str(tmp_path / "binary.toml"))
+    assert "\n" not in f"{folder.value}{binary.value}"
+
+
+@pytest.mark.parametrize("field", ["learner.bind", "actor.learner"])
+def test_a_malformed_address_is_refused_with_the_form(tmp_path: Path, field: str) -> None:
+    wrong = ["localhost:5555", "127.0.0.1:5555", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://:5555", "tcp://::1:5555"]
+    for address in (*wrong, "udp://127.0.0.1:5555", "tcp://127.0.0.1:5555x", "tcp://127.0.0.1:5555/", "ipc://", ""):
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(write(tmp_path, MINIMAL), [f"--{field}", address])
+        expected = f"{field} = {address!r} is no address: write it as tcp://HOST:PORT, or ipc://PATH"
+        assert str(caught.value) == expected
+    with pytest.raises(ConfigError, match=f"{field} = 'tcp://127.0.0.1:65536': there is no port 65536; "):
+        load_recipe(write(tmp_path, MINIMAL), [f"--{field}", "tcp://127.0.0.1:65536"])
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("tcp://127.0.0.1:0", "tcp://*:5555", "tcp://0.0.0.0:*", "tcp://[::1]:5555", "tcp://[fe80::1%eth0]:5555"),
+        *("tcp://node-1.example.org:5555", "tcp://eth0:65535", "ipc:///tmp/a b", "ipc://@abstract"),
+    ],
+)
+def test_an_address_of_any_legal_form_is_taken(tmp_path: Path, address: str) -> None:
+    recipe = load_recipe(write(tmp_path, MINIMAL), ["--learner.bind", address, "--actor.learner", address])
+    assert recipe.learner.bind == recipe.actor.learner == address
+
+
+def test_variables_that_are_no_fields_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DASHBOARD_TOKEN", "HEAD", "HOST", "NUMBER", "KEYS"):
+        monkeypatch.setenv(f"PRONK_{name}", "x")
+    for name in ("STAGE_WEIGHTS", "DRAIN_PAUSES", "GROUP_TIMEOUT_S"):
+        monkeypatch.setenv(f"PRONK_{name}", "1")
+    assert load_recipe(write(tmp_path, MINIMAL)).learner.total_steps == 100
+
+
+def sections(section: type[BaseModel] = Recipe) -> list[type[BaseModel]]:
+    inner = [info.annotation for info in section.model_fields.values() if isinstance(info.annotation, type)]
+    return [section, *(each for kind in inner if issubclass(kind, BaseModel) for each in sections(kind))]
+
+
+def test_no_number_of_a_recipe_may_be_infinite() -> None:
+    assert all(issubclass(each, Section) and each.model_config["allow_inf_nan"] is False for each in sections())

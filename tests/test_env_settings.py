@@ -13,7 +13,8 @@ from envs.check import check_env as check_contract
 from envs.play import main as play
 from envs.settings import read_settings
 from envs.sokoban import SokobanSettings
-from launch.task_samples import check_env
+from launch.local import show_random_policy
+from launch.task_samples import check_env, chosen_samples
 from shared.config import Recipe, load_recipe
 from shared.types import Sample
 
@@ -111,6 +112,53 @@ def test_an_own_environment_may_name_its_settings(tmp_path: Path) -> None:
     (tmp_path / "names.py").write_text("SETTINGS = {'size'}\n" + ANY)
     with pytest.raises(ValueError, match="make it a pydantic model, or leave it out"):
         check_env(recipe(str(tmp_path / "names.py")))
+
+
+NEEDS_TURNS = """
+from pydantic import BaseModel
+
+class SETTINGS(BaseModel):
+    max_turns: int
+
+class Env:
+    success = True
+    def reset(self): ...
+    def step(self, text): return None, True, {}
+    def close(self): ...
+
+def system_prompt(args):
+    return f"{args['max_turns']} turns"
+
+def build_env(sample, args):
+    assert args["max_turns"] == 3
+    return Env()
+
+def random_response(rng):
+    return ""
+"""
+
+
+def test_an_environment_is_given_max_turns_wherever_it_is_built(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(NEEDS_TURNS)
+    made = recipe(str(tmp_path / "env.py"), None, None, "--env.max_turns", "3", "--eval.samples", "1")
+    check_env(made)
+    show_random_policy(made)
+    (sample,) = chosen_samples(made, "", 1)
+    assert sample.prompt[0]["content"] == "3 turns"
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"), [("env.reward", "a function that takes what"), ("rollout.path", "an async function that plays")]
+)
+def test_a_function_that_is_not_there_is_named_with_its_field(field: str, kind: str) -> None:
+    for path, why in (
+        ("foo.py:bar", "no file 'foo.py': give the path of a .py file that holds bar"),
+        ("nothing_at_all.bar", "no module 'nothing_at_all': give a dotted path such as envs.sokoban, or a .py file,"),
+        ("bar", "write package.module.function or file.py:function"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            check_env(recipe("envs.colour", None, None, f"--{field}", path))
+        assert str(caught.value).startswith(f"{field} = {path!r} is to be {kind}") and why in str(caught.value)
 
 
 def test_checking_and_playing_by_hand_refuse_it_too(capsys: pytest.CaptureFixture[str]) -> None:

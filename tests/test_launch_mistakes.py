@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 
 from launch.engines.network import free_port
+from learner.checkpoints.folder import candidates, check_resume
 from tests.support.machine import LocalServer, QuietHandler
 from tests.support.runs import command, places, refused
 from tests.support.tiny import running_engine, tiny_model_dir
@@ -51,6 +52,32 @@ def test_a_users_mistake_is_one_line(tmp_path, script, fields, expected):
 def test_a_learner_of_no_rank_is_refused(tmp_path):
     line, _ = refused([*command("local", places(tmp_path)), "--ranks", "0"])
     assert line == "error: --ranks 0: at least 1"
+
+
+@pytest.mark.parametrize("script", ["learner", "local"])
+def test_a_mistyped_checkpoint_leaves_the_run_as_it_is(tmp_path, script):
+    folder, wanted = tmp_path / "colour_tiny", str(tmp_path / "step_00000005")
+    folder.mkdir()
+    for name in ("result.json", "recipe.json", "software.json"):
+        (folder / name).write_text("{}")
+    line, _ = run(script, tmp_path, **{"learner.resume": wanted})
+    with pytest.raises(ValueError, match=r"it has no meta\.json; give one like step_00000050") as said:
+        candidates(folder, wanted)
+    assert line == f"error: {said.value}"
+    assert {path.name: path.read_text() for path in folder.iterdir()} == dict.fromkeys(
+        ("result.json", "recipe.json", "software.json"), "{}"
+    )
+
+
+def test_a_checkpoint_that_a_kill_left_half_replaced_may_be_resumed(tmp_path):
+    """Whoever takes the folder puts it back."""
+    (tmp_path / ".step_00000005.replaced").mkdir()
+    (tmp_path / ".step_00000005.replaced" / "meta.json").write_text("{}")
+    for resume in ("auto", "never", str(tmp_path / "step_00000005")):
+        check_resume(resume)
+    for resume in ("", "/", str(tmp_path)):
+        with pytest.raises(ValueError, match="is no checkpoint"):
+            check_resume(resume)
 
 
 @pytest.mark.parametrize("script", ["learner", "local", "evaluate"])

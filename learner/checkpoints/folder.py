@@ -99,14 +99,27 @@ def candidates(folder: Path, resume: str) -> list[Path]:
     if resume == "auto":
         return newest_first
     path = Path(resume)
-    if not (path / "meta.json").exists():
-        raise ValueError(
-            f"learner.resume = {resume!r} is no checkpoint: it has no meta.json; give one like step_00000050"
-        )
+    if not _has_meta(path):
+        raise _no_checkpoint(resume)
     marker = folder / RESUMED
     if marker.exists() and marker.read_text() == resume and path.name.startswith(PREFIX):
         return [later for later in newest_first if step_of(later) > step_of(path)] + [path]
     return [path]
+
+
+def check_resume(resume: str) -> None:
+    """ValueError if `learner.resume` is a path where neither a checkpoint is, nor what `tidy` makes one of again."""
+    path = Path(resume)
+    if resume not in ("auto", "never") and not (_has_meta(path) or _has_meta(path.parent / f".{path.name}.replaced")):
+        raise _no_checkpoint(resume)
+
+
+def _has_meta(path: Path) -> bool:
+    return os.path.exists(path / "meta.json")  # False, too, where one may not look
+
+
+def _no_checkpoint(resume: str) -> ValueError:
+    return ValueError(f"learner.resume = {resume!r} is no checkpoint: it has no meta.json; give one like step_00000050")
 
 
 def rewind(folder: Path, step: int, resume: str) -> list[Path]:

@@ -53,14 +53,17 @@ def overrides_of(arguments: Sequence[str]) -> dict[str, Override]:
 
 def of_overrides(arguments: Sequence[str], known: Mapping[str, FieldInfo]) -> str:
     """What the sources of the settings pass over; empty if there is none of it: a variable that would be a field's if
-    its section were one, and a section as an option without a value. Variables without a double underscore are no
-    fields."""
+    its section were one, or if it were written with double underscores, and a section as an option without a value.
+    Other variables without a double underscore are no fields."""
+    single = {key.replace(".", "_"): key for key in known}
     for key, override in overrides_of(arguments).items():
         section, _, field = key.partition(".")
         if override.name.startswith(ENV_PREFIX) and field and section not in _sections(known):
             near = nearest_key(key, known)
             cure = f"did you mean {_variable(near)}?" if near else f"sections are {', '.join(_sections(known))}"
             return f"{override.name}: unknown section {section!r}; {cure}"
+        if override.name.startswith(ENV_PREFIX) and not field and key in single:
+            return f"{override.name} is no field's variable; did you mean {_variable(single[key])}?"
         if not override.name.startswith(ENV_PREFIX) and key in _sections(known) and not override.value:
             return f"{override.name} without a value: {_is_section(key, known)}"
     return ""
@@ -98,7 +101,11 @@ def of_options(message: str, arguments: Sequence[str], known: Mapping[str, Field
         if new_name(key, known):
             return _moved(key, known)
     if unknown := re.search(r"unrecognized arguments: (.*)", message):
-        key = unknown.group(1).split()[0].lstrip("-").split("=")[0]
+        word = unknown.group(1).split(" ")[0]
+        key = word.lstrip("-").split("=")[0]
+        if not word.startswith("--"):
+            cure = f"write it with two dashes, --{key}" if key in known else "options are --section.key VALUE"
+            return f"{word!r} is no option; {cure}"
         if field := next((each for each in known if key.startswith(f"{each}.")), ""):
             inner = key.removeprefix(f"{field}.")
             return f"unknown option --{key}; write --{field} '{{\"{inner}\": VALUE}}'"

@@ -26,9 +26,11 @@ class ObjectiveConfig(Section):
     correction: Literal["importance", "none"] = Field(
         "importance", description="none takes every token for the current policy's own, however old: to compare with"
     )
-    rho_bar: float | None = Field(1.0, description="truncation of rho in the targets; null = none")
-    c_bar: float | None = Field(1.0, description="truncation of c, how fast corrections fade; null = none")
-    pg_rho_bar: float | None = Field(1.0, description="truncation of the importance weight of the policy gradient")
+    rho_bar: float | None = Field(1.0, gt=0, description="truncation of rho in the targets; null = none")
+    c_bar: float | None = Field(1.0, ge=0, description="truncation of c, how fast corrections fade; null = none")
+    pg_rho_bar: float | None = Field(
+        1.0, gt=0, description="truncation of the importance weight of the policy gradient"
+    )
     rho_noise: float = Field(
         0.0,
         ge=0,
