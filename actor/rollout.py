@@ -63,6 +63,7 @@ class Player:
                 if self.rollout is not None:
                     seed, own = episode_seed(ticket, index, 0) or 0, (self.limits, self.env_args, self.threads)
                     context = RolloutContext(ticket.sample, ticket.sampling, seed, seat, self.renderer, *own)
+                    seat.cache_key = cache_key(ticket, seat.client.weights)
                     trajectory = await play_custom(self.rollout, context)
                 else:
                     trajectory = await _Episode(self, seat, ticket, index).play()

@@ -14,7 +14,6 @@ import socket
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -128,13 +127,8 @@ def user_processes(recipe: Recipe) -> UserProcesses | None:
     if not ours and not theirs:
         return None
     return UserProcesses(
-        Order(env.module if ours else "", env.reward if theirs else "", env_args(recipe), env.memory_mb)
+        Order(env.module if ours else "", env.reward if theirs else "", recipe.env.build_args, env.memory_mb)
     )
-
-
-def env_args(recipe: Recipe) -> dict[str, Any]:
-    """What `build_env` is given as `args`."""
-    return {**recipe.env.args, "max_turns": recipe.env.max_turns}
 
 
 def make_player(
@@ -146,7 +140,7 @@ def make_player(
 ) -> Player:
     """What plays episodes of the recipe's environment; `processes` are those of `user_processes`. ValueError for a
     missing or broken module."""
-    env, args = recipe.env, env_args(recipe)
+    env, args = recipe.env, recipe.env.build_args
     limits = EpisodeLimits(
         env.max_turns,
         env.max_tokens,
@@ -163,7 +157,7 @@ def make_player(
 
 def make_builder(recipe: Recipe, processes: UserProcesses | None) -> BuildEnv:
     """What makes the environment of a sample: here, or in a user process."""
-    env, args = recipe.env, env_args(recipe)
+    env, args = recipe.env, recipe.env.build_args
     if env.isolation == "process":
         assert processes is not None
         return lambda sample: RemoteEnv(processes, sample, env.timeout_s)

@@ -12,6 +12,7 @@ from actor.engine_pool import EnginePool
 from actor.limits import EpisodeLimits
 from actor.rollout import Player
 from actor.stream import Stream
+from actor.ticket_keys import cache_key
 from launch.engines.network import free_port
 from shared.engine_api import EngineClient, EngineError
 from shared.types import Completion, Ending, Sampling, Trajectory, Turn
@@ -79,9 +80,10 @@ def test_a_rollout_function_outlives_its_engine_too(renderer, threads) -> None:
         stream.sample(await context.engine.generate(stream.token_ids, stream.images, context.sampling, seed=1))
         return stream.trajectory([Turn(start, len(stream.token_ids), 1.0)], Ending.COMPLETED)
 
-    pool = EnginePool([engine_of("a", BROKEN), engine_of("b", "end")])
+    pool = EnginePool([engine_of("a", BROKEN), well := engine_of("b", "end")])
     trajectory = asyncio.run(Player(Counting, renderer, pool, EpisodeLimits(), threads, rollout=rollout).play(ticket()))
     assert (trajectory.ending, trajectory.metrics["engine_retries"]) == (Ending.COMPLETED, 1.0)
+    assert well.requests[0][2]["cache_key"] == cache_key(ticket())  # nor does it share what older weights computed
 
 
 def test_a_turn_waits_for_an_engine_to_come_back_when_none_is_well(folder) -> None:
