@@ -281,11 +281,15 @@ class _Episode:
             return True
         try:
             await self._player.threads.run(self._close_here, self._limits.env_timeout_s)
+        except asyncio.CancelledError:  # before a thread was free, perhaps
+            self._player.threads.run_unwatched(self._close_here, self._limits.env_timeout_s)
+            raise
         except Exception as error:  # noqa: BLE001 - whatever the user's function raises
             log.warning("an environment's close failed: %s: %s", type(error).__name__, error)
             return False
         return True
 
     def _close_here(self) -> None:
-        if (close := getattr(self._env, "close", None)) is not None:
-            close()
+        env, self._env = self._env, None
+        if hasattr(env, "close"):
+            env.close()

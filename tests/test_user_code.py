@@ -194,6 +194,36 @@ def test_the_environment_of_a_cancelled_episode_is_closed_after_the_call_that_ru
     run(main())
 
 
+def test_an_episode_that_is_cancelled_while_it_waits_to_close_its_environment_closes_it_once(renderer):
+    async def main() -> None:
+        pool, closed = Gated(), []
+
+        class Closed(Counting):
+            def close(self):
+                closed.append(pool.release.is_set())
+
+        async def reward(_: object) -> float:
+            pool.run_unwatched(pool.hang, 60.0)  # takes the only thread
+            await until(pool.begun.is_set)
+            return 1.0
+
+        reward.replaces_turns = True
+        player = Player(lambda _: Closed(), renderer, EnginePool([Scripted(["end"])]), EpisodeLimits(), pool, reward)
+        playing = asyncio.create_task(player.play(ticket()))
+        await until(pool.begun.is_set)
+        await asyncio.sleep(0.01)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        pool.release.set()
+        await until(lambda: closed)
+        await pool.run(lambda: None, 5.0)
+        assert closed == [True]
+        pool.close()
+
+    run(main())
+
+
 def test_an_environment_that_is_built_too_late_is_closed(renderer):
     async def main() -> None:
         pool, envs = Gated(), []
