@@ -36,6 +36,7 @@ from shared.log import get_logger
 
 LOG = get_logger("local")
 LEARNER_LEAVES_S = 60.0  # longest between the end of its actors and its own
+SAVE_S = 1800.0  # longest between SIGTERM and its end; it ends itself where no checkpoint makes progress
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,16 +57,35 @@ def main(argv: list[str] | None = None) -> int:
         return fail(error)
     raise_on_signals()
     folder = Path(recipe.run.dir) / recipe.run.name
-    result = folder / "result.json"
-    result.unlink(missing_ok=True)
+    result = Result(folder / "result.json")
     with Screen() if is_terminal() else nullcontext() as screen:
         progress = Progress(recipe, screen)
         code = run(recipe, options, progress, result)
     if code == 0:
         curve = curve_of(folder)
-        say_the_end(json.loads(result.read_text()), progress.state)
-        print(json.dumps(json.loads(result.read_text()) | {"curve": curve}), flush=True)
+        said = json.loads(result.path.read_text())
+        say_the_end(said, progress.state)
+        print(json.dumps(said | {"curve": curve}), flush=True)
     return code
+
+
+class Result:
+    """A run's result.json. One that stands there already is an earlier process's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._before = self._written()
+
+    @property
+    def is_new(self) -> bool:
+        return self._written() not in (None, self._before)
+
+    def _written(self) -> tuple[int, int] | None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
 
 def check_meeting(recipe: Recipe) -> None:
@@ -78,15 +98,15 @@ def check_meeting(recipe: Recipe) -> None:
         )
 
 
-def run(recipe: Recipe, options: argparse.Namespace, progress: Progress, result: Path) -> int:
+def run(recipe: Recipe, options: argparse.Namespace, progress: Progress, result: Result) -> int:
     """Learner and actors, until they have ended; the exit code. What they say is kept in the run's folder too."""
     arguments = ["--config", options.config, *options.overrides]
     learner, env = [*starter(options.ranks), script("learner"), *arguments], cpu_env(recipe.learner.threads)
     children: list[Child] = []
-    with RunLogs(result.parent) as logs:
+    with RunLogs(result.path.parent) as logs:
         try:
             with logs.stderr("learner") as stderr:
-                children.append(start("learner", learner, env=env, mute=True, stderr=stderr))
+                children.append(start("learner", learner, env=env, mute=True, stderr=stderr, leave_s=SAVE_S))
             with logs.stderr("actors") as stderr:
                 children.append(start("actors", [sys.executable, script("actors"), *arguments], stderr=stderr))
             return watch(children, progress, result)
@@ -108,7 +128,7 @@ def script(name: str) -> str:
     return str(ROOT / "launch" / f"{name}.py")
 
 
-def watch(children: list[Child], progress: Progress, result: Path) -> int:
+def watch(children: list[Child], progress: Progress, result: Result) -> int:
     """Until the learner has ended; the exit code is its own, or that of what failed first."""
     ended = wait_for_any(children, progress.show)
     progress.show(final=True)
@@ -117,7 +137,7 @@ def watch(children: list[Child], progress: Progress, result: Path) -> int:
             children[0].process.wait(LEARNER_LEAVES_S)
             ended = children[0]
     code = ended.process.returncode
-    if code == 0 and not result.exists():
+    if code == 0 and not result.is_new:
         code = 1
     if code:
         LOG.error("%s ended with exit code %d; its reason is above", ended.name, code)

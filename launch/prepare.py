@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
@@ -49,12 +49,24 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check(options)
         train, heldout, counts = (boards if options.task == "sokoban" else problems)(options)
-        for name, rows in (("train", train), ("heldout", heldout)):
-            write_rows(out / f"{name}.{options.format}", rows)
+        write_all({out / f"heldout.{options.format}": heldout, out / f"train.{options.format}": train})
     except (ValueError, OSError) as error:
         return fail(error)
     print(f"{out}: {len(train)} to train on, {len(heldout)} held out, {counts}")
     return 0
+
+
+def write_all(parts: Mapping[Path, Sequence[dict[str, Any]]]) -> None:
+    """Either all of the files, in this order, or none."""
+    written = {path.with_name(f".part-{path.name}"): path for path in parts}
+    try:
+        for part, path in written.items():
+            write_rows(part, parts[path])
+        for part, path in written.items():
+            part.replace(path)
+    finally:
+        for part in written:
+            part.unlink(missing_ok=True)
 
 
 def boards(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
@@ -169,8 +181,12 @@ def size(text: str) -> tuple[int, int]:
 
 def check(options: argparse.Namespace) -> None:
     """ValueError where two options contradict each other."""
-    if options.make and (options.source or options.dataset):
-        raise ValueError("--make makes its own data: leave out --from and --dataset, or --make")
+    if options.make and (options.source or options.dataset or options.heldout_from):
+        raise ValueError("--make makes its own data: leave out --from, --dataset and --heldout-from, or --make")
+    if options.source and options.dataset:
+        raise ValueError(f"--from and --dataset {options.dataset}: leave one of them out")
+    if options.heldout_from and options.heldout is not None:
+        raise ValueError(f"--heldout {options.heldout} and --heldout-from: leave one of them out")
     if options.make is not None and options.make < 2:
         raise ValueError(f"--make {options.make}: at least 2, one of them held out")
     if options.heldout is not None and options.heldout < 1:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from launch.processes import children
 from launch.processes.children import ROOT, start
+from tests.support.machine import until
 
 
 def test_a_process_imports_the_repositorys_modules_and_those_that_the_user_has_on_the_path(
@@ -64,3 +67,22 @@ def test_what_a_signal_raises_is_not_lost_in_code_that_catches_every_exception()
 def test_a_child_whose_parent_has_ended_before_it_could_heed_that_ends_at_once(parent: str, code: int) -> None:
     program = f"import os\nfrom actor.isolation.lifeline import die_with_parent\ndie_with_parent(parent={parent})"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == code
+
+
+@pytest.mark.slow
+def test_a_child_that_has_longer_to_leave_is_waited_for_and_the_others_are_not(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(children, "TERMINATE_S", 0.2)
+    code = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(7)))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+    places = [tmp_path / name for name in ("patient", "hasty")]
+    started = [
+        start(place.name, [sys.executable, "-c", code, str(place)], leave_s=leave_s)
+        for place, leave_s in zip(places, (30.0, None), strict=True)
+    ]
+    until(lambda: all(place.exists() for place in places))
+    children.stop_all(started, last=False)
+    assert [child.process.returncode for child in started] == [7, -signal.SIGKILL]

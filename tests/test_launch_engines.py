@@ -296,5 +296,5 @@ def test_what_an_engine_has_started_ends_with_it(tmp_path):
 
 
 def test_the_end_of_a_log_is_shown(tmp_path):
-    (tmp_path / "log").write_text("\n".join(f"line {i}" for i in range(50)))
+    (tmp_path / "log").write_text("".join("x" * 2**17 + "\n") + "\n".join(f"line {i}" for i in range(50)))
     assert last_lines(tmp_path / "log", 2).splitlines()[1:] == ["    line 48", "    line 49"]

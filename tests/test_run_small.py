@@ -48,7 +48,7 @@ def test_a_task_takes_a_users_own_file_and_model_and_trains_on_them(tmp_path: Pa
     ended = finished(run(tmp_path, *own, **fields))
     assert "7 to train on, 1 held out" in ended.stdout
     assert json.loads(ended.stdout.splitlines()[-1])["optimizer_steps"] == 2
-    assert (tmp_path / "data" / "geo3k-own" / "train.parquet").exists()
+    assert len([*(tmp_path / "data").glob("geo3k-own-*/train.parquet")]) == 1
     assert (tmp_path / "geo3k_geo3k_tiny" / "recipe.json").exists()
 
 

@@ -17,6 +17,7 @@ from shared.config import ConfigError
 
 CURE = "call this on a login node of the cluster, or install Slurm's commands"
 ADDRESS = "learner.address"
+MISTAKE = "learner.mistake"
 JOBS = "jobs.json"
 
 
@@ -129,17 +130,27 @@ host=$({cluster.address})
 def _learner(made: Layout) -> str:
     cluster, logs = made.recipe.cluster, f"{made.folder}/logs"
     more = (f"--output={logs}/learner.log", f"--signal=TERM@{made.learner_leave_s}")  # before the time limit
+    task = f"""trap : TERM  # which the learner has too, and answers
+{made.learner_command("$host")}
+code=$?
+((code == 2)) && touch "$folder/{MISTAKE}"
+exit "$code"
+"""
     return f"""\
 {_head(made, "learner", cluster.learner_nodes, made.learner_gpus, *more)}
+export host folder
+rm -f "$folder/{MISTAKE}"
+
 # Here the engines' jobs find this one, wherever it starts again.
 echo "tcp://$host:{made.learner_port}" > "$folder/{ADDRESS}.new" && mv "$folder/{ADDRESS}.new" "$folder/{ADDRESS}"
 
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
-  {made.learner_command("$host")}
+  bash -c {shlex.quote(task)}
 code=$?
 
-# A mistake in the recipe (code 2) stays one; anything else is tried again, from the last checkpoint, unless the run was
-# stopped, which takes the address away.
+# A mistake in the recipe (code 2 of any host, whatever srun makes of it) stays one; anything else is tried again, from
+# the last checkpoint, unless the run was stopped, which takes the address away.
+[ -e "$folder/{MISTAKE}" ] && code=2
 if ((code != 0 && code != 2 && ${{SLURM_RESTART_COUNT:-0}} < {cluster.restarts})) && [ -s "$folder/{ADDRESS}" ]; then
   scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi

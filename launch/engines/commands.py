@@ -22,6 +22,7 @@ from shared.nccl.versions import environment_in, unequal_nccl
 
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
+LAST_BYTES = 2**16  # of a log, that are looked through for its last lines
 ONE_ALONE = ("pp-size", "pipeline-parallel-size", "dp-size", "data-parallel-size")
 KEPT_IMAGES_MB = {"cpu": 256, "cuda": 2048}  # of the host, by device; 6 KiB a patch of 16 x 16 pixels
 QUANTIZING = ("quantization", "torchao-config")
@@ -260,5 +261,7 @@ def last_lines(log: Path | None, count: int = 12) -> str:
     """The end of an engine's log, for an error message."""
     if log is None or not log.exists():
         return "its last lines are above"
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    with log.open("rb") as file:  # of an engine that has run for weeks it may be large
+        file.seek(max(0, log.stat().st_size - LAST_BYTES))
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     return f"its log {log} ends:\n" + "\n".join(f"    {line[:300]}" for line in lines[-count:])

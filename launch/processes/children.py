@@ -36,6 +36,7 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     family: bool = False  # it leads a process group of its own, which ends with it
+    leave_s: float | None = None  # between SIGTERM and SIGKILL; None = TERMINATE_S
 
     def kill(self) -> None:
         """SIGKILL, to the whole family where there is one; and collects the child."""
@@ -59,9 +60,10 @@ def start(
     env: dict[str, str] | None = None,
     mute: bool = False,
     stderr: int | None = None,
+    leave_s: float | None = None,
 ) -> Child:
     """Starts `command` (no shell); `mute` discards its stdout, `stderr` is a file descriptor for it in place of this
-    process's own. The kernel of Linux ends it when its parent dies."""
+    process's own; `leave_s` is the child's. The kernel of Linux ends it when its parent dies."""
     process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": module_path(), **(env or {})},
@@ -69,7 +71,7 @@ def start(
         stderr=stderr,
         preexec_fn=tied_to_this_process(),
     )
-    return Child(name, process)
+    return Child(name, process, leave_s=leave_s)
 
 
 def start_family(name: str, command: Sequence[str], log: Path, *, env: dict[str, str], fresh: bool = True) -> Child:
@@ -138,10 +140,11 @@ def _end(children: Sequence[Child]) -> None:
     running = [child for child in children if child.process.poll() is None]
     for child in running:
         child.process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + TERMINATE_S
-    for child in running:
+    asked = time.monotonic()
+    limits = [(TERMINATE_S if child.leave_s is None else child.leave_s, child) for child in running]
+    for limit_s, child in sorted(limits, key=lambda each: each[0]):
         try:
-            child.process.wait(max(0.0, deadline - time.monotonic()))
+            child.process.wait(max(0.0, asked + limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             child.kill()
     for child in children:

@@ -1,7 +1,9 @@
-"""torchrun, as launch/local.py starts it: asked to stop, it says so in one line instead of a traceback."""
+"""torchrun, as launch/local.py and launch/cluster.py start it: asked to stop, it says so in one line instead of a
+traceback, and leaves its ranks the time that they take to write a checkpoint."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -9,8 +11,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 EXIT_STOPPED = 130
+SAVE_S = "1800"  # after SIGTERM; a rank that makes no progress ends itself sooner, within learner.leave_timeout_s
 
 if __name__ == "__main__":
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SAVE_S)
     try:
         main()
     except SignalException as stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,11 @@ class Data:
 
     @property
     def is_here(self) -> bool:
-        return self.source == "seeds" or Path(self.source).is_file()
+        return not self.arguments or all(Path(name).is_file() for name in (self.source, self.heldout))
 
     def num_rows(self) -> int | None:
         """To train on; None where they are not known yet, or have no end."""
-        return count_rows(self.source) if self.source != "seeds" and self.is_here else None
+        return count_rows(self.source) if self.source != "seeds" and Path(self.source).is_file() else None
 
 
 def data_of(recipe: Recipe, dataset: str, folder: str, *, given: bool) -> Data:
@@ -42,10 +43,9 @@ def data_of(recipe: Recipe, dataset: str, folder: str, *, given: bool) -> Data:
         if dataset:
             words = f"data.source = {source!r} is set" if given else "this task draws its own samples"
             raise ConfigError(f"--dataset {dataset}: {words}; leave one of them out")
-        found = Data(source, heldout)
-        if not found.is_here:
+        if source != "seeds" and not Path(source).is_file():
             raise ConfigError(f"data.source = {source!r}: there is no such file")
-        return found
+        return Data(source, heldout)
     task = Path(source).parent.name
     data = Path(folder) / "data" if folder else Path(source).parents[1]
     arguments: tuple[str, ...]
@@ -55,7 +55,7 @@ def data_of(recipe: Recipe, dataset: str, folder: str, *, given: bool) -> Data:
     elif Path(dataset).suffix in FILES or Path(dataset).exists():
         if not Path(dataset).is_file():
             raise ConfigError(f"--dataset {dataset}: there is no such file")
-        made = data / f"{task}-{Path(dataset).stem}"
+        made = data / f"{task}-{Path(dataset).stem}-{_mark(Path(dataset))}"
         arguments, raw = (task, "--from", dataset, "--out", str(made)), dataset
     elif task in DATASETS and dataset.count("/") == 1:
         made = data / dataset.replace("/", "--")
@@ -63,6 +63,13 @@ def data_of(recipe: Recipe, dataset: str, folder: str, *, given: bool) -> Data:
     else:
         raise ConfigError(f"--dataset {dataset}: neither a file here nor a hub name such as ORGANISATION/NAME")
     return Data(str(made / "train.parquet"), str(made / "heldout.parquet"), arguments, raw)
+
+
+def _mark(file: Path) -> str:
+    """What tells a file from others of its name, and from what it was."""
+    found = file.stat()
+    known = f"{file.resolve()} {found.st_size} {found.st_mtime_ns}"
+    return hashlib.sha256(known.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def check_data(data: Data, boards: bool) -> None:

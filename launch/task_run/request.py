@@ -47,6 +47,7 @@ class Request:
 def request(options: argparse.Namespace, overrides: Sequence[str]) -> Request:
     """ConfigError, in one line, for an unknown name or field, for options that contradict each other, and for a dataset
     that is here and lacks a column."""
+    _check_assumed(options)
     given, name = frozenset(given_fields(overrides)), hub_name(options.model)
     config = str(recipe_of(options.task, options.model))
     recipe = load_recipe(config, list(overrides))
@@ -68,6 +69,14 @@ def request(options: argparse.Namespace, overrides: Sequence[str]) -> Request:
     made, resolved = (*as_options(fields), *overrides), with_values(recipe, fields)
     notes = tuple(_notes(options.task, config, name, resolved))
     return Request(options.task, config, made, resolved, given, name, sizes, data, notes)
+
+
+def _check_assumed(options: argparse.Namespace) -> None:
+    if options.gpus_per_node < 1:
+        raise ConfigError(f"--gpus-per-node {options.gpus_per_node}: at least 1")
+    for name in ("gpu_memory", "host_memory", "episode_tokens"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name):g}: at least 0")
 
 
 def _check_cpu(options: argparse.Namespace, model: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 
@@ -91,6 +92,28 @@ def test_a_partition_that_is_not_there_is_one_line_with_those_that_are(slurm, tm
     assert refused.returncode == 2
     assert refused.stderr == f"error: cluster.slurm.{field} = 'gpu' is not there; choose one of main\n"
     assert not (tmp_path / "lost.cluster" / "keys").exists()
+
+
+def test_a_mistake_that_one_of_several_hosts_finds_is_not_tried_again(tmp_path):
+    """srun ends the others, and says their code."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+
+    def stand_in(name: str, *lines: str) -> None:
+        (commands / name).write_text("\n".join(["#!/bin/bash", *lines, ""]))
+        (commands / name).chmod(0o755)
+
+    stand_in("srun", 'while [ "$1" != bash ]; do shift; done', '"$@"', "exit 137")
+    stand_in("scontrol", f"touch {tmp_path}/requeued")
+    stand_in("sleep")
+    run = Submitted("slurm", tmp_path, "wrong")
+    assert run.call("render").returncode == 0
+    script = re.sub(r"(?m)^\. .*/bin/activate$", f"PATH={commands}:$PATH", (run.cluster / "learner.sbatch").read_text())
+    for code, ended in ((2, 2), (1, 137)):
+        stand_in("python", f"exit {code}")
+        env = os.environ | {"SLURM_CPUS_ON_NODE": "1", "SLURM_JOB_ID": "1"}
+        assert subprocess.run(["bash", "-c", script], env=env, timeout=60).returncode == ended
+        assert (tmp_path / "requeued").exists() == (code == 1)
 
 
 def test_scripts_are_rendered_without_slurm_and_are_sound_shell(tmp_path):
