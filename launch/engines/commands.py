@@ -196,6 +196,7 @@ def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
         "mm-process-config": {"image": {"size": size}},
         "weight-version": NO_WEIGHTS,
         "skip-server-warmup": True,  # ours has an image
+        "log-level-http": "warning",  # else its log has a line for each turn, for weeks
         # pixels of images that were sent: each turn shows all so far, and clients leave out what was kept
         "mm-preprocess-cache-size-mb": KEPT_IMAGES_MB[engine.device],
         "trust-mm-content-hashes": True,  # what is sent is compared all the same (`shared.engines.images`)
