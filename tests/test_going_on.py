@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -118,31 +119,26 @@ def test_a_checkpoint_makes_progress_while_it_is_synced_and_measured(new_trainer
     assert saver.written() == (0, 0.0)
 
 
-def test_a_run_goes_on_from_a_training_on_a_recording(new_trainer, tmp_path):
+def coordinator_of(trainer: Trainer, run_dir: Path, restored: Restored) -> Any:
+    """Of a run that goes on at step 500."""
     own = Recipe(
         model=ModelConfig(path="m"),
         env=EnvConfig(module="envs.colour"),
-        run=RunConfig(dir=str(tmp_path), name="r"),
+        run=RunConfig(dir=str(run_dir), name="r"),
         learner=config(bind="tcp://127.0.0.1:0"),
     )
-    trainer = new_trainer()
     trainer.num_steps = 500
-    restored = Restored(0, {"recording": "somewhere"})
-    coordinator = build_coordinator(own, SeedSource(), [], trainer, restored, Event())
+    return build_coordinator(own, SeedSource(), [], trainer, restored, Event())
+
+
+def test_a_run_goes_on_from_a_training_on_a_recording(new_trainer, tmp_path):
+    coordinator = coordinator_of(new_trainer(), tmp_path, Restored(0, {"recording": "somewhere"}))
     assert coordinator.state()["tickets"]
     coordinator.close(None)
 
 
 def test_a_run_that_ends_before_its_next_step_leaves_the_recordings_of_earlier_ones(new_trainer, tmp_path):
-    own = Recipe(
-        model=ModelConfig(path="m"),
-        env=EnvConfig(module="envs.colour"),
-        run=RunConfig(dir=str(tmp_path), name="r"),
-        learner=config(bind="tcp://127.0.0.1:0"),
-    )
-    trainer, steps = new_trainer(), []
-    trainer.num_steps = 500
-    coordinator: Any = build_coordinator(own, SeedSource(), [], trainer, Restored(125, {}), Event())
+    coordinator, steps = coordinator_of(new_trainer(), tmp_path, Restored(125, {})), []
     coordinator._recorder.step = lambda step, version, *_, **__: steps.append((step, version))
     coordinator.close(None)
     assert steps == [(501, 125)]
