@@ -95,7 +95,7 @@ class Seat:
 
     def __init__(self, pool: EnginePool, client: EngineClient) -> None:
         self._pool, self.client, self.retries = pool, client, 0
-        self.cache_key = ""  # of requests that give none
+        self.cache_key = ""  # of requests that give none: what older weights made of the same start is not used
 
     @property
     def url(self) -> str:
@@ -107,7 +107,7 @@ class Seat:
         """As `EngineClient.generate`. Where an engine fails or aborts, the turn is asked for again, from the same
         tokens, `turn_tries` times in all and of another engine if one is well. EngineError, or an aborted Completion,
         when the last try ends so."""
-        settings = {"cache_key": self.cache_key} | settings
+        settings.setdefault("cache_key", self.cache_key)
         for left in reversed(range(self._pool.turn_tries)):
             try:
                 completion = await self.client.generate(token_ids, images, sampling, **settings)

@@ -87,7 +87,6 @@ class _Episode:
         self._player, self._seat, self._ticket, self._index = player, seat, ticket, index
         self._renderer, self._limits = player.renderer, player.limits
         self._stream = Stream()
-        self._cache_key = ""  # from the first request on
         self._env: Any = None
         self._calls = EnvCalls(self._close_here)
         self._turns: list[Turn] = []
@@ -145,7 +144,7 @@ class _Episode:
         if budget < 1:
             raise _Ended(Ending.OUT_OF_TOKENS)
         began = time.monotonic()
-        self._cache_key = self._cache_key or cache_key(self._ticket, self._seat.client.weights)
+        self._seat.cache_key = self._seat.cache_key or cache_key(self._ticket, self._seat.client.weights)
         try:
             completion = await self._seat.generate(
                 self._stream.token_ids,
@@ -155,7 +154,6 @@ class _Episode:
                 stop_ids=(self._renderer.end_id,),
                 max_new_tokens=min(room, budget, limits.turn_tokens, sampling.max_new_tokens),
                 seed=episode_seed(self._ticket, self._index, len(self._turns)),
-                cache_key=self._cache_key,  # what older weights made of the same start is not used
             )
         except EngineError as error:
             raise _Ended(Ending.ENGINE_ERROR, str(error)) from error

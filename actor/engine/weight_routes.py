@@ -214,7 +214,7 @@ class WeightUpdates:
                 else:
                     for flat, entries in update.received:
                         self.loader.load(flat, entries)
-            except BaseException:  # some of the weights are new ones: nobody's version names them
+            except BaseException:  # some of the weights are new ones: no version names the mixture
                 self._scheduler.weights_changed(NO_WEIGHTS, flush=True)
                 raise
             self._scheduler.weights_changed(version, update.flush)
