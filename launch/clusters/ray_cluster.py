@@ -90,7 +90,8 @@ def stop(made: Layout) -> str:
     return f"{made.job} has ended; logs in {made.folder / 'logs'}"
 
 
-NOT_STARTED = "Starting Ray client server failed"  # what a head node says whose fork for this client died, or was late
+# What a head node says whose process for this client died as it was forked, was late, or died while Ray looked at it.
+NOT_STARTED = ("Starting Ray client server failed", "Proxy failed to Connect to backend", "psutil.")
 TRIES = 3
 
 
@@ -136,7 +137,7 @@ def _try(reach: Callable[[], object]) -> None:
             reach()
             return
         except Exception as error:
-            if not left or NOT_STARTED not in str(error):
+            if not left or not any(each in str(error) for each in NOT_STARTED):
                 raise
 
 

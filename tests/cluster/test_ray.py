@@ -119,7 +119,10 @@ def test_what_cannot_run_is_refused_in_one_line(nodes, tmp_path, fields, line):
     assert not (tmp_path / "refused.cluster" / "keys").exists()
 
 
-@pytest.mark.parametrize(("said", "tries"), [(ray_cluster.NOT_STARTED, 3), ("of another version", 1)])
+GONE = "psutil.ZombieProcess: PID still exists but it's a zombie"
+
+
+@pytest.mark.parametrize(("said", "tries"), [(ray_cluster.NOT_STARTED[0], 3), (GONE, 3), ("of another version", 1)])
 @pytest.mark.parametrize("at", ["trial", "connection"])
 def test_a_head_node_that_started_nothing_for_the_client_is_asked_again_and_any_other_is_not(
     monkeypatch, tmp_path, said, tries, at
