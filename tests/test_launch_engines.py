@@ -57,11 +57,13 @@ def options(spec):
     return {parts[i]: True if parts[i + 1].startswith("--") else parts[i + 1] for i in flags}
 
 
-def test_each_embedded_engine_has_its_port_and_no_weights_of_a_run():
-    first, second = specs("--engine.count", 2, "--engine.port", 40000)
+def test_each_embedded_engine_has_its_port_the_recipes_limits_and_no_weights_of_a_run():
+    limits = "--engine.request_timeout_s", 1800, "--learner.publish.timeout_s", 900
+    first, second = specs("--engine.count", 2, "--engine.port", 40000, *limits)
     assert (first.url, second.url) == ("http://127.0.0.1:40000", "http://127.0.0.1:40001")
     assert options(second)["--port"] == "40001" and options(second)["--weight-version"] == NO_WEIGHTS
     assert first.log is None and first.gpus == ()
+    assert float(options(first)["--request-timeout-s"]) > 1800 and options(first)["--update-timeout-s"] == "900.0"
 
 
 def test_sglang_is_started_for_the_recipes_model_on_a_cpu(sglang_env):
@@ -69,14 +71,13 @@ def test_sglang_is_started_for_the_recipes_model_on_a_cpu(sglang_env):
     flags = options(spec)
     assert spec.command[:4] == (str(sglang_env / "bin/python"), "-P", "-m", "sglang.launch_server")
     assert Path(flags["--model-path"]).is_absolute()
-    assert flags["--attention-backend"] == "torch_native" and flags["--disable-overlap-schedule"] is True
+    assert flags["--attention-backend"] == "torch_native"
+    assert flags["--disable-overlap-schedule"] is True and flags["--sleep-on-idle"] is True
     assert json.loads(flags["--mm-process-config"])["image"]["size"]["shortest_edge"] == 1024
     assert spec.env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
     assert flags["--mm-preprocess-cache-size-mb"] == "256" and flags["--trust-mm-content-hashes"] is True
-    assert (
-        spec.env["PYTHONPATH"].endswith("stand_ins")
-        and spec.env["PATH"] == f"{sglang_env / 'bin'}:{os.environ['PATH']}"
-    )
+    assert spec.env["PYTHONPATH"].endswith("stand_ins")
+    assert spec.env["PATH"] == f"{sglang_env / 'bin'}:{os.environ['PATH']}"
     assert spec.log is not None and "40000" in spec.log.name
 
 

@@ -87,6 +87,9 @@ def check_nccl(recipe: Recipe) -> None:
         raise ConfigError(f"engine.sglang_env = {recipe.engine.sglang_env!r}: {why}")
 
 
+AFTER_CLIENT_S = 10.0  # an engine gives a request up after its client, who says which limit it was
+
+
 def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> EngineSpec:
     engine, model = recipe.engine, recipe.model
     command = [sys.executable, "-m", "actor.engine.server", "--model-path", model.path, "--port", str(port)]
@@ -94,7 +97,8 @@ def _embedded(recipe: Recipe, index: int, port: int, gpus: tuple[str, ...]) -> E
     command += ["--threads", str(engine.threads)]
     command += ["--max-batch", str(engine.max_batch), "--max-context", str(model.max_context)]
     command += ["--min-pixels", str(model.min_pixels), "--max-pixels", str(model.max_pixels)]
-    command += ["--weight-version", NO_WEIGHTS]
+    command += ["--weight-version", NO_WEIGHTS, "--update-timeout-s", str(recipe.learner.publish.timeout_s)]
+    command += ["--request-timeout-s", str(engine.request_timeout_s + AFTER_CLIENT_S)]
     if engine.device == "cuda" and engine.mem_fraction:
         command += ["--mem-fraction", str(engine.mem_fraction)]
     if engine.api_key_file:
@@ -205,6 +209,7 @@ def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
         flags |= {
             "attention-backend": "torch_native",
             "disable-overlap-schedule": True,
+            "sleep-on-idle": True,  # else its scheduler asks for work without a pause, on a core that others need
             "max-total-tokens": engine.max_batch * model.max_context,
             "mem-fraction-static": 0.1,
         }
