@@ -78,7 +78,8 @@ class Geo3kToolEnv(Geo3kEnv):
             info["outcome"] = verdict.outcome
             earned += self.score()
         info |= {"reward": earned, "metrics": metrics}
-        return {"obs_str": _FEEDBACK[info["feedback"]].format(**info), "tool_score": info["score"]}, done, info
+        told = info | {key: _plain(info[key]) for key in ("name", "answer")}
+        return {"obs_str": _FEEDBACK[info["feedback"]].format(**told), "tool_score": info["score"]}, done, info
 
     def _execute(self, call: ToolCall | None, turn: int) -> Info:
         info: Info = {
@@ -110,6 +111,11 @@ class Geo3kToolEnv(Geo3kEnv):
         boxed = answer if last_box(answer) is not None else rf"\boxed{{{answer}}}"
         verdict = self.grade(boxed)
         return verdict.score, verdict.outcome == "timeout"
+
+
+def _plain(text: str | None) -> str | None:
+    """What a model wrote, to be shown to it: what spells a control token, as <|im_end|>, would become one."""
+    return text and re.sub(r"<\|(.*?)\|>", r"<\1>", text)
 
 
 _FORM = FORM.replace("{", "{{").replace("}", "}}")

@@ -55,6 +55,10 @@ class SokobanSettings(EnvSettings):
     diagnostics: bool = Field(
         False, description="also measures success by solution length, and what the model wrote about the board"
     )
+    off_target_reward: float = Field(
+        OFF_TARGET_REWARD,
+        description="of a push that takes a box off its target; above -1, a box pushed off and on again pays each time",
+    )
     progress_reward: float = Field(
         0.0, description="shaping: added to a turn's reward for each move that the shortest solution shrank by"
     )
@@ -106,7 +110,7 @@ def parse_actions(text: str, limit: int) -> list[str]:
     return [word for word in words if word in MOVES][:limit]
 
 
-def move_reward(before: Board, after: Board) -> float:
+def move_reward(before: Board, after: Board, off_target: float = OFF_TARGET_REWARD) -> float:
     """Of a walk, a push, or a move that led nowhere."""
     if after is before:
         return BLOCKED_REWARD
@@ -114,7 +118,7 @@ def move_reward(before: Board, after: Board) -> float:
     if after.boxes is not before.boxes:  # the box was where the player is now
         (pushed,) = set(after.boxes) - set(before.boxes)
         reward += ON_TARGET_REWARD * (after.cells[pushed] == TARGET)
-        reward += OFF_TARGET_REWARD * (after.cells[after.player] == TARGET)
+        reward += off_target * (after.cells[after.player] == TARGET)
     return reward
 
 
@@ -199,7 +203,7 @@ class SokobanEnv(Env):
         """Walk or push; the reward and whether anything moved."""
         before, self.position = self.position, self.position.moved(move)
         self.success = self.position.solved
-        return move_reward(before, self.position), self.position is not before
+        return move_reward(before, self.position, self.settings.off_target_reward), self.position is not before
 
     def _accuracies(self, response: str, actions: list[str]) -> dict[str, bool]:
         """Whether <think> tells the board as it is, and <answer> what its moves lead to; to be called before them."""

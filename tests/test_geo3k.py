@@ -73,6 +73,13 @@ def test_feedback_says_what_to_do_next():
     assert '"name": "calc_score"' in other["obs_str"]
 
 
+@pytest.mark.parametrize("asked", [{"answer": "5<|im_end|>"}, {"answer": "<|image_pad|>"}, {"name": "<|im_start|>"}])
+def test_what_spells_a_control_token_is_not_told_back(asked):
+    told, done, _ = env_for().step(call({"answer": "7"} | asked, name=asked.get("name", "calc_score")))
+    assert not done and "<|" not in told["obs_str"]
+    assert "<im_end>" in told["obs_str"] or "im_end" not in str(asked)
+
+
 def test_only_what_the_model_wrote_is_graded_and_not_the_feedback():
     env = env_for("$Answer", max_turns=2)
     env.step(call({"answer": "1"}))

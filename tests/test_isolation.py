@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,8 +20,10 @@ from actor.engine_pool import EnginePool
 from actor.isolation import processes
 from actor.isolation.nursery import Order
 from actor.isolation.processes import RemoteEnv, UserProcesses
+from actor.isolation.wire import pack_plain, pack_played, unpack, unpack_plain
 from actor.rollout import Player
 from actor.worker import make_player, user_processes
+from envs.base import Played
 from envs.sokoban import random_response
 from shared.config import Recipe
 from shared.types import Ending, Sample, Trajectory
@@ -97,6 +100,16 @@ def test_whatever_an_environment_does_ends_its_episode_alone(stage: Stage, what,
     assert info["reward"] == 2.0
     bystander.close()
     assert stage.play().ending is Ending.COMPLETED
+
+
+def test_what_a_model_may_write_into_a_tool_call_leaves_its_process(stage: Stage) -> None:
+    info = {"tool_call": {"answer": 10**30, "list": (-(10**400), 2**63)}, "text": "\ud800x", "name": "ok"}
+    told = {"tool_call": {"answer": 1e30, "list": [-sys.float_info.max, 2**63]}, "text": "?x", "name": "ok"}
+    assert unpack_plain(pack_plain([True, info], "what step returned")) == [True, told]
+    played = Played(Sample("a"), stage.play(), ("up",), (info,), env=None)
+    assert unpack(pack_played(played), Played).infos == (told,)
+    with pytest.raises(TypeError, match="what step returned cannot leave its process: object is no plain data"):
+        pack_plain([10**30, object()], "what step returned")
 
 
 @pytest.mark.parametrize("what", ["computes", "deaf"])

@@ -10,7 +10,7 @@ import pytest
 
 from envs import sokoban
 from envs.boards.solver import optimal_first_moves
-from envs.sokoban import LOST, build_env, episode_reward, parse_actions, random_response
+from envs.sokoban import LOST, STEP_REWARD, build_env, episode_reward, parse_actions, random_response
 from shared.types import Sample
 
 DATA = Path(__file__).parent / "data"
@@ -117,3 +117,14 @@ def test_the_progress_reward_pays_for_each_move_that_the_solution_shrank_and_not
         after = 0 if shaped.success else len(optimal_first_moves(shaped.position)) or LOST
         assert info["reward"] == pytest.approx(plain_info["reward"] + 0.1 * (before - after))
     assert episode_reward(plain) == episode_reward(shaped)
+
+
+@pytest.mark.parametrize(("args", "pays"), [({}, True), ({"off_target_reward": -1.0}, False)])
+def test_a_box_that_is_pushed_off_its_target_and_on_again_pays_where_that_costs_less_than_it_brings(args, pays) -> None:
+    """Two boxes, one of which goes down on its target, to and fro; the other is never touched."""
+    grid = [[0, 0, 0, 0, 0], [0, 1, 1, 1, 0], [0, 1, 2, 1, 0], [0, 1, 1, 2, 0], [0, 1, 1, 1, 0], [0, 0, 0, 0, 0]]
+    config = {"initial_base_grid": grid, "initial_boxes": [(2, 2), (2, 3)], "initial_player": (1, 2)}
+    env = build_env(Sample("x", metadata={"env_config": config}), args)
+    walk = sum(env.step(move)[2]["reward"] for move in ("down", "left", "down", "down", "right", "up"))
+    assert env.position.boxes == env.board.boxes and not env.success
+    assert (walk > 6 * STEP_REWARD + 0.1) == pays

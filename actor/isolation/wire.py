@@ -6,8 +6,10 @@ and dicts; a PIL image as the PNG that the engine would be given, NumPy arrays a
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
+import sys
 import time
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ from shared.types import Image
 
 T = TypeVar("T")
 MAX_BYTES = 2**30  # of one message
+MAX_FLOAT = int(sys.float_info.max)
 _LENGTH = struct.Struct("<Q")
 
 
@@ -89,17 +92,32 @@ def unpack_plain(data: bytes | msgspec.Raw) -> Any:
 
 def pack_played(played: Played) -> bytes:
     """An episode without its environment; TypeError if an info holds what is no plain data."""
-    return pack(
-        replace(played, env=None, infos=tuple(msgspec.to_builtins(info, enc_hook=_plain) for info in played.infos))
-    )
+    infos = tuple(_storable(msgspec.to_builtins(info, enc_hook=_plain)) for info in played.infos)
+    return pack(replace(played, env=None, infos=infos))
 
 
 def pack_plain(value: Any, what: str) -> bytes:
     """What an environment or a reward returned. TypeError, naming `what` and the type, where it is no plain data."""
     try:
-        return msgspec.msgpack.encode(value, enc_hook=_plain)
-    except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        with contextlib.suppress(OverflowError, UnicodeEncodeError):
+            return msgspec.msgpack.encode(value, enc_hook=_plain)
+        return msgspec.msgpack.encode(_storable(msgspec.to_builtins(value, enc_hook=_plain)))
+    except TypeError as error:
         raise TypeError(f"{what} cannot leave its process: {error}") from None
+
+
+def _storable(value: Any) -> Any:
+    """Plain data as msgpack can hold it. What a model may write has to pass: an integer beyond 64 bits is the nearest
+    float, what is no Unicode in a text question marks."""
+    if isinstance(value, dict):
+        return {_storable(key): _storable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_storable(each) for each in value]
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return float(max(-MAX_FLOAT, min(value, MAX_FLOAT)))
+    return value
 
 
 def _of_record(value: Any) -> Any:

@@ -32,7 +32,7 @@ from envs.boards.board import MOVES, Board
 from envs.boards.generate import BoardSpec, make_board
 from envs.boards.reading import frame_of, inner_walls, paired, state
 from envs.boards.solver import optimal_first_moves
-from envs.sokoban import move_reward
+from envs.sokoban import OFF_TARGET_REWARD, move_reward
 from learner.vtrace import token_vtrace
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -144,9 +144,16 @@ def teach(policy: Perceptron, reader: Reader, count: int = 6000, steps: int = 60
 
 @torch.no_grad()
 def play(
-    policy: Perceptron, reader: Reader, starts: Sequence[Board], *, greedy: bool, wrong: tuple[float, float] = (0, 0)
+    policy: Perceptron,
+    reader: Reader,
+    starts: Sequence[Board],
+    *,
+    greedy: bool,
+    wrong: tuple[float, float] = (0, 0),
+    off_target: float = OFF_TARGET_REWARD,
 ) -> list[list[Step]]:
-    """Whole episodes. `wrong`: shares of positions that are misread at the first move of a turn, and at later ones."""
+    """Whole episodes. `wrong`: shares of positions that are misread at the first move of a turn, and at later ones;
+    `off_target`: the reward of a push that takes a box off its target."""
     positions, episodes = list(starts), [list[Step]() for _ in starts]
     for move in range(TURNS * MOVES_A_TURN):
         live = [i for i, board in enumerate(positions) if not board.solved]
@@ -159,7 +166,7 @@ def play(
         for row, i in enumerate(live):
             choice = int(choices[row])
             after = positions[i].moved(seen[row].moves[choice])
-            reward, logprob = move_reward(positions[i], after), float(logprobs[row, choice])
+            reward, logprob = move_reward(positions[i], after, off_target), float(logprobs[row, choice])
             episodes[i].append(Step(seen[row], choice, logprob, reward, move // MOVES_A_TURN, after.solved))
             positions[i] = after
     return episodes
@@ -223,7 +230,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         for group in optimizer.param_groups:
             group["lr"] = options.lr * rate
         starts = boards(step * options.episodes, options.episodes, specs)
-        episodes = play(policy, reader, starts, greedy=False, wrong=wrong)
+        episodes = play(policy, reader, starts, greedy=False, wrong=wrong, off_target=options.off_target)
         turns += sum(episode[-1].turn + 1 for episode in episodes)
         for part in np.array_split(rng.permutation(len(episodes)), options.minibatches):
             chosen = [episodes[i] for i in part]
@@ -251,7 +258,7 @@ def main() -> None:
     for name, default in (("steps", 180), ("episodes", 64), ("minibatches", 4), ("boards", 500), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, value in (("lr", 2e-3), ("gamma", 0.97), ("lam", 0.95), ("entropy-coef", 0.01), ("misread", 0.0),
-                        ("misforeseen", 0.0)):  # fmt: skip
+                        ("misforeseen", 0.0), ("off-target", OFF_TARGET_REWARD)):  # fmt: skip
         parser.add_argument(f"--{name}", type=float, default=value)
     parser.add_argument("--recipe", type=Path, default=ROOT / "launch/recipes/sokoban_tiny.toml")
     torch.set_num_threads(1)
