@@ -86,3 +86,21 @@ time.sleep(60)
     until(lambda: all(place.exists() for place in places))
     children.stop_all(started, last=False)
     assert [child.process.returncode for child in started] == [7, -signal.SIGKILL]
+
+
+class Held:
+    """A process that the kernel does not let go."""
+
+    pid = 4242
+
+    def kill(self):
+        self.killed = True
+
+    def wait(self, timeout):
+        raise subprocess.TimeoutExpired("engine", timeout)
+
+
+def test_a_process_that_outlives_sigkill_is_named_and_left_behind(caplog):
+    held = Held()
+    children.Child("engine on port 7", held).kill()
+    assert held.killed and "engine on port 7 (pid 4242) has not ended 60 s after SIGKILL" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from actor.isolation.lifeline import tied_to_this_process
 
 ROOT = Path(__file__).resolve().parents[2]
 TERMINATE_S = 6.0
+KILLED_S = 60.0
+log = logging.getLogger(__name__)
 LARGE = str(8 * 2**30)
 
 
@@ -39,13 +42,17 @@ class Child:
     leave_s: float | None = None  # between SIGTERM and SIGKILL; None = TERMINATE_S
 
     def kill(self) -> None:
-        """SIGKILL, to the whole family where there is one; and collects the child."""
+        """SIGKILL, to the whole family where there is one; and collects the child, unless the kernel holds it."""
         if self.family:
             with contextlib.suppress(ProcessLookupError):  # all of them have ended
                 os.killpg(self.process.pid, signal.SIGKILL)
         else:
             self.process.kill()
-        self.process.wait()
+        try:
+            self.process.wait(KILLED_S)
+        except subprocess.TimeoutExpired:  # within a call of the kernel, as a GPU's driver that hangs
+            said = "%s (pid %d) has not ended %.0f s after SIGKILL and is left behind, with its memory: reboot this host"
+            log.error(said, self.name, self.process.pid, KILLED_S)
 
 
 def module_path() -> str:

@@ -1,7 +1,8 @@
 """Requests and tokens a second of the embedded engine and of SGLang, on the same prompts with images, 1, 8 and 32 at
 once: python -m tests.bench.engines [--recipe R.toml] [--kinds embedded,sglang] [--seconds 10] [--section.key VALUE ...]
 
-Every request is the first turn of an episode of its own and runs to 16 new tokens. The last line is one JSON object.
+Every request is the first turn of an episode of its own, which finds nothing of another's in a cache but the image, and
+runs to 16 new tokens. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main() -> int:
 def measure_kind(recipe: Recipe, seconds: float) -> dict[str, Any]:
     """Starts the recipe's engine and measures it; {at once: figures}."""
     model, specs = check(recipe)
-    bodies = cycle(prompts(recipe, model.vision))
+    bodies = ({**body, "extra_key": str(n)} for n, body in enumerate(cycle(prompts(recipe, model.vision))))
     engines = [Engine(spec, recipe.engine) for spec in specs[:1]]
     try:
         began = time.monotonic()
