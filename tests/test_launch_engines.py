@@ -58,12 +58,11 @@ def options(spec):
 
 
 def test_each_embedded_engine_has_its_port_the_recipes_limits_and_no_weights_of_a_run():
-    limits = "--engine.request_timeout_s", 1800, "--learner.publish.timeout_s", 900
-    first, second = specs("--engine.count", 2, "--engine.port", 40000, *limits)
+    first, second = specs("--engine.count", 2, "--engine.port", 40000, "--engine.request_timeout_s", 1800)
     assert (first.url, second.url) == ("http://127.0.0.1:40000", "http://127.0.0.1:40001")
     assert options(second)["--port"] == "40001" and options(second)["--weight-version"] == NO_WEIGHTS
     assert first.log is None and first.gpus == ()
-    assert float(options(first)["--request-timeout-s"]) > 1800 and options(first)["--update-timeout-s"] == "900.0"
+    assert float(options(first)["--request-timeout-s"]) > 1800 and options(first)["--update-timeout-s"] == "300.0"
 
 
 def test_sglang_is_started_for_the_recipes_model_on_a_cpu(sglang_env):
@@ -71,13 +70,13 @@ def test_sglang_is_started_for_the_recipes_model_on_a_cpu(sglang_env):
     flags = options(spec)
     assert spec.command[:4] == (str(sglang_env / "bin/python"), "-P", "-m", "sglang.launch_server")
     assert Path(flags["--model-path"]).is_absolute()
+    assert all(flags[f"--{name}"] is True for name in ("disable-overlap-schedule", "sleep-on-idle"))
     assert flags["--attention-backend"] == "torch_native"
-    assert flags["--disable-overlap-schedule"] is True and flags["--sleep-on-idle"] is True
     assert json.loads(flags["--mm-process-config"])["image"]["size"]["shortest_edge"] == 1024
     assert spec.env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
     assert flags["--mm-preprocess-cache-size-mb"] == "256" and flags["--trust-mm-content-hashes"] is True
-    assert spec.env["PYTHONPATH"].endswith("stand_ins")
     assert spec.env["PATH"] == f"{sglang_env / 'bin'}:{os.environ['PATH']}"
+    assert spec.env["PYTHONPATH"].endswith("stand_ins")
     assert spec.log is not None and "40000" in spec.log.name
 
 
