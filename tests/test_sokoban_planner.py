@@ -7,6 +7,8 @@ import torch
 from envs.boards.board import MOVES, Board, board_from_config
 from envs.boards.generate import BoardSpec, make_board
 from envs.boards.solver import optimal_first_moves
+from envs.sokoban import OFF_TARGET_REWARD
+from tests.bench.sokoban.best_return import measure
 from tests.bench.sokoban.planner import Perceptron, Reader, play, solved, teach, update
 
 WALL, FLOOR, TARGET = 0, 1, 2
@@ -75,3 +77,8 @@ def test_moves_that_won_become_likelier():
         optimizer.step()
     good = reader(NEAR).moves.index(optimal_first_moves(NEAR)[0])
     assert policy([reader(NEAR)]).softmax(-1)[0, good] > 0.3
+
+
+def test_the_best_play_of_two_boxes_is_not_to_push_one_off_and_on_where_that_brings_nothing():
+    juggled = [measure(8, 2, 0.97, reward) for reward in (OFF_TARGET_REWARD, -1.0)]
+    assert juggled[0]["most"] > 0.3 > juggled[1]["most"] and juggled[1]["best_solves"] == juggled[1]["boards"] > 3
