@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import socket
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from launch.engines.commands import PLUGIN
 
@@ -35,12 +38,15 @@ def hooks(plugin, store):
     return hooks
 
 
+ON_CPU = SimpleNamespace(device="cpu")  # the server's updater
+
+
 def joins(_updater, *_):
     return True, "joined"
 
 
 def test_a_bucket_that_arrives_is_what_the_server_receives(hooks):
-    received = hooks.receive(lambda _, names, group_name: (names, group_name), None, group_name="g", names=["x"])
+    received = hooks.receive(lambda _, names, group_name: (names, group_name), ON_CPU, group_name="g", names=["x"])
     assert received == (["x"], "g")
 
 
@@ -57,14 +63,63 @@ def test_a_bucket_is_not_waited_for_once_the_learner_has_given_the_group_up(hook
 
     threading.Thread(target=give_up).start()
     with pytest.raises(RuntimeError, match="has given up the group 'g'"):
-        hooks.receive(receive, None, group_name="g")
+        hooks.receive(receive, ON_CPU, group_name="g")
     never.set()
 
 
 def test_a_bucket_is_waited_for_as_long_as_the_learner_is_there(plugin, hooks):
     arrived = threading.Event()
     threading.Timer(10 * plugin.LOOK_S, arrived.set).start()
-    assert hooks.receive(lambda _, group_name: arrived.wait(30), None, group_name="g") is True
+    assert hooks.receive(lambda _, group_name: arrived.wait(30), ON_CPU, group_name="g") is True
+
+
+class Gpus:
+    """In the place of torch.cuda: each thread's GPU and stream. What gloo copies arrives when its stream is through."""
+
+    def __init__(self, patch):
+        self.here = threading.local()
+        for name in ("current_stream", "device", "stream"):
+            patch.setattr(torch.cuda, name, getattr(self, name))
+
+    def current_stream(self, _gpu=None):
+        return getattr(self.here, "current", None) or Stream(0)
+
+    @contextmanager
+    def device(self, gpu):
+        self.here.gpu = gpu
+        yield
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.here.current = self.current_stream(), stream
+        yield
+        self.here.current = before
+
+
+class Stream:
+    def __init__(self, gpu):
+        self.device, self.under_way = gpu, []
+
+    def synchronize(self):
+        while self.under_way:
+            self.under_way.pop()()
+
+
+def test_a_bucket_is_given_when_its_bytes_are_on_the_callers_gpu_for_every_stream(hooks, monkeypatch):
+    gpus, own = Gpus(monkeypatch), Stream(3)
+    found = {}
+
+    def receive(_updater, *, group_name):
+        bucket, stream = torch.zeros(2), torch.cuda.current_stream()
+        found.update(gpu=getattr(gpus.here, "gpu", 0), stream=stream, thread=threading.current_thread())
+        stream.under_way.append(lambda: bucket.fill_(7))
+        return bucket
+
+    with torch.cuda.stream(own):
+        bucket = hooks.receive(receive, SimpleNamespace(device="cuda", gpu_id=3), group_name="g")
+    assert found["thread"] is not threading.current_thread()
+    assert (found["gpu"], found["stream"]) == (3, own)
+    assert bucket.tolist() == [7, 7]
 
 
 @pytest.mark.parametrize("error", [ValueError("another shape"), TimeoutError("the group's limit")])
@@ -73,7 +128,7 @@ def test_what_goes_wrong_in_receiving_is_raised_as_it_is(hooks, error):
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        hooks.receive(receive, None, group_name="g")
+        hooks.receive(receive, ON_CPU, group_name="g")
 
 
 def test_a_group_whose_learner_has_gone_is_not_joined(plugin, store):
@@ -87,7 +142,7 @@ def test_groups_of_nccl_and_those_that_were_left_are_received_on_the_servers_own
     hooks.join(joins, None, *store.getsockname(), 1, 2, "n")
     hooks.leave(joins, None, "g")
     for name in ("n", "g"):
-        own = hooks.receive(lambda _, group_name: threading.current_thread(), None, group_name=name)
+        own = hooks.receive(lambda _, group_name: threading.current_thread(), ON_CPU, group_name=name)
         assert own is threading.current_thread()
 
 

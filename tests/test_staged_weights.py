@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,37 @@ def test_bytes_that_do_not_come_are_not_waited_for_without_end(plugin, staging, 
     with pytest.raises(TimeoutError):
         staging.buckets()
     gate.set()
+
+
+def test_no_wait_for_one_bucket_begins_the_wait_for_another_anew(plugin, staging, monkeypatch):
+    monkeypatch.setattr(plugin, "LAST_BYTES_S", 1.0)
+    gates = [threading.Event() for _ in range(3)]
+    for gate, after_s in zip(gates, (0.6, 1.2, 1.8), strict=True):
+        staging.receive(Updater(gate), request("a"))
+        threading.Timer(after_s, gate.set).start()
+    with pytest.raises(TimeoutError):
+        staging.buckets()
+
+
+def test_all_buckets_of_all_updates_use_one_stream_of_a_gpu(plugin, monkeypatch):
+    made = []
+
+    def new_stream(gpu):
+        made.append(gpu)
+        return SimpleNamespace(synchronize=lambda: None)
+
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, nullcontext)
+    updater = Updater(*[None] * 6)
+    updater.device, updater.gpu_id = "cuda", 5
+    for _ in range(2):
+        staging = plugin.Staging()
+        for name in "abc":
+            staging.receive(updater, request(name))
+        staging.buckets()
+        staging.close()
+    assert made == [5]
 
 
 def test_the_plugins_are_found_by_their_entry_points(plugin):

@@ -11,6 +11,7 @@ from launch.engines.network import free_port
 from learner.model.policy import load_policy
 from learner.weights.publisher import PublishSettings
 from learner.weights.verify import WeightVerifier
+from shared.engine_api import EngineClient
 from tests.support.engines import ask, call
 from tests.support.episodes import gap
 from tests.support.publishing import publishing
@@ -67,3 +68,27 @@ def test_two_ranks_merge_adapters_that_come_alone_and_each_holds_its_share(two_r
             found = publisher.publish(version, [url])
             assert (found["publish/engines"], found["publish/unproven"], found["publish/checksum_skipped"]) == (1, 0, 0)
             assert found["publish/canary_gap"] < TOLERANCE
+
+
+@pytest.mark.parametrize("two_ranks", [False], ids=["beside generation"], indirect=True)
+def test_two_ranks_forget_a_whole_update_that_is_discarded_and_take_the_next(two_ranks, ranks, monkeypatch):
+    recipe, (url,) = two_ranks.recipe, two_ranks.urls
+    policy, end = load_policy(recipe.model.path, vision_of(recipe)), EngineClient.end_update
+
+    async def discard(engine, _name, *rest):
+        await end(engine, None, *rest)
+
+    def held():
+        return ask(url, lambda client: client.weight_version()), ask(url, lambda client: client.checksums((), 60.0))
+
+    with publishing(policy, ranks, SETTINGS) as publisher:
+        assert publisher.publish(50, [url])["publish/engines"] == 1
+        before = held()
+        move(policy, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineClient, "end_update", discard)
+            assert publisher.publish(51, [url])["publish/engines"] == 1  # all has arrived
+        assert held() == before
+        assert publisher.publish(52, [url])["publish/engines"] == 1
+    version, sums = held()
+    assert version != before[0] and sums != before[1]

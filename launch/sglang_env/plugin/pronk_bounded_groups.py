@@ -19,6 +19,7 @@ import os
 import socket
 import threading
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,29 @@ def given_up(store: Address) -> bool:
     except OSError:
         return False
     return False
+
+
+def stream_of(updater: Any) -> Any:
+    """What the calling thread has the GPU do is in this stream; None without a GPU."""
+    import torch
+
+    return torch.cuda.current_stream(updater.gpu_id) if updater.device == "cuda" else None
+
+
+@contextmanager
+def in_stream(stream: Any) -> Any:
+    """A new thread is at GPU 0 and in its default stream; within this it is where another one is.
+
+    Gloo copies what it receives to the GPU in a stream of its own, and only the stream of the thread that waits for the
+    broadcast waits for the copy. At the end of this the bytes are there, for every thread and stream."""
+    import torch
+
+    if stream is None:
+        yield
+        return
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
 
 
 class Hooks:
@@ -73,10 +97,13 @@ class Hooks:
         if store is None:
             return original(updater, group_name=group_name, **bucket)
         received: Future[Any] = Future()
+        stream = stream_of(updater)
 
         def run() -> None:
             try:
-                received.set_result(original(updater, group_name=group_name, **bucket))
+                with in_stream(stream):
+                    weights = original(updater, group_name=group_name, **bucket)
+                received.set_result(weights)
             except BaseException as error:  # noqa: BLE001  raised where the bucket is wanted
                 received.set_exception(error)
 

@@ -5,13 +5,18 @@ thread of its own receives them into host memory, and `end_weight_update` instal
 
     begin_weight_update               forgets what an earlier update has left
     update_weights_from_distributed   answers at once; its broadcast is received in the background, one after the other
-    end_weight_update                 waits for the last one, loads all, and says which version the weights are
+    end_weight_update                 waits for the last one, loads all, and says which version the weights are;
+                                      with {"discard": true} it forgets what has come
 
 An update is whole when its last bucket, which alone carries a `weight_version`, has been announced; one that is not
-whole, or that failed, is forgotten at its end, and the weights stay what they are. No pause is needed, and no token is
-computed by a mixture: the forward that the overlap scheduler has under way is waited for. It costs memory of the host
-for what is sent, such as one copy of the model. An adapter that comes alone is merged as it is loaded
-(`pronk_merged_adapters`). PRONK_STAGE_WEIGHTS=0 turns it off.
+whole, or that failed, is forgotten at its end, and the weights stay what they are. With tensor parallelism the ranks
+agree first: all install, or all forget. No pause is needed, and no token is computed by a mixture: the forward that the
+overlap scheduler has under way is waited for.
+
+It costs memory of the host: every tensor-parallel rank is sent whole weights, not its share, and keeps all of them
+until they are loaded, so that a host holds as many copies of the model as it runs ranks. Beside a GPU the copies are
+pinned, and torch keeps pinned memory for the next update. An adapter that comes alone is small; it is merged as it is
+loaded (`pronk_merged_adapters`). PRONK_STAGE_WEIGHTS=0 turns it off.
 
 Goes when SGLang itself receives weights beside generation.
 """
@@ -21,11 +26,14 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 FORGOTTEN = "none"  # what weights are called that are no version of any run
+DISCARD = "discard"  # the id of a request to forget the update
 LAST_BYTES_S = 20.0  # for what is still on its way when the update is to be installed
 
 
@@ -46,7 +54,8 @@ class Staging:
 
     def buckets(self) -> list[Any]:
         """All that was received; whatever went wrong in receiving it, and TimeoutError for bytes that do not come."""
-        return [future.result(LAST_BYTES_S) for future in self._futures]
+        deadline = time.monotonic() + LAST_BYTES_S
+        return [future.result(max(0.0, deadline - time.monotonic())) for future in self._futures]
 
     @property
     def version(self) -> str | None:
@@ -90,9 +99,18 @@ def _beside_generation(updater: Any) -> Any:
     if updater.device != "cuda":
         yield
         return
-    with torch.cuda.device(updater.gpu_id), torch.cuda.stream(torch.cuda.Stream()):
+    stream = _stream_beside_generation(updater.gpu_id)
+    with torch.cuda.device(updater.gpu_id), torch.cuda.stream(stream):
         yield
-        torch.cuda.current_stream().synchronize()
+        stream.synchronize()
+
+
+@cache
+def _stream_beside_generation(gpu_id: int) -> Any:
+    """One for all buckets: the allocator keeps memory that was used on one stream for that stream alone."""
+    import torch
+
+    return torch.cuda.Stream(gpu_id)
 
 
 def _on_host(values: Any) -> Any:
@@ -101,6 +119,20 @@ def _on_host(values: Any) -> Any:
     if values.device.type == "cpu":
         return values
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+
+
+def to_load(staging: Staging | None, runner: Any) -> tuple[list[Any], str]:
+    """The buckets of the whole update, or why there is none."""
+    if staging is None:
+        return [], "no update is open: call begin_weight_update first"
+    if staging.version is None:
+        return [], "nothing to install: the weights did not all come; forgotten"
+    try:
+        from pronk_merged_adapters import merged_with_base
+
+        return merged_with_base(staging.buckets(), runner), ""
+    except Exception as error:  # noqa: BLE001  the answer names it
+        return [], f"the update failed and is forgotten: {error!r}"
 
 
 class Hooks:
@@ -132,25 +164,27 @@ class Hooks:
         return output(success=True, message="is being received")
 
     def end(self, _original: Any, manager: Any, request: Any) -> Any:
-        output = self.module.EndWeightUpdateReqOutput
-        staging, self.staging = self.staging, None
-        if staging is None:
-            return output(success=False, message="no update is open: call begin_weight_update first")
-        try:
-            if staging.version is None:
-                return output(success=False, message="nothing to install: the weights did not all come; forgotten")
-            try:
-                from pronk_merged_adapters import merged_with_base
+        from pronk_agreed_ranks import first_reason
 
-                buckets = merged_with_base(staging.buckets(), manager.tp_worker.model_runner)
-            except Exception as error:  # noqa: BLE001  the answer names it
-                return output(success=False, message=f"the update failed and is forgotten: {error!r}")
+        output = self.module.EndWeightUpdateReqOutput
+        if request.rid == DISCARD:  # every rank has the same request
+            self._forget()
+            return output(success=True, message="the update is forgotten")
+        staging, self.staging = self.staging, None
+        try:
+            buckets, reason = to_load(staging, manager.tp_worker.model_runner)
+            # Every rank asks, in every case; one that installed alone would wait for the others in SGLang's barrier.
+            reason = first_reason(manager.tp_cpu_group, reason)
+            if reason or staging is None:
+                return output(success=False, message=reason)
             success, message = self._install(manager, buckets, staging.requests[-1])
             return output(success=success, message=message)
         finally:
-            staging.close()
+            if staging is not None:
+                staging.close()
 
     def _install(self, manager: Any, buckets: list[Any], last: Any) -> tuple[bool, str]:
+        from pronk_agreed_ranks import first_reason
         from pronk_drained_pauses import drain
 
         drain(manager.scheduler)
@@ -166,6 +200,8 @@ class Hooks:
         manager._session = self.module.msgspec.structs.replace(manager._session, loaded_weights=True)
         ended = self.end_original(manager, self.module.EndWeightUpdateReqInput())
         success, message = success and ended.success, message if ended.success else ended.message
+        if reason := first_reason(manager.tp_cpu_group, "" if success else message):
+            success, message = False, reason
         manager.record_weight_version_after_update(last.weight_version if success else FORGOTTEN)
         return manager.flush_cache_after_weight_update(last, success, message)
 
@@ -198,6 +234,13 @@ class Front:
         manager.auto_create_handle_loop()
         self.version = request.weight_version
         return _merged(await manager.update_weights_from_distributed_communicator(request))
+
+    async def end(self, original: Any, manager: Any, request: Any, http: Any = None) -> tuple[bool, str]:
+        """SGLang's request has no field for `discard`: its id tells the model processes."""
+        body = await http.json() if http is not None else None
+        if isinstance(body, dict) and body.get("discard") is True:
+            self.version, request.rid = None, DISCARD
+        return await original(manager, request, http)
 
     async def begin_or_end(self, _original: Any, manager: Any, communicator: Any, request: Any) -> tuple[bool, str]:
         manager.auto_create_handle_loop()
@@ -235,4 +278,5 @@ def register() -> None:
     HookRegistry.register(f"{updater}.update_weights_from_distributed", hooks.update, HookType.AROUND)
     HookRegistry.register(f"{updater}.end_weight_update", hooks.end, HookType.AROUND)
     HookRegistry.register(f"{control}.update_weights_from_distributed", front.update, HookType.AROUND)
+    HookRegistry.register(f"{control}.end_weight_update", front.end, HookType.AROUND)
     HookRegistry.register(f"{control}._weight_update_session_call", front.begin_or_end, HookType.AROUND)
