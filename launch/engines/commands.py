@@ -206,13 +206,7 @@ def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
         "trust-mm-content-hashes": True,  # what is sent is compared all the same (`shared.engines.images`)
     }
     if engine.device == "cpu":
-        flags |= {
-            "attention-backend": "torch_native",
-            "disable-overlap-schedule": True,
-            "sleep-on-idle": True,  # else its scheduler asks for work without a pause, on a core that others need
-            "max-total-tokens": engine.max_batch * model.max_context,
-            "mem-fraction-static": 0.1,
-        }
+        flags |= _on_a_cpu(engine.max_batch * model.max_context)
     if engine.shares_gpu:
         flags |= shared_flags(recipe, gpu_bytes())
     elif engine.mem_fraction:
@@ -234,6 +228,16 @@ def sglang_flags(recipe: Recipe, index: int, port: int) -> dict[str, Any]:
                 "scales; leave it out"
             )
     return flags | own
+
+
+def _on_a_cpu(tokens: int) -> dict[str, Any]:
+    return {
+        "attention-backend": "torch_native",
+        "disable-overlap-schedule": True,
+        "sleep-on-idle": True,  # else its scheduler asks for work without a pause, on a core that others need
+        "max-total-tokens": tokens,
+        "mem-fraction-static": 0.1,
+    }
 
 
 def _flags(flags: Mapping[str, Any]) -> list[str]:
