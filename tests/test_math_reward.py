@@ -76,6 +76,76 @@ def test_a_tolerance_of_zero_takes_no_rounding_and_no_other_unit_of_a_share():
         assert grade(rf"\boxed{{{answer}}}", label, tolerance=0.0) == 1.0
 
 
+HEDGES = [  # answers that give several values, each with labels for which one of them would be right
+    (r"60.5 \approx 60 \approx 61", ["60", "60.5", "61"]),
+    (r"60.5 \approx 60", ["60", "60.5"]),
+    (r"0.5 ≈ 0 \approx 1", ["0", "0.5", "1"]),
+    (r"40 \approx \frac{397}{10} \approx \frac{404}{10}", ["39.7", "40", "40.4"]),
+    (r"0.7 \approx \frac{\sqrt{3}}{2}", ["0.7", r"\frac{\sqrt{3}}{2}"]),
+    (r"\frac{1}{2} \approx \frac{2}{5}", ["0.5", "0.4"]),
+    (r"-3 \approx 3", ["3", "-3"]),
+    (r"60.5 \simeq 60 \doteq 61", ["60", "61"]),
+    (r"60.5 \sim 60 \text{ or about } 61", ["60", "61"]),
+    (r"x=60 \approx 61", ["x=60", "x=61", "60", "61"]),
+    ("60 ≃ 61", ["60", "61"]),
+    ("60 ≒ 61", ["60", "61"]),
+    ("60 ≅ 61", ["60", "61"]),
+    ("60 ≋ 61", ["60", "61"]),
+    ("60 ≟ 61", ["60", "61"]),
+    (r"61 \equiv 60", ["60", "61"]),
+    ("59 ≡ 61 ≡ 60", ["59", "60", "61"]),
+    ("x=61=60", ["x=60", "x=61", "60"]),
+    (r"x=61 \lor x=60", ["x=60", "x=61"]),
+    ("x+y=2=1", ["x+y=1", "x+y=2"]),
+    (r"5 := x \le 4 := x \le 3", [r"x \le 3", r"x \le 4"]),
+    ("(2,3) = (1,2)", ["(1,2)", "(2,3)"]),
+    ("5(3) = 60", ["60", "15"]),
+    (r"60^\circ = 60\text{ rad}", [r"60^\circ", r"60\text{ rad}", "60"]),
+    (r"60 = 60^\circ", [r"60\text{ rad}"]),
+    (r"60\text{ m} \approx 60\text{ cm}", [r"60\text{ m}", r"60\text{ cm}", "60"]),
+    (r"60\text{ cm} = 60\text{ cm}^2", [r"60\text{ cm}", r"60\text{ cm}^2"]),
+    (r"60\text{ i.e. }3", ["60", "3"]),
+    (r"60 \pm 1", ["59", "60", "61"]),
+    (r"60 \mp 1", ["59", "60", "61"]),
+    (r"60\text{ or }61", ["60", "61"]),
+    ("60, 61", ["60", "61"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "labels"), HEDGES)
+def test_an_answer_that_leaves_the_choice_of_its_value_to_the_label_is_wrong_for_every_label(answer, labels):
+    assert [label for label in labels if grade(rf"\boxed{{{answer}}}", label) == 1.0] == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        (r"\sqrt{2} \approx 1.41", r"\sqrt{2}"),
+        (r"x = 5\sqrt{3} \approx 8.66", r"5\sqrt{3}"),
+        (r"x = \frac{10\sqrt{3}}{2} = 5\sqrt{3} \approx 8.66\text{ cm}", r"5\sqrt{3}\text{ cm}"),
+        (r"x \approx 5\sqrt{3} \approx 9", r"5\sqrt{3}"),
+        (r"8.66 \approx 5\sqrt{3}", r"5\sqrt{3}"),
+        (r"-\sqrt{2} \doteq -1.414", r"-\sqrt{2}"),
+        (r"\frac{2}{3} ≈ .67", r"\frac{2}{3}"),
+        ("60.5 ≈ 61", "61"),
+        ("-2.5 ≈ -3", "-2.5"),
+        (r"1,234.5 \approx 1,235", "1234.5"),
+        (r"12\pi\text{ cm}^2 \simeq 37.7\text{ cm}^2", r"12\pi\text{ cm}^2"),
+        (r"x \equiv 60", "60"),
+        (r"2 \pm 1", "3, 1"),
+    ],
+)
+def test_one_correct_rounding_after_the_exact_value_leaves_an_answer_right(answer, label):
+    assert grade(rf"\boxed{{{answer}}}", label) == 1.0
+
+
+@pytest.mark.parametrize(
+    "side", ["8.67", "8.65", "8.6", "8", "8.660", "8.661", r"\frac{866}{100}", r"5\sqrt{2}", "-8.66"]
+)
+def test_a_rounded_side_is_the_nearest_decimal_of_its_places(side):
+    assert grade(rf"\boxed{{5\sqrt{{3}} \approx {side}}}", r"5\sqrt{3}") == float(side == "8.660")
+
+
 def hostile(index: int, rng: Random) -> str:
     """One of many kinds of answers that are made to be slow."""
     n, a = rng.randint(3, 3000), rng.randint(2, 99)

@@ -12,16 +12,18 @@ import sympy
 from math_verify import LatexExtractionConfig, parse, verify
 
 from envs.math_grading.normalize import without_thousands
-from envs.math_grading.units import factor, split_unit
+from envs.math_grading.units import Unit, factor, split_unit
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off; the worker has one
 _LATEX = LatexExtractionConfig(boxed_match_priority=0)
 _CONFIG = (replace(_LATEX, normalization_config=replace(_LATEX.normalization_config, units=False)),)  # 3m is 3 times m
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|infty|cup|cap|begin|pmod|equiv|mathbb|emptyset|in|to)(?![a-zA-Z])")
 _NAME = re.compile(
-    r"\w\(\w\)|\(\w(?:, ?\w)+\)|\\(?:sin|cos|tan) ?\(? ?(?:[A-Za-z]{1,3}|\\theta) ?\)?|(?!\\(?:frac|sqrt|pi))\\[a-z]+"
-    r"|(?:m ?)?\\(?:angle|overline|widehat|overarc|triangle|odot)[ \w{}']{1,12}|[A-Za-z][A-Za-z _'{}]{0,40}\d{0,2}"
+    r"[^\W\d]\(\w\)|\([^\W\d](?:, ?[^\W\d])+\)|\\(?:sin|cos|tan) ?\(? ?(?:[A-Za-z]{1,3}|\\theta) ?\)?"
+    r"|(?!\\(?:frac|sqrt|pi))\\[a-z]+|(?:m ?)?\\(?:angle|overline|widehat|overarc|triangle|odot)[ \w{}']{1,12}"
+    r"|[A-Za-z][A-Za-z _'{}]{0,40}\d{0,2}"
 )
+_DECIMAL = re.compile(r"[-+]? ?(?=\.?\d)\d*\.?(\d*)")
 _ALIKE = ({"", "()"}, {"", "{}"})  # brackets of equal lists; a set is no tuple
 _POINTS = tuple(map(sympy.Rational, ("7919/1009", "-3571/1013", "88/31", "271/997")))
 
@@ -46,7 +48,7 @@ def readable(label: str) -> bool:
 def equal(answer: str, label: str, tolerance: float | None) -> bool:
     """Equality of two answers: relations as such, lists value by value."""
     if _RELATION.search(answer) or _RELATION.search(label):
-        return verified(ascending(answer), ascending(label))
+        return not (chained(answer) and not chained(label)) and verified(ascending(answer), ascending(label))
     (answers, ends), (labels, wanted) = items_of(without_thousands(answer)), items_of(without_thousands(label))
     if len(answers) != len(labels):
         (answers, ends), (labels, wanted) = items_of(answer), items_of(label)
@@ -61,6 +63,14 @@ def equal(answer: str, label: str, tolerance: float | None) -> bool:
     return True
 
 
+def chained(text: str) -> bool:
+    r"""Whether a relation goes on to further values, of which math-verify takes the last one: 61 \equiv 60."""
+    before, *after = text.split(r"\equiv")
+    if len(after) > 1 or (after and not _NAME.fullmatch(before.strip())):
+        return True
+    return r"\begin" not in text and any(item.count("=") > 1 for item in split_list(text))
+
+
 def ascending(text: str) -> str:
     """A chain such as 5 > x > 2 the other way round; any other text unchanged."""
     parts = re.split(r"(<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z]))", text)
@@ -73,7 +83,7 @@ def ascending(text: str) -> str:
 def items_of(text: str) -> tuple[list[str], str]:
     r"""The values of a list, and its brackets: "" for a list, "{}" for a set, "()", "[)" and the like for a tuple."""
     items = split_list(text)
-    body = re.sub(r"^(?:\w|\(\w(?:, ?\w)+\)) ?= ?(?=[(\[]|\\[{l])", "", text)
+    body = re.sub(r"^(?:[^\W\d]|\([^\W\d](?:, ?[^\W\d])+\)) ?= ?(?=[(\[]|\\[{l])", "", text)
     if len(items) == 1 and (inner := re.fullmatch(r"\\\{(.*)\\\}", body)):
         parts, ends = items_of(inner[1])
         return parts, ends or "{}" * (len(parts) > 1)
@@ -117,18 +127,39 @@ def equal_values(answer: str, label: str, tolerance: float | None) -> bool:
         return False
     values = [(sign, *split_unit(side)) for sign, side in sides]
     goal, goal_unit = split_unit(expected[0][1], letters=False)
-    agree = all(
-        close(value, values[0][1], 0.999 / 10 ** len(value.partition(".")[2]) if sign == r"\approx" else None)
-        for sign, value, _ in values[1:]
-    )
+    units = {unit for *_, unit in values if unit.measures}
+    agree = len(units) < 2 and sides_agree([(sign, value) for sign, value, _ in values])
     if len(expected) > 1 or (wanted and not agree):
-        return "=" in answer and verified(answer, label)
-    for sign, value, unit in values if agree else ():
+        return answer.count("=") == 1 and r"\approx" not in answer and verified(answer, label)
+    unit = next(iter(units), Unit())  # the unit of one side is that of all: 60 = 60° is no 60 radians
+    for sign, value, _ in values if agree else ():
         scale = factor(unit, goal_unit, ("\\pi" in value, "\\pi" in goal))
-        rounded = tolerance == 0.0 and sign == r"\approx"
-        if scale is not None and not rounded and equal_percents(value, goal, scale, tolerance):
+        strict = tolerance == 0.0 and sign == r"\approx"
+        if scale is not None and not strict and equal_percents(value, goal, scale, tolerance):
             return True
     return False
+
+
+def sides_agree(sides: list[tuple[str, str]]) -> bool:
+    r"""Whether all sides of a value are its first one, of which one rounding may follow: 10/2\sqrt{3} \approx 8.66."""
+    (_, first), *others = sides
+    if sum(sign == r"\approx" for sign, _ in others) > 1:
+        return False  # 60.5 is about 60 and about 61: who gives both leaves the choice to the label
+    return all(
+        rounded(side, first) or rounded(first, side) if sign == r"\approx" else close(side, first, None)
+        for sign, side in others
+    )
+
+
+def rounded(side: str, exact: str) -> bool:
+    """Whether a side is a decimal number and the exact one rounded to its places; a half is rounded away from zero."""
+    decimal, number, value = _DECIMAL.fullmatch(side), parsed(side), parsed(exact)
+    if decimal is None or not isinstance(number, sympy.Expr) or not isinstance(value, sympy.Expr):
+        return False
+    if not (value.is_number and value.is_real):
+        return False
+    excess = (number - value) * (-1 if value < 0 else 1) * 10 ** len(decimal[1])
+    return bool(-0.5 + 1e-9 < excess.evalf(20) < 0.5 + 1e-9)
 
 
 def equal_percents(answer: str, label: str, scale: Any, tolerance: float | None) -> bool:

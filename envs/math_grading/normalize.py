@@ -8,8 +8,9 @@ import unicodedata
 MAX_CHARS = 300
 _SIGNS = str.maketrans(
     {"√": r"\sqrt ", "∞": r"\infty ", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "−": "-", "–": "-", "—": "-",
-     "º": "°", "˚": "°", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∠": r"\angle ",
-     "∪": r"\cup ", "⁄": "/", "\u200b": ""}
+     "º": "°", "˚": "°", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", **dict.fromkeys("≈≃≊≋≎≏≐≑≒≓∼", r"\approx "),
+     **dict.fromkeys("≔≕≖≗≟", "="), "≅": r"\cong ", **dict.fromkeys("≡≣", r"\equiv "), "±": r"\pm ",
+     "∠": r"\angle ", "∪": r"\cup ", "⁄": "/", "\u200b": ""}
 )  # fmt: skip
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
 _RAISED = re.compile("[²³¹⁰⁴-⁹⁻]+")
@@ -31,7 +32,7 @@ _REWRITES = [
         (r">=", r"\\ge "),
         (r"\\ast(?![a-zA-Z])", "*"),
         (r"\*\*", "^"),
-        (r"\\(?:simeq|sim)(?![a-zA-Z])|\b(?:approximately|about)\b", r"\\approx "),
+        (r"\\(?:simeq|sim|doteq|approxeq|fallingdotseq)(?![a-zA-Z])|\b(?:approximately|about)\b", r"\\approx "),
         (r"\\degrees?(?![a-zA-Z])|\\circ(?![a-zA-Z])", "°"),
         (r"\^ ?\{? ?[°o] ?\}?(?!\w)|\{\}\^ ?°", "°"),
         (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),

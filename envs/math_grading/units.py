@@ -20,7 +20,7 @@ _UNITS = {word: unit for words, unit in _KNOWN.items() for word in words.split()
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _WITH_UNIT = re.compile(
     r"(?P<value>.*(?:[\d)}°!\]]|\\pi|(?<=[\d)}\s])[a-z](?= ))) ?"
-    r"(?P<words>''|°(?: ?[CF])?|[A-Za-z][A-Za-z/. ]*?)(?: ?\^? ?\{? ?(?P<power>[23]) ?\}?)?[. ]*"
+    r"(?P<words>''|°(?: ?[CF])?|[A-Za-z][A-Za-z/. ]*?)(?:(?: ?\^ ?\{? ?|(?<=[A-Za-z]))(?P<power>[23]) ?\}?)?[. ]*"
 )
 
 
