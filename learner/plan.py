@@ -13,30 +13,31 @@ import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from learner.model.duration import Speed, publication_time, step_time
-from learner.model.memory import FP32, Memory, Setting, host_memory, memory
+from learner.model.memory import DTYPE_BYTES, FP32, Memory, Setting, host_memory, memory
 from learner.model.sizes import PUBLISHED, ModelSizes, find, sizes_of
 from learner.parallel.choice import choices
+from learner.parallel.cures import cure, host_cure
 from learner.parallel.divisors import check_deal, next_divisors
 from learner.scale import split
 from shared.config import Recipe, fail, load, recipe_parser
 from shared.settings.lora import Target
 
-DTYPE_BYTES = {"float32": FP32, "bfloat16": 2}
 RESERVED_FRACTION = 0.06  # of a GPU: context, communication buffers, what the allocator cannot use
 
 
-def check(sizes: ModelSizes, setting: Setting, gpu_bytes: float, name: str) -> Memory:
-    """ValueError, with the numbers and what would help, if it does not fit."""
+def check(sizes: ModelSizes, setting: Setting, gpu_bytes: float, name: str, longest: int = 0) -> Memory:
+    """ValueError, with the numbers and what would help, if it does not fit. `longest`: tokens of the longest episode,
+    0 where that is not known."""
     need = memory(sizes, setting)
     room = gpu_bytes * (1 - RESERVED_FRACTION)
     if need.total > room:
         parts = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in need.kinds.items() if size >= 5e7)
         raise ValueError(
             f"{name} does not fit: a rank needs {need.total / 1e9:.1f} GB ({parts}), a GPU of {gpu_bytes / 1e9:.0f} GB "
-            f"has room for {room / 1e9:.1f}; {_cure(sizes, setting, room)}"
+            f"has room for {room / 1e9:.1f}; {cure(sizes, setting, room, longest)}"
         )
     return need
 
@@ -59,7 +60,7 @@ def check_recipe(recipe: Recipe, num_ranks: int, gpu_bytes: float | None) -> Non
         )
     _check_experts(config["model_type"], sizes, recipe.learner.parallel.expert, _shards(recipe, num_ranks))
     if gpu_bytes is not None:
-        check(sizes, setting_of(recipe, num_ranks, gpu_bytes), gpu_bytes, path)
+        check(sizes, setting_of(recipe, num_ranks, gpu_bytes), gpu_bytes, path, recipe.model.max_context)
 
 
 def _shards(recipe: Recipe, num_ranks: int) -> int:
@@ -75,6 +76,16 @@ def _check_experts(name: str, sizes: ModelSizes, expert: int, shards: int) -> No
 
 def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
     """What a recipe's run on that many GPUs depends on."""
+    setting = _as_written(recipe, num_ranks, gpu_bytes)
+    return replace(setting, microbatch_tokens=_microbatch(setting, recipe.model.max_context))
+
+
+def _microbatch(setting: Setting, longest: int) -> int:
+    """Tokens of one on each of its ranks, which hold the longest episode together."""
+    return max(setting.microbatch_tokens, -(-longest // setting.context))
+
+
+def _as_written(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
     objective, optimizer, parallel = recipe.learner.objective, recipe.learner.optimizer, recipe.learner.parallel
     return Setting(
         gpus=num_ranks,
@@ -82,7 +93,7 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         context=parallel.context,
         expert=parallel.expert,
-        microbatch_tokens=max(parallel.microbatch_tokens, -(-recipe.model.max_context // parallel.context)),
+        microbatch_tokens=parallel.microbatch_tokens,
         logits_bytes=0.1 * gpu_bytes,
         activation_checkpointing=parallel.activation_checkpointing,
         offload=parallel.offload,
@@ -96,32 +107,10 @@ def setting_of(recipe: Recipe, num_ranks: int, gpu_bytes: float) -> Setting:
         episodes=recipe.learner.groups_per_step * recipe.learner.group_size,
         episode_tokens=recipe.model.max_context // 2,
         passes=objective.passes,
+        deals=objective.passes + 1 if objective.minibatches > 1 else 1,
         steps_held=(recipe.learner.max_staleness + 1) * recipe.learner.publish.every,
         copies_checkpoint=recipe.learner.checkpoint.in_background,
     )
-
-
-def _cure(sizes: ModelSizes, setting: Setting, room: float) -> str:
-    """The first change that would make it fit."""
-
-    def fits(**changes: Any) -> bool:
-        return memory(sizes, replace(setting, **changes)).total <= room
-
-    checkpointing = "set learner.parallel.activation_checkpointing = true"
-    if not setting.activation_checkpointing and fits(activation_checkpointing=True):
-        return checkpointing
-    setting = replace(setting, activation_checkpointing=True)
-    halves = [setting.microbatch_tokens >> i for i in range(1, 16) if setting.microbatch_tokens >> i >= 1024]
-    if tokens := next((n for n in halves if fits(microbatch_tokens=n)), 0):
-        return f"{checkpointing} and learner.parallel.microbatch_tokens = {tokens}"
-    doubled = [setting.gpus << i for i in range(1, 12)]
-    for tokens in (setting.microbatch_tokens, *halves[-1:]):
-        cures = [f"use {n} GPUs" for n in doubled if fits(microbatch_tokens=tokens, gpus=n, shard_size=0)][:1]
-        cures += ["learner.parallel.offload = true"] if fits(microbatch_tokens=tokens, offload=True) else []
-        if cures:
-            fewer = "" if tokens == setting.microbatch_tokens else f", learner.parallel.microbatch_tokens = {tokens}"
-            return f"{checkpointing}{fewer} and {' or '.join(cures)}"
-    return "use larger GPUs"
 
 
 def report(
@@ -131,8 +120,9 @@ def report(
     gpu_bytes: float,
     host_bytes: float = 0.0,
     speed: Speed | None = None,
+    longest: int = 0,
 ) -> tuple[str, bool]:
-    """A table for people, and whether it fits. `host_bytes` of a node; 0: not judged."""
+    """A table for people, and whether it fits. `host_bytes` of a node; 0: not judged. `longest`: see `check`."""
     need, host, room = memory(sizes, setting), host_memory(sizes, setting), gpu_bytes * (1 - RESERVED_FRACTION)
     parts = {"text": sizes.text_parameters, "vision": sizes.vision_parameters, "projector": sizes.projector_parameters}
     parts |= {"of the text, experts": sizes.expert_parameters} if sizes.num_experts else {}
@@ -150,33 +140,26 @@ def report(
     lines += [f"  {kind:<12}{size / 1e9:>10.2f} GB" for kind, size in need.kinds.items()]
     lines.append(f"  {'total':<12}{need.total / 1e9:>10.2f} GB a rank, of {room / 1e9:.1f} that it may use")
     fits = need.total <= room
-    lines.append("  fits" if fits else f"  does not fit: {_cure(sizes, setting, room)}")
+    lines.append("  fits" if fits else f"  does not fit: {cure(sizes, setting, room, longest)}")
     told = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in host.kinds.items() if size)
     lines.append(f"host: {host.total / 1e9:.1f} GB a node of {setting.ranks_of_node} ranks ({told})")
     if 0 < host_bytes < host.total:
         fits = False
-        lines[-1] += f"; does not fit into {host_bytes / 1e9:.0f} GB: {_host_cure(sizes, setting, host_bytes)}"
+        lines[-1] += f"; does not fit into {host_bytes / 1e9:.0f} GB: {host_cure(sizes, setting, host_bytes)}"
     return "\n".join([*lines, *_times(sizes, setting, speed or Speed())]), fits
 
 
 def _times(sizes: ModelSizes, setting: Setting, speed: Speed) -> list[str]:
     step, publication = step_time(sizes, setting, speed), publication_time(sizes, setting, speed)
+    slower = "; in float32, as here, matrix products take longer: on an H100 about 14 times as long"
     gathered = f" after gathering {publication.gathered / 1e9:.1f} GB at {speed.gather:g} GB/s"
     return [
         f"a step: about {step.seconds:.1f} s, assuming {setting.episodes} episodes of {setting.episode_tokens} tokens "
-        f"({step.flops:.2g} operations) at {speed.mfu:.0%} of {speed.tflops:g} TFLOP/s a GPU, none of them waiting",
+        f"({step.flops:.2g} operations) at {speed.mfu:.0%} of {speed.tflops:g} TFLOP/s a GPU in bfloat16, none of them "
+        f"waiting{slower if setting.dtype_bytes == FP32 else ''}",
         f"a publication: about {publication.seconds:.1f} s, assuming {publication.sent / 1e9:.3g} GB sent at "
         f"{speed.wire:g} GB/s{gathered if publication.gathered else ''}",
     ]
-
-
-def _host_cure(sizes: ModelSizes, setting: Setting, room: float) -> str:
-    """The first change that would make it fit."""
-    if setting.copies_checkpoint and host_memory(sizes, replace(setting, copies_checkpoint=False)).total <= room:
-        return "set learner.checkpoint.in_background = false"
-    if setting.offload and host_memory(sizes, replace(setting, offload=False)).total <= room:
-        return "set learner.parallel.offload = false"
-    return "use more nodes, or fewer and shorter episodes a step"
 
 
 def meshes(name: str, sizes: ModelSizes, setting: Setting, longest: int, gpu_bytes: float, speed: Speed) -> str:
@@ -200,8 +183,8 @@ ASSUMED = {
     "node": "GB a second, assumed that a GPU receives within its node",
     "net": "GB a second, assumed that a GPU receives from other nodes",
     "wire": "GB a second, assumed from rank 0 to the engines",
-    "hbm": "GB a second that a GPU reads of its memory at most, for launch/run.py's generation",
-    "decode": "assumed share of it that engines make use of",
+    "hbm": "GB a second, assumed that a GPU reads of its memory at most, for --split's engines; an H100's",
+    "decode": "assumed share of it that these engines make use of, their pauses between tokens included",
     "host": "GB a second, assumed between a GPU and its host",
 }
 
@@ -257,10 +240,12 @@ def _check_model(name: str, setting: Setting, longest: int) -> None:
     """ValueError: experts that cannot be dealt so, episodes longer than the model's context."""
     sizes = find(name)
     _check_experts(name, sizes, setting.expert, setting.shards)
-    if longest > sizes.max_context:
-        raise ValueError(
-            f"--longest {longest} is longer than the context of {name}; set it to {sizes.max_context} at most"
-        )
+    _check_context(name, "--longest", longest)
+
+
+def _check_context(name: str, option: str, tokens: int) -> None:
+    if tokens > (most := find(name).max_context):
+        raise ValueError(f"{option} {tokens} is longer than the context of {name}; set it to {most} at most")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -271,24 +256,28 @@ def main(argv: list[str] | None = None) -> int:
     given = {name: value for name, value in vars(options).items() if name in Setting.__dataclass_fields__}
     given |= {"dtype_bytes": DTYPE_BYTES[options.dtype]} if "dtype" in options else {}
     gpu_bytes, names = options.gpu_memory * 1e9, [options.model] if options.model else list(PUBLISHED)
-    setting = Setting(logits_bytes=0.1 * gpu_bytes)
+    setting, longest = Setting(logits_bytes=0.1 * gpu_bytes), 0
     if options.config:
         recipe = load(options.config, overrides)
-        setting, names = setting_of(recipe, options.gpus, gpu_bytes), [options.model or recipe.model.path]
+        setting, names = _as_written(recipe, options.gpus, gpu_bytes), [options.model or recipe.model.path]
+        longest = recipe.model.max_context
     setting = replace(setting, **given)
     try:
         _check_options(setting, [getattr(options, name) for name in ASSUMED])
+        setting = replace(setting, microbatch_tokens=_microbatch(setting, longest))
         if len(names) == 1:
             _check_model(names[0], setting, options.longest)
+        for name in names:
+            _check_context(name, "--episode-tokens", setting.episode_tokens)
         speed = Speed(**{field.name: getattr(options, field.name) for field in fields(Speed)})
         if options.split:
             room = gpu_bytes * (1 - RESERVED_FRACTION)
-            print("\n\n".join(split.report(name, find(name), setting, room, speed) for name in names))
+            print("\n\n".join(split.report(name, find(name), setting, room, speed, gpu_bytes) for name in names))
             return 0
         if options.longest:
             print("\n\n".join(meshes(n, find(n), setting, options.longest, gpu_bytes, speed) for n in names))
             return 0
-        judged = (gpu_bytes, options.host_memory * 1e9, speed)
+        judged = (gpu_bytes, options.host_memory * 1e9, speed, longest)
         reports = [report(name, find(name), setting, *judged) for name in names]
     except ValueError as error:
         return fail(error)

@@ -13,6 +13,7 @@ from launch.diagnosis.miniature import with_values
 from launch.engines import commands
 from launch.engines.commands import check_host, engine_specs
 from launch.engines.gpus import claim, engine_gpus
+from launch.engines.one_gpu import shared_flags
 from launch.task_run.commands import chosen_fields
 from launch.task_run.machines import machine
 from launch.task_run.planning import DoesNotFit, Job, plan
@@ -91,6 +92,28 @@ def test_the_engine_gets_as_many_tokens_as_the_plan_says(tmp_path, monkeypatch):
         ConfigError, match=r"engine.mem_fraction = 0.32 of 24 GB leaves room for \d+ tokens .* raise it"
     ):
         engine_specs(small)
+
+
+def test_an_engine_in_float32_has_half_the_tokens_and_more_for_its_weights():
+    sizes, rooms = find("Qwen3-VL-2B"), []
+    for dtype, num_bytes in (("bfloat16", 2), ("float32", 4)):
+        made = recipe("--model.dtype", dtype, "--engine.mem_fraction", 0.4)
+        tokens = shared_flags(made, 80 * GB)["max-total-tokens"]
+        of_token = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * num_bytes
+        rooms.append(num_bytes * sizes.parameters + tokens * of_token + BESIDE_CACHE)
+    assert rooms == [pytest.approx(32 * GB, abs=GB / 1e3)] * 2
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_plan_in_float32_gives_engines_four_bytes_a_number_and_says_whose_seconds_it_reckons(gpus):
+    asked = job("Qwen3-VL-2B", "a100", **{"model.dtype": "float32"})
+    found, usual = plan(asked, gpus), plan(job("Qwen3-VL-2B", "a100"), gpus)
+    engines = found.engines
+    room = engines.mem_fraction * asked.machine.gpu_bytes - engines.reserved - 4 * asked.sizes.parameters
+    assert engines.cache_tokens(asked.sizes) == int(room // engines.token_bytes(asked.sizes))
+    assert engines.token_bytes(asked.sizes) == 2 * usual.engines.token_bytes(asked.sizes)
+    assert any("seconds are those of bfloat16" in note for note in found.notes)
+    assert not any("float32" in note for note in usual.notes)
 
 
 def test_the_embedded_engine_shares_a_gpu_too_and_keeps_to_its_part(monkeypatch):

@@ -244,3 +244,42 @@ def test_the_sweep_keeps_its_rows_and_tells_them(tmp_path, monkeypatch):
     assert sweep("Qwen3-VL-8B", [8], tmp_path / "rows.jsonl") == json.loads(json.dumps(rows))
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(rows)
     assert f"| {COLOCATED} | " in tables(rows)
+
+
+SPLIT = ["--model", "Qwen3-VL-8B", "--gpus", "16", "--split", "--lora-rank", "16", "--activation-checkpointing"]
+SPLIT += ["--microbatch-tokens", "2048"]
+
+
+def test_a_split_has_the_engines_that_the_options_describe(capsys):
+    told = []
+    for options in ([], ["--gpu-memory", "24"], ["--hbm", "4800"], ["--decode", "0.8"]):
+        assert plan.main([*SPLIT, *options]) == 0
+        told.append(capsys.readouterr().out)
+    plain, small, faster, busier = told
+    assert " engines of 2 GPUs: " in small and " engines: " in plain  # 24 GB have no room for 8B twice
+    alone = [max(map(float, re.findall(r"engines alone ([\d.]+)", each))) for each in (plain, faster, busier)]
+    assert alone[0] < alone[1] < alone[2]
+    setting = Setting(gpus=16, activation_checkpointing=True, lora_rank=16, microbatch_tokens=2048)
+    batches = [splits(DENSE, setting, 22e9, gpu_bytes=gb * 1e9)[0].loop.engine.max_batch for gb in (80, 141)]
+    assert batches == [41, 84]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--episode-tokens", "1"], "--episode-tokens 1 leaves no token to a prompt; set it to 2 at least"),
+        (["--episode-tokens", "1", "--microbatch-tokens", "9999999"], "set it to 2 at least"),  # no learner fits
+        (["--episode-tokens", "250000", "--gpu-memory", "24"], "no room on 2 GPUs of 24 GB, an engine's, beside"),
+        (["--episode-tokens", "3000000"], "longer than the context of Qwen3-VL-8B; set it to 262144 at most"),
+        (["--model", "", "--episode-tokens", "150000"], "longer than the context of Qwen2.5-VL-3B; set it to 128000"),
+    ],
+)  # fmt: skip
+def test_episodes_that_no_engine_plays_are_one_line_with_the_next_length_that_it_does(options, said, capsys):
+    assert plan.main([*SPLIT, *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and f"--episode-tokens {options[options.index('--episode-tokens') + 1]}" in line
+
+
+def test_episodes_longer_than_the_models_context_are_refused_without_a_split_too(capsys):
+    assert plan.main(["--model", "Qwen3-VL-8B", "--gpus", "8", "--episode-tokens", "300000"]) == 2
+    assert "--episode-tokens 300000 is longer than the context of Qwen3-VL-8B" in capsys.readouterr().err

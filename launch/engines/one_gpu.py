@@ -10,6 +10,7 @@ from typing import Any
 
 from launch.task_run.tasks import sizes_of_model
 from learner.model.duration import LEAST_EPISODES, Engines
+from learner.model.memory import DTYPE_BYTES
 from shared.config import ConfigError, Recipe
 
 FREE_FRACTION = 0.9  # of what is free when the engine starts: what it may take for the tokens that it is given
@@ -18,7 +19,7 @@ FREE_FRACTION = 0.9  # of what is free when the engine starts: what it may take 
 def shared_flags(recipe: Recipe, gpu_bytes: float) -> dict[str, Any]:
     """SGLang's flags for its share of a GPU of so many bytes. ConfigError if that is too small."""
     model, engine = recipe.model, recipe.engine
-    share = Engines.sharing(gpu_bytes, engine.mem_fraction, engine.max_batch)
+    share = Engines.sharing(gpu_bytes, engine.mem_fraction, engine.max_batch, DTYPE_BYTES[model.dtype])
     tokens = share.cache_tokens(sizes_of_model(model.path))
     if tokens < LEAST_EPISODES * model.max_context:
         raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any
 from launch.task_run.machines import Machine
 from launch.task_run.tasks import MODELS, value_of
 from learner.model.duration import LEAST_EPISODES, Engines, generation_time, publication_time
-from learner.model.memory import Setting, host_memory
+from learner.model.memory import DTYPE_BYTES, FP32, Setting, host_memory
 from learner.model.sizes import PUBLISHED, ModelSizes
 from learner.parallel.choice import Choice, choices
 from learner.plan import RESERVED_FRACTION, setting_of
@@ -51,6 +51,10 @@ class Job:
     def sampled_tokens(self) -> int:
         """Of a mean episode, assumed: half of it, as in the plan of the learner's memory."""
         return max(1, min(self.recipe.env.max_tokens, self.mean_tokens // 2))
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.recipe.model.dtype]
 
     @property
     def mean_tokens(self) -> int:
@@ -120,6 +124,8 @@ def _notes(job: Job, found: Plan) -> Iterator[str]:
         yield "the learner's state rests in its host's memory and travels for every microbatch" + (
             f"; {more} GPUs have room for it" if more else ""
         )
+    if job.dtype_bytes == FP32:
+        yield "seconds are those of bfloat16: in float32 matrix products take longer, on an H100 about 14 times as long"
     if found.batch < FEW and found.generating > found.learning:
         yield (
             f"an engine has {found.batch} episodes at once, too few to be busy: give the task fewer GPUs, or raise "
@@ -170,7 +176,7 @@ def _shared(job: Job, offload: bool) -> Iterator[Plan]:
     machine, fixed = job.machine, job.fixed("engine.mem_fraction")
     for share in [fixed] if fixed else SHARES:
         rest = replace(machine, gpu_bytes=machine.gpu_bytes * (1 - share), host_bytes=machine.host_of(1))
-        engine = Engines.sharing(machine.gpu_bytes, share, MOST_BATCH)
+        engine = Engines.sharing(machine.gpu_bytes, share, MOST_BATCH, job.dtype_bytes)
         fits = engine.cache_tokens(job.sizes) >= LEAST_EPISODES * job.recipe.model.max_context
         choice = _mesh(replace(job, machine=rest), 1, offload) if fits else None
         if choice is not None:
@@ -239,13 +245,8 @@ def _engines(job: Job, gpus: int, whole_hosts: bool) -> Iterator[Engines]:
             continue
         if count and count * each != (node if whole_hosts else gpus):  # a recipe's count is of one host
             continue
-        made = Engines(
-            count=gpus // each,
-            tensor_parallel=each,
-            gpu_bytes=job.machine.gpu_bytes,
-            mem_fraction=job.fixed("engine.mem_fraction") or MEM_FRACTION,
-            max_batch=MOST_BATCH,
-        )
+        fraction = job.fixed("engine.mem_fraction") or MEM_FRACTION
+        made = Engines(gpus // each, each, job.machine.gpu_bytes, fraction, MOST_BATCH, job.dtype_bytes)
         if made.cache_tokens(sizes) >= LEAST_EPISODES * episode:
             yield _with_batch(job, made)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from learner.model.memory import FP32, Setting
+from learner.model.memory import Setting, memory
 from learner.model.sizes import ModelSizes
 
 SUM_S = 2e-5  # of one sum over an engine's GPUs, assumed, besides the bytes
@@ -42,7 +42,8 @@ class PublicationTime:
 
 
 def step_time(sizes: ModelSizes, setting: Setting, speed: Speed) -> StepTime:
-    """Forward and backward of all passes, the reference's forward; GPUs are never idle."""
+    """Forward and backward of all passes, the reference's forward; GPUs are never idle. At the speed of bfloat16,
+    whatever the dtype."""
     tokens = setting.episode_tokens
     patches = tokens * setting.visual_share * sizes.merge
     images = [IMAGE_PATCHES] * int(patches // IMAGE_PATCHES) + [int(patches % IMAGE_PATCHES)]
@@ -76,13 +77,13 @@ class Engines:
     gpu_bytes: float
     mem_fraction: float  # of a GPU, for weights, keys and values
     max_batch: int  # requests that an engine computes at once
-    dtype_bytes: int = 2
+    dtype_bytes: int = 2  # of weights, keys and values
     reserved: float = 0.0  # bytes of `mem_fraction` for other things, where the rest of the GPU is somebody else's
 
     @staticmethod
-    def sharing(gpu_bytes: float, mem_fraction: float, max_batch: int) -> Engines:
+    def sharing(gpu_bytes: float, mem_fraction: float, max_batch: int, dtype_bytes: int) -> Engines:
         """One that has `mem_fraction` of a GPU for all that it needs."""
-        return Engines(1, 1, gpu_bytes, mem_fraction, max_batch, reserved=BESIDE_CACHE)
+        return Engines(1, 1, gpu_bytes, mem_fraction, max_batch, dtype_bytes, reserved=BESIDE_CACHE)
 
     def token_bytes(self, sizes: ModelSizes) -> int:
         """Keys and values of one token on all GPUs of an engine; heads are held twice where GPUs are more than they."""
@@ -125,5 +126,8 @@ def generation_time(
 
 def offload_time(sizes: ModelSizes, setting: Setting, speed: Speed) -> float:
     """Seconds of one microbatch in which shards that rest in the host's memory travel: to the GPU for the forward and
-    for the backward, their gradients back."""
-    return 3 * FP32 * sizes.parameters / setting.shards / (speed.host * 1e9) if setting.offload else 0.0
+    for the backward, the gradients of those that are trained back."""
+    if not setting.offload:
+        return 0.0
+    kept = memory(sizes, replace(setting, offload=False))
+    return (2 * kept.weights + kept.gradients) / (speed.host * 1e9)

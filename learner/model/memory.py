@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from learner.model.sizes import ModelSizes
 
 FP32 = 4
+DTYPE_BYTES = {"float32": FP32, "bfloat16": 2}  # by model.dtype
 ADAMW_STATES, MUON_STATES = 2, 1  # float32 each
 PROCESS_BYTES = 3e9  # of the host, assumed: Python, torch, a CUDA context, decoded pictures
 
@@ -36,7 +37,8 @@ class Setting:
     episodes: int = 128  # of a step
     episode_tokens: int = 8192
     passes: int = 1  # over a step's episodes
-    steps_held: int = 2  # whose episodes may wait on rank 0
+    deals: int = 1  # of these to the ranks, each anew
+    steps_held: int = 2  # whose episodes rank 0 may have, those that are trained on included
     gpus_per_node: int = 8
     copies_checkpoint: bool = True  # to write it in the background
 
@@ -94,7 +96,7 @@ class HostMemory(_Bytes):
     processes: float
     offloaded: float
     checkpoint: float  # the copy that is written in the background
-    pictures: float  # of the episodes that each rank trains on, and that wait on rank 0, as pixels
+    pictures: float  # of all episodes on rank 0, and on the others of those that each trains on, as pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +187,12 @@ def host_memory(sizes: ModelSizes, setting: Setting) -> HostMemory:
     kept, ranks = _Shards.of(sizes, setting), setting.ranks_of_node
     state = kept.weights + kept.gradients + kept.optimizer + kept.reference
     pixels = setting.episodes * setting.episode_tokens * setting.visual_share * sizes.merge * sizes.patch_values / 2
+    share = min(1.0, setting.deals / setting.gpus)  # of a step's, which a rank gets (learner/parallel/delivery.py)
     return HostMemory(
         processes=ranks * PROCESS_BYTES,
         offloaded=ranks * state if setting.offload else 0.0,
         checkpoint=ranks * kept.saved(setting) if setting.copies_checkpoint else 0.0,
-        pictures=(ranks + setting.steps_held) * pixels,
+        pictures=((ranks - 1) * share + setting.steps_held) * pixels,
     )
 
 

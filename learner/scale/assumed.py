@@ -47,19 +47,28 @@ def engine_speed(
     sizes: ModelSizes, setting: Setting, speed: Speed, gpu_bytes: float = GPU_BYTES, serving: Serving = SERVING
 ) -> EngineSpeed:
     """Decoding reads all weights once a step, and of each running request keys and values of half an episode; reading
-    a prompt is bound by arithmetic. An expert's weights are read whoever asks for it."""
+    a prompt is bound by arithmetic. An expert's weights are read whoever asks for it. ValueError: episodes too short to
+    have a prompt, or too long for the room beside the weights."""
     gpus = engine_gpus(sizes, setting, gpu_bytes, serving)
     weights = float(setting.dtype_bytes * sizes.parameters)
     of_token = 2 * sizes.num_kv_heads * sizes.head_dim * setting.dtype_bytes * sizes.num_layers
     keys_values = of_token * setting.episode_tokens / 2
     bytes_s = gpus * serving.memory_gb * 1e9 * serving.memory_share
     prompt = round(setting.episode_tokens * (1 - setting.sampled_share))
+    most = int((gpus * gpu_bytes * serving.kv_share - weights) / of_token)  # tokens that have room
+    if not prompt:
+        raise ValueError(f"--episode-tokens {setting.episode_tokens} leaves no token to a prompt; set it to 2 at least")
+    if setting.episode_tokens > most:
+        raise ValueError(
+            f"--episode-tokens {setting.episode_tokens} has no room on {gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, an "
+            f"engine's, beside the weights; set it to {min(most, sizes.max_context)} at most"
+        )
     flops = sizes.forward_flops([prompt], [], 1) / prompt
     return EngineSpeed(
         token_s=weights / bytes_s,
         request_s=keys_values / bytes_s,
         prefill_s=flops / (gpus * speed.tflops * 1e12 * serving.prefill_mfu),
-        max_batch=min(MOST_BATCH, int((gpus * gpu_bytes * serving.kv_share - weights) / (2 * keys_values))),
+        max_batch=min(MOST_BATCH, most // setting.episode_tokens),
     )
 
 

@@ -13,7 +13,7 @@ from math import ceil
 from learner.model.duration import Speed
 from learner.model.memory import Setting, memory
 from learner.model.sizes import ModelSizes
-from learner.scale.assumed import SERVING, SPEED, Serving, engine_gpus, loop_of
+from learner.scale.assumed import GPU_BYTES, SERVING, SPEED, Serving, engine_gpus, engine_speed, loop_of
 from learner.scale.draws import Drawn
 from learner.scale.records import Loop, Outcome
 from learner.scale.simulation import simulate
@@ -88,11 +88,14 @@ def splits(
     serving: Serving = SERVING,
     max_staleness: int = 1,
     group_size: int = 8,
+    gpu_bytes: float = GPU_BYTES,
 ) -> list[Split]:
     """The best few of `setting.gpus` GPUs, best first; none where the learner fits into no part of them. `room`: bytes
-    that a rank may use."""
-    gpus = engine_gpus(sizes, setting, serving=serving)
+    that a rank may use. ValueError: episodes of which engines can play none."""
+    engine_speed(sizes, setting, speed, gpu_bytes, serving)  # refuses such episodes, whether or not a learner fits
+    gpus = engine_gpus(sizes, setting, gpu_bytes, serving)
     how = {"speed": speed, "serving": serving, "max_staleness": max_staleness, "group_size": group_size}
+    how["gpu_bytes"] = gpu_bytes
     found = []
     for learner in _learners(setting.gpus, gpus):
         each = replace(setting, gpus=learner, context=1, expert=1, shard_size=0)
@@ -121,9 +124,11 @@ def _learners(gpus: int, of_engine: int) -> Iterator[int]:
     yield from range(step, gpus - of_engine + 1, step)
 
 
-def report(name: str, sizes: ModelSizes, setting: Setting, room: float, speed: Speed) -> str:
-    """The best few, in words, with groups of 8. A setting knows the steps that may be held, so it is taken for one with
-    a publication after each."""
-    found = splits(sizes, setting, room, speed=speed, max_staleness=setting.steps_held - 1)
+def report(name: str, sizes: ModelSizes, setting: Setting, room: float, speed: Speed, gpu_bytes: float) -> str:
+    """The best few, in words, with groups of 8; engines read their memory as fast as `speed` says. A setting knows the
+    steps that may be held, so it is taken for one with a publication after each."""
+    serving = replace(SERVING, memory_gb=speed.hbm, memory_share=speed.decode)
+    bound = setting.steps_held - 1
+    found = splits(sizes, setting, room, speed=speed, serving=serving, max_staleness=bound, gpu_bytes=gpu_bytes)
     head = f"{name}: {setting.gpus} GPUs for learner and engines, {setting.episodes} episodes a step"
     return "\n".join([head, *(f"  {split}" for split in found)] if found else [head, "  no split fits: use more GPUs"])
