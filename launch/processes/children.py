@@ -51,7 +51,9 @@ class Child:
         try:
             self.process.wait(KILLED_S)
         except subprocess.TimeoutExpired:  # within a call of the kernel, as a GPU's driver that hangs
-            said = "%s (pid %d) has not ended %.0f s after SIGKILL and is left behind, with its memory: reboot this host"
+            said = (
+                "%s (pid %d) has not ended %.0f s after SIGKILL and is left behind, with its memory: reboot this host"
+            )
             log.error(said, self.name, self.process.pid, KILLED_S)
 
 
