@@ -7,6 +7,8 @@ coordinator.next_groups ─▶ trainer.step ─▶ publisher.publish ─▶ coor
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from learner.metrics.episodes import RunResult, has_result
 from learner.parallel.one_gpu import keep_to_share, learner_bytes
 from learner.plan import check_recipe
 from learner.recording.columns import watch
-from learner.setup import build_coordinator, build_publisher, build_trainer
+from learner.setup import build_coordinator, build_publisher, build_trainer, collective_limit_s
 from learner.shutdown import Shutdown, ShutdownRequested
 from learner.tickets.sources import SampleSource
 from learner.trainer import Trainer
@@ -40,7 +42,7 @@ def run(recipe: Recipe, source: SampleSource, held_out: Sequence[Sample], shutdo
     """
     config = recipe.learner
     torch.set_num_threads(config.threads)
-    ranks = init_ranks(config.device, timeout_s=config.wait_timeout_s + 600, parallel=config.parallel)
+    ranks = init_ranks(config.device, timeout_s=collective_limit_s(recipe), parallel=config.parallel)
     with ExitStack() as stack:  # its callbacks run last to first: the engines leave while the actors still keep them
         stack.callback(close_ranks)
         check_recipe(recipe, ranks.size, learner_bytes(recipe, ranks))
@@ -177,14 +179,25 @@ def next_groups(
     An engine that comes back meanwhile is given `version` again. Where the weights have moved on since (they are not
     `fresh`), that waits for the next publication, unless no engine is left that holds `version`: then the current
     weights go out under its name, which makes their tokens younger than they say.
+
+    TimeoutError after `wait_timeout_s`, however often engines come back: the coordinator's before any has, which says
+    what it waited for; then one on all ranks.
     """
     fresh = trainer.num_steps % recipe.learner.publish.every == 0
+    limit_s, until = recipe.learner.wait_timeout_s, math.inf
+    deadline = time.monotonic() + limit_s
     while True:
-        with publisher.watch(coordinator.engines, version, fresh=fresh) as watch:
+        with publisher.watch(coordinator.engines, version, fresh=fresh, until=until) as watch:
             groups = coordinator.next_groups(watch.found)
         if groups or coordinator.shutdown_requested():
             return groups
+        if broadcast_flag(time.monotonic() >= deadline, publisher.ranks):
+            raise TimeoutError(
+                f"no batch of groups within learner.wait_timeout_s = {limit_s:g} s, in which engines came back and "
+                f"version {version} went out again; the log of rank 0 names them: see why they end, then resume"
+            )
         publisher.publish(version, coordinator.engines())
+        until = deadline
 
 
 def check_step(trainer: Trainer, coordinator: Follower, groups: Sequence[Group]) -> None:

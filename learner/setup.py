@@ -90,10 +90,9 @@ def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
     return policy
 
 
-def build_publisher(recipe: Recipe, trainer: Trainer, process_id: str) -> Publisher:
-    """With what verifies the engines' weights at a publication, unless the recipe wants none."""
-    config, policy, ranks = recipe.learner.publish, trainer.policy, trainer.ranks
-    settings = PublishSettings(
+def publish_settings(recipe: Recipe) -> PublishSettings:
+    config = recipe.learner.publish
+    return PublishSettings(
         backend_of(recipe.learner.device, recipe.engine.device, shared=recipe.engine.shares_gpu),
         config.bucket_bytes,
         config.timeout_s,
@@ -101,12 +100,23 @@ def build_publisher(recipe: Recipe, trainer: Trainer, process_id: str) -> Publis
         give_up_s=recipe.learner.wait_timeout_s,
         senders=config.senders,
     )
+
+
+def collective_limit_s(recipe: Recipe) -> float:
+    """Longer than rank 0 may keep the other ranks waiting in a collective: for groups, or for engines at a publication,
+    of which one that hangs is left out and must not end them."""
+    return max(recipe.learner.wait_timeout_s, publish_settings(recipe).longest_s) + 600
+
+
+def build_publisher(recipe: Recipe, trainer: Trainer, process_id: str) -> Publisher:
+    """With what verifies the engines' weights at a publication, unless the recipe wants none."""
+    config, policy, ranks = recipe.learner.publish, trainer.policy, trainer.ranks
     verifier = None
     if config.verify_every:
         limits = VerifierSettings(config.verify_every, config.canary_tolerance)
         verifier = WeightVerifier(policy, recipe.model.path, ranks, limits)
     api_key = read_api_key(recipe.engine.api_key_file) if ranks.is_main else ""
-    return Publisher(policy, ranks, settings, verifier, api_key, process_id)
+    return Publisher(policy, ranks, publish_settings(recipe), verifier, api_key, process_id)
 
 
 def build_coordinator(

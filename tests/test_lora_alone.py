@@ -181,7 +181,7 @@ def test_an_engine_with_another_base_stops_the_run_and_its_parameter_is_named(fo
 
 
 @pytest.mark.slow
-def test_engines_that_take_no_adapters_are_left_out_and_refused_where_there_are_no_others(
+def test_engines_that_take_no_adapters_are_left_out_and_refused_where_there_were_never_others(
     folder, policy, publisher, monkeypatch
 ):
     with running_engine(folder) as (good, _), running_engine(folder) as (bad, app):
@@ -192,9 +192,11 @@ def test_engines_that_take_no_adapters_are_left_out_and_refused_where_there_are_
             return replace(found, takes_adapters=False) if client.url == bad else found
 
         monkeypatch.setattr(EngineClient, "traits", traits)
-        assert served(publisher.publish(1, [good, bad])) == (1, 1)
         with pytest.raises(ValueError, match=f"^engine {bad}: takes no adapters alone; set [^\n]*$"):
-            publisher.publish(2, [bad])
+            publisher.publish(1, [bad])
+        assert served(publisher.publish(2, ["http://127.0.0.1:9", bad])) == (0, 2)  # one is silent, and may come back
+        assert served(publisher.publish(3, [good, bad])) == (1, 1)
+        assert served(publisher.publish(4, [bad])) == (0, 1)  # the other one is away
         assert app.scheduler.weight_version == "0"
 
 

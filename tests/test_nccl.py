@@ -85,6 +85,8 @@ def test_an_engine_with_another_nccl_is_left_out_and_named(ranks, monkeypatch):
     fit, unfit = fitting.fitting(members, "nccl", ranks)
     assert [*fit] == [good]
     assert "NCCL 2.30.7, the learner 2.29.7" in unfit["http://bad:1"]
+    alone = {bad: members[bad]}
+    assert fitting.fitting(alone, "nccl", ranks, hopeful=True) == ({}, unfit)
     assert fitting.fitting(members, "gloo", ranks) == (members, {})
 
 

@@ -8,12 +8,15 @@ import threading
 import pytest
 import torch
 
+from learner import loop
 from learner.weights.buckets import buckets, gathered
 from learner.weights.verify import WeightVerifier
 from shared.engine_api import EngineClient, EngineError
+from shared.learner_config import LearnerConfig, PublishConfig
 from tests.support.engines import ask, call
 from tests.support.many.engines import Engine, serve
 from tests.support.publishing import FAST, assert_same, holds, move, policy, publisher, publishing, served
+from tests.support.small.adapted import recipe_of
 from tests.support.tiny import load_model, running_engine
 
 __all__ = ["policy", "publisher"]  # fixtures
@@ -150,3 +153,23 @@ def test_weights_that_are_not_finite_for_the_engines_are_given_to_none(folder, p
             publisher.publish(2, [url])
         assert "\n" not in str(told.value)
         assert call(url, "/model_info")["weight_version"] == "1" and app.scheduler.generation == tokens
+
+
+@pytest.mark.parametrize(("wait_s", "publish_s"), [(600.0, 1800.0), (600.0, 300.0), (9000.0, 10.0)])
+def test_ranks_wait_for_one_another_longer_than_for_groups_or_than_engines_that_hang_hold_the_first(
+    folder, monkeypatch, wait_s, publish_s
+):
+    """Three tries to begin and a bucket, each of which may end at the limit of a publication."""
+
+    class Joined(Exception):
+        pass
+
+    def init_ranks(device, *, timeout_s, parallel):
+        raise Joined(timeout_s)
+
+    monkeypatch.setattr(loop, "init_ranks", init_ranks)
+    config = LearnerConfig(wait_timeout_s=wait_s, publish=PublishConfig(timeout_s=publish_s))
+    with pytest.raises(Joined) as joined:
+        loop.run(recipe_of(folder, config), None, (), None)
+    (limit_s,) = joined.value.args
+    assert limit_s >= max(wait_s, 4 * publish_s) + 600

@@ -20,6 +20,7 @@ merge; engines have the other weights already.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -29,14 +30,14 @@ from learner.distributed import Ranks, broadcast_flag
 from learner.guards.finite import check_finite
 from learner.model.policy import Policy
 from learner.weights.companions import companions_of
-from learner.weights.engine_watch import EngineWatch
+from learner.weights.engine_watch import EngineWatch, said_by
 from learner.weights.fitting import fitting
 from learner.weights.gathering import gathered_buckets
-from learner.weights.group import WeightGroupManager
+from learner.weights.group import ABORT_S, LAST_WORD_S, WeightGroupManager
 from learner.weights.link import EngineLink
-from learner.weights.update import Seconds, WeightUpdate
+from learner.weights.update import TRIES, Seconds, WeightUpdate
 from learner.weights.verify import Proof, WeightVerifier
-from shared.engine_api import EngineClient, each, reasons
+from shared.engine_api import EngineClient, EngineError, each, reasons
 from shared.engine_messages import EngineTraits, weight_name
 from shared.log import get_logger
 from shared.types import PolicyVersion
@@ -52,6 +53,15 @@ class PublishSettings:
     pause_mode: str = "in_place"  # or retract: running requests are computed anew, their KV forgotten
     give_up_s: float = 600.0  # without any engine that takes weights
     senders: int = 1  # ranks of rank 0's host that are in the weight group, it included
+
+    @property
+    def longest_s(self) -> float:
+        """For which faulty engines may hold rank 0 while the other ranks wait in one collective. The longest is that of
+        a single bucket: all tries to begin, in the last of which an engine joins late, then the bucket and the end."""
+        together_s = self.timeout_s + 2 * ABORT_S + 4 * LAST_WORD_S  # to join, or to send a bucket
+        begin_s = together_s + 5 * self.call_timeout_s  # pause, rename, begin; end an update that was left open, begin
+        end_s = 3 * self.call_timeout_s  # end, rename, continue
+        return TRIES * begin_s + together_s + end_s
 
 
 class Publisher:
@@ -75,6 +85,8 @@ class Publisher:
         companions = [self._link.client(url, key) for url in urls]
         self._manager = WeightGroupManager(settings.backend, settings.timeout_s, ranks.device.index or 0, companions)
         self._served_at: float | None = None  # when an engine last took weights
+        self._has_served = False
+        self._left_out: Future[dict[str, str]] | None = None  # by the last publication: see EngineWatch
         self._proof: Proof | None = None  # under way
 
     def publish(self, version: PolicyVersion, engines: Collection[str], *, wait: bool = True) -> dict[str, float]:
@@ -84,16 +96,17 @@ class Publisher:
         An engine's fault is no error and costs no more time than the settings say; TimeoutError, on all ranks, when
         there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when one holds other
         weights than it was given, also by a proof that nobody has waited for; ValueError, likewise, for weights that
-        are not finite, before any engine is asked, and where no engine has the learner's version of NCCL, or none takes
-        the adapters alone.
+        are not finite, before any engine is asked, and where all engines have another version of NCCL than the
+        learner, or take no adapters alone, and none is silent or has taken weights before.
         """
         proven = self.proven()
         check_finite(self.policy.vlm.named_parameters(), self.ranks, self.policy.dtype)
         started, name = time.monotonic(), weight_name(version, self._process_id)
-        members, dropped = self._healthy(engines) if self.ranks.is_main else ({}, {})
+        members, silent, refused = self._healthy(engines) if self.ranks.is_main else ({}, {}, {})
         alone = self.policy.adapters is not None and self.policy.adapters.alone
-        members, unfit = fitting(members, self.settings.backend, self.ranks, adapters=alone)
-        dropped |= unfit
+        hopeful, backend = bool(silent) or self._has_served, self.settings.backend
+        members, unfit = fitting(members, backend, self.ranks, adapters=alone, hopeful=hopeful)
+        dropped = silent | refused | unfit
         num_bytes, seconds, paused = 0, Seconds(), dict[EngineClient, float]()
         verifier = self.verifier if self.verifier and self.verifier.due() else None
         while True:
@@ -107,6 +120,7 @@ class Publisher:
                 break
         for url, reason in dropped.items():
             self._log.warning("engine %s did not take version %s: %s", url, name, reason)
+        self._left_out = self._link.start(said_by(self._link, dropped.keys() - silent.keys()))
         self._check_somebody_is_served(bool(members), dropped)
         if verifier and broadcast_flag(bool(members), self.ranks):
             with seconds.of("proof"):
@@ -133,16 +147,24 @@ class Publisher:
         return self.verifier.finish(proof, self._link)
 
     def watch(
-        self, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool = True
+        self,
+        engines: Callable[[], Collection[str]],
+        version: PolicyVersion,
+        *,
+        fresh: bool = True,
+        until: float = math.inf,
     ) -> EngineWatch:
         """While entered, looks for engines that come back without `version`."""
-        return EngineWatch(self._link, engines, weight_name(version, self._process_id), fresh=fresh)
+        name = weight_name(version, self._process_id)
+        return EngineWatch(self._link, engines, name, fresh=fresh, until=until, left_out=self._left_out)
 
     def close(self) -> None:
         """Leaves the group; engines that are gone are no error. Nothing is published after this, and a proof that is
         under way is given up."""
         if self._proof is not None:
             self._proof.verdict.cancel()
+        if self._left_out is not None:
+            self._left_out.cancel()
         if self._companion is not None:
             self._companion.close()
         self._link.run(self._manager.shutdown())
@@ -169,17 +191,23 @@ class Publisher:
         if over:
             self._link.wait(over)
 
-    def _healthy(self, engines: Collection[str]) -> tuple[dict[EngineClient, EngineTraits], dict[str, str]]:
-        """Those that can be sent weights, and why the others cannot."""
+    def _healthy(
+        self, engines: Collection[str]
+    ) -> tuple[dict[EngineClient, EngineTraits], dict[str, str], dict[str, str]]:
+        """Those that can be sent weights; which others are not healthy, and which are but cannot, with reasons."""
         link, limit = self._link, self.settings.health_timeout_s
-        found = link.run(each(sorted(engines), lambda url: link.client(url).traits(limit)))
+        asked = link.run(each(sorted(engines), lambda url: link.client(url).health(limit)))
+        silent = reasons(asked)
+        healthy = [url for url, answer in asked.items() if not isinstance(answer, EngineError)]
+        found = link.run(each(healthy, lambda url: link.client(url).traits(limit)))
         members = {link.client(url): traits for url, traits in found.items() if isinstance(traits, EngineTraits)}
-        return members, reasons(found)
+        return members, silent, reasons(found)
 
     def _check_somebody_is_served(self, served: bool, dropped: dict[str, str]) -> None:
         now = time.monotonic()
         if served or self._served_at is None:
             self._served_at = now
+        self._has_served |= served
         silent_s = now - self._served_at
         if broadcast_flag(bool(dropped) and not served and silent_s > self.settings.give_up_s, self.ranks):
             reasons = "; ".join(f"{url}: {reason}" for url, reason in dropped.items())
