@@ -137,6 +137,7 @@ def evaluate(
         record(own, result)
         results.append(result)
         told.append({"model": policy.given, **record_of(result), "folder": str(out / name)})
+        (out / name / "result.json").write_text(json.dumps(told[-1], indent=2) + "\n")  # whatever becomes of the next
         for line in lines_of(told[-1]):
             LOG.info("  %s", line)
     said = {**told[0], "repeats": plan.repeats, "greedy": options.greedy}

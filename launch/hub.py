@@ -46,6 +46,6 @@ def _download(name: str, kind: str, files: tuple[str, ...], what: str, instead: 
         return Path(
             huggingface_hub.snapshot_download(name, repo_type=kind, allow_patterns=list(files), local_dir=folder)
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{kind} {name!r} cannot be downloaded; give {instead} instead: {reason}") from error

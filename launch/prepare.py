@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -40,6 +41,7 @@ DATASETS = {
     "geo3k": "chenhegu/geo3k_imgurl",
     "geo3k_multi_turn": "VeraIsHere/geo3k_imgurl_processed",
 }
+SPLITS = ("test.*", "val|valid|validation|dev")  # to hold out, the better one first
 PROGRESS_S = 5.0
 
 
@@ -89,8 +91,9 @@ def boards(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict
     rows = solved(distinct, options)
     fitting = {board: row for board, row in rows.items() if fits(row, spec)}
     if found[1]:
-        held = [board for board in fitting if board in set(found[1])]
-        train = [board for board in fitting if board not in set(found[1])]
+        held_out = set(found[1])
+        held = [board for board in fitting if board in held_out]
+        train = [board for board in fitting if board not in held_out]
     else:
         train, held = sokoban_data.split_boards(list(fitting), heldout_of(options, len(fitting)), options.seed)
     unreadable = sum(reading.unreadable for part in readings for reading in part)
@@ -146,14 +149,23 @@ def sources(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     """The files to train on and those held out (possibly none): as given, or the hub's by their names."""
     if options.source:
         return options.source, options.heldout_from
-    files = local_dataset(options.dataset or DATASETS[options.task])
-    held: list[Path] = []
-    for word in ("test", "val"):
-        held = held or [path for path in files if word in path.name]
-    train = [path for path in files if not any(word in path.name for word in ("test", "val"))]
+    name = options.dataset or DATASETS[options.task]
+    files = local_dataset(name)
+    shared = Path(os.path.commonpath([path.parent for path in files]))
+    called = {path: str(path.relative_to(shared)) for path in files}
+    parts = [[path for path in files if is_of(called[path], split)] for split in SPLITS]
+    train = [path for path in files if not any(path in part for part in parts)]
     if not train:
-        raise ValueError(f"dataset {options.dataset!r} has no training file: {', '.join(p.name for p in files)}")
-    return train, options.heldout_from or held
+        raise ValueError(f"dataset {name!r} has no training file: {', '.join(called.values())}")
+    held = options.heldout_from or next(filter(None, parts), [])
+    told = [", ".join(called.get(path, str(path)) for path in part) for part in (train, held)]
+    print(f"{name}: {told[0]} to train on; held out: {told[1] or 'some of it'}", file=sys.stderr, flush=True)
+    return train, held
+
+
+def is_of(name: str, split: str) -> bool:
+    """Whether a folder or a word of a file's name says that it is of that split: test/0000.parquet, but not latest."""
+    return any(re.fullmatch(split, word) for word in re.split(r"[^a-z]+", name.lower()))
 
 
 def heldout_of(options: argparse.Namespace, total: int) -> int:

@@ -41,6 +41,7 @@ class Recording(OwnServer):
         for _ in range(self._num_groups):
             for _, group in self.ticket_server.next_batch(1, self._timeout_s):
                 self._recorder.add(group)
+            self.ticket_server.commit()  # else actors and this process keep what they have played
         LOG.info("%d groups are in %s", self._num_groups, self._recorder.folder)
         return "the recording is complete"
 

@@ -169,10 +169,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--adapter", action="store_true", help="write the adapter alone, for the peft library")
     options = parser.parse_args(argv)
     try:
+        if options.out.exists() and any(
+            options.out.iterdir()
+        ):  # an earlier export's files would be loaded in its place
+            raise ValueError(f"--out {options.out} is not empty: choose another folder")
         dtype = getattr(torch, options.dtype)
         how = {"model_path": options.model, "dtype": dtype, "adapter": options.adapter}
         export_checkpoint(options.checkpoint, options.out, **how)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

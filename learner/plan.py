@@ -267,8 +267,12 @@ def main(argv: list[str] | None = None) -> int:
         setting = replace(setting, microbatch_tokens=_microbatch(setting, longest))
         if len(names) == 1:
             _check_model(names[0], setting, options.longest)
-        for name in names:
-            _check_context(name, "--episode-tokens", setting.episode_tokens)
+        if "episode_tokens" in given:
+            for name in names:
+                _check_context(name, "--episode-tokens", setting.episode_tokens)
+        else:
+            shortest = min(find(name).max_context for name in names)
+            setting = replace(setting, episode_tokens=min(setting.episode_tokens, shortest))
         speed = Speed(**{field.name: getattr(options, field.name) for field in fields(Speed)})
         if options.split:
             room = gpu_bytes * (1 - RESERVED_FRACTION)

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import stat
+import time
 from pathlib import Path
 
 import msgspec
@@ -54,6 +55,16 @@ def test_metrics_are_followed_as_they_are_written(own: Path) -> None:
     values = answer(runs, "runs/sokoban/series", {"names": "rollout/reward,new/name,not/finite"})["values"]
     assert values["rollout/reward"][-1] == 0.25
     assert values["new/name"] == [None] * 5 + [3.0] and values["not/finite"] == [None] * 6
+
+
+def test_a_run_whose_log_goes_on_is_running_however_long_an_evaluation_takes(own: Path) -> None:
+    before, run = time.time() - 3600, own / "sokoban"
+    (run / "result.json").unlink(missing_ok=True)
+    os.utime(run / "metrics.jsonl", (before, before))
+    assert answer(Runs([own]), "runs", {})["runs"][0]["state"] == "stopped"
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs/learner.log").write_text("no result of evaluation 'before' since 600 s")
+    assert answer(Runs([own]), "runs", {})["runs"][0]["state"] == "running"
 
 
 def test_steps_that_a_restart_made_again_stand_there_once_and_episodes_go_on(own: Path) -> None:
@@ -203,6 +214,13 @@ def test_a_report_stands_alone_and_no_text_of_a_run_is_markup_in_it(whole: Path,
     assert shown == data["images"].keys()
     assert all(base64.b64decode(uri.partition(",")[2])[:4] == b"\x89PNG" for uri in data["images"].values())
     assert len(data["answers"]["runs/sokoban/series"]["axes"]["step"]) == 20
+
+
+def test_a_report_has_a_runs_answers_where_its_pages_look_for_them(own: Path, tmp_path: Path) -> None:
+    """As encodeURIComponent writes it, which leaves brackets as they are."""
+    (own / "sokoban").rename(own / "it's (a copy) ä")
+    assert main([str(own), "--export", str(tmp_path / "report.html")]) == 0
+    assert "runs/it's%20(a%20copy)%20%C3%A4/steps" in held(tmp_path / "report.html")["answers"]
 
 
 @pytest.mark.parametrize("episode", ["", "10-1/2"])

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from learner.checkpoints.folder import list_checkpoints
 from learner.checkpoints.restoring import load_checkpoint
 from learner.checkpoints.saver import Saver
-from learner.export import export_checkpoint, export_stored
+from learner.export import export_checkpoint, export_stored, main
 from learner.model.policy import load_policy
 from learner.trainer import Trainer
 from shared.config import Recipe
@@ -87,6 +87,16 @@ def test_an_export_reads_a_part_at_a_time_and_refuses_another_model(trainer, ran
     with pytest.raises(ValueError, match="is of another model than"):
         export_checkpoint(path, tmp_path / "other", model_path=str(other), dtype=None)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_that_holds_an_earlier_export_is_refused_in_one_line(trainer, ranks, folder, tmp_path, capsys):
+    """Whoever loads it would take the old file for the new ones."""
+    path = saved(trainer, ranks, tmp_path / "run", recipe_of(folder))
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 0
+    assert main([str(path), "--out", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 2
+    assert capsys.readouterr().err == f"error: --out {tmp_path / 'out'} is not empty: choose another folder\n"
+    (tmp_path / "file").touch()
+    assert main([str(path), "--out", str(tmp_path / "file")]) == 2 and "Not a directory" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_exported(trainer, ranks, folder, tmp_path):

@@ -16,7 +16,7 @@ from envs.boards.generate import BoardSpec
 from envs.boards.solver import solve
 from envs.datasets import load_dataset
 from envs.row_files import read_rows, write_rows
-from launch.prepare import main
+from launch.prepare import main, parser, sources
 
 DATA = Path(__file__).parent / "data"
 
@@ -146,3 +146,23 @@ def test_a_file_without_what_is_needed_is_one_line(tmp_path, capsys, task, conte
 def test_options_that_cannot_be_are_one_line(tmp_path, capsys, arguments, words):
     assert main(["sokoban", *arguments, "--out", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "held"),
+    [
+        ("data/train-0.parquet data/test-0.parquet", "train-0", "test-0"),
+        ("train/0000.parquet test/0000.parquet", "train/0000", "test/0000"),
+        ("main/train/0.parquet main/validation/0.parquet main/testmini/0.parquet", "train/0", "testmini/0"),
+        ("latest.parquet contest.parquet", "contest latest", ""),
+    ],
+)
+def test_splits_of_a_datasets_files_are_told_by_whole_words_of_their_paths(
+    tmp_path, capsys, monkeypatch, files, train, held
+):
+    paths = sorted(tmp_path / name for name in files.split())
+    monkeypatch.setattr("launch.prepare.local_dataset", lambda _: paths)
+    found = sources(parser().parse_args(["geo3k"]))
+    for part, wanted in zip(found, (train, held), strict=True):
+        assert all(str(path).endswith(f"/{name}.parquet") for path, name in zip(part, wanted.split(), strict=True))
+    assert "held out: " in capsys.readouterr().err

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from launch.engines.network import free_port
+from launch.recording import Recording
 from learner.offline import run_recorded
 from shared.config import load_recipe
 from shared.recordings.groups import Recorder, files, read
@@ -73,6 +75,16 @@ def test_actors_record_without_a_learner_and_a_learner_trains_on_it_without_acto
     assert (tmp_path / "runs/colour_tiny/checkpoints/step_00000003/meta.json").exists()
     values = json.loads(done.stdout.splitlines()[-1])
     assert values["batch/episodes"] == 16 and values["behaviour/logprob_gap"] < 0.1
+
+
+def test_each_group_is_given_back_once_it_is_recorded(groups, tmp_path):
+    """Actors keep what they have played until it is."""
+    said, groups = [], list(groups)
+    server = SimpleNamespace(next_batch=lambda *_: [(None, groups.pop(0))], commit=lambda: said.append(len(groups)))
+    recording = object.__new__(Recording)
+    recording.ticket_server, recording._recorder = server, Recorder(tmp_path)
+    recording._num_groups, recording._timeout_s = 3, 1.0
+    assert recording.work() == "the recording is complete" and said == [2, 1, 0] and len(files(tmp_path)) == 3
 
 
 def test_a_folder_without_groups_is_named_with_its_cure(tmp_path):

@@ -58,6 +58,17 @@ def test_a_page_follows_a_run_that_goes_on(page, address: str, folder: Path) -> 
     sync_api.expect(page.locator("table.runs .pill.good")).to_have_text(["running", "running"])
 
 
+def test_charts_that_have_left_the_page_are_given_up(page, address: str) -> None:
+    opened(page, address, "", ".chart canvas")
+    for name in ("episodes", "minutes", "step"):
+        page.wait_for_timeout(5_500)
+        page.get_by_role("button", name=name, exact=True).click()
+        page.wait_for_url(f"**x=*{name}*")
+        page.wait_for_selector(".chart canvas")
+    drawn = page.evaluate("import(new URL('pages/charts.js', document.baseURI).href).then((m) => m.drawn.size)")
+    assert 6 <= drawn <= 12 and page.locator("canvas").count() == 6
+
+
 def test_metrics_are_found_by_a_word_and_split_by_lag(page, address: str) -> None:
     opened(page, address, "#/metrics", ".metric canvas")
     page.get_by_label("search").fill("entropy of the policy")

@@ -4,6 +4,7 @@ import uPlot from "./uplot/uPlot.esm.js";
 import { h, num } from "./dom.js";
 
 export const AXES = { step: "step", "progress/minutes": "minutes", "progress/episodes": "episodes" };
+const SOON_MS = 5000; // a chart is on the page by then
 const KINDS = { alarm: "--bad", resumed: "--accent", "engine lost": "--warn", checkpoint: "--faint" };
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const colour = (i) => css(`--run${(i % 8) + 1}`);
@@ -70,6 +71,16 @@ function heights(_, low, high) {
   return low === high ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
+// uPlot itself keeps each plot until it is destroyed. Those that have left the page are, when the next one is drawn.
+export const drawn = new Map();
+function forget() {
+  for (const [box, { plot, at }] of drawn) {
+    if (box.isConnected || performance.now() - at < SOON_MS) continue;
+    plot.destroy();
+    drawn.delete(box);
+  }
+}
+
 // `lines`: {label, colour, x, y, dash, sparse}, a sparse one is not smoothed; `events`: see `events` of overview.py, with `series` for their place.
 export function chart({ lines, series, axis, window = 1, events = [], low, high, height = 170, key = "" }) {
   const box = h("div", { class: "chart" }), note = h("div", { class: "chart-note" });
@@ -94,6 +105,8 @@ export function chart({ lines, series, axis, window = 1, events = [], low, high,
     }] },
   };
   const plot = new uPlot(options, data, box);
+  forget();
+  drawn.set(box, { plot, at: performance.now() });
   new ResizeObserver(() => box.clientWidth && plot.setSize({ width: box.clientWidth, height })).observe(box);
   return h("div", { class: "chart-box" }, box, note);
 }

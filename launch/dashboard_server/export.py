@@ -37,10 +37,15 @@ def export(runs: Runs, path: Path, episode_id: str = "") -> None:
     if episode_id:
         ((run, place, _),) = chosen
         known, pages = [run], EPISODE_PAGES
-        start = f"#/episode/{quote(run.name, safe='')}/{place}/{quote(episode_id, safe='/')}"
+        start = f"#/episode/{coded(run.name)}/{place}/{coded(episode_id, '/')}"
     answers, images = told(runs, known, chosen, curves="metrics" in pages)
     title = f"{', '.join(run.name for run in known)[:100]}"
     write(path, html({"answers": answers, "images": images, "title": title, "start": start, "pages": pages}))
+
+
+def coded(part: str, more: str = "") -> str:
+    """As encodeURIComponent of the pages has it; `more` stays too."""
+    return quote(part, safe="!'()*" + more)
 
 
 def told(
@@ -51,7 +56,7 @@ def told(
     answers: dict[str, Any] = {"runs": overview(known, places)}
     images: dict[str, str] = {}
     for run in known:
-        base = f"runs/{quote(run.name, safe='')}"
+        base = f"runs/{coded(run.name)}"
         answers[f"{base}/steps"] = listed(places[run.name])
         answers[f"{base}/health"] = answer(runs, f"runs/{run.name}/health", {}) | {"logs": []}
         if curves:
@@ -59,13 +64,13 @@ def told(
             answers[f"{base}/metrics"] = answer(runs, f"runs/{run.name}/metrics", {})
             answers[f"{base}/series"] = series(run, names, limit=len(names))
     for run, place, summary in chosen:
-        base = f"runs/{quote(run.name, safe='')}/steps/{place}"
+        base = f"runs/{coded(run.name)}/steps/{place}"
         answers[base] = answer(runs, f"runs/{run.name}/steps/{place}", {})
         try:
             page = answer(runs, f"runs/{run.name}/steps/{place}/{summary.id}", {})
         except RecordingError:
             continue  # the step's page names it
-        answers[f"{base}/{'/'.join(quote(part, safe='') for part in summary.id.split('/'))}"] = page
+        answers[f"{base}/{'/'.join(coded(part) for part in summary.id.split('/'))}"] = page
         images |= pictures(run, page)
     return answers, images
 

@@ -97,7 +97,8 @@ class Run:
 
     def state(self) -> str:
         """running, finished or stopped; by the times of its files, so that it can be told from any machine."""
-        written = modified(self.folder / "metrics.jsonl")
+        # Metrics come with steps and results of evaluations; who waits for one says so in the log twice a minute.
+        written = max(map(modified, (self.folder / "metrics.jsonl", *self.folder.glob("logs/*.log"))))
         result = modified(self.folder / "result.json")
         if result and result + 60 >= written:
             return "finished"
