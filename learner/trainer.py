@@ -187,7 +187,7 @@ class Trainer:
                 work.loads.append(self.packer.load(batch))
                 work.clock.lap("prepare")
                 sums += self._accumulate(batch, divisor, work, last=not left)
-        work.last = self.packer.part_of_last(episodes, microbatches)
+        work.last = self.packer.parts_of_last(episodes)
         parts = local_gradients(self.optimizer, self._apart)
         found = all_sum(torch.cat([sums, squares(parts, self.ranks)]), self.ranks).tolist()  # the host waits here
         (total, lost, divergence, count), norms = found[:4], np.sqrt(found[4:])
@@ -227,7 +227,7 @@ class Trainer:
         if not self.config.guard.max_kl or shown or work.last is None:
             return found
         self.router.counting = False
-        batch = self.packer.packed(work.last)
+        batch = self.packer.packed_part(work.last)
         sums = self._divergence(batch, forward_only(self.policy, batch, self.temperature).logprobs)
         total, count = all_sum(torch.stack(sums).double(), self.ranks).tolist()
         return found | {"guard/kl_step": total / max(count, 1.0)}

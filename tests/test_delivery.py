@@ -147,3 +147,28 @@ def test_the_patches_of_all_ranks_are_those_of_one(ranks: list[dict[str, Any]]) 
     images = {i.content_hash: i for g in made() for t in g.trajectories if t.trainable for i in t.images}
     expected = {p.tobytes() for image in images.values() for p in ImageDecoder(SPEC).get(image).patches}
     assert {p.tobytes() for rank in ranks for p in rank["patches"]} == expected
+
+
+def pack_parts(context: int) -> None:
+    """Steps of which a part is looked at once more: it may be dealt to others than the whole."""
+    ranks = init_ranks("cpu", timeout_s=60)
+    ranks = changed(ranks, context=make_context(ranks.rank, ranks.size, context, timedelta(seconds=60)))
+    for seed in range(6):
+        decoder = ImageDecoder(SPEC)
+        packer = Packer(learner_config(microbatch_tokens=400, context=context), ranks, decoder, None, ())
+        groups = random_groups(SPEC, 4, turns=3, group_size=1, seed=10 * seed) if ranks.is_main else None
+        episodes = make_episodes(broadcast_groups(groups, ranks), decoder, ObjectiveConfig())
+        chosen = packer.plan(episodes)
+        parts = packer.parts_of_last(episodes)
+        assert parts is not None and len(parts) == ranks.size // context
+        assert parts[ranks.rank // context] == [episodes[i] for i in chosen[-1][: -(-len(chosen[-1]) // 4)]]
+        batch = packer.packed_part(parts)
+        assert batch.num_tokens == sum(e.num_sampled for e in parts[ranks.rank // context])
+        packer.delivery.forget()
+    assert packer.plan([]) == [] and packer.parts_of_last([]) is None
+    close_ranks()
+
+
+@pytest.mark.parametrize(("size", "context"), [(2, 2), (4, 2), (2, 1)])
+def test_a_part_of_a_microbatch_has_its_images_on_the_ranks_that_share_it(size: int, context: int) -> None:
+    assert in_processes([[size]], pack_parts, context) == 0

@@ -32,7 +32,7 @@ class Work:
     num_left_out: int = 0  # updates that were not made, as the policy had moved far enough
     num_blank: int = 0  # images of this rank that could not be decoded
     divergences: list[float] = field(default_factory=list)  # of each update, as `_divergence` has it
-    last: list[Episode] | None = None  # some of this rank's last microbatch
+    last: list[list[Episode]] | None = None  # some of each context group's last microbatch
     watched: Watched | None = None  # takes down columns of tokens, in the first pass
 
     def done(self, episodes: Sequence[Episode], ranks: Ranks) -> dict[str, float]:

@@ -40,6 +40,7 @@ class Packer:
         self.decoder = decoder
         self.delivery = Delivery(ranks, decoder)
         self._sizes = sizes
+        self._last: list[list[int]] = []  # of each context group's microbatches, as planned last
         self._harmless_id = next(i for i in range(len(banned_ids) + 1) if i not in banned_ids)
 
     def plan(self, episodes: list[Episode]) -> list[list[int]]:
@@ -49,6 +50,7 @@ class Packer:
         config, objective, context = self.config, self.config.objective, self.ranks.context
         if objective.group_relative and objective.entropy_coef == 0 and not objective.has_reference:
             useful = [i for i in useful if episodes[i].advantage != 0.0]
+        self._last = []
         if not useful:
             return []  # on every rank
         lengths = [episodes[i].num_tokens for i in useful]
@@ -59,15 +61,20 @@ class Packer:
             [[useful[i] for i in chosen] for chosen in bins]
             for bins in place(lengths, self.ranks.size // context.size, budget, costs)
         ]
-        self.delivery.bring(partial(self._images, episodes, of_all))
+        self._bring([[[episodes[i] for i in chosen] for chosen in bins] for bins in of_all])
+        self._last = [bins[-1] for bins in of_all]
         return of_all[self.ranks.rank // context.size]
 
-    def _images(self, episodes: list[Episode], microbatches: list[list[list[int]]], rank: int) -> dict[str, Image]:
+    def _bring(self, microbatches: list[list[list[Episode]]]) -> None:
+        """Of each context group. A collective."""
+        self.delivery.bring(partial(self._images, microbatches))
+
+    def _images(self, microbatches: list[list[list[Episode]]], rank: int) -> dict[str, Image]:
         """What a rank decodes of its microbatches, by content hash."""
         size = self.ranks.context.size
         found: dict[str, Image] = {}
         for chosen in microbatches[rank // size]:
-            shown = [e.images for e in shortest_first([episodes[i] for i in chosen])]
+            shown = [e.images for e in shortest_first(chosen)]
             found |= {image.content_hash: image for image in deal_images(shown, self.decoder, size)[0][rank % size]}
         return found
 
@@ -101,12 +108,17 @@ class Packer:
         """On the device."""
         return on(self.pack(episodes), self.ranks.device)
 
-    def part_of_last(self, episodes: Sequence[Episode], microbatches: list[list[int]]) -> list[Episode] | None:
-        """A quarter of this rank's last microbatch, by episodes; None where no rank has any."""
-        if not microbatches:
-            return None
-        last = microbatches[-1]
-        return [episodes[i] for i in last[: -(-len(last) // 4)]]
+    def parts_of_last(self, episodes: Sequence[Episode]) -> list[list[Episode]] | None:
+        """Of the last microbatch of each context group a quarter, by episodes, as planned last; None where none has
+        any."""
+        quarters = (last[: -(-len(last) // 4)] for last in self._last)
+        return [[episodes[i] for i in chosen] for chosen in quarters] or None
+
+    def packed_part(self, parts: list[list[Episode]]) -> Microbatch:
+        """This rank's, on the device. A collective: ranks that share a part deal its images among them otherwise than
+        those of the whole."""
+        self._bring([[part] for part in parts])
+        return self.packed(parts[self.ranks.rank // self.ranks.context.size])
 
     @contextmanager
     def batches(self, episodes: Sequence[Episode], microbatches: list[list[int]]) -> Iterator[Iterator[Microbatch]]:
