@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.adamw import adamw
 
 from learner.distributed import Ranks, own_part
 from learner.model.policy import Policy
+from learner.model.weight_files import local_part
 from shared.learner_config import LearnerConfig, OptimizerConfig
 
 MUON_MOMENTUM = 0.95
@@ -164,17 +165,15 @@ class MuonAdamW(LocalAdamW):
         state["step"] += 1
         momentum = state[MOMENTUM].lerp_(p.grad, 1 - MUON_MOMENTUM)
         direction = orthogonal(p.grad.lerp(momentum, MUON_MOMENTUM))
-        p.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
+        own_part(p).mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
 
 
 def orthogonal(update: Tensor) -> Tensor:
-    """What torch's Muon makes of a matrix: 0.2 sqrt(longer side) times its nearest orthogonal one, nearly; a DTensor
-    of a DTensor."""
+    """What torch's Muon makes of a matrix: 0.2 sqrt(longer side) times its nearest orthogonal one, nearly; of a DTensor
+    this rank's part."""
     whole = update.full_tensor() if isinstance(update, DTensor) else update
     moved = nn.Parameter(torch.zeros_like(whole))
     moved.grad = whole
     Muon([moved], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw").step()
     result = moved.detach().neg_()
-    if isinstance(update, DTensor):  # every rank has the whole: nothing travels
-        return distribute_tensor(result, update.device_mesh, update.placements, src_data_rank=None)
-    return result
+    return result[local_part(update)[1]]  # not as a DTensor, which an offloaded matrix would leave the host for

@@ -148,6 +148,9 @@ def test_an_adapter_for_something_else_is_refused_in_a_line_that_names_the_diffe
     )
     assert "is of another model: base_model.model.model.language_model.layers.0" in said(files=wide)
     assert "has use_dora = True" in said(config={"use_dora": True})
+    assert "has init_lora_weights = 'pissa_niter_16', which changed" in said(
+        config={"init_lora_weights": "pissa_niter_16"}
+    )
     assert "is no LoRA: its peft_type is 'IA3'" in said(config={"peft_type": "IA3"})
     (adapter / CONFIG).write_text(json.dumps(original))
     (adapter / TENSORS).write_bytes(b"nothing")

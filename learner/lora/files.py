@@ -37,6 +37,8 @@ PLAIN: dict[str, Any] = {
     "trainable_token_indices": None,
 }
 """What an adapter of peft may have besides, and what it is in ours."""
+KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` by which peft leaves the base as it is; by others, as pissa, adapters are of another."""
 
 
 def save(folder: Path, vlm: nn.Module, adapters: Adapters, values: Mapping[str, Tensor], base_path: str) -> None:
@@ -87,6 +89,11 @@ def load(folder: str, adapters: Adapters) -> None:
     for name, plain in PLAIN.items():
         if (config.get(name) or None) not in (plain or None, None):
             raise ValueError(f"{said} has {name} = {config[name]!r}, which the learner's adapters have not")
+    if (start := config.get("init_lora_weights")) not in KEEP_BASE:
+        raise ValueError(
+            f"{said} has init_lora_weights = {start!r}, which changed the base's weights; save it from peft with "
+            "path_initial_model_for_weight_conversion"
+        )
     try:
         with safe_open(Path(folder) / TENSORS, "pt") as file:
             _check_base(said, (file.metadata() or {}).get(BASE, ""), adapters.base)

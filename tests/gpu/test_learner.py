@@ -106,9 +106,10 @@ def test_tokens_that_a_group_begins_with_alike_are_computed_once_with_the_same_g
 @pytest.mark.parametrize("changes", [
     {"learner.parallel.activation_checkpointing": True},
     {"learner.parallel.offload": True},
+    {"learner.parallel.offload": True, "learner.optimizer.name": "muon"},
     {"learner.parallel.compile": True},
     {"learner.lora.rank": 4, "learner.lora.targets": '["attention", "dense"]'},
-], ids=["activations computed again", "offloaded", "compiled", "adapters"])  # fmt: skip
+], ids=["activations computed again", "offloaded", "offloaded, by Muon", "compiled", "adapters"])  # fmt: skip
 def test_what_saves_memory_or_time_changes_no_gradient(changes, tmp_path, ranks, on_cpu):
     """Beside the CPU's in float32, with a tolerance of bfloat16's."""
     make, _, sides = FAMILIES["Qwen3-VL"]
