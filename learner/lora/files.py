@@ -38,7 +38,7 @@ PLAIN: dict[str, Any] = {
 }
 """What an adapter of peft may have besides, and what it is in ours."""
 KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` by which peft leaves the base as it is; by others, as pissa, adapters are of another."""
+"""Values of `init_lora_weights` by which peft leaves the base as it is; by others, as pissa, it makes another one."""
 
 
 def save(folder: Path, vlm: nn.Module, adapters: Adapters, values: Mapping[str, Tensor], base_path: str) -> None:
