@@ -208,7 +208,12 @@ def test_two_known_models_are_told_apart(tmp_path):
     assert 0 < found["difference"]["low"] < found["difference"]["success"] < found["difference"]["high"]
     assert found["difference"]["pairs"] == 64 and found["metrics"]["pass@2"]["value"] >= found["success"]
     assert "the policies differ" in ended.stderr
-    assert {run.name for run in Runs([Path(found["folder"]).parent]).all()} == {"model", "against"}
+    shown = Runs([Path(found["folder"]).parent]).all()
+    assert {run.name: run.state() for run in shown} == {"model": "finished", "against": "finished"}
+    alone_said = json.loads(
+        (Path(found["folder"]) / "result.json").read_text()
+    )  # from when the other one was yet to play
+    assert alone_said["success"] == found["success"] and "against" not in alone_said
 
 
 @pytest.mark.slow
