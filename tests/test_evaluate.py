@@ -210,10 +210,8 @@ def test_two_known_models_are_told_apart(tmp_path):
     assert "the policies differ" in ended.stderr
     shown = Runs([Path(found["folder"]).parent]).all()
     assert {run.name: run.state() for run in shown} == {"model": "finished", "against": "finished"}
-    alone_said = json.loads(
-        (Path(found["folder"]) / "result.json").read_text()
-    )  # from when the other one was yet to play
-    assert alone_said["success"] == found["success"] and "against" not in alone_said
+    first = json.loads((Path(found["folder"]) / "result.json").read_text())  # of before the other one played
+    assert first["success"] == found["success"] and "against" not in first
 
 
 @pytest.mark.slow
