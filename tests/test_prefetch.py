@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from learner.model.policy import load_policy
 from learner.packing.ahead import ahead
 from learner.packing.place import on
 from learner.trainer import Trainer
+from shared.guards import threads as threads_of_guards
 from shared.guards.refusals import Refusals
 from shared.vision import expand
 from tests.support.checkpoints import config, recipe, save
@@ -31,11 +34,33 @@ SETTINGS = {
 }
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ahead")]
+@pytest.fixture
+def threads(monkeypatch):
+    """How many of those that `ahead` has begun have not ended."""
+    open_ones = []
+
+    def begin(function):
+        def counted():
+            open_ones.append(1)
+            try:
+                function()
+            finally:
+                open_ones.pop()
+
+        threads_of_guards.start_thread(counted)
+
+    def count():
+        for _ in range(100):  # one that has said so may still be on its way out
+            if not open_ones:
+                break
+            time.sleep(0.05)
+        return len(open_ones)
+
+    monkeypatch.setattr("learner.packing.ahead.start_thread", begin)
+    return count
 
 
-def test_items_are_made_in_their_order_by_another_thread_and_one_ahead_at_most():
+def test_items_are_made_in_their_order_by_another_thread_and_one_ahead_at_most(threads):
     made, second = [], threading.Event()
 
     def make(item: int) -> int:
@@ -55,7 +80,7 @@ def test_items_are_made_in_their_order_by_another_thread_and_one_ahead_at_most()
         assert list(results) == []
 
 
-def test_what_the_thread_raises_is_raised_where_its_result_is_asked_for_and_the_thread_ends():
+def test_what_the_thread_raises_is_raised_where_its_result_is_asked_for_and_the_thread_ends(threads):
     def make(item: int) -> int:
         if item == 2:
             raise ValueError("image 2 is no image")
@@ -69,12 +94,31 @@ def test_what_the_thread_raises_is_raised_where_its_result_is_asked_for_and_the_
     assert not threads()
 
 
-def test_a_step_that_fails_leaves_no_thread_and_makes_no_more_items():
+def test_a_step_that_fails_leaves_no_thread_and_makes_no_more_items(threads):
     made = []
     with pytest.raises(RuntimeError, match="out of memory"), ahead(made.append, range(100)) as results:
         next(results)
         raise RuntimeError("out of memory")
     assert len(made) <= 2 and not threads()
+
+
+def test_a_thread_that_memory_runs_out_for_is_not_waited_for_for_ever(monkeypatch):
+    """`threading.Thread.start` would wait for ever."""
+    monkeypatch.setattr("learner.packing.ahead.BEGIN_S", 0.1)
+    monkeypatch.setattr("learner.packing.ahead.LOOK_S", 0.1)
+    with monkeypatch.context() as none:
+        none.setattr("learner.packing.ahead.start_thread", lambda function: None)
+        with pytest.raises(MemoryError, match=r"has not begun within 0\.1 s"), ahead(str, [1]) as results:
+            next(results)
+
+    class Gone(SimpleQueue):
+        def get(self):
+            raise MemoryError
+
+    monkeypatch.setattr("learner.packing.ahead.SimpleQueue", Gone)
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
+    with pytest.raises(MemoryError, match="has ended before its work was done"), ahead(str, [1]) as results:
+        next(results)
 
 
 def test_episodes_are_expanded_when_they_are_packed_and_not_before(folder, spec, ranks, monkeypatch):
@@ -138,7 +182,7 @@ def decoding_only(first: int, error: Exception):
 
 
 @pytest.mark.slow
-def test_what_fails_while_a_microbatch_is_packed_ends_the_step_with_its_cause(folder, spec, ranks, monkeypatch):
+def test_what_fails_while_a_microbatch_is_packed_ends_the_step_with_its_cause(threads, folder, spec, ranks, monkeypatch):
     broken, _ = decoding_only(2, RuntimeError("no memory"))
     monkeypatch.setattr(ImageDecoder, "_decode", broken)
     trainer = Trainer(load_policy(str(folder), spec), config(microbatch_tokens=90), ranks)
