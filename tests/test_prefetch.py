@@ -182,7 +182,7 @@ def decoding_only(first: int, error: Exception):
 
 
 @pytest.mark.slow
-def test_what_fails_while_a_microbatch_is_packed_ends_the_step_with_its_cause(threads, folder, spec, ranks, monkeypatch):
+def test_what_fails_as_a_microbatch_is_packed_ends_the_step_with_its_cause(threads, folder, spec, ranks, monkeypatch):
     broken, _ = decoding_only(2, RuntimeError("no memory"))
     monkeypatch.setattr(ImageDecoder, "_decode", broken)
     trainer = Trainer(load_policy(str(folder), spec), config(microbatch_tokens=90), ranks)
