@@ -169,9 +169,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--adapter", action="store_true", help="write the adapter alone, for the peft library")
     options = parser.parse_args(argv)
     try:
-        if options.out.exists() and any(
-            options.out.iterdir()
-        ):  # an earlier export's files would be loaded in its place
+        # Files of an earlier export would be loaded in the place of these.
+        if options.out.exists() and any(options.out.iterdir()):
             raise ValueError(f"--out {options.out} is not empty: choose another folder")
         dtype = getattr(torch, options.dtype)
         how = {"model_path": options.model, "dtype": dtype, "adapter": options.adapter}

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
 
-from learner.model.duration import Speed, publication_time, step_time
+from learner.model.duration import FLOAT32_TAKES, Speed, publication_time, step_time
 from learner.model.memory import DTYPE_BYTES, FP32, Memory, Setting, host_memory, memory
 from learner.model.sizes import PUBLISHED, ModelSizes, find, sizes_of
 from learner.parallel.choice import choices
@@ -151,12 +151,12 @@ def report(
 
 def _times(sizes: ModelSizes, setting: Setting, speed: Speed) -> list[str]:
     step, publication = step_time(sizes, setting, speed), publication_time(sizes, setting, speed)
-    slower = "; in float32, as here, matrix products take longer: on an H100 about 14 times as long"
+    slower = f"; {FLOAT32_TAKES}" if setting.dtype_bytes == FP32 else ""
     gathered = f" after gathering {publication.gathered / 1e9:.1f} GB at {speed.gather:g} GB/s"
     return [
         f"a step: about {step.seconds:.1f} s, assuming {setting.episodes} episodes of {setting.episode_tokens} tokens "
         f"({step.flops:.2g} operations) at {speed.mfu:.0%} of {speed.tflops:g} TFLOP/s a GPU in bfloat16, none of them "
-        f"waiting{slower if setting.dtype_bytes == FP32 else ''}",
+        f"waiting{slower}",
         f"a publication: about {publication.seconds:.1f} s, assuming {publication.sent / 1e9:.3g} GB sent at "
         f"{speed.wire:g} GB/s{gathered if publication.gathered else ''}",
     ]

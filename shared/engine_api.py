@@ -155,8 +155,8 @@ class EngineClient(JsonClient):
         return self._read(parse_weight_name, await self.weight_version(10.0))[0]
 
     async def traits(self, timeout_s: float = CALL_S) -> EngineTraits:
-        """EngineError if the engine is not healthy, refuses the API key, or is of a kind that takes no new weights."""
-        await self.health(timeout_s)
+        """Of an engine that is healthy. EngineError if it refuses the API key, or is of a kind that takes no new
+        weights."""
         try:
             info = await self.request("GET", "/server_info", timeout_s=timeout_s)
         except EngineError as error:

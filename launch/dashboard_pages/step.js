@@ -42,7 +42,7 @@ export async function stepPage({ parts, query }) {
   }
 
   const histogramPlace = h("div", {});
-  const endings = [...new Set(data.episodes.map((e) => e.ending))].sort(), lags = [...new Set(data.episodes.filter((e) => e.oldest >= 0).map((e) => version - e.oldest))].sort((a, b) => a - b);
+  const endings = [...new Set(data.episodes.map((e) => e.ending))].sort(), lags = [...new Set(agesOf(data.episodes, version))].sort((a, b) => a - b);
   const i = kin.indexOf(at);
   show(element,
     h("div", { class: "bar" }, h("h1", {}, capital(placeText(at))), neighbour(run, kin[i - 1], "‹ earlier"), select("recording", places.map((p) => [p, placeText(p)]), at, (p) => { location.hash = link(["step", run, p], filter); }), neighbour(run, kin[i + 1], "later ›"),
@@ -73,14 +73,16 @@ export function groupsOf(episodes, evaluation) {
   });
 }
 
+const agesOf = (episodes, version) => episodes.filter((e) => e.oldest >= 0).map((e) => version - e.oldest); // an episode without a token has none
+
 function facts({ episodes, header }, groups) {
   if (header.evaluation) {
     const all = header.metrics, lost = all.failed > 0 ? "bad-text" : "";
     return factRow([["success", percent(all.success)], ["reward, mean", num(all.reward)], ["turns, mean", num(all.turns)], ["tokens written, mean", num(all.model_tokens)], ["episodes", num(header.played)], ["ended by a fault", percent(all.failed), lost], ["recorded", num(episodes.length)]]);
   }
-  const sound = episodes.filter((e) => !e.has_failed), ages = episodes.filter((e) => e.oldest >= 0).map((e) => header.version - e.oldest); // not failed, as in rollout/*
+  const sound = episodes.filter((e) => !e.has_failed), ages = agesOf(episodes, header.version); // not failed, as in rollout/*
   const mean = (of) => (sound.length ? sound.reduce((sum, e) => sum + of(e), 0) / sound.length : NaN), flat = groups.filter((g) => g.flat).length;
-  const said = [["success", percent(mean((e) => (e.success > 0 ? 1 : 0)))], ["reward, mean", num(mean((e) => e.reward))], ["turns, mean", num(mean((e) => e.turns))], ["tokens written, mean", num(mean((e) => e.tokens))], ["oldest tokens", count(Math.max(0, ...ages), "version back", "versions back")], ["recorded", num(episodes.length)], ["not trained on", num(episodes.filter((e) => e.has_failed).length)]];
+  const said = [["success", percent(mean((e) => (e.success > 0 ? 1 : 0)))], ["reward, mean", num(mean((e) => e.reward))], ["turns, mean", num(mean((e) => e.turns))], ["tokens written, mean", num(mean((e) => e.tokens))], ["oldest tokens", count(Math.max(0, ...ages), "version back", "versions back")], ["recorded", num(episodes.length)], ["not trained on", num(episodes.length - sound.length)]];
   if (groups.some((g) => g.episodes.length > 1)) said.push(["groups without variance", `${flat} of ${groups.length}`, flat > groups.length / 2 ? "bad-text" : ""]);
   return factRow(said);
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.task_run.machines import Machine
 from launch.task_run.tasks import MODELS, value_of
-from learner.model.duration import LEAST_EPISODES, Engines, generation_time, publication_time
+from learner.model.duration import FLOAT32_TAKES, LEAST_EPISODES, Engines, generation_time, publication_time
 from learner.model.memory import DTYPE_BYTES, FP32, Setting, host_memory
 from learner.model.sizes import PUBLISHED, ModelSizes
 from learner.parallel.choice import Choice, choices
@@ -125,7 +125,7 @@ def _notes(job: Job, found: Plan) -> Iterator[str]:
             f"; {more} GPUs have room for it" if more else ""
         )
     if job.dtype_bytes == FP32:
-        yield "seconds are those of bfloat16: in float32 matrix products take longer, on an H100 about 14 times as long"
+        yield f"seconds are those of bfloat16: {FLOAT32_TAKES}"
     if found.batch < FEW and found.generating > found.learning:
         yield (
             f"an engine has {found.batch} episodes at once, too few to be busy: give the task fewer GPUs, or raise "

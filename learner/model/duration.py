@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from learner.model.memory import Setting, memory
 from learner.model.sizes import ModelSizes
 
+FLOAT32_TAKES = "in float32 matrix products take about 14 times as long on an H100"
 SUM_S = 2e-5  # of one sum over an engine's GPUs, assumed, besides the bytes
 BESIDE_CACHE = 3e9  # bytes that an engine needs besides weights and cache, assumed: context, graphs, images, arrivals
 LEAST_EPISODES = 2  # of full length that an engine has to have room for

@@ -18,8 +18,9 @@ from envs.boards.board import MOVES, Board
 from envs.boards.generate import BoardSpec, make_board
 from envs.boards.solver import optimal_first_moves
 from envs.sokoban import OFF_TARGET_REWARD, move_reward
+from tests.bench.sokoban.planner import MOVES_A_TURN, TURNS
 
-MOVES_IN_ALL, MOVES_A_TURN, LONGEST, MUCH = 24, 3, 14, 0.2
+LONGEST, MUCH = 14, 0.2
 
 
 def best_return(board: Board, gamma: float, off_target: float) -> tuple[float, bool]:
@@ -27,7 +28,7 @@ def best_return(board: Board, gamma: float, off_target: float) -> tuple[float, b
 
     @cache
     def best(position: Board, made: int) -> tuple[float, bool]:
-        if made == MOVES_IN_ALL or position.solved:
+        if made == TURNS * MOVES_A_TURN or position.solved:
             return 0.0, position.solved
         discount = gamma if (made + 1) % MOVES_A_TURN == 0 else 1.0
         found = []
