@@ -155,12 +155,11 @@ class EngineClient(JsonClient):
         return self._read(parse_weight_name, await self.weight_version(10.0))[0]
 
     async def traits(self, timeout_s: float = CALL_S) -> EngineTraits:
-        """Of an engine that is healthy. EngineError if it refuses the API key, or is of a kind that takes no new
-        weights."""
+        """EngineError if it does not answer, refuses the API key, or is of a kind that takes no new weights."""
         try:
             info = await self.request("GET", "/server_info", timeout_s=timeout_s)
         except EngineError as error:
-            if error.status == 401:
+            if error.status != 404:
                 raise
             return EngineTraits()  # an older server
         if reason := unfit(info):

@@ -9,7 +9,7 @@ import pytest
 from actor.engine.http import HttpError, HttpServer
 from actor.engine_pool import EnginePool
 from shared.engine_api import EngineClient, EngineError
-from shared.engine_messages import Generated, completion_of
+from shared.engine_messages import EngineTraits, Generated, completion_of
 from shared.types import Completion, Sampling, VersionSpan
 from tests.support.engines import ask, call, false_engine, hangs_up, redirects, says, talks_nonsense
 from tests.support.machine import until_async
@@ -230,6 +230,18 @@ def test_a_server_that_would_take_no_new_weights_says_so_in_its_traits(info, wor
         _,
     ):
         assert ask(url, lambda client: client.traits()).num_ranks == 2
+
+
+def test_only_a_server_without_the_route_of_its_traits_is_taken_for_an_older_one():
+    for status in (404, 503):
+        with false_engine({"/server_info": says({}, status)}) as (url, _):
+            if status == 404:
+                assert ask(url, lambda client: client.traits()) == EngineTraits()
+                continue
+            with pytest.raises(EngineError, match="503"):
+                ask(url, lambda client: client.traits())
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9: cannot connect"):
+        ask("http://127.0.0.1:9", lambda client: client.traits())
 
 
 def test_connections_are_kept_and_used_again():
