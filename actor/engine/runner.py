@@ -20,6 +20,7 @@ from torch import Tensor
 
 from actor.engine.layers import Batch, Cache, CpuLayer, Segment, make_layers
 from actor.engine.towers.families import TOWERS
+from kernels.cpu.gelu import use_fast_gelu
 from kernels.cpu.linear import padded, use_fast_linear, uses_onednn
 from shared.vision import VisionSpec
 
@@ -46,6 +47,7 @@ class Runner:
     def __init__(self, model: Any, spec: VisionSpec, *, num_slots: int, max_context: int) -> None:
         self.model = model.eval()
         use_fast_linear(model)
+        use_fast_gelu(model)
         self.num_slots, self.max_context = num_slots, max_context
         text = model.config.get_text_config()
         self.text, self.lm_head = model.model.language_model, model.lm_head

@@ -48,6 +48,9 @@ _SIGNATURES = {
     "rms_norm": (_P, _P, _P, _F, _P, _P, _I, _I, _I, _I, _P, _P, _P),
     "turn_tokens": (_P, _I, _P, _P, _I, _I, _I, _I, _I, _P),
     "rms_norm_backward": (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _P, _P),
+    "gelu": (_P, _I, _I, _I, _P),
+    "gelu_backward": (_P, _P, _I, _I, _I, _P),
+    "distinct_rows": (_P, _I, _I, _I, _P, _I, _P, _P, _P),
     "attend_pieces": (*_PIECES, _P, _P),
     "attend_pieces_backward": (*_PIECES, _P, _P, _P, _P, _P, _P),
 }

@@ -45,6 +45,11 @@ INLINE float exp_negative(float x) {
     return power_of_two(n, r * LOG2_E);
 }
 
+INLINE float sigmoid(float x) {
+    float e = exp_negative(-fabsf(x));
+    return (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
 #define MAX_HEAD 256  /* D at most */
 
 /* `call` with the head size, which the compiler knows where it is a usual one. */

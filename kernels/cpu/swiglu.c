@@ -1,11 +1,6 @@
 /* SwiGLU's product (Shazeer, 2020) and its gradients. */
 #include "shared.h"
 
-INLINE float sigmoid(float x) {
-    float e = exp_negative(-fabsf(x));
-    return (x < 0 ? e : 1.0f) / (1.0f + e);
-}
-
 /* out [N, width] = silu(gate) * up; `stride` floats lie between the rows of each. */
 void silu_mul(const float *gate, const float *up, int64_t stride, int64_t rows, int64_t width, int64_t threads,
               float *out) {

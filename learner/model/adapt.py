@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kernels.cpu.gelu import use_fast_gelu
 from kernels.cpu.linear import use_fast_linear, use_plain_linear
 from learner.model import forwards
 from learner.model.attention import packed_attention
@@ -64,7 +65,7 @@ TRICKS = {
     "own_forward": Trick(
         "torch",
         "that a module's own `forward` goes before its class's",
-        "linears and the last layer compute otherwise, under the same parameter names",
+        "linears, GELUs and the last layer compute otherwise, under the same parameter names",
         "test_linear.py::test_every_plain_linear_of_a_model_computes_so_until_it_is_undone_and_a_copy_has_its_own_parameters",
         "transformers lets a model's layers be replaced",
     ),
@@ -171,6 +172,7 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
         _replace_attention(getattr(layer, "self_attn", None))
         _replace_layer(layer)
     use_fast_linear(vlm)
+    use_fast_gelu(vlm)
     use_fast_parts(vlm)
     return len(layers) > len(getattr(vlm.config.vision_config, "deepstack_visual_indexes", ()))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.cpu.distinct import distinct_rows
 from kernels.cpu.linear import linear
 from shared.vision import VisionSpec
 
@@ -26,10 +28,16 @@ class StillPatchEmbed(nn.Module):
         self.compute_dtype = torch.float32
 
     def forward(self, patches: Tensor) -> Tensor:
-        """uint8 [P,3,patch,patch] -> [P, hidden] in `compute_dtype`, computed in float32."""
+        """uint8 [P,3,patch,patch] -> [P, hidden] in `compute_dtype`, computed in float32; on a CPU of patches that are
+        alike once."""
         weight = self.proj.weight.float().sum(2)  # [hidden, 3, patch, patch]
         bias = -(weight.sum((2, 3)) * self.shift).sum(1)
         if self.proj.bias is not None:
             bias = bias + self.proj.bias.float()
         weight = weight * self.scale[:, None, None]
-        return linear(patches.flatten(1).float(), weight.flatten(1), bias).to(self.compute_dtype)
+        rows = patches.flatten(1)
+        if (found := distinct_rows(rows)) is None:
+            return linear(rows.float(), weight.flatten(1), bias).to(self.compute_dtype)
+        first, like = found
+        embedded = linear(rows[first].float(), weight.flatten(1), bias)
+        return F.embedding(like, embedded).to(self.compute_dtype)

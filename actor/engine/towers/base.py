@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu import layer as cpu_layer
+from kernels.cpu.distinct import distinct_rows
 from kernels.cpu.library import fits
 from kernels.cpu.linear import linear
 from shared.vision import Grid, VisionSpec
@@ -78,9 +79,15 @@ class VisionTower(ABC, Generic[TablesT]):
     def _forward(self, patches: np.ndarray, grid: Grid) -> list[Tensor]:
         """uint8 [B, P, 3, patch, patch] -> embedding and deepstack levels, each [B, tokens, hidden]."""
         batch, num_patches = patches.shape[:2]
-        pixels = torch.from_numpy(patches).to(self._weight.device).to(self._weight.dtype)
-        embedded = linear(pixels.view(batch, num_patches, -1), self._weight, self._bias)
+        embedded = self._embed(torch.from_numpy(patches).view(batch * num_patches, -1)).unflatten(0, (batch, -1))
         return [level.view(batch, -1, level.shape[-1]) for level in self._levels(embedded, self._grid_tables(grid))]
+
+    def _embed(self, pixels: Tensor) -> Tensor:
+        """Patches uint8 [N, 3 * patch * patch] -> [N, hidden]; of those that are alike once."""
+        found, device = distinct_rows(pixels), self._weight.device
+        rows = pixels if found is None else pixels[found[0]]
+        embedded = linear(rows.to(device).to(self._weight.dtype), self._weight, self._bias)
+        return embedded if found is None else F.embedding(found[1].to(device), embedded)
 
     def _grid_tables(self, grid: Grid) -> TablesT:
         tables = self._tables.get(grid)

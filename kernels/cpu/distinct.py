@@ -1,0 +1,31 @@
+"""Rows of bytes that come several times, found in C: what is computed of each row alone is computed once for all that
+are alike. Drawn boards, pages and diagrams are made of few different patches; photographs are not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import library
+
+MIN_ROWS = 64  # of fewer, products take no time
+
+
+def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Of uint8 [N, W] on a CPU: int64 [U], where each different row is first met, and int64 [N], which of those each
+    row equals. None where more than half are different, or nobody looks: on other devices, without a C compiler, and of
+    few rows."""
+    found, total = library(), len(rows)
+    if found is None or total < MIN_ROWS or rows.device.type != "cpu" or not rows.numel():
+        return None
+    rows, most = rows.contiguous(), total // 2
+    table = torch.full((1 << (2 * most).bit_length(),), -1)
+    first, like, count = (
+        torch.empty(most, dtype=torch.int64),
+        torch.empty(total, dtype=torch.int64),
+        torch.empty(1, dtype=torch.int64),
+    )
+    written = (tensor.data_ptr() for tensor in (first, like, count))
+    found.distinct_rows(rows.data_ptr(), *rows.shape, most, table.data_ptr(), len(table), *written)
+    num_distinct = int(count)
+    return None if num_distinct < 0 else (first[:num_distinct], like)
