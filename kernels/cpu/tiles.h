@@ -12,6 +12,18 @@
 #define UNROLL_ROWS _Pragma("GCC unroll 8")
 #define UNROLL_SIDE _Pragma("GCC unroll 2")
 
+/* A value that is loaded once: a compiler would rather load it again for each product than keep a register for it. */
+INLINE lanes in_register(lanes value) {
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(value));
+#elif defined(__AVX__)
+    __asm__("" : "+x"(value));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(value));
+#endif
+    return value;
+}
+
 /* The queries of a tile: register v has valid[v] of them in its first lanes, one after another from row[v] and head[v]
  * on, which count from where the tile begins. Query r of the tile's rows sees the first seen[r] keys, none sees more
  * than `length`. */
@@ -82,10 +94,12 @@ INLINE void dots_of_rows(const lanes *turned, int64_t w, int64_t d, const float 
     int64_t j = 0;
     for (; j + AT_ONCE <= count; j += AT_ONCE) {
         const float *row = rows + j * stride;
-        lanes dot[AT_ONCE][SIDE] = {{{0}}};
-        for (int64_t i = 0; i < d; i++)
+        lanes dot[AT_ONCE][SIDE] = {{{0}}}, own[SIDE];
+        for (int64_t i = 0; i < d; i++) {
+            UNROLL_SIDE for (int v = 0; v < w; v++) own[v] = in_register(turned[i * w + v]);
             UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
-                UNROLL_SIDE for (int v = 0; v < w; v++) dot[u][v] += turned[i * w + v] * row[u * stride + i];
+                UNROLL_SIDE for (int v = 0; v < w; v++) dot[u][v] += own[v] * row[u * stride + i];
+        }
         UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
             UNROLL_SIDE for (int v = 0; v < w; v++) scores[(j + u) * w + v] = dot[u][v];
     }
@@ -102,12 +116,14 @@ INLINE void dots_of_rows(const lanes *turned, int64_t w, int64_t d, const float 
 INLINE void add_rows(const lanes *weights, int64_t w, int64_t count, const float *rows, int64_t stride, int64_t d,
                      const lanes *kept, lanes *sums) {
     for (int64_t i = 0; i < d; i += AT_ONCE) {
-        lanes part[AT_ONCE][SIDE];
+        lanes part[AT_ONCE][SIDE], own[SIDE];
         UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
             UNROLL_SIDE for (int v = 0; v < w; v++) part[u][v] = sums[(i + u) * w + v] * kept[v];
-        for (int64_t j = 0; j < count; j++)
+        for (int64_t j = 0; j < count; j++) {
+            UNROLL_SIDE for (int v = 0; v < w; v++) own[v] = in_register(weights[j * w + v]);
             UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
-                UNROLL_SIDE for (int v = 0; v < w; v++) part[u][v] += weights[j * w + v] * rows[j * stride + i + u];
+                UNROLL_SIDE for (int v = 0; v < w; v++) part[u][v] += own[v] * rows[j * stride + i + u];
+        }
         UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
             UNROLL_SIDE for (int v = 0; v < w; v++) sums[(i + u) * w + v] = part[u][v];
     }
@@ -120,14 +136,17 @@ INLINE void add_outer(const lanes *weights, int64_t w, int64_t count, const floa
     int64_t across = w * LANES, whole = d - d % LANES, j = 0;
     for (; j + AT_ONCE <= count; j += AT_ONCE) {
         for (int64_t i = 0, beside; i < whole; i += beside * LANES) {
-            lanes part[AT_ONCE][SIDE];
+            lanes part[AT_ONCE][SIDE], own[SIDE];
             beside = i + SIDE * LANES <= d ? SIDE : 1;
 #define ADD(registers)                                                                                             \
     UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++) UNROLL_SIDE for (int v = 0; v < registers; v++)                     \
         part[u][v] = *(lanes *)(sums + (j + u) * sum_stride + i + v * LANES);                                         \
-    for (int l = 0; l < valid; l++)                                                                                   \
+    for (int l = 0; l < valid; l++) {                                                                                 \
+        UNROLL_SIDE for (int v = 0; v < registers; v++)                                                               \
+            own[v] = in_register(*(const lanes *)(rows + l * stride + i + v * LANES));                                \
         UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++) UNROLL_SIDE for (int v = 0; v < registers; v++)                 \
-            part[u][v] += *(const lanes *)(rows + l * stride + i + v * LANES) * weight[(j + u) * across + l];         \
+            part[u][v] += own[v] * weight[(j + u) * across + l];                                                      \
+    }                                                                                                                 \
     UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++) UNROLL_SIDE for (int v = 0; v < registers; v++)                     \
         *(lanes *)(sums + (j + u) * sum_stride + i + v * LANES) = part[u][v];
             if (beside == SIDE) {
