@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from learner.distributed import Ranks
 from learner.metrics.episodes import group_metrics
-from learner.metrics.tokens import BINS, LAGS, TURNS, TokenStats, log_ratio_quantile, loss_columns
+from learner.metrics.tokens import BINS, LAGS, TURNS, TokenStats, log_ratio_quantile, loss_columns, oldest_of_turns
 from learner.objective.objectives import vtrace
 from learner.objective.records import Tokens
 from shared.learner_config import LearnerConfig
@@ -66,6 +66,13 @@ def measured(
         parts.append((loss.vs_N.numpy(), loss.advantages_N.numpy()))
     stats.gather(Ranks(0, 1, torch.device("cpu"), None))  # type: ignore[arg-type]
     return stats.metrics(), parts
+
+
+def test_a_turn_that_a_publication_met_has_the_lag_of_its_oldest_token_throughout() -> None:
+    lags = torch.tensor([2, 1, 1, 0, 0, 3, 2, 0])
+    ends = torch.tensor([False, False, True, True, False, True, True, True])
+    assert oldest_of_turns(lags, ends).tolist() == [2, 2, 2, 0, 3, 3, 2, 0]
+    assert oldest_of_turns(lags[:0], ends[:0]).tolist() == []
 
 
 def lag_of(lag: np.ndarray, name: str) -> np.ndarray:

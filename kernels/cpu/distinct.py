@@ -3,6 +3,8 @@ are alike. Drawn boards, pages and diagrams are made of few different patches; p
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -15,17 +17,12 @@ def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor] | None:
     """Of uint8 [N, W] on a CPU: int64 [U], where each different row is first met, and int64 [N], which of those each
     row equals. None where more than half are different, or nobody looks: on other devices, without a C compiler, and of
     few rows."""
-    found, total = library(), len(rows)
-    if found is None or total < MIN_ROWS or rows.device.type != "cpu" or not rows.numel():
+    found, total, count = library(), len(rows), ctypes.c_int64()
+    if found is None or total < MIN_ROWS or rows.device.type != "cpu" or rows.dtype != torch.uint8 or not rows.numel():
         return None
     rows, most = rows.contiguous(), total // 2
     table = torch.full((1 << (2 * most).bit_length(),), -1)
-    first, like, count = (
-        torch.empty(most, dtype=torch.int64),
-        torch.empty(total, dtype=torch.int64),
-        torch.empty(1, dtype=torch.int64),
-    )
-    written = (tensor.data_ptr() for tensor in (first, like, count))
-    found.distinct_rows(rows.data_ptr(), *rows.shape, most, table.data_ptr(), len(table), *written)
-    num_distinct = int(count)
-    return None if num_distinct < 0 else (first[:num_distinct], like)
+    first, like = torch.empty(most, dtype=torch.int64), torch.empty(total, dtype=torch.int64)
+    room = table.data_ptr(), len(table), first.data_ptr(), like.data_ptr(), ctypes.byref(count)
+    found.distinct_rows(rows.data_ptr(), *rows.shape, most, *room)
+    return None if count.value < 0 else (first[: count.value], like)

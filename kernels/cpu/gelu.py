@@ -30,7 +30,11 @@ def use_fast_gelu(model: nn.Module) -> None:
     """Makes every GELU of this kind in a model of transformers compute so."""
     for module in model.modules():
         if type(module).__name__ in _CLASSES and _is_known(module):
-            module.forward = MethodType(lambda _, input: gelu_tanh(input), module)
+            module.forward = MethodType(_replaced, module)
+
+
+def _replaced(_: nn.Module, input: Tensor) -> Tensor:
+    return gelu_tanh(input)
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from learner.advantages import MOMENTS
 from learner.distributed import Ranks, all_max, all_sum
 from learner.objective.records import Dropped, Loss, Tokens
-from learner.vtrace import turn_indices
+from learner.vtrace import segment_ids, turn_indices
 
 LAGS = ("0", "1", "2", "3-4", "5-8", "9+")
 TURNS = ("1", "2", "3", "4", "5", "6", "7", "8", "9+")
@@ -73,6 +73,14 @@ def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
     }
 
 
+def oldest_of_turns(lags_N: Tensor, turn_end_N: Tensor) -> Tensor:
+    """int64 [N]: the largest lag in each token's turn. What an engine samples of a turn after a publication within it
+    (`learner.publish.pause_mode = "in_place"`) it samples with the older version's cache, so that the newer version by
+    itself does not give its probability."""
+    turn_N = segment_ids(turn_end_N)
+    return lags_N.scatter_reduce(0, turn_N, lags_N, "amax", include_self=False)[turn_N]
+
+
 class TokenStats:
     """float64 sums over microbatches, then over ranks (`gather`): [lags, columns], [turns, columns], [lags, bins]."""
 
@@ -84,7 +92,8 @@ class TokenStats:
 
     @torch.no_grad()
     def add(self, lags_N: Tensor, columns: dict[str, Tensor]) -> None:
-        """`lags_N`: versions between sampling and training. `columns`: those of `loss_columns`."""
+        """`lags_N`: versions between sampling and training, as `oldest_of_turns` has them. `columns`: those of
+        `loss_columns`."""
         lag_N = torch.bucketize(lags_N, self._edges, right=True)
         self._by_lag.index_add_(0, lag_N, _rows(columns, COLUMNS))
         self._by_turn.index_add_(0, columns["turn"].clamp(max=len(TURNS) - 1), _rows(columns, TURN_COLUMNS))
