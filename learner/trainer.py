@@ -21,7 +21,7 @@ from learner.images import ImageDecoder
 from learner.lora.reference import BasePolicy
 from learner.metrics.episodes import group_metrics
 from learner.metrics.throughput import Clock
-from learner.metrics.tokens import TokenStats, loss_columns, oldest_of_turns
+from learner.metrics.tokens import TokenStats, loss_columns
 from learner.metrics.work import Work
 from learner.model.expert_load import RouterLoad
 from learner.model.policy import Policy, PolicyOutput
@@ -270,8 +270,7 @@ class Trainer:
         tokens = tokens_of(batch, output, said, proximal, whole * readable)
         loss = loss_of(tokens, objective, work.scaling)
         if self.ranks.context.leads:  # the others have the same tokens
-            lags_N = oldest_of_turns(work.version - batch.versions, tokens.turn_end)
-            work.stats.add(lags_N, loss_columns(tokens, loss))
+            work.stats.add(work.version - batch.versions, loss_columns(tokens, loss))
             if work.watched is not None:
                 work.watched.add(batch, recorded_columns(tokens, loss))
         lost = (whole * (1.0 - readable)).sum()

@@ -163,7 +163,7 @@ class EngineClient(JsonClient):
                 raise
             return EngineTraits()  # an older server
         if reason := unfit(info):
-            raise EngineError(self.url, reason)
+            raise EngineError(self.url, reason, 200)
         return traits_of(info)
 
     async def tokenize(self, text: str, timeout_s: float = CALL_S) -> tuple[int, ...] | None:

@@ -32,6 +32,11 @@ class HttpFailure(Exception):
         super().__init__(f"{url}: {reason}")
         self.url, self.reason, self.status, self.sent = url, reason, status, sent
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may be answered later: there was no answer, or the server was busy or in trouble."""
+        return self.status in (0, 429) or self.status >= 500
+
 
 class CannotConnect(Exception):
     """Nobody listens."""

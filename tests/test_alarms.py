@@ -244,7 +244,7 @@ def test_an_alternative_that_is_told_now_and_then_is_meanwhile_what_it_was() -> 
     judge = Judge.of({})
     gaps = [1.0] * 3 + [0.0] * 2
     told = [{} if step % 4 else {"publish/canary_gap": gaps[step // 4]} for step in range(20)]
-    rows = [{"behaviour/logprob_gap/lag_0": 0.0} | values for values in told]
+    rows = [{"behaviour/engine_gap": 0.0} | values for values in told]
     changes = [(change.step, change.raised) for step, row in enumerate(rows) for change in judge.step(step, row)]
     assert changes == [(4, True), (13, False)]
 

@@ -55,10 +55,22 @@ def test_rows_that_lie_apart_in_memory_are_read_as_they_are() -> None:
 def _digest(row: np.ndarray) -> int:
     """As distinct.c has it, of rows shorter than 32 bytes."""
     mask, sums = 2**64 - 1, [1, 2, 3, 4]
+
+    def mixed(total: int, word: int) -> int:
+        total = (total ^ word) * 0x9E3779B97F4A7C15 & mask
+        return total ^ total >> 32
+
     for byte in row.tolist():
-        sums[0] = (sums[0] ^ byte) * 0x9E3779B97F4A7C15 & mask
-    sums = [each ^ each >> 32 for each in sums]
-    return (((sums[0] * 3 + sums[1]) * 5 + sums[2]) * 7 + sums[3]) & mask
+        sums[0] = mixed(sums[0], byte)
+    return mixed(mixed(mixed(sums[0], sums[1]), sums[2]), sums[3])
+
+
+def test_rows_are_told_apart_whichever_of_their_bytes_differs() -> None:
+    for place in range(40):
+        kinds = np.zeros((40, 768), dtype=np.uint8)
+        kinds[:, 700 + place] = np.arange(40)
+        found = distinct_rows(torch.from_numpy(np.tile(kinds, (5, 1))))
+        assert found is not None and len(found[0]) == 40
 
 
 def test_rows_chosen_to_share_a_place_are_told_apart_and_too_many_of_them_are_given_up() -> None:
@@ -110,7 +122,7 @@ def test_the_engines_tower_embeds_patches_that_are_alike_once_and_gives_the_same
         found = tower.encode(images, grids)
         monkeypatch.setattr(base, "distinct_rows", lambda _: None)
         plain = tower.encode(images, grids)
-    assert rows == [9, 128]
+    assert rows == [16, 128], "of 9 kinds, padded"
     for ours, theirs in zip(found, plain, strict=True):
         for level, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(level, other, rtol=1e-4, atol=1e-5)

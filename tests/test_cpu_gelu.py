@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(library.library() is None, reason="no C compiler
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (6, 7), (1, 70, 128), (0, 8)])
-@pytest.mark.parametrize("size", [1.0, 4.0, 1e3])
+@pytest.mark.parametrize("size", [1.0, 4.0, 1e3, 1e19, 1e37])
 def test_values_and_gradients_are_torchs_in_float64_for_small_and_for_large_numbers(
     shape: tuple[int, ...], size: float
 ) -> None:

@@ -23,6 +23,7 @@ from shared.nccl.versions import (
     nccl_of_torch,
     unequal_nccl,
 )
+from tests.support.engines import false_engine, says
 from tests.support.environments import made_up_environment
 from tests.support.publishing import FAST, policy, publishing
 from tests.support.tiny import running_engine
@@ -98,6 +99,21 @@ def test_a_publication_is_refused_at_once_where_no_engine_has_the_learners_nccl(
         with pytest.raises(ValueError, match=f"engine {re.escape(url)}: it has NCCL 2.30.7, the learner 2.29.7"):
             publisher.publish(1, [url])
         assert app.scheduler.weight_version == before
+
+
+def test_an_engine_in_trouble_may_yet_take_weights_so_that_another_of_the_wrong_version_ends_no_run(
+    folder, policy, ranks, monkeypatch
+):
+    monkeypatch.setattr(fitting, "nccl_version", lambda: "2.29.7")
+    busy = {"/server_info": says({"detail": "busy"}, 503)}
+    with (
+        running_engine(folder) as (url, _),
+        false_engine(busy) as (other, _),
+        publishing(policy, ranks, replace(FAST, backend="nccl")) as publisher,
+    ):
+        monkeypatch.setattr(EngineClient, "traits", telling(EngineClient.traits, nccl="2.30.7"))
+        told = publisher.publish(1, [url, other])
+        assert (told["publish/engines"], told["publish/dropped"]) == (0, 2)
 
 
 def telling(traits, **said):

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from learner.distributed import Ranks
 from learner.metrics.episodes import group_metrics
-from learner.metrics.tokens import BINS, LAGS, TURNS, TokenStats, log_ratio_quantile, loss_columns, oldest_of_turns
+from learner.metrics.tokens import BINS, LAGS, TURNS, TokenStats, fresh_tokens, log_ratio_quantile, loss_columns
 from learner.objective.objectives import vtrace
 from learner.objective.records import Tokens
 from shared.learner_config import LearnerConfig
@@ -68,11 +68,22 @@ def measured(
     return stats.metrics(), parts
 
 
-def test_a_turn_that_a_publication_met_has_the_lag_of_its_oldest_token_throughout() -> None:
-    lags = torch.tensor([2, 1, 1, 0, 0, 3, 2, 0])
-    ends = torch.tensor([False, False, True, True, False, True, True, True])
-    assert oldest_of_turns(lags, ends).tolist() == [2, 2, 2, 0, 3, 3, 2, 0]
-    assert oldest_of_turns(lags[:0], ends[:0]).tolist() == []
+def test_the_engines_gap_is_of_tokens_before_which_their_episode_has_nothing_older() -> None:
+    lags = torch.tensor([2, 0, 0, 0, 0, 0, 1, 0, 0])
+    ends = torch.tensor([False, False, True, False, True, False, False, True, True])
+    fresh = [False] * 3 + [True] * 3 + [False] * 2 + [True]
+    assert fresh_tokens(lags, ends).tolist() == fresh
+    episodes = drawn_episodes(40, 4, 0.1)
+    for drawn in episodes[1::2]:  # versions rise within an episode
+        drawn["lag"] = np.sort(drawn["lag"] % 3)[::-1].copy()
+    for drawn in episodes[::2]:
+        drawn["lag"] = np.zeros_like(drawn["lag"])
+    metrics, _ = measured(episodes, per_microbatch=7)
+    gaps = [np.abs(e["logprobs"] - e["behaviour"])[np.maximum.accumulate(e["lag"]) == 0] for e in episodes]
+    assert metrics["behaviour/engine_gap"] == pytest.approx(np.concatenate(gaps).mean())
+    for drawn in episodes:
+        drawn["lag"] = drawn["lag"] + 1
+    assert "behaviour/engine_gap" not in measured(episodes, per_microbatch=7)[0]
 
 
 def lag_of(lag: np.ndarray, name: str) -> np.ndarray:

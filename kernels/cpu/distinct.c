@@ -4,17 +4,22 @@
 
 #define MAX_TRIED 32 /* other rows that a row is compared with */
 
+/* A product carries upwards alone: its upper bits are brought down again. */
+INLINE uint64_t mixed(uint64_t sum, uint64_t word) {
+    sum = (sum ^ word) * 0x9E3779B97F4A7C15u;
+    return sum ^ sum >> 32;
+}
+
 /* The bytes of a row as one number, by four sums that do not wait for each other. */
 INLINE uint64_t digest(const uint8_t *row, int64_t width) {
     uint64_t sums[4] = {1, 2, 3, 4}, words[4];
     int64_t i = 0;
     for (; i + 32 <= width; i += 32) {
         memcpy(words, row + i, 32);
-        for (int j = 0; j < 4; j++) sums[j] = (sums[j] ^ words[j]) * 0x9E3779B97F4A7C15u;
+        for (int j = 0; j < 4; j++) sums[j] = mixed(sums[j], words[j]);
     }
-    for (; i < width; i++) sums[0] = (sums[0] ^ row[i]) * 0x9E3779B97F4A7C15u;
-    for (int j = 0; j < 4; j++) sums[j] ^= sums[j] >> 32;
-    return ((sums[0] * 3 + sums[1]) * 5 + sums[2]) * 7 + sums[3];
+    for (; i < width; i++) sums[0] = mixed(sums[0], row[i]);
+    return mixed(mixed(mixed(sums[0], sums[1]), sums[2]), sums[3]);
 }
 
 /* Of rows [n, width]: the number of different ones in found[0], where each of those is first met in `first`, and in

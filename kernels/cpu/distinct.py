@@ -17,8 +17,10 @@ def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor] | None:
     """Of uint8 [N, W] on a CPU: int64 [U], where each different row is first met, and int64 [N], which of those each
     row equals. None where more than half are different, or nobody looks: on other devices, without a C compiler, and of
     few rows."""
-    found, total, count = library(), len(rows), ctypes.c_int64()
-    if found is None or total < MIN_ROWS or rows.device.type != "cpu" or rows.dtype != torch.uint8 or not rows.numel():
+    total, count = len(rows), ctypes.c_int64()
+    plain = type(rows) is Tensor and rows.device.type == "cpu" and rows.dtype == torch.uint8 and rows.numel() > 0
+    found = library() if plain and total >= MIN_ROWS else None  # which nobody builds who does not need it
+    if found is None:
         return None
     rows, most = rows.contiguous(), total // 2
     table = torch.full((1 << (2 * most).bit_length(),), -1)

@@ -4,6 +4,15 @@
 #define TWICE 1.5957691216f /* 2 sqrt(2 / pi) */
 #define CUBIC 0.044715f
 
+#define FAR 20.0f /* beyond this it is 0 or x, with a slope of 0 or 1 */
+
+/* sigmoid(2 a) of x, and x itself, or what lies nearest to it within FAR. */
+INLINE float share_of(float x, float *near) {
+    *near = x < -FAR ? -FAR : x > FAR ? FAR : x;
+    float share = sigmoid(TWICE * *near * (1.0f + CUBIC * *near * *near));
+    return x < -FAR ? 0 : share;
+}
+
 /* out [rows, width] */
 void gelu(const float *x, int64_t rows, int64_t width, int64_t threads, float *out) {
     SHARED
@@ -12,8 +21,8 @@ void gelu(const float *x, int64_t rows, int64_t width, int64_t threads, float *o
         float *row = out + n * width;
 #pragma omp simd
         for (int64_t i = 0; i < width; i++) {
-            float square = values[i] * values[i];
-            row[i] = values[i] * sigmoid(TWICE * values[i] * (1.0f + CUBIC * square));
+            float near;
+            row[i] = values[i] * share_of(values[i], &near);
         }
     }
 }
@@ -26,10 +35,9 @@ void gelu_backward(const float *x, const float *grad, int64_t rows, int64_t widt
         float *row = out + n * width;
 #pragma omp simd
         for (int64_t i = 0; i < width; i++) {
-            float square = values[i] * values[i];
-            float share = sigmoid(TWICE * values[i] * (1.0f + CUBIC * square));
-            float slope = TWICE * (1.0f + 3.0f * CUBIC * square);
-            row[i] = given[i] * share * (1.0f + values[i] * (1.0f - share) * slope);
+            float near, share = share_of(values[i], &near);
+            float slope = TWICE * (1.0f + 3.0f * CUBIC * near * near);
+            row[i] = given[i] * share * (1.0f + near * (1.0f - share) * slope);
         }
     }
 }

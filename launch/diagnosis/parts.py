@@ -151,7 +151,7 @@ class Round:
         """One optimizer step."""
         recipe = self.recipe
         metrics = self.trainer.step(self._groups, 0)
-        norm, off = metrics["optim/grad_norm"], metrics.get("behaviour/logprob_gap/lag_0", math.nan)
+        norm, off = metrics["optim/grad_norm"], metrics.get("behaviour/engine_gap", math.nan)
         if metrics["optim/bad_steps_in_a_row"]:
             raise ValueError(f"the step's loss or gradient is not finite (gradient norm {norm})")
         words = f"{recipe.learner.objective.name} with {recipe.learner.optimizer.name} in {recipe.model.dtype}"

@@ -64,6 +64,8 @@ class Saver:
         self.best.good = newest_good(folder)
         self._group = torch.distributed.new_group(backend="gloo")  # the thread's own: collectives must not mix
         self._thread = ThreadPoolExecutor(1, "checkpoint") if recipe.learner.checkpoint.in_background else None
+        if self._thread is not None:
+            self._thread.submit(int)  # begins it now: an executor waits for ever for a thread that memory runs out for
         self._writing: Future[None] | None = None
         self._sealing_since: float | None = None  # what is written has all its bytes, and is synced and measured
         self.num_failed = self._failed_in_a_row = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from learner.advantages import MOMENTS
 from learner.distributed import Ranks, all_max, all_sum
 from learner.objective.records import Dropped, Loss, Tokens
-from learner.vtrace import segment_ids, turn_indices
+from learner.vtrace import segment_start, turn_indices
 
 LAGS = ("0", "1", "2", "3-4", "5-8", "9+")
 TURNS = ("1", "2", "3", "4", "5", "6", "7", "8", "9+")
@@ -23,7 +23,7 @@ _EDGES = (1, 2, 3, 5, 9)
 COLUMNS = (
     "tokens", "abs_gap", "ratio", "ratio_sq", "chi_square", "kl", "clipped", "entropy", "policy_loss", "reference_kl",
     "hold", "value_weight", "error", "error_sq", "vs", "vs_sq", "advantage_sq", "trace", "whole_trace", "masked_token",
-    "masked_sequence", "masked_veto",
+    "masked_sequence", "masked_veto", "fresh", "fresh_gap",
 )  # fmt: skip
 TURN_COLUMNS = ("tokens", "advantage", "advantage_sq", "value_weight", "error", "error_sq", "vs", "vs_sq")
 # The histogram of log ratios: bins of equal width in asinh(log ratio / FINE), so that noise of 1e-5 and ratios of 1e9
@@ -38,7 +38,8 @@ def lag_name(lag: int) -> str:
 
 
 def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
-    """What `TokenStats` adds up, [N] each: COLUMNS, and what it needs for turns and the histogram. Columns of the value
+    """What `TokenStats` adds up, [N] each: COLUMNS but for the fresh ones, and what it needs for these, turns and the
+    histogram. Columns of the value
     have the weights of its loss: with whole turns as actions, the first tokens of turns alone count."""
     log_rhos = (tokens.logprobs - tokens.behaviour_logprobs).detach()
     rhos, error, weights = log_rhos.exp(), loss.vs_N - tokens.values.detach(), loss.value_weights_N
@@ -69,16 +70,19 @@ def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
         "advantage": loss.advantages_N,
         "advantage_sq": loss.advantages_N.square(),
         "log_rho": log_rhos,
+        "episode_end": tokens.episode_end,
         "turn": turn_indices(tokens.turn_end, tokens.episode_end),
     }
 
 
-def oldest_of_turns(lags_N: Tensor, turn_end_N: Tensor) -> Tensor:
-    """int64 [N]: the largest lag in each token's turn. What an engine samples of a turn after a publication within it
-    (`learner.publish.pause_mode = "in_place"`) it samples with the older version's cache, so that the newer version by
-    itself does not give its probability."""
-    turn_N = segment_ids(turn_end_N)
-    return lags_N.scatter_reduce(0, turn_N, lags_N, "amax", include_self=False)[turn_N]
+def fresh_tokens(lags_N: Tensor, episode_end_N: Tensor) -> Tensor:
+    """bool [N]: which tokens are the current version's, in an episode that has none of an older one before them. Engine
+    and learner give these alone the same probability: an engine that goes on after a publication with what it has
+    cached (`learner.publish.pause_mode = "in_place"`) samples the others with keys and values of older versions."""
+    older_N = (lags_N > 0).long()
+    so_far_N = older_N.cumsum(0)
+    before_N = torch.where(segment_start(episode_end_N), so_far_N - older_N, 0).cummax(0).values
+    return so_far_N == before_N
 
 
 class TokenStats:
@@ -92,9 +96,10 @@ class TokenStats:
 
     @torch.no_grad()
     def add(self, lags_N: Tensor, columns: dict[str, Tensor]) -> None:
-        """`lags_N`: versions between sampling and training, as `oldest_of_turns` has them. `columns`: those of
-        `loss_columns`."""
+        """`lags_N`: versions between sampling and training. `columns`: those of `loss_columns`."""
         lag_N = torch.bucketize(lags_N, self._edges, right=True)
+        fresh_N = fresh_tokens(lags_N, columns["episode_end"])
+        columns = columns | {"fresh": fresh_N, "fresh_gap": torch.where(fresh_N, columns["abs_gap"], 0.0)}
         self._by_lag.index_add_(0, lag_N, _rows(columns, COLUMNS))
         self._by_turn.index_add_(0, columns["turn"].clamp(max=len(TURNS) - 1), _rows(columns, TURN_COLUMNS))
         log_rhos_N = columns["log_rho"].double()
@@ -127,6 +132,8 @@ class TokenStats:
             "policy/advantage_rms": (total["advantage_sq"] / tokens) ** 0.5,
             "value/target_mean": total["vs"] / tokens,
         }
+        if total["fresh"]:
+            result["behaviour/engine_gap"] = total["fresh_gap"] / total["fresh"]
         result |= _split_metrics(total) | _tail(histogram.sum(0), float(self._largest.max()))
         largest = self._largest.tolist()
         for i, lag in enumerate(LAGS):

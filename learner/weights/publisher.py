@@ -97,16 +97,17 @@ class Publisher:
         there were engines but none has taken weights for `give_up_s`; WrongWeights, likewise, when one holds other
         weights than it was given, also by a proof that nobody has waited for; ValueError, likewise, for weights that
         are not finite, before any engine is asked, and where all engines have another version of NCCL than the
-        learner, or take no adapters alone, and none is silent or has taken weights before.
+        learner, or take no adapters alone, and none is silent, or in trouble, or has taken weights before.
         """
         proven = self.proven()
         check_finite(self.policy.vlm.named_parameters(), self.ranks, self.policy.dtype)
         started, name = time.monotonic(), weight_name(version, self._process_id)
         members, silent, refused = self._healthy(engines) if self.ranks.is_main else ({}, {}, {})
         alone = self.policy.adapters is not None and self.policy.adapters.alone
-        hopeful, backend = bool(silent) or self._has_served, self.settings.backend
+        hopeful = bool(silent) or self._has_served or any(error.may_pass for error in refused.values())
+        backend = self.settings.backend
         members, unfit = fitting(members, backend, self.ranks, adapters=alone, hopeful=hopeful)
-        dropped = silent | refused | unfit
+        dropped = silent | reasons(refused) | unfit
         num_bytes, seconds, paused = 0, Seconds(), dict[EngineClient, float]()
         verifier = self.verifier if self.verifier and self.verifier.due() else None
         while True:
@@ -193,15 +194,15 @@ class Publisher:
 
     def _healthy(
         self, engines: Collection[str]
-    ) -> tuple[dict[EngineClient, EngineTraits], dict[str, str], dict[str, str]]:
-        """Those that can be sent weights; which others are not healthy, and which are but cannot, with reasons."""
+    ) -> tuple[dict[EngineClient, EngineTraits], dict[str, str], dict[str, EngineError]]:
+        """Those that can be sent weights; why others are not healthy; and what is wrong with those that are."""
         link, limit = self._link, self.settings.health_timeout_s
         asked = link.run(each(sorted(engines), lambda url: link.client(url).health(limit)))
         silent = reasons(asked)
         healthy = [url for url, answer in asked.items() if not isinstance(answer, EngineError)]
         found = link.run(each(healthy, lambda url: link.client(url).traits(limit)))
         members = {link.client(url): traits for url, traits in found.items() if isinstance(traits, EngineTraits)}
-        return members, silent, reasons(found)
+        return members, silent, {url: said for url, said in found.items() if isinstance(said, EngineError)}
 
     def _check_somebody_is_served(self, served: bool, dropped: dict[str, str]) -> None:
         now = time.monotonic()

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.cpu import layer as cpu_layer
 from kernels.cpu.distinct import distinct_rows
 from kernels.cpu.library import fits
-from kernels.cpu.linear import linear
+from kernels.cpu.linear import linear, padded
 from shared.vision import Grid, VisionSpec
 
 MAX_BATCH_PATCHES = 16384
@@ -83,11 +83,13 @@ class VisionTower(ABC, Generic[TablesT]):
         return [level.view(batch, -1, level.shape[-1]) for level in self._levels(embedded, self._grid_tables(grid))]
 
     def _embed(self, pixels: Tensor) -> Tensor:
-        """Patches uint8 [N, 3 * patch * patch] -> [N, hidden]; of those that are alike once."""
-        found, device = distinct_rows(pixels), self._weight.device
-        rows = pixels if found is None else pixels[found[0]]
-        embedded = linear(rows.to(device).to(self._weight.dtype), self._weight, self._bias)
-        return embedded if found is None else F.embedding(found[1].to(device), embedded)
+        """Patches uint8 [N, 3 * patch * patch] -> [N, hidden]; on a CPU of those that are alike once."""
+        pixels = pixels.to(self._weight.device)
+        if (found := distinct_rows(pixels)) is None:
+            return linear(pixels.to(self._weight.dtype), self._weight, self._bias)
+        first, like = found
+        rows = pixels[F.pad(first, (0, padded(len(first)) - len(first)))]  # of few different numbers
+        return F.embedding(like, linear(rows.to(self._weight.dtype), self._weight, self._bias))
 
     def _grid_tables(self, grid: Grid) -> TablesT:
         tables = self._tables.get(grid)
