@@ -8,11 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels import gemm
+from kernels import gemm, tiles
 
 PEERS = {"liger": "liger_kernel", "trl": "trl", "verl": "verl", "cce": "cut_cross_entropy", "quack": "quack"}
 NEEDS_GPU = ("cce", "verl", "quack")
-SLAB = 8192  # columns of the bare products
 Contestant = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
@@ -22,20 +21,28 @@ def full_logits(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor,
     return logprobs.gather(1, target.to(hidden.device)[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
-def bare_products(hidden: Tensor, weight: Tensor) -> None:
-    """The floor: the three products of forward and backward (6NHV) over slices of the vocabulary, and nothing else."""
+def bare_products(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
+    """The floor: the three products of forward and backward (6NHV) over slices of the vocabulary as wide as the
+    kernels' own, and nothing else. The gradients of logits that it multiplies are made here, once."""
     x_NH, w_VH = hidden.detach(), weight.detach()
-    dx_NH = torch.empty(x_NH.shape, device=x_NH.device)
-    dw_VH = torch.empty_like(w_VH)
-    place = torch.empty((len(x_NH), SLAB), device=x_NH.device)
-    for start in range(0, len(w_VH), SLAB):
-        w = gemm.Operand(gemm.widened(w_VH[start : start + SLAB]))
+    narrow = gemm.widened(w_VH[:0]).dtype
+    half, device = narrow != torch.float32, w_VH.device
+    width = tiles.plan(len(x_NH), len(w_VH), None, device, half=half, tracked=True).num_columns
+    gradients = torch.randn(len(x_NH) * width, device=device).div_(len(w_VH)).to(narrow)
+
+    def run() -> None:
         x = gemm.Operand(gemm.widened(x_NH))
-        logits = place[:, : len(w.whole)]
-        gemm.logits_tile(x, w, logits)
-        d = logits.view(w.whole.dtype)[:, : len(w.whole)]
-        gemm.add_hidden_grad(dx_NH, d, w, new=start == 0)
-        gemm.add_weight_grad(dw_VH[start : start + SLAB], d, x, new=True)
+        dx_NH, dw_VH = torch.empty(x_NH.shape, device=device), torch.empty_like(w_VH)
+        place = torch.empty_like(gradients, dtype=torch.float32)
+        for start in range(0, len(w_VH), width):
+            w = gemm.Operand(gemm.widened(w_VH[start : start + width]))
+            shape = len(x_NH), len(w.whole)
+            logits, d = (flat[: shape[0] * shape[1]].view(shape) for flat in (place, gradients))
+            gemm.logits_tile(x, w, logits)
+            gemm.add_hidden_grad(dx_NH, d, w, new=start == 0)
+            gemm.add_weight_grad(dw_VH[start : start + width], d, x, new=True)
+
+    return run
 
 
 def peers(entropy: bool = True) -> tuple[dict[str, Contestant], dict[str, str]]:

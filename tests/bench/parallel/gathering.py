@@ -3,8 +3,9 @@
     python -m tests.bench.parallel.gathering [--ranks N] [--rounds N] [--model NAME] [--shrink N]
 
 The parameters are those of `tests.bench.parallel.publish_many`, in float32 shards as training has them. `whole`: each
-parameter gathered as it is on every rank, then cast and laid out there; `rows`: `learner.weights.gathering`. Both take
-turns. Seconds are those of a gathering, of all ranks together, medians of the rounds. The last line is one JSON object.
+parameter gathered as it is on every rank, then cast and laid out there; `rows`: `learner.weights.gathering`. Each
+round takes one, then the other, and all ranks begin together. Seconds are those of a gathering, processor seconds of
+all ranks together, medians of the rounds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def policy_of(model: str, shrink: int, ranks: Ranks) -> Any:
 
 def measured(walk: Callable[[], Any]) -> tuple[float, float, int]:
     """(processor seconds of this process, seconds, most bytes of a bucket that is held here)."""
+    dist.barrier()
     begun, begun_cpu, most = time.monotonic(), time.process_time(), 0
     for bucket in walk():
         most = max(most, 0 if bucket is None else bucket.flat.numel())
@@ -67,7 +69,8 @@ def compute(arguments: argparse.Namespace) -> None:
     }
     found: dict[str, Any] = {"ranks": ranks.size, "model": arguments.model, "shrink": arguments.shrink}
     found["bytes"] = sum(2 * p.numel() for _, p in policy.named_weights())
-    rows = {way: [measured(walk) for _ in range(arguments.rounds + 1)][1:] for way, walk in ways.items()}
+    rounds = [[measured(walk) for walk in ways.values()] for _ in range(arguments.rounds + 1)][1:]
+    rows = dict(zip(ways, zip(*rounds, strict=True), strict=True))
     with counted() as gathered_sizes, patch.object(DTensor, "full_tensor", noting):
         for walk in ways.values():
             list(walk())
@@ -86,13 +89,16 @@ def compute(arguments: argparse.Namespace) -> None:
     close_ranks()
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default="Qwen3-VL-30B-A3B")
     parser.add_argument("--shrink", type=int, default=32)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    if arguments.ranks < 2:
+        print(f"--ranks is {arguments.ranks}: a single rank has nothing to gather; give at least 2", file=sys.stderr)
+        return 2
     return in_processes(((arguments.ranks,),), compute, arguments)
 
 

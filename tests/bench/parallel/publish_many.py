@@ -147,12 +147,27 @@ def main() -> None:
         process.join(10)
 
 
-def started(count: int) -> tuple[list[str], Any]:
+def started(count: int, limit_s: float = LIMIT_S) -> tuple[list[str], Any]:
+    """(the engines' URLs, their process). RuntimeError if it ends, or says nothing within the limit."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=serve_many, args=(count, theirs), daemon=True)
     process.start()
-    return [f"http://127.0.0.1:{port}" for port in ours.recv()], process
+    theirs.close()  # the child's end is the only one now: when it dies, ours is at its end
+    ports, fault = None, f"has not told their ports within {limit_s:g} s"
+    try:
+        if ours.poll(limit_s):
+            ports = ours.recv()
+    except EOFError:
+        fault = "ended before it told their ports"
+    finally:
+        ours.close()
+        if ports is None:
+            process.kill()
+            process.join(10)
+    if ports is None:
+        raise RuntimeError(f"the process of the {count} simulated engines {fault}")
+    return [f"http://127.0.0.1:{port}" for port in ports], process
 
 
 if __name__ == "__main__":

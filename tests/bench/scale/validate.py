@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ GROUPS, IN_PLAY, MAX_BATCH = 16, 64, 64
 STEPS, SKIP = 16, 6
 SEEDS = 8  # simulations that are averaged
 LIMIT_S = 3600.0
+END_S = 30.0  # in which a run that is told to end has ended
 TOLERANCE = 0.1
 
 
@@ -42,6 +44,9 @@ def play(folder: Path, name: str, bound: int, seed: int) -> Path:
         finally:
             if run.poll() is None:  # it ends its learner, engine and actors itself
                 run.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    run.wait(END_S)
+                run.kill()  # nothing happens if it has ended
                 run.wait()
     if code:
         raise RuntimeError(f"the run {name} ended with {code}; see {folder / name}.err")
