@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
 from random import Random
 
@@ -12,21 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner import plan
-from learner.model.duration import Speed, publication_time, step_time
-from learner.model.memory import Setting
-from learner.model.sizes import find
 from learner.scale.admission import Admission
-from learner.scale.assumed import engine_gpus, loop_of
 from learner.scale.draws import Constant, Drawn, LogNormal, Measured, Pareto, Seen, TurnSize
 from learner.scale.records import EngineSpeed, Loop, Publication
-from learner.scale.simulation import simulate
-from learner.scale.split import bounds, miniature, splits
+from learner.scale.simulation import Stalled, simulate
+from learner.scale.split import bounds
 from learner.tickets.book import Verdict
 from learner.tickets.records import number_of
 from shared.types import Ticket
 from tests.bench.scale.calibrate import Asked, speed_of
-from tests.bench.scale.sweep import COLOCATED, Case, cases, loop, sweep, tables
 from tests.support.tickets.book_rig import make_book
 from tests.support.wires import group_of
 
@@ -34,7 +26,6 @@ ENGINE = EngineSpeed(token_s=0.01, request_s=0.001, prefill_s=0.0001, turn_s=0.0
 PAUSED = Publication("paused", send_s=3.0)
 EVEN = Drawn(Constant(2), Constant(100), Constant(50), Constant(0.5))
 LONG_TAILED = Drawn(Constant(2), Constant(100), LogNormal(50, 1.0), LogNormal(0.5, 1.0))
-DENSE = find("Qwen3-VL-8B")
 
 
 def small(**changes):
@@ -148,6 +139,51 @@ def test_a_ticket_whose_lease_is_over_is_played_twice_and_trained_once():
     assert leased.seconds < waiting.seconds
 
 
+HALF_LONG = Seen(((TurnSize(0, 10, 1.0),), (TurnSize(0, 10, 300.0),)))
+
+
+@pytest.mark.parametrize("groups_in_play", [1, 2, 4, 8, 16])
+def test_actors_with_few_places_play_tickets_again_whose_lease_is_over(groups_in_play):
+    loop = small(episodes=HALF_LONG, lease_s=20.0, max_staleness=2, groups_in_play=groups_in_play)
+    leased, waiting = simulate(loop, 20), simulate(replace(loop, lease_s=float("inf")), 20)
+    assert leased.steps == 20 and leased.reissued > 0 == waiting.reissued
+    assert leased.max_staleness <= 2
+    assert leased.seconds < 1.1 * waiting.seconds  # what is played twice takes places of others
+
+
+class OneHangs:
+    """Of all episodes the third one's environment answers after 10,000 s."""
+
+    def __init__(self):
+        self.drawn = 0
+
+    def draw(self, random):
+        self.drawn += 1
+        return (TurnSize(0, 10, 10_000.0 if self.drawn == 3 else 1.0),)
+
+
+@pytest.mark.parametrize("groups_in_play", [2, 4, 0])
+def test_a_ticket_that_hangs_costs_about_its_lease_and_one_place(groups_in_play):
+    def seconds(lease_s):
+        loop = small(episodes=OneHangs(), lease_s=lease_s, max_staleness=2, groups_in_play=groups_in_play)
+        return simulate(loop, 12).seconds
+
+    assert seconds(20.0) < 120.0 < 10_000.0 < seconds(float("inf"))
+
+
+def test_a_ticket_that_waits_to_be_played_again_is_not_once_its_group_is_here():
+    """With one place the first play comes to its end before a second one can begin."""
+    loop = small(episodes=HALF_LONG, lease_s=20.0, max_staleness=2, groups_in_play=1)
+    leased, waiting = simulate(loop, 20), simulate(replace(loop, lease_s=float("inf")), 20)
+    assert leased.reissued > 0
+    assert replace(leased, reissued=0) == waiting
+
+
+def test_a_run_in_which_nothing_can_be_played_says_so():
+    with pytest.raises(Stalled, match="nothing is under way after 0 of 4 steps"):
+        simulate(small(max_staleness=-1), 4)
+
+
 def test_actors_that_play_few_groups_at_once_make_data_young_and_slow():
     few, many = (simulate(small(max_staleness=8, groups_in_play=n), 30, skip=10) for n in (1, 0))
     assert few.episodes_per_s < many.episodes_per_s and few.staleness < many.staleness
@@ -200,86 +236,3 @@ def test_an_engine_is_measured_by_the_turns_that_ran_beside_each_other():
             turns += [Asked(start, tokens * (0.01 + 0.002 * running) + 0.03 * running, tokens)] * running
     found = speed_of(turns, 8)
     assert (found.token_s, found.request_s, found.turn_s) == pytest.approx((0.01, 0.002, 0.03), rel=1e-6)
-
-
-def test_a_model_s_loop_has_the_plan_s_seconds():
-    setting = Setting(gpus=8, episodes=256, activation_checkpointing=True)
-    made = loop_of(DENSE, setting, 24, design="paused")
-    assert made.step_s.mean == step_time(DENSE, setting, Speed()).seconds
-    assert made.publication.send_s == publication_time(DENSE, setting, Speed()).seconds
-    assert made.engine.token_s == pytest.approx(2 * DENSE.parameters / (3350e9 * 0.7))
-    assert (made.groups_per_step, made.group_size) == (32, 8)
-    assert [engine_gpus(find(name), setting) for name in ("Qwen3-VL-2B", "Qwen3-VL-235B-A22B")] == [1, 8]
-
-
-def test_a_miniature_is_as_fast_as_the_whole():
-    case = Case("Qwen3-VL-8B", "systems", "ours", 64, 0.25, 1)
-    whole = replace(loop(case, DENSE), groups_per_step=64)  # 512 episodes
-    part, times = miniature(whole, 128)
-    assert (part.engines, part.groups_per_step, times) == (12, 16, 4.0)
-    fast = [simulate(one, 12, skip=3).episodes_per_s for one in (whole, part)]
-    assert fast[1] * times == pytest.approx(fast[0], rel=0.1)
-
-
-def test_the_plan_divides_gpus_between_learner_and_engines(capsys):
-    setting = Setting(gpus=32, episodes=512, activation_checkpointing=True)
-    found = splits(DENSE, setting, 132e9, max_staleness=4)
-    assert [split.learner + split.engines * split.engine_gpus for split in found] == [32] * len(found)
-    made = [split.episodes_per_s for split in found]
-    assert made == sorted(made, reverse=True)
-    assert all(split.episodes_per_s <= split.bounds.least for split in found)
-    command = ["--model", "Qwen3-VL-8B", "--gpus", "32", "--split", "--episodes", "512", "--activation-checkpointing"]
-    assert plan.main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Qwen3-VL-8B: 32 GPUs for learner and engines, 512 episodes a step"
-    assert re.match(r"  \d+ GPUs for the learner, \d+ engines: ", lines[1])
-    assert plan.main(["--model", "Qwen3-VL-235B-A22B", "--gpus", "8", "--split"]) == 0
-    assert "no split fits: use more GPUs" in capsys.readouterr().out
-
-
-def test_the_sweep_keeps_its_rows_and_tells_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("tests.bench.scale.sweep.EPISODES_A_GPU", 2)
-    rows = sweep("Qwen3-VL-8B", [8], tmp_path / "rows.jsonl")
-    assert len(rows) == len(list(cases("Qwen3-VL-8B", [8])))
-    assert sweep("Qwen3-VL-8B", [8], tmp_path / "rows.jsonl") == json.loads(json.dumps(rows))
-    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(rows)
-    assert f"| {COLOCATED} | " in tables(rows)
-
-
-SPLIT = ["--model", "Qwen3-VL-8B", "--gpus", "16", "--split", "--lora-rank", "16", "--activation-checkpointing"]
-SPLIT += ["--microbatch-tokens", "2048"]
-
-
-def test_a_split_has_the_engines_that_the_options_describe(capsys):
-    told = []
-    for options in ([], ["--gpu-memory", "24"], ["--hbm", "4800"], ["--decode", "0.8"]):
-        assert plan.main([*SPLIT, *options]) == 0
-        told.append(capsys.readouterr().out)
-    plain, small, faster, busier = told
-    assert " engines of 2 GPUs: " in small and " engines: " in plain  # 24 GB have no room for 8B twice
-    alone = [max(map(float, re.findall(r"engines alone ([\d.]+)", each))) for each in (plain, faster, busier)]
-    assert alone[0] < alone[1] < alone[2]
-    setting = Setting(gpus=16, activation_checkpointing=True, lora_rank=16, microbatch_tokens=2048)
-    batches = [splits(DENSE, setting, 22e9, gpu_bytes=gb * 1e9)[0].loop.engine.max_batch for gb in (80, 141)]
-    assert batches == [41, 84]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--episode-tokens", "1"], "--episode-tokens 1 leaves no token to a prompt; set it to 2 at least"),
-        (["--episode-tokens", "1", "--microbatch-tokens", "9999999"], "set it to 2 at least"),  # no learner fits
-        (["--episode-tokens", "250000", "--gpu-memory", "24"], "no room on 2 GPUs of 24 GB, an engine's, beside"),
-        (["--episode-tokens", "3000000"], "longer than the context of Qwen3-VL-8B; set it to 262144 at most"),
-        (["--model", "", "--episode-tokens", "150000"], "longer than the context of Qwen2.5-VL-3B; set it to 128000"),
-    ],
-)  # fmt: skip
-def test_episodes_that_no_engine_plays_are_one_line_with_the_next_length_that_it_does(options, said, capsys):
-    assert plan.main([*SPLIT, *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line and f"--episode-tokens {options[options.index('--episode-tokens') + 1]}" in line
-
-
-def test_episodes_longer_than_the_models_context_are_refused_without_a_split_too(capsys):
-    assert plan.main(["--model", "Qwen3-VL-8B", "--gpus", "8", "--episode-tokens", "300000"]) == 2
-    assert "--episode-tokens 300000 is longer than the context of Qwen3-VL-8B" in capsys.readouterr().err

@@ -96,7 +96,10 @@ def loop_of(
     serving: Serving = SERVING,
     gpu_bytes: float = GPU_BYTES,
 ) -> Loop:
-    """`setting.gpus` are the learner's. A setting whose shards do not divide them shares one copy."""
+    """`setting.gpus` are the learner's. A setting whose shards do not divide them shares one copy. ValueError: there is
+    no engine or no learner; or what `engine_speed` refuses."""
+    if engines < 1 or setting.gpus < 1:
+        raise ValueError(f"{setting.gpus} GPUs for the learner and {engines} engines make no loop; use more GPUs")
     setting = replace(setting, shard_size=0) if setting.gpus % setting.shards else setting
     tokens = setting.episode_tokens * setting.sampled_share
     gpus = engine_gpus(sizes, setting, gpu_bytes, serving)

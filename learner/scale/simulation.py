@@ -6,6 +6,9 @@
 
 An episode stays on one engine, the one with the fewest episodes when it began. Nothing fails, is late or takes time but
 what `Loop` names: messages and the learner's own bookkeeping are free.
+
+A ticket whose lease is over is played once more as soon as an actor has a place for it. The first group counts: the
+places of the ticket's other plays are free from then on, and their episodes end when their environment answers.
 """
 
 from __future__ import annotations
@@ -65,6 +68,10 @@ def simulate(loop: Loop, steps: int, *, skip: int = 0, seed: int = 0, ends: bool
     return _Simulation(loop, steps, skip, seed, ends).run()
 
 
+class Stalled(RuntimeError):
+    """A run in which nothing is under way any more although steps are missing: its loop admits no group."""
+
+
 class _Simulation:
     def __init__(self, loop: Loop, steps: int, skip: int, seed: int, ends: bool) -> None:
         self._loop, self._steps, self._skip, self._random = loop, steps, skip, Random(seed)
@@ -74,7 +81,8 @@ class _Simulation:
         self._least = [(0, index) for index in range(loop.engines)]  # a heap; entries may be out of date
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._again: deque[int] = deque()  # tickets whose lease is over
+        self._plays, self._plays_of = 0, dict[int, int]()  # that have an actor's place: all, and of each open ticket
+        self._again: deque[int] = deque()  # tickets whose lease is over; some have their group by now
         self._done: dict[int, _Group] = {}
         self._now = 0.0
         self._learner_idle, self._publication_waits, self._steps_done, self._reissued = True, False, 0, 0
@@ -83,6 +91,8 @@ class _Simulation:
     def run(self) -> Outcome:
         self._issue()
         while self._steps_done < self._steps:
+            if not self._events:
+                raise Stalled(f"nothing is under way after {self._steps_done} of {self._steps} steps of {self._loop}")
             self._now, _, event = heapq.heappop(self._events)
             event()
         return self._outcome()
@@ -95,7 +105,9 @@ class _Simulation:
 
     def _issue(self) -> None:
         most = self._loop.groups_in_play or inf
-        while self._admission.playing + len(self._again) < most:
+        while self._plays < most:
+            while self._again and not self._admission.is_open(self._again[0]):
+                self._again.popleft()
             if self._again:
                 self._play(self._again.popleft())
             elif self._admission.may_issue():
@@ -105,6 +117,7 @@ class _Simulation:
 
     def _play(self, number: int) -> None:
         group = _Group(number, self._loop.group_size)
+        self._plays, self._plays_of[number] = self._plays + 1, self._plays_of.get(number, 0) + 1
         if self._loop.lease_s < inf:
             self._at(self._now + self._loop.lease_s, lambda: self._lease_over(number))
         for _ in range(self._loop.group_size):
@@ -156,7 +169,7 @@ class _Simulation:
         self._at(self._now + turn.env_s, lambda: self._answered(episode))
 
     def _answered(self, episode: _Episode) -> None:
-        """The environment has; a play whose ticket another one has fulfilled is cancelled here."""
+        """The environment has; an episode whose ticket another play has fulfilled ends here."""
         group = episode.group
         if episode.next_turn < len(episode.turns) and self._admission.is_open(group.number):
             self._ask(episode)
@@ -164,6 +177,7 @@ class _Simulation:
         self._moved(episode.engine, -1)
         group.episodes -= 1
         if not group.episodes and self._admission.is_open(group.number):
+            self._plays -= self._plays_of.pop(group.number)  # the ticket's other plays are called off
             self._admission.arrived(group.number)
             self._done[group.number] = group
             self._proceed()

@@ -79,6 +79,11 @@ def miniature(loop: Loop, most_episodes: int) -> tuple[Loop, float]:
     return replace(loop, engines=engines, groups_per_step=groups), loop.groups_per_step / groups
 
 
+def learner_setting(setting: Setting, gpus: int) -> Setting:
+    """Of a learner of so many GPUs, as the memory that it needs is judged: one copy in shards on all of them."""
+    return replace(setting, gpus=gpus, context=1, expert=1, shard_size=0)
+
+
 def splits(
     sizes: ModelSizes,
     setting: Setting,
@@ -98,7 +103,7 @@ def splits(
     how["gpu_bytes"] = gpu_bytes
     found = []
     for learner in _learners(setting.gpus, gpus):
-        each = replace(setting, gpus=learner, context=1, expert=1, shard_size=0)
+        each = learner_setting(setting, learner)
         if memory(sizes, each).total <= room:
             loop = loop_of(sizes, each, (setting.gpus - learner) // gpus, **how)  # type: ignore[arg-type]
             found.append((bounds(loop), learner, loop))

@@ -36,6 +36,7 @@ from launch.plots.figure import COLOURS
 from learner.distributed import Ranks, close_ranks, init_ranks
 from shared.types import Group
 from tests.bench.learner import trainer_of
+from tests.bench.scale.options import picture_to_write
 from tests.bench.transport import trajectory
 from tests.support.episodes import learner_config
 from tests.support.runs import finished
@@ -175,7 +176,7 @@ def draw(found: dict[str, Rows], path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SWEEPS, default=list(SWEEPS))
-    parser.add_argument("--draw", type=Path, help="a picture's file")
+    parser.add_argument("--draw", type=picture_to_write, help="a picture's file")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     ranks, found = init_ranks("cpu"), {}
@@ -186,9 +187,9 @@ def main(argv: list[str] | None = None) -> int:
                 print(name, json.dumps(row), file=sys.stderr, flush=True)
     finally:
         close_ranks()
+    print(json.dumps({"benchmark": "growth", **found}), flush=True)
     if options.draw:
         draw(found, options.draw)
-    print(json.dumps({"benchmark": "growth", **found}))
     return 0
 
 

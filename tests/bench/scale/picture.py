@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.plots.figure import COLOURS
-from tests.bench.scale.sweep import COLOCATED, Row, best, sizes_of, systems
+from tests.bench.scale.sweep import COLOCATED, Row
+from tests.bench.scale.tables import best, sizes_of, systems
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -16,12 +17,12 @@ def draw(rows: list[Row], path: Path) -> None:
     figure = Figure(figsize=(13.2, 4.0), layout="constrained")
     panels = figure.subplots(1, 3)
     for system, colour in zip(systems(), COLOURS, strict=True):
-        found = [best(rows, system, count) for count in gpus]
-        base = [best(rows, COLOCATED, count)["episodes_per_s"] for count in gpus]
-        made = [row["episodes_per_s"] for row in found]
-        panels[0].plot(gpus, made, "o-", color=colour, label=system)
-        panels[1].plot(gpus, [one / other for one, other in zip(made, base, strict=True)], "o-", color=colour)
-        panels[2].plot(gpus, [row["staleness"] for row in found], "o-", color=colour)
+        found = [(best(rows, system, count), best(rows, COLOCATED, count)) for count in gpus]
+        fit = [(row, base) for row, base in found if row and base]
+        places, made = [row["gpus"] for row, _ in fit], [row["episodes_per_s"] for row, _ in fit]
+        times = [row["episodes_per_s"] / base["episodes_per_s"] for row, base in fit]
+        for panel, values in zip(panels, (made, times, [row["staleness"] for row, _ in fit]), strict=True):
+            panel.plot(places, values, "o-", color=colour, label=system if panel is panels[0] else None)
     panels[0].set(title="Throughput", ylabel="episodes a second", yscale="log")
     panels[1].set(title="Times a synchronous loop", ylim=(0, None))
     panels[2].set(title="Staleness", ylabel="policy versions, mean of tokens", ylim=(0, None))

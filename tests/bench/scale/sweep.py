@@ -1,24 +1,29 @@
-"""Simulations by number of GPUs: each system with its best split, designs of publication, tails, and splits."""
+"""Simulations by number of GPUs: each system with several splits, designs of publication, and tails."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from learner.model.duration import Speed
-from learner.model.memory import Setting
+from learner.model.memory import Setting, memory
 from learner.model.sizes import ModelSizes, find
-from learner.scale.assumed import Serving, engine_gpus, loop_of
+from learner.plan import RESERVED_FRACTION
+from learner.scale.assumed import GPU_BYTES, Serving, engine_gpus, loop_of
 from learner.scale.records import Loop, Rule
 from learner.scale.simulation import simulate
-from learner.scale.split import miniature
+from learner.scale.split import learner_setting, miniature
 
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = ("learner/scale/*.py", "learner/tickets/staleness.py", "tests/bench/scale/sweep.py")  # that make a row
 EPISODES_A_GPU, MOST_EPISODES, GROUP_SIZE = 32, 8192, 8  # of a step
-SIMULATED = 512  # of these, at most; more are simulated in miniature
+SIMULATED = 512  # of these, at most; more are simulated in miniature, but in the table of tails
 STEPS, MOST_SKIP = 8, 4
 SHARES = (0.125, 0.25, 0.5)  # of the GPUs, the learner's
 BOUNDS = (0, 1, 2, 4, 8)
@@ -67,15 +72,31 @@ def cases(model: str, gpus: list[int]) -> Iterator[Case]:
             yield Case(model, "tails", OURS.format(bound), middle, 0.25, bound, sigma=sigma)
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a case divides its GPUs into."""
+
+    setting: Setting  # of the learner, with its GPUs
+    engines: int
+    fits: bool  # there is an engine, and a rank of the learner has room
+
+    @staticmethod
+    def of(case: Case, sizes: ModelSizes) -> Parts:
+        episodes = min(EPISODES_A_GPU * case.gpus, MOST_EPISODES)
+        setting = Setting(episodes=episodes, activation_checkpointing=True)
+        of_engine = engine_gpus(sizes, setting)
+        learner = case.gpus if case.share == 1 else of_engine * max(1, round(case.gpus * case.share / of_engine))
+        engines = (case.gpus if case.share == 1 else case.gpus - learner) // of_engine
+        setting = learner_setting(setting, learner)
+        room = GPU_BYTES * (1 - RESERVED_FRACTION)
+        return Parts(setting, engines, engines > 0 and memory(sizes, setting).total <= room)
+
+
 def loop(case: Case, sizes: ModelSizes) -> Loop:
-    """Of so many GPUs. Several engines at least, and a learner."""
-    episodes = min(EPISODES_A_GPU * case.gpus, MOST_EPISODES)
-    setting = Setting(episodes=episodes, activation_checkpointing=True)
-    of_engine = engine_gpus(sizes, setting)
-    learner = case.gpus if case.share == 1 else of_engine * max(1, round(case.gpus * case.share / of_engine))
-    engines = (case.gpus if case.share == 1 else case.gpus - learner) // of_engine
+    """Of so many GPUs. ValueError: they have no engine."""
+    parts = Parts.of(case, sizes)
     made = loop_of(
-        sizes, replace(setting, gpus=learner), engines, group_size=GROUP_SIZE, max_staleness=case.max_staleness,
+        sizes, parts.setting, parts.engines, group_size=GROUP_SIZE, max_staleness=case.max_staleness,
         design=case.design, speed=Speed(), serving=Serving(sigma=case.sigma),  # type: ignore[arg-type]
     )  # fmt: skip
     sent = made.publication
@@ -83,71 +104,64 @@ def loop(case: Case, sizes: ModelSizes) -> Loop:
     return replace(made, publication=sent, rule=case.rule)
 
 
+def fitting(model: str, gpus: list[int]) -> list[Case]:
+    """The cases that have an engine and a learner that fits; a line on stderr for each number of GPUs that has none.
+    ValueError: an unknown model, or no case is left."""
+    if wrong := [count for count in gpus if count < 1]:
+        raise ValueError(f"--gpus {wrong[0]} is no number of GPUs; use 1 or more")
+    found = [case for case in cases(model, sorted(set(gpus))) if Parts.of(case, find(case.model)).fits]
+    left = {case.gpus for case in found if case.model == model}
+    none = [f"{count}" for count in sorted(set(gpus) - left)]
+    said = f"--gpus {' '.join(none)}: no engine and learner of {model} fit; use more GPUs"
+    if not left:
+        raise ValueError(said)
+    if none:
+        print(said, file=sys.stderr, flush=True)
+    return found
+
+
+@cache
+def _source() -> bytes:
+    return b"".join(path.read_bytes() for pattern in SOURCES for path in sorted(ROOT.glob(pattern)))
+
+
+def code_of(whole: Loop) -> str:
+    """A short hash of all that a row comes from beside its case: the simulation's source, and the loop's numbers, which
+    are those of the model and of what is assumed."""
+    return hashlib.sha256(_source() + repr((whole, SIMULATED, STEPS, MOST_SKIP)).encode()).hexdigest()[:12]
+
+
+def row_of(case: Case, whole: Loop, seed: int = 0) -> Row:
+    """By simulation."""
+    skip = min(MOST_SKIP, case.max_staleness + 1)
+    small, times = (whole, 1.0) if case.kind == "tails" else miniature(whole, SIMULATED)
+    outcome = simulate(small, STEPS + skip, skip=skip, seed=seed)
+    row = {**asdict(outcome), "most_stale": outcome.max_staleness, **asdict(case)}
+    row["episodes_per_s"] = outcome.episodes_per_s * times
+    return row
+
+
+def _kept(path: Path) -> list[Row]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    try:
+        return [dict(json.loads(line)) for line in lines]
+    except (ValueError, TypeError):
+        raise ValueError(f"--rows {path} holds lines that are no rows of this command; name another file") from None
+
+
 def sweep(model: str, gpus: list[int], kept: Path) -> list[Row]:
-    """A row a case; those that `kept` holds are not made again. ValueError: an unknown model."""
-    known = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    """A row a case; those that `kept` holds of the same code are not made again. ValueError: as `fitting`; or `kept`
+    holds something else."""
+    found, known = fitting(model, gpus), _kept(kept)
     kept.parent.mkdir(parents=True, exist_ok=True)
     rows = []
-    for case in cases(model, sorted(gpus)):
-        row = next((row for row in known if asdict(case).items() <= row.items()), None)
+    for case in found:
+        whole = loop(case, find(case.model))
+        key = {**asdict(case), "code": code_of(whole)}
+        row = next((row for row in known if key.items() <= row.items()), None)
         if row is None:
-            skip = min(MOST_SKIP, case.max_staleness + 1)
-            small, times = miniature(loop(case, find(case.model)), SIMULATED)
-            outcome = simulate(small, STEPS + skip, skip=skip)
-            row = {**asdict(outcome), "most_stale": outcome.max_staleness, **asdict(case)}
-            row["episodes_per_s"] = outcome.episodes_per_s * times
+            row = {**row_of(case, whole), **key}
             with kept.open("a") as file:
                 file.write(json.dumps(row) + "\n")
         rows.append(row)
     return rows
-
-
-def best(rows: list[Row], system: str, gpus: int) -> Row:
-    """The row of the best split of a system."""
-    own = [row for row in rows if (row["kind"], row["system"], row["gpus"]) == ("systems", system, gpus)]
-    return max(own, key=lambda row: row["episodes_per_s"])
-
-
-def systems() -> list[str]:
-    return [COLOCATED, ONE_STEP_OFF, *(OURS.format(bound) for bound in BOUNDS)]
-
-
-def sizes_of(rows: list[Row]) -> list[int]:
-    return sorted({row["gpus"] for row in rows})
-
-
-def tables(rows: list[Row]) -> str:
-    """Markdown."""
-    gpus = sizes_of(rows)
-    lines = [f"| episodes/s (times synchronous; mean staleness) | {' | '.join(f'{n} GPUs' for n in gpus)} |"]
-    lines.append("|---" * (len(gpus) + 1) + "|")
-    for system in systems():
-        cells = []
-        for count in gpus:
-            row, base = best(rows, system, count), best(rows, COLOCATED, count)
-            times = row["episodes_per_s"] / base["episodes_per_s"]
-            share = "" if row["share"] == 1 else f"; {row['share']:.0%}"
-            cells.append(f"{row['episodes_per_s']:.3g} (**{times:.2f}**; {abs(row['staleness']):.1f}{share})")
-        lines.append(f"| {system} | {' | '.join(cells)} |")
-    for slower in SLOWER:
-        lines += ["", f"| publications that take {slower} times as long | {' | '.join(f'{n} GPUs' for n in gpus)} |"]
-        lines.append("|---" * (len(gpus) + 1) + "|")
-        of = [row for row in rows if row["kind"] == "designs" and row["slower"] == slower]
-        for design in DESIGNS:
-            own = {row["gpus"]: row["episodes_per_s"] for row in of if row["design"] == design}
-            lines.append(f"| {design} | {' | '.join(f'{own[count]:.4g}' for count in gpus)} |")
-    if large := [row for row in rows if row["kind"] == "large"]:
-        made = ", ".join(f"{row['design']} {row['episodes_per_s']:.4g}" for row in large)
-        lines += ["", f"{LARGE}, {gpus[-1]} GPUs, episodes/s: {made}"]
-    lines += ["", *tails(rows)]
-    return "\n".join(lines)
-
-
-def tails(rows: list[Row]) -> list[str]:
-    of = [row for row in rows if row["kind"] == "tails"]
-    lines = [f"| episodes/s with {of[0]['gpus']} GPUs | {' | '.join(f'sigma {sigma}' for sigma in SIGMAS)} |"]
-    lines.append("|---" * (len(SIGMAS) + 1) + "|")
-    for system in dict.fromkeys(row["system"] for row in of):
-        own = {row["sigma"]: row["episodes_per_s"] for row in of if row["system"] == system}
-        lines.append(f"| {system} | {' | '.join(f'{own[sigma]:.3g}' for sigma in SIGMAS)} |")
-    return lines
