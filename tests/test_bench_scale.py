@@ -7,8 +7,7 @@ import json
 import pytest
 
 from learner.model.sizes import find
-from tests.bench.scale import __main__ as command
-from tests.bench.scale import growth, sweep
+from tests.bench.scale import command, growth, sweep
 from tests.bench.scale.sweep import COLOCATED, Parts, cases, fitting
 from tests.bench.scale.tables import tables
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from kernels import linear_logprob, reference, reverse_scan
 from tests.bench.kernels.gpu_times import gpu_times
 from tests.bench.kernels.peers import Contestant, bare_products, full_logits, peers
+from tests.bench.kernels.tasks import backward, inputs, loop_over_time, of_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 VOCAB = 151_936
@@ -33,27 +34,9 @@ SHAPES = [f"{rows}x{hidden}" for hidden in HIDDEN for rows in ROWS]
 PRODUCTS = "products alone"
 
 
-def inputs(num_rows: int, hidden_size: int, device: str, dtype: torch.dtype, vocab: int) -> tuple[Tensor, ...]:
-    """Peaky logits; targets and upstream gradients on the side."""
-    gen = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(num_rows, hidden_size, generator=gen, device=device).to(dtype).requires_grad_()
-    weight = torch.empty(vocab, hidden_size, device=device, dtype=dtype)
-    weight.normal_(0, 3 / hidden_size**0.5, generator=gen).requires_grad_()
-    upstream = torch.randn(2, num_rows, generator=gen, device=device)
-    return hidden, weight, torch.randint(vocab, (num_rows,)), upstream
-
-
 def full_logprobs(hidden: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, None]:
     """torch's own path without the entropy."""
     return (hidden @ weight.t()).log_softmax(-1).gather(1, target[:, None])[:, 0], None
-
-
-def backward(path: Contestant, hidden: Tensor, weight: Tensor, target: Tensor, upstream: Tensor) -> None:
-    """Forward and backward of one contestant."""
-    hidden.grad = weight.grad = None
-    logprob, entropy = path(hidden, weight, target)
-    loss = (logprob * upstream[0]).sum() if logprob.ndim else logprob
-    (loss if entropy is None else loss + (entropy * upstream[1]).sum()).backward()
 
 
 def cpu_child(name: str, num_rows: int, vocab: int, entropy: bool, turns: int) -> dict[str, float]:
@@ -104,15 +87,6 @@ def cpu_bench(num_rows: int, vocab: int, turns: int, measure: Callable[..., dict
             result[f"ours / {peer}"] = ratios
         report[what] = result
     return report
-
-
-def loop_over_time(decay_TB: Tensor, delta_TB: Tensor) -> Tensor:
-    """The scan's definition as a Python loop in the dtype of its inputs."""
-    out_TB = torch.empty_like(delta_TB)
-    acc_B = torch.zeros_like(delta_TB[0])
-    for t in reversed(range(len(delta_TB))):
-        acc_B = out_TB[t] = delta_TB[t] + decay_TB[t] * acc_B
-    return out_TB
 
 
 def scan_bench(device: str) -> dict[str, float]:
@@ -177,11 +151,6 @@ def runs_here(name: str, path: Contestant, data: tuple[Tensor, ...]) -> bool:
         data[0].grad = data[1].grad = None
         return False
     return True
-
-
-def of_rows(path: Contestant, rows: Tensor) -> Contestant:
-    """The same of these rows alone, which it picks itself, as the learner does."""
-    return lambda hidden, weight, target: path(hidden.index_select(0, rows), weight, target)
 
 
 def gpu_pack(num_rows: int, hidden_size: int, contestants: dict[str, Contestant], repeats: int) -> dict[str, float]:
