@@ -169,7 +169,7 @@ def test_the_table_says_what_the_plan_does(row):
         ("8B", 64, 65536, (8, 1), "3.2 s"),
         ("30B-A3B", 8, 32768, (1, 1), "19.4 s"),
         ("30B-A3B", 16, 16384, (1, 1), "19.7 s"),
-        ("30B-A3B", 16, 16384, (1, 4), "11.0 s"),
+        ("30B-A3B", 16, 16384, (2, 8), "8.3 s"),
     ],
 )
 def test_where_a_mesh_begins_to_pay_is_as_the_plan_reckons(model, gpus, longest, mesh, seconds):
