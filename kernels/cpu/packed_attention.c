@@ -68,9 +68,11 @@ INLINE void attend_tile_backward(const Tile *tile, int64_t w, int64_t d, const f
                                  int64_t out_row, const float *log_sum, int64_t log_row, float *grad_query,
                                  float *grad_keys, float *grad_values, int64_t grad_row) {
     lanes turned[MAX_HEAD * SIDE], pulled[MAX_HEAD * SIDE], moved[MAX_HEAD * SIDE], all[SIDE];
-    lanes weights[TILE_KEYS * SIDE], slopes[TILE_KEYS * SIDE];
+    lanes weights[TILE_KEYS * SIDE], slopes[TILE_KEYS * SIDE], queries[MAX_HEAD * SIDE], grads[MAX_HEAD * SIDE];
     float *weight = (float *)weights, *slope = (float *)slopes, logs[SIDE * LANES] = {0}, inner[SIDE * LANES] = {0};
     int64_t across = w * LANES;
+    gather(tile, w, query, query_row, query_head, d, (float *)queries);
+    gather(tile, w, grad_out, out_row, d, d, (float *)grads);
     UNROLL_SIDE for (int v = 0; v < w; v++) {
         int64_t valid = tile->valid[v], at = BEGIN(v, out_row, d);
         turn_in(query + BEGIN(v, query_row, query_head), query_row, valid, w, d, scale * LOG2_E, turned + v);
@@ -102,11 +104,8 @@ INLINE void attend_tile_backward(const Tile *tile, int64_t w, int64_t d, const f
         hide(0, tile, w, start, count, weights);
         hide(0, tile, w, start, count, slopes);
         add_rows(slopes, w, count, key, key_row, d, all, moved);
-        UNROLL_SIDE for (int v = 0; v < w; v++) {
-            const float *own = query + BEGIN(v, query_row, query_head), *given = grad_out + BEGIN(v, out_row, d);
-            add_outer(slopes + v, w, count, own, query_row, tile->valid[v], d, for_keys, grad_row);
-            add_outer(weights + v, w, count, given, out_row, tile->valid[v], d, for_values, grad_row);
-        }
+        add_outer(slopes, w, count, (float *)queries, d, for_keys, grad_row);
+        add_outer(weights, w, count, (float *)grads, d, for_values, grad_row);
     }
     UNROLL_SIDE for (int v = 0; v < w; v++)
         turn_out(moved + v, w, d, all[v], tile->valid[v], grad_query + BEGIN(v, out_row, d), out_row);

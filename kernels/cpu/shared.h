@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOT_INLINE __attribute__((noinline))
 #define SHARED _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows > 16)")
 
 /* 2^(n + r), n a whole number, r at most a half and n + r at most 0: a polynomial of degree 5, 1 at 0, of the least

@@ -129,38 +129,53 @@ INLINE void add_rows(const lanes *weights, int64_t w, int64_t count, const float
     }
 }
 
-/* sums[j][i] += sum over l of weights[j * w], lane l, * rows[l][i], for `count` sums and `valid` rows. */
-INLINE void add_outer(const lanes *weights, int64_t w, int64_t count, const float *rows, int64_t stride, int64_t valid,
-                      int64_t d, float *sums, int64_t sum_stride) {
+/* own[v * LANES + l] = the row of register v's query l, nothing in the rows beyond the valid ones. */
+INLINE void gather(const Tile *tile, int64_t w, const float *rows, int64_t rows_apart, int64_t heads_apart, int64_t d,
+                   float *own) {
+    for (int v = 0; v < w; v++)
+        for (int l = 0; l < LANES; l++, own += d) {
+            const float *row = rows + BEGIN(v, rows_apart, heads_apart) + l * rows_apart;
+            for (int64_t i = 0; i < d; i++) own[i] = l < tile->valid[v] ? row[i] : 0;
+        }
+}
+
+/* sums[u][v] += sum over l of weights[u * across + l] * rows[l * d], for AT_ONCE sums of some registers side by side. */
+INLINE void add_outer_tile(const float *weights, int64_t across, const float *rows, int64_t d, int registers,
+                           float *sums, int64_t sum_stride) {
+    lanes part[AT_ONCE][SIDE], own[SIDE];
+    UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
+        UNROLL_SIDE for (int v = 0; v < registers; v++) part[u][v] = *(lanes *)(sums + u * sum_stride + v * LANES);
+    for (int64_t l = 0; l < across; l++) {
+        UNROLL_SIDE for (int v = 0; v < registers; v++)
+            own[v] = in_register(*(const lanes *)(rows + l * d + v * LANES));
+        UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++) {
+            lanes factor = in_register((lanes){0} + weights[u * across + l]);
+            UNROLL_SIDE for (int v = 0; v < registers; v++) part[u][v] += own[v] * factor;
+        }
+    }
+    UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++)
+        UNROLL_SIDE for (int v = 0; v < registers; v++) *(lanes *)(sums + u * sum_stride + v * LANES) = part[u][v];
+}
+
+/* sums[j][i] += sum over l of weights[j][l] * rows[l][i], for `count` sums and the gathered rows of w registers. A
+ * function of its own: within another one a compiler keeps addresses on the stack, and reads them for each few sums. */
+static NOT_INLINE void add_outer(const lanes *weights, int64_t w, int64_t count, const float *rows, int64_t d,
+                                 float *sums, int64_t sum_stride) {
     const float *weight = (const float *)weights;
     int64_t across = w * LANES, whole = d - d % LANES, j = 0;
     for (; j + AT_ONCE <= count; j += AT_ONCE) {
-        for (int64_t i = 0, beside; i < whole; i += beside * LANES) {
-            lanes part[AT_ONCE][SIDE], own[SIDE];
-            beside = i + SIDE * LANES <= d ? SIDE : 1;
-#define ADD(registers)                                                                                             \
-    UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++) UNROLL_SIDE for (int v = 0; v < registers; v++)                     \
-        part[u][v] = *(lanes *)(sums + (j + u) * sum_stride + i + v * LANES);                                         \
-    for (int l = 0; l < valid; l++) {                                                                                 \
-        UNROLL_SIDE for (int v = 0; v < registers; v++)                                                               \
-            own[v] = in_register(*(const lanes *)(rows + l * stride + i + v * LANES));                                \
-        UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++) UNROLL_SIDE for (int v = 0; v < registers; v++)                 \
-            part[u][v] += own[v] * weight[(j + u) * across + l];                                                      \
-    }                                                                                                                 \
-    UNROLL_ROWS for (int u = 0; u < AT_ONCE; u++) UNROLL_SIDE for (int v = 0; v < registers; v++)                     \
-        *(lanes *)(sums + (j + u) * sum_stride + i + v * LANES) = part[u][v];
-            if (beside == SIDE) {
-                ADD(SIDE)
-            } else {
-                ADD(1)
-            }
-        }
+        float *sum = sums + j * sum_stride;
+        int64_t i = 0;
+        for (; i + SIDE * LANES <= whole; i += SIDE * LANES)
+            add_outer_tile(weight + j * across, across, rows + i, d, SIDE, sum + i, sum_stride);
+        for (; i < whole; i += LANES)
+            add_outer_tile(weight + j * across, across, rows + i, d, 1, sum + i, sum_stride);
     }
     for (int64_t left = j, from = whole < d ? 0 : left; from < count; from++)
-        for (int l = 0; l < valid; l++)
+        for (int64_t l = 0; l < across; l++)
 #pragma omp simd
             for (int64_t i = from < left ? whole : 0; i < d; i++)
-                sums[from * sum_stride + i] += rows[l * stride + i] * weight[from * across + l];
+                sums[from * sum_stride + i] += rows[l * d + i] * weight[from * across + l];
 }
 
 /* scores[j] = `fill` in the lanes whose queries do not see key start + j; scores [count, w]. */
