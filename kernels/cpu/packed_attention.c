@@ -78,11 +78,7 @@ INLINE void attend_tile_backward(const Tile *tile, int64_t w, int64_t d, const f
         turn_in(query + BEGIN(v, query_row, query_head), query_row, valid, w, d, scale * LOG2_E, turned + v);
         turn_in(grad_out + at, out_row, valid, w, d, 1, pulled + v);
         for (int l = 0; l < valid; l++) {
-            const float *given = grad_out + at + l * out_row, *found = out + at + l * out_row;
-            float dot = 0;
-#pragma omp simd reduction(+ : dot)
-            for (int64_t i = 0; i < d; i++) dot += given[i] * found[i];
-            inner[v * LANES + l] = dot;
+            inner[v * LANES + l] = dot_of(grad_out + at + l * out_row, out + at + l * out_row, d);
             logs[v * LANES + l] = log_sum[BEGIN(v, log_row, 1) + l * log_row];
         }
         all[v] = (lanes){0} + 1;

@@ -129,14 +129,28 @@ INLINE void add_rows(const lanes *weights, int64_t w, int64_t count, const float
     }
 }
 
+/* The sum of a[i] * b[i]. */
+INLINE float dot_of(const float *a, const float *b, int64_t d) {
+    lanes sums = {0};
+    int64_t i = 0;
+    for (; i + LANES <= d; i += LANES) sums += *(const lanes *)(a + i) * *(const lanes *)(b + i);
+    float sum = 0;
+    for (int l = 0; l < LANES; l++) sum += sums[l];
+    for (; i < d; i++) sum += a[i] * b[i];
+    return sum;
+}
+
 /* own[v * LANES + l] = the row of register v's query l, nothing in the rows beyond the valid ones. */
 INLINE void gather(const Tile *tile, int64_t w, const float *rows, int64_t rows_apart, int64_t heads_apart, int64_t d,
                    float *own) {
-    for (int v = 0; v < w; v++)
-        for (int l = 0; l < LANES; l++, own += d) {
-            const float *row = rows + BEGIN(v, rows_apart, heads_apart) + l * rows_apart;
-            for (int64_t i = 0; i < d; i++) own[i] = l < tile->valid[v] ? row[i] : 0;
-        }
+    for (int v = 0; v < w; v++, own += LANES * d) {
+        int64_t valid = tile->valid[v];
+        const float *first = rows + BEGIN(v, rows_apart, heads_apart);
+        for (int64_t l = 0; l < valid; l++)
+#pragma omp simd
+            for (int64_t i = 0; i < d; i++) own[l * d + i] = first[l * rows_apart + i];
+        for (int64_t i = valid * d; i < LANES * d; i++) own[i] = 0;
+    }
 }
 
 /* sums[u][v] += sum over l of weights[u * across + l] * rows[l * d], for AT_ONCE sums of some registers side by side. */
