@@ -129,7 +129,7 @@ INLINE void add_rows(const lanes *weights, int64_t w, int64_t count, const float
     }
 }
 
-/* The sum of a[i] * b[i]. */
+/* The sum of a[i] * b[i], in whole registers: within the gradients a compiler adds them one by one, if asked or not. */
 INLINE float dot_of(const float *a, const float *b, int64_t d) {
     lanes sums = {0};
     int64_t i = 0;
@@ -153,7 +153,7 @@ INLINE void gather(const Tile *tile, int64_t w, const float *rows, int64_t rows_
     }
 }
 
-/* sums[u][v] += sum over l of weights[u * across + l] * rows[l * d], for AT_ONCE sums of some registers side by side. */
+/* sums[u][v] += sum over l of weights[u * across + l] * rows[l * d], for AT_ONCE sums of `registers` each. */
 INLINE void add_outer_tile(const float *weights, int64_t across, const float *rows, int64_t d, int registers,
                            float *sums, int64_t sum_stride) {
     lanes part[AT_ONCE][SIDE], own[SIDE];
