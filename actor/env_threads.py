@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -65,7 +65,7 @@ class EnvThreads:
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_threads, self._max_lost = num_threads, max_lost
         self._lock = threading.Lock()  # of the counts and each call's `abandoned`
-        self._unwatched: set[asyncio.Task[None]] = set()  # else nothing keeps them
+        self._unwatched: set[asyncio.Task[Any]] = set()  # else nothing keeps them
         self.num_lost = 0  # now
         self.num_begun = 0  # threads that are alive, lost ones included
         for _ in range(num_threads):
@@ -106,15 +106,21 @@ class EnvThreads:
     def run_unwatched(self, function: Callable[[], Any], timeout_s: float) -> None:
         """The same without a waiter; a failure is logged."""
 
-        async def logged() -> None:
-            try:
-                await self.run(function, timeout_s)
-            except Exception as error:  # noqa: BLE001 - whatever the user's function raises
-                log.warning("a call after a cancelled episode failed: %s: %s", type(error).__name__, error)
-
-        task = asyncio.create_task(logged())
+        task = asyncio.create_task(self.run(function, timeout_s))
         self._unwatched.add(task)
         task.add_done_callback(self._unwatched.discard)
+        task.add_done_callback(_log_failure)
+
+    async def to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the coroutine returns or raises; it goes on where its waiter is cancelled, and its failure is logged."""
+        task = asyncio.create_task(work)
+        self._unwatched.add(task)
+        task.add_done_callback(self._unwatched.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_failure)
+            raise
 
     def close(self) -> None:
         for _ in range(self._num_threads):
@@ -191,6 +197,11 @@ class EnvThreads:
                 self.find()
                 return
             del call  # with all that its function holds
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("a call after a cancelled episode failed: %s: %s", type(error).__name__, error)
 
 
 class EnvCalls:

@@ -113,11 +113,7 @@ class _Episode:
             if self._calls.give_up():
                 self._player.threads.run_unwatched(self._close_here, self._limits.env_timeout_s)
             raise
-        if trajectory.trainable and self._player.reward_function is not None:
-            trajectory = await self._rewarded(trajectory, self._player.reward_function)
-        if not await self._close():
-            trajectory = replace(trajectory, metrics=trajectory.metrics | {"close_failed": 1.0})
-        return trajectory
+        return await self._player.threads.to_its_end(self._finish(trajectory))
 
     # ------------------------------------------------------------------ one turn
 
@@ -256,6 +252,14 @@ class _Episode:
         notes = self._notes.of_turns(self._infos)
         return replace(trajectory, error=end.error, notes=notes, started=self._notes.started)
 
+    async def _finish(self, trajectory: Trajectory) -> Trajectory:
+        """The reward of the whole episode, which may use the environment, and then the environment's end."""
+        if trajectory.trainable and self._player.reward_function is not None:
+            trajectory = await self._rewarded(trajectory, self._player.reward_function)
+        if not await self._close():
+            trajectory = replace(trajectory, metrics=trajectory.metrics | {"close_failed": 1.0})
+        return trajectory
+
     async def _rewarded(self, trajectory: Trajectory, reward_function: Reward) -> Trajectory:
         """The trajectory with the reward of `reward_function`, whose failure is the episode's ending."""
         infos, answers = tuple(self._infos), tuple(self._answers)
@@ -279,9 +283,6 @@ class _Episode:
             return True
         try:
             await self._player.threads.run(self._close_here, self._limits.env_timeout_s)
-        except asyncio.CancelledError:  # before a thread was free, perhaps
-            self._player.threads.run_unwatched(self._close_here, self._limits.env_timeout_s)
-            raise
         except Exception as error:  # noqa: BLE001 - whatever the user's function raises
             log.warning("an environment's close failed: %s: %s", type(error).__name__, error)
             return False

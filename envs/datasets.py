@@ -168,13 +168,15 @@ def _digest(sample: Sample) -> bytes:
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
-def check_columns(path: str | Path, boards: bool) -> None:
-    """ValueError, naming them, if the first row of a file lacks columns; `boards`: of Sokoban, else of problems."""
+def check_columns(path: str | Path, boards: bool, *, raw: bool) -> None:
+    """ValueError, naming them, if the first row of a file lacks columns; `boards`: of Sokoban, else of problems;
+    `raw`: it is not prepared yet, so that a board may be drawn in its prompt."""
     path = Path(path)
     _, row = next(read_rows(path, lambda number, reason: None), (0, {}))
     needed = ["problem", "answer"]
     if boards:
-        needed = [] if "prompt" in row or env_config(row) is not None else ["extra_info.env_config"]
+        drawn = raw and "prompt" in row
+        needed = [] if drawn or env_config(row) is not None else ["extra_info.env_config"]
     if missing := [name for name in needed if name not in row]:
         what = "Sokoban needs a board" if boards else "the task needs problem, answer and images"
         has = ", ".join(map(str, row)) or "no row"

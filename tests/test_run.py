@@ -238,17 +238,20 @@ def test_a_mistake_is_one_line(words, expected, capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "columns", "expected"),
+    ("task", "flag", "columns", "expected"),
     [
-        ("geo3k", {"question": "1 + 1", "label": "2"}, "no column problem and no column answer"),
-        ("geo3k_multi_turn", {"problem": "1 + 1"}, "no column answer"),
-        ("sokoban", {"level": "####"}, "no column extra_info.env_config"),
+        ("geo3k", "--dataset", {"question": "1 + 1", "label": "2"}, "no column problem and no column answer"),
+        ("geo3k_multi_turn", "--dataset", {"problem": "1 + 1"}, "no column answer"),
+        ("sokoban", "--dataset", {"level": "####"}, "no column extra_info.env_config"),
+        ("sokoban", "--data.source", {"prompt": "####"}, "no column extra_info.env_config"),
     ],
 )
-def test_a_dataset_without_the_columns_is_one_line_that_names_them(task, columns, expected, capsys, tmp_path) -> None:
+def test_a_dataset_without_the_columns_is_one_line_that_names_them(
+    task, flag, columns, expected, capsys, tmp_path
+) -> None:
     file = tmp_path / "own.jsonl"
     write_rows(file, [columns])
-    line = refused(capsys, task, "--dataset", file, "--gpus", 4, "--dry-run")
+    line = refused(capsys, task, flag, file, "--gpus", 4, "--dry-run")
     assert expected in line and f"it has: {', '.join(columns)}" in line
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from launch.engines.commands import EngineSpec
+from launch.engines.supervisor import Engine
 from launch.processes.children import start
-from launch.processes.run_logs import LogFile, RunLogs
+from launch.processes.run_logs import LogFile, RunLogs, before, bound_log
+from shared.sections import EngineConfig
 from tests.support.machine import until
 
 SAYS = "import sys; print({text!r}, end='', file=sys.stderr)"
@@ -104,3 +108,47 @@ def test_a_disk_that_refuses_costs_the_file_and_not_what_is_passed_on(
         say(logs, "two\n")
     said = capfd.readouterr().err
     assert "one\n" in said and "two\n" in said
+
+
+def test_a_log_that_another_process_writes_is_cut_when_it_is_too_long_and_goes_on(tmp_path: Path) -> None:
+    path, code = tmp_path / "engine.log", "import sys\nfor line in sys.stdin: print('said', line, end='', flush=True)"
+    with path.open("ab") as output:
+        speaker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=output)
+    for number in range(5):
+        speaker.stdin.write(b"%d\n" % number)
+        speaker.stdin.flush()
+        until(lambda said=number: path.read_text().endswith(f"said {said}\n"))
+        bound_log(path, max_bytes=14)
+    speaker.stdin.close()
+    assert speaker.wait(60) == 0
+    assert before(path).read_text() == "said 0\nsaid 1\nsaid 2\n" and path.read_text() == "said 3\nsaid 4\n"
+    assert before(path).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_log_that_cannot_be_copied_is_cut_all_the_same_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "engine.log"
+    path.write_text("too long")
+    before(path).mkdir()
+    bound_log(path, max_bytes=4)
+    bound_log(tmp_path / "none.log")
+    assert path.read_text() == "" and f"what {path} held is not kept: Is a directory" in caplog.text
+
+
+def test_an_engine_that_is_watched_keeps_the_last_of_its_log_and_a_new_run_begins_without_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.engines.supervisor.bound_log", partial(bound_log, max_bytes=4))
+    log = tmp_path / "engine.log"
+    before(log).write_text("of another run")
+    command = (sys.executable, "-c", "import time; print('loaded', flush=True); time.sleep(60)")
+    engine = Engine(EngineSpec("engine", "http://127.0.0.1:1", command, {}, (), log), EngineConfig())
+    engine.start()
+    try:
+        assert not before(log).exists()
+        until(lambda: engine.keep_alive() or before(log).exists())
+        assert before(log).read_text() == "loaded\n"
+    finally:
+        assert engine.child is not None
+        engine.child.kill()

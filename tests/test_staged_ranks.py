@@ -144,6 +144,18 @@ def test_where_one_rank_lacks_a_bucket_all_forget_the_update_and_say_so(plugin, 
     assert all(manager.loaded == manager.versions == [] for _, manager in found)
 
 
+def test_where_one_rank_refuses_a_bucket_in_the_middle_all_forget_the_update(plugin):
+    def play(group, knows_it):
+        middle = bucket("b")
+        middle.group_name = "g" if knows_it else "another"
+        return updated(plugin, Manager(group, [None] * 3), (bucket("a"), middle, bucket("c", "7")))
+
+    for answer, manager in on_ranks(play, True, False):
+        assert not answer.success and "rank 1: a bucket was refused" in answer.message
+        assert "there is no group 'another'" in answer.message
+        assert manager.loaded == manager.versions == []
+
+
 def test_ranks_that_have_forgotten_an_update_install_the_next_one(plugin):
     def play(group, answers):
         manager = Manager(group, answers)

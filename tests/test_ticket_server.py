@@ -69,6 +69,21 @@ def test_a_publication_frees_tickets_at_once(ticket_server: TicketServer, peer: 
     assert [t.version for t in peer.tickets(4)] == [1] * 4
 
 
+def test_groups_that_became_too_old_are_counted_as_dropped_by_the_meter_of_selection(
+    ticket_server: TicketServer, peer: Peer
+) -> None:
+    ticket_server.open(3)
+    peer.hello()
+    old, *others = peer.tickets(4)
+    peer.send(group_of(old, version=0))
+    for ticket in others:
+        peer.send(group_of(ticket, version=3))
+    assert [ticket for ticket, _ in ticket_server.next_batch(3, 5.0)] == others
+    metrics = ticket_server.metrics()
+    assert metrics["tickets/dropped/stale"] == metrics["selection/episodes/dropped"] == 1
+    assert metrics["selection/episodes/finished"] == 4 and metrics["selection/episodes/trained"] == 3
+
+
 def test_work_is_spread_over_the_actors_though_they_have_one_name(ticket_server: TicketServer, opened: list) -> None:
     opened += (peers := [Peer(ticket_server.address, "twin", number=number) for number in range(2)])
     for one in peers:

@@ -159,15 +159,20 @@ def test_what_would_end_a_thread_is_an_exception_for_the_waiter():
 # ---------------------------------------------------------------------- episodes that are given up
 
 
-@pytest.mark.parametrize("where", ["step", "generate"])
+@pytest.mark.parametrize("where", ["step", "generate", "reward"])
 def test_the_environment_of_a_cancelled_episode_is_closed_after_the_call_that_runs(renderer, where):
     async def main() -> None:
-        pool, envs, steps = Gated(), [], []
+        pool, envs, found_closed = Gated(), [], []
+
+        def hang_in(env):
+            pool.hang()
+            found_closed.append(env.closed)
+            return 1.0
 
         class Slow(Counting):
             def step(self, text):
-                pool.hang()
-                steps.append(self.closed)
+                if where == "step":
+                    hang_in(self)
                 return super().step(text)
 
         class Silent(Scripted):
@@ -175,20 +180,19 @@ def test_the_environment_of_a_cancelled_episode_is_closed_after_the_call_that_ru
                 pool.begun.set()
                 await asyncio.sleep(60)
 
-        engine = Scripted(["up"]) if where == "step" else Silent([])
-        player = Player(
-            lambda _: envs.append(Slow()) or envs[-1], renderer, EnginePool([engine]), EpisodeLimits(), pool
-        )
+        engines = EnginePool([Silent([]) if where == "generate" else Scripted(["end"])])
+        reward = FunctionReward(lambda played: hang_in(played.env), pool, 5.0) if where == "reward" else None
+        player = Player(lambda _: envs.append(Slow()) or envs[-1], renderer, engines, EpisodeLimits(), pool, reward)
         playing = asyncio.create_task(player.play(ticket()))
         await until(pool.begun.is_set)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        if where == "step":
+        if where != "generate":
             assert not envs[0].closed
             pool.release.set()
         await until(lambda: envs[0].closed)
-        assert steps == ([False] if where == "step" else [])
+        assert found_closed == ([] if where == "generate" else [False])
         pool.close()
 
     run(main())

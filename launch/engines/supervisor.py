@@ -12,6 +12,7 @@ from launch.engines.health import HealthProbe
 from launch.engines.probe import ModelFacts, check_answers, check_engine
 from launch.processes.children import Child, start, start_family
 from launch.processes.restarts import Restarts, Supervised, how_it_ended
+from launch.processes.run_logs import before, bound_log
 from shared.engine_api import EngineClient, EngineError
 from shared.keys import write_secret
 from shared.sections import EngineConfig
@@ -29,12 +30,19 @@ class Engine(Supervised):
             self.child = start(spec.name, spec.command, env=spec.env)
         else:
             fresh = len(self.restarts) == 0
+            if fresh:
+                before(spec.log).unlink(missing_ok=True)
             if spec.secret is not None:
                 write_secret(*spec.secret, anew=True)
             self.child = start_family(spec.name, spec.command, spec.log, env=spec.env, fresh=fresh)
         self.restarts.started()
         timeouts = {"first_s": self._settings.start_timeout_s, "silent_s": self._settings.silent_timeout_s}
         self.probe = HealthProbe(spec.url, **timeouts)
+
+    def keep_alive(self) -> None:
+        super().keep_alive()
+        if self.spec.log is not None:
+            bound_log(self.spec.log)
 
     def failure(self, child: Child) -> str:
         """An engine that hangs has failed, too."""

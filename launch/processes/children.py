@@ -87,7 +87,9 @@ def start_family(name: str, command: Sequence[str], log: Path, *, env: dict[str,
     """Starts a server that starts processes of its own: in a process group that `Child.kill` ends as a whole, outside
     the repository's folder, its output going to `log` (its owner's alone; appended unless `fresh`)."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb" if fresh else "ab") as output:
+    if fresh:
+        log.write_bytes(b"")
+    with log.open("ab") as output:  # whatever its place was, it goes on at the end of a file that was cut meanwhile
         os.fchmod(output.fileno(), 0o600)  # SGLang writes its API key into it
         process = subprocess.Popen(
             command,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,9 +102,31 @@ class LogFile:
         self._path.parent.mkdir(exist_ok=True)
         self.close()
         if self._size > self._max_bytes:
-            os.replace(self._path, self._path.with_suffix(".1.log"))
+            os.replace(self._path, before(self._path))
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._fd).st_size
+
+
+def before(path: Path) -> Path:
+    """Where what stood in a log that became too long is kept."""
+    return path.with_suffix(".1.log")
+
+
+def bound_log(path: Path, max_bytes: int = MAX_BYTES) -> None:
+    """Of a log to which another process appends by itself: once it is too long it goes on in an empty file, beside a
+    copy of what it held. A line that is written meanwhile may be lost."""
+    if not path.exists() or path.stat().st_size <= max_bytes:
+        return
+    try:
+        with path.open("rb") as full, open(before(path), "wb", opener=_of_its_owner) as copy:
+            shutil.copyfileobj(full, copy)
+    except OSError as error:
+        get_logger("local").warning("what %s held is not kept: %s", path, error.strerror)
+    os.truncate(path, 0)
+
+
+def _of_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _written(run: Path) -> int:

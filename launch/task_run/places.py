@@ -75,9 +75,9 @@ def _mark(file: Path) -> str:
 def check_data(data: Data, boards: bool) -> None:
     """ConfigError for a file that is here and lacks a column; `boards`: the task's samples are Sokoban's."""
     if data.raw and Path(data.raw).suffix in FILES:
-        check_columns(data.raw, boards)
+        check_columns(data.raw, boards, raw=True)
     elif data.source != "seeds" and data.is_here:
-        check_columns(data.source, boards)
+        check_columns(data.source, boards, raw=False)
 
 
 def model_place(name: str, folder: str) -> str:

@@ -27,14 +27,7 @@ from typing import Any
 from learner.tickets.evaluations import Evaluations
 from learner.tickets.history import EarlierProcess, History
 from learner.tickets.leases import Leases
-from learner.tickets.records import (
-    BookSettings,
-    EvaluationResult,
-    TicketState,
-    Verdict,
-    fault,
-    oldest_version,
-)
+from learner.tickets.records import BookSettings, EvaluationResult, TicketState, Verdict, fault, oldest_version
 from learner.tickets.sources import SampleSource
 from learner.tickets.staleness import leaves_room, may_issue
 from shared.types import Group, PolicyVersion, Ticket
@@ -62,6 +55,7 @@ class TicketBook:
         self.withheld: deque[int] = deque()  # numbers of open tickets that no actor may have yet
         self._ready: dict[int, TicketState] = {}  # those with their group
         self._in_training: dict[int, TicketState] = {}
+        self._too_old: list[tuple[Ticket, Group]] = []  # dropped as stale, see `take_stale`
         self._acknowledgments: dict[str, list[str]] = {}  # by actor
         self.evaluations = Evaluations(nonce, settings.lease_s, self._leases)
 
@@ -81,8 +75,7 @@ class TicketBook:
     def _find(self, ticket_id: str) -> TicketState | None:
         """The state of a ticket that is open or in training, also by the id that an earlier process gave it."""
         number = self._history.number(ticket_id)
-        state = self._open.get(number) or self._in_training.get(number)
-        return state or self.evaluations.find(ticket_id)
+        return self._open.get(number) or self._in_training.get(number) or self.evaluations.find(ticket_id)
 
     # -------------------------------------------------------------- issuing
 
@@ -227,6 +220,7 @@ class TicketBook:
             for state in stale:
                 self.last_drop = f"stale: tokens of version {state.oldest} at version {self.version}"
                 self._drop(state, "stale")
+            self._too_old += [(state.ticket, state.group) for state in stale if state.group is not None]
         else:
             return None
         others, s = self._open_by_version - Counter(state.ticket.version for state in batch), self.settings
@@ -238,6 +232,11 @@ class TicketBook:
             self._in_training[state.number] = state
         self.trained += count
         return [(state.ticket, state.group) for state in batch if state.group is not None]
+
+    def take_stale(self) -> list[tuple[Ticket, Group]]:
+        """The groups that `take_groups` has found to be too old since the last call."""
+        stale, self._too_old = self._too_old, []
+        return stale
 
     def commit(self) -> None:
         """The step on all groups taken so far is done: their actors may forget them."""

@@ -87,8 +87,9 @@ class TicketServer:
         what = f"no batch of {num_groups} groups"
         batch = self._wait(lambda: self._book.take_groups(num_groups), timeout_s, what, *interrupts)
         with self._changed:
-            for ticket, group in batch:
-                self._protocol.selection.add("trained", ticket, group)
+            for stage, groups in (("dropped", self._book.take_stale()), ("trained", batch)):
+                for ticket, group in groups:
+                    self._protocol.selection.add(stage, ticket, group)
             self._ages.add([group for _, group in batch], self._book.version)
         self._wake()  # a group that was too old makes room for a new ticket
         return batch

@@ -42,6 +42,7 @@ class Staging:
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.refused = ""  # why a bucket of it was refused: the update has a hole
         self._futures: list[Future[Any]] = []
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="staged weights", daemon=True).start()
@@ -125,6 +126,8 @@ def to_load(staging: Staging | None, runner: Any) -> tuple[list[Any], str]:
     """The buckets of the whole update, or why there is none."""
     if staging is None:
         return [], "no update is open: call begin_weight_update first"
+    if staging.refused:
+        return [], f"a bucket was refused, and the update is forgotten: {staging.refused}"
     if staging.version is None:
         return [], "nothing to install: the weights did not all come; forgotten"
     try:
@@ -159,7 +162,8 @@ class Hooks:
         if self.staging is None:
             return output(success=False, message="no update is open: call begin_weight_update first")
         if request.group_name not in updater._model_update_group:
-            return output(success=False, message=f"there is no group {request.group_name!r}")
+            self.staging.refused = f"there is no group {request.group_name!r}"
+            return output(success=False, message=self.staging.refused)
         self.staging.receive(updater, request)
         return output(success=True, message="is being received")
 
