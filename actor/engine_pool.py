@@ -50,8 +50,9 @@ class EnginePool:
             if left_s <= 0:
                 raise self.nobody(failed)
             self._revive_suspects()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), left_s)
+            with suppress(TimeoutError):  # wait_for swallows a cancellation that comes with the news
+                async with asyncio.timeout(left_s):
+                    await self._news.wait()
         self._revive_suspects()
         client = min(well, key=lambda c: (c is failed, c.num_open))
         client.num_open += 1

@@ -65,7 +65,7 @@ class EnvThreads:
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_threads, self._max_lost = num_threads, max_lost
         self._lock = threading.Lock()  # of the counts and each call's `abandoned`
-        self._unwatched: set[asyncio.Task[Any]] = set()  # else nothing keeps them
+        self._unwatched: set[asyncio.Future[Any]] = set()  # what goes on without a waiter; else nothing keeps it
         self.num_lost = 0  # now
         self.num_begun = 0  # threads that are alive, lost ones included
         for _ in range(num_threads):
@@ -87,6 +87,7 @@ class EnvThreads:
                 done, _ = await asyncio.wait([waiting], timeout=wait_s)
             except asyncio.CancelledError:
                 self._leave(call, timeout_s)
+                self._keep(waiting)
                 raise
             if done:
                 return waiting.result()
@@ -107,20 +108,27 @@ class EnvThreads:
         """The same without a waiter; a failure is logged."""
 
         task = asyncio.create_task(self.run(function, timeout_s))
-        self._unwatched.add(task)
-        task.add_done_callback(self._unwatched.discard)
+        self._keep(task)
         task.add_done_callback(_log_failure)
 
     async def to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
         """What the coroutine returns or raises; it goes on where its waiter is cancelled, and its failure is logged."""
         task = asyncio.create_task(work)
-        self._unwatched.add(task)
-        task.add_done_callback(self._unwatched.discard)
+        self._keep(task)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(_log_failure)
             raise
+
+    def _keep(self, work: asyncio.Future[Any]) -> None:
+        self._unwatched.add(work)
+        work.add_done_callback(self._unwatched.discard)
+
+    async def settle(self, within_s: float) -> None:
+        """Waits so long for what goes on after episodes were cancelled, such as the end of their environments."""
+        if self._unwatched and (left := (await asyncio.wait(self._unwatched, timeout=within_s))[1]):
+            log.warning("%d calls of cancelled episodes go on after %g s and are left behind", len(left), within_s)
 
     def close(self) -> None:
         for _ in range(self._num_threads):

@@ -38,6 +38,7 @@ from shared.vision import VisionSpec
 from shared.weights.families import text_config
 
 EXIT_HANGING = 1  # too many calls hang; a new process is better off
+CLOSE_S = 3.0  # at the end, for environments of cancelled episodes; less than a process has after SIGTERM
 
 
 def main() -> int:
@@ -97,6 +98,7 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...], journals: str)
         named = engines if isinstance(engines, NamedEngines) else None
         return EXIT_NO_LEARNER if await run_actor(settings, player.play, journal, named) else 0
     finally:
+        await player.threads.settle(CLOSE_S)
         await engines.close()
         if processes is not None:
             processes.close()

@@ -21,6 +21,7 @@ from PIL import Image as PILImage
 from envs.math_reward import label_problem
 from envs.row_files import read_rows
 from shared.codec import encode
+from shared.frames import DEFAULT_LIMITS, Limits
 from shared.types import Image, Sample, Sampling, Ticket, Tickets
 from shared.vision import IMAGE_FORMATS
 
@@ -83,9 +84,11 @@ class Dataset:
     report: Report
 
 
-def load_dataset(path: str | Path, *, system_prompt: str = "", tick: Tick = no_tick) -> Dataset:
-    """All usable rows of a file as samples; what a row does to its reader is counted in the report. ValueError for a
-    missing file or column, or no sample."""
+def load_dataset(
+    path: str | Path, *, system_prompt: str = "", tick: Tick = no_tick, limits: Limits = DEFAULT_LIMITS
+) -> Dataset:
+    """All usable rows of a file as samples; what a row does to its reader is counted in the report. `limits` are those
+    of a message, in which each sample is to travel. ValueError for a missing file or column, or no sample."""
     path = Path(path)
     report = Report()
     samples: list[Sample] = []
@@ -101,7 +104,7 @@ def load_dataset(path: str | Path, *, system_prompt: str = "", tick: Tick = no_t
         report.rows += 1
         tick(report.rows)
         try:
-            sample = _sample(path, number, row, system_prompt, report)
+            sample = _sample(path, number, row, system_prompt, report, limits)
             digest = b"" if sample is None else _digest(sample)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other rows are read
             report.note("bad_rows", number, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
@@ -188,7 +191,9 @@ def _missing_column(row: dict[str, Any]) -> str:
     return "" if env_config(row) is not None else next((name for name in ("problem", "answer") if name not in row), "")
 
 
-def _sample(path: Path, number: int, row: dict[str, Any], system_prompt: str, report: Report) -> Sample | None:
+def _sample(
+    path: Path, number: int, row: dict[str, Any], system_prompt: str, report: Report, limits: Limits
+) -> Sample | None:
     """The sample of a row; None if the row is unusable, which is counted. WireError if no ticket can carry it."""
     config = env_config(row)
     if config is not None:
@@ -197,7 +202,7 @@ def _sample(path: Path, number: int, row: dict[str, Any], system_prompt: str, re
     else:
         sample = _problem_sample(path, number, row, system_prompt, report)
     if sample is not None:
-        encode(Tickets((Ticket("0-0", sample, 1, 0, Sampling(), 0.0),)))
+        encode(Tickets((Ticket("0-0", sample, 1, 0, Sampling(), 0.0),)), limits)
     return sample
 
 

@@ -9,6 +9,7 @@ from envs.loader import check_settings, load_env, load_function, load_module, sy
 from launch.hub import with_local_model
 from learner.tickets.sources import ListSource, SampleSource, SeedSource
 from shared.config import ConfigError, Recipe
+from shared.frames import Limits
 from shared.log import get_logger
 from shared.types import Sample
 from shared.vision import VisionSpec
@@ -112,6 +113,6 @@ def cannot_play(recipe: Recipe, sample: Sample, error: Exception) -> ValueError:
 def rows(recipe: Recipe, path: str) -> list[Sample]:
     """A dataset's usable rows; what was left out is logged. ValueError for a missing file or column."""
     text = system_prompt(load_module(recipe.env.module), recipe.env.build_args)
-    dataset = load_dataset(path, system_prompt=text)
+    dataset = load_dataset(path, system_prompt=text, limits=Limits(recipe.transport.max_message_bytes))
     get_logger("data").info("%s: %s", path, dataset.report.summary())
     return dataset.samples

@@ -104,7 +104,10 @@ def loop(
         metrics |= guards.after_step(groups, metrics)
         due = Due.after(step, recipe, last=step == recipe.learner.total_steps or coordinator.out_of_time())
         if due.publish:
-            coordinator.finish_evaluations()
+            if not coordinator.finish_evaluations() and saver.best.candidate >= 0:
+                saver.wait()
+                words = f"asked to shut down after step {step}, and step {saver.best.candidate} is not evaluated"
+                raise ShutdownRequested(f"{words}; the run goes on from there")
             saver.best.result(coordinator.value_of(f"step_{saver.best.candidate}"))
             version += 1
             metrics |= publisher.publish(version, coordinator.engines(), wait=due.last)

@@ -116,3 +116,21 @@ def test_engines_that_stay_away_cost_their_patience_once(renderer, threads) -> N
     trajectory = asyncio.run(main())
     assert trajectory.ending is Ending.ENGINE_ERROR
     assert "not healthy" in trajectory.error
+
+
+def test_an_episode_that_is_cancelled_while_news_of_an_engine_comes_ends_and_keeps_no_place() -> None:
+    async def main() -> None:
+        client = EngineClient("http://127.0.0.1:9")
+        client.suspect = True
+        pool = EnginePool([client], patience_s=30.0)
+        waiting = asyncio.create_task(pool.place())
+        await asyncio.sleep(0.05)
+        client.suspect = False
+        pool.tell()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert client.num_open == 0
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from actor import env_threads
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, EnvTimeout, TooManyHang
 from actor.limits import EpisodeLimits
+from actor.rewards import FunctionReward
 from actor.rollout import Player
 from tests.support.actor_rig import Learner, actor_process, give
-from tests.support.rollout_rig import Scripted, renderer, ticket
+from tests.support.rollout_rig import Counting, Scripted, renderer, ticket
 
 __all__ = ["renderer"]  # a fixture
 
@@ -107,3 +109,59 @@ def test_calls_that_find_no_thread_do_not_make_the_pool_grow() -> None:
         pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("where", ["generate", "step", "reward"])
+def test_the_environments_of_episodes_that_are_cancelled_at_the_end_are_closed_before_it(renderer, where) -> None:
+    envs, begun = [], threading.Semaphore(0)
+
+    def slow(_: object = None) -> float:
+        begun.release()
+        time.sleep(0.2)
+        return 1.0
+
+    class Slow(Counting):
+        def step(self, text):
+            if where == "step":
+                slow()
+            return super().step(text)
+
+        def close(self):
+            time.sleep(0.02)
+            super().close()
+
+    class Silent(Scripted):
+        async def generate(self, *args, **settings):
+            begun.release()
+            await asyncio.sleep(600)
+
+    async def main() -> None:
+        pool = EnvThreads(2)
+        engines = EnginePool([Silent([]) if where == "generate" else Scripted(["end"] * 4)])
+        reward = FunctionReward(slow, pool, 5.0) if where == "reward" else None
+        player = Player(lambda _: envs.append(Slow()) or envs[-1], renderer, engines, EpisodeLimits(), pool, reward)
+        playing = [asyncio.create_task(player.play(ticket(), index)) for index in range(4)]
+        while not begun.acquire(blocking=False):
+            await asyncio.sleep(0.001)
+        for episode in playing:
+            episode.cancel()
+        await asyncio.wait(playing)
+        await pool.settle(20.0)
+        assert envs and all(env.closed for env in envs)
+        pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_call_that_hangs_at_the_end_is_left_behind_and_said(caplog) -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        pool = EnvThreads(1)
+        pool.run_unwatched(release.wait, 60.0)
+        await pool.settle(0.05)
+        release.set()
+        pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert "1 calls of cancelled episodes go on after 0.05 s and are left behind" in caplog.text

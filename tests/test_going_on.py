@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import learner.checkpoints.saver as saver_module
+from learner import loop
 from learner.checkpoints.best import newest_good
 from learner.checkpoints.restoring import Restored, load_checkpoint
 from learner.checkpoints.saver import Saver
+from learner.coordinator import Follower
 from learner.guards.state import GuardState
 from learner.loop import begin
 from learner.metrics.episodes import has_result
@@ -55,6 +57,53 @@ def test_a_run_with_all_its_steps_has_only_its_last_evaluation_to_make(tmp_path)
     for text in ("[1]", "{", '{"optimizer_steps": 6}', '{"optimizer_steps": 10}'):
         (tmp_path / "result.json").write_text(text)
         assert has_result(tmp_path, 10) is text.endswith("10}")
+
+
+@pytest.mark.parametrize(("best", "trained"), [("success", [10, 11]), ("", [10, 11, 12])])
+def test_a_run_that_is_to_leave_before_its_candidate_is_evaluated_goes_on_from_there(monkeypatch, best, trained):
+    """The checkpoint of a later step would not make the evaluation again; without candidates the run loses a point."""
+    asked, saved = Event(), []
+
+    def step(*_: Any) -> dict[str, float]:
+        trainer.num_steps += 1
+        if trainer.num_steps == 11:  # in the step after the evaluation was begun
+            asked.set()
+        return {}
+
+    monkeypatch.setattr(loop, "Guards", lambda *_: SimpleNamespace(after_step=lambda *_: {}))
+    monkeypatch.setattr(loop, "watch", lambda *_: None)
+    monkeypatch.setattr(loop, "next_groups", lambda *_: ["group"] if trainer.num_steps < trained[-1] else [])
+    trainer = SimpleNamespace(num_steps=9, step=step, guard=SimpleNamespace(bad_steps=0), config=config())
+    coordinator = FakeCoordinator(asked)
+    publisher = SimpleNamespace(publish=lambda *_, **__: {}, proven=dict)
+    awaited = SimpleNamespace(candidate=-1, result=lambda value: None)
+    saver = SimpleNamespace(best=awaited, save=lambda *_: saved.append(trainer.num_steps), wait=lambda: None)
+    saver.metrics = dict
+    settings = recipe(total_steps=20).model_copy(update={"eval": EvalConfig(every_steps=10, best=best)})
+    with pytest.raises(loop.ShutdownRequested, match="step 10 is not evaluated" if best else "after step 12"):
+        loop.loop(settings, coordinator, trainer, publisher, saver, 0)  # type: ignore[arg-type]
+    assert saved[-1] == (10 if best else 12)
+
+
+class FakeCoordinator(Follower):
+    """Whose evaluations end at once, unless the run is asked to leave."""
+
+    def __init__(self, asked: Event) -> None:
+        self.asked, self.running = asked, list[str]()
+
+    def evaluate(self, name: str, *, greedy: bool = False) -> None:
+        self.running.append(name)
+
+    def finish_evaluations(self) -> bool:
+        if not self.asked.is_set():
+            self.running.clear()
+        return not self.running
+
+    def shutdown_requested(self) -> bool:
+        return False
+
+    def out_of_time(self) -> bool:
+        return False
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

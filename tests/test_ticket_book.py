@@ -169,6 +169,24 @@ def test_a_malformed_evaluation_group_is_played_again_and_counted_as_lost_after_
     assert result.lost == {"malformed": 1}
 
 
+def test_an_evaluation_takes_no_episode_of_older_weights_than_it_is_of() -> None:
+    book = make_book()
+    book.version = 5
+    book.evaluations.start("e", [SeedSource().sample(0), SeedSource().sample(1)], Sampling(), 1, 5)
+    first, second = (book.issue("a") for _ in range(2))
+    assert first is not None and second is not None
+    assert book.accept(group_of(first, version=4), "a") is Verdict.DROPPED
+    assert book.last_drop == "older_weights: tokens of version 4, and 5 is evaluated"
+    assert book.issue("a") == first  # it is played again
+    assert book.accept(group_of(first, version=5), "a") is Verdict.ACCEPTED
+    for version in (4, 4, 3):
+        assert book.accept(group_of(second, version=version), "a") is Verdict.DROPPED
+        book.issue("a")
+    result = book.evaluations.result("e")
+    assert result is not None and [t.id for t, _ in result.groups] == [first.id]
+    assert result.lost == {"older_weights": 1}
+
+
 def test_a_dataset_comes_in_a_new_order_each_epoch_that_depends_on_the_seed_alone() -> None:
     samples = [Sample(str(i)) for i in range(20)]
     source, same, other = ListSource(samples, 1), ListSource(samples, 1), ListSource(samples, 2)

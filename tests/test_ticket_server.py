@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,13 @@ from tests.support.tickets.server_rig import Peer, opened, peer, ticket_server
 from tests.support.wires import RULES, book_settings, failed_episode, group_of, start_ticket_server
 
 __all__ = ["opened", "peer", "ticket_server"]  # fixtures
+
+
+def raises(error: BaseException) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 def test_tickets_groups_and_acknowledgments_make_a_batch(ticket_server: TicketServer, peer: Peer) -> None:
@@ -207,6 +216,35 @@ def test_a_sample_that_cannot_be_sent_stops_the_run_with_its_name(tmp_path: Path
     peer.hello()
     with pytest.raises(RuntimeError, match=r"prompt.*'role'. is object"):
         ticket_server.next_batch(1, 5.0)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_what_actors_are_told_when_the_thread_fails_is_for_the_learner_to_say(
+    ticket_server: TicketServer, peer: Peer, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    peer.hello()
+    peer.expect(Welcome)
+    monkeypatch.setattr(ticket_server._protocol, "tick", raises(MemoryError("once")))
+    with pytest.raises(RuntimeError, match="once"):
+        ticket_server.next_batch(1, 5.0)
+    assert peer.receive(0.3) is None
+    if comes_back:
+        ticket_server.go_silently()
+        assert peer.receive(0.3) is None
+    else:
+        ticket_server.stop("the learner failed", failed=True)
+        assert peer.expect(Stop) == Stop("the learner failed", failed=True)
+
+
+def test_a_result_that_is_there_is_not_lost_to_a_shutdown(ticket_server: TicketServer, peer: Peer) -> None:
+    ticket_server.start_evaluation("e", [SeedSource().sample(0)], Sampling())
+    ticket_server.open()
+    peer.hello()
+    peer.send(group_of(peer.tickets(1)[0]))
+    until(lambda: not ticket_server.evaluation_left("e"))
+    shutdown = threading.Event()
+    shutdown.set()
+    assert len(ticket_server.evaluation_result("e", 5.0, shutdown).groups) == 1
 
 
 def test_stop_reaches_every_actor_and_may_be_said_twice(ticket_server: TicketServer, peer: Peer) -> None:

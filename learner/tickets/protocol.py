@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from learner.tickets.actors import Actor, wait_in_words
 from learner.tickets.book import TicketBook, Verdict
 from learner.tickets.failure_rate import Endings, FailureRate
 from learner.tickets.selection_bias import SelectionMeter
@@ -23,7 +24,6 @@ IDS_PER_MESSAGE = 1024
 CANCELS_PER_HELLO = 8  # far fewer than a peer's queue holds; what is left over is named again in the next Hello
 RECEIPTS_PER_MESSAGE = 4  # few, so that an actor that sends without a pause need not wait
 KEPT_MISFITS = 1000
-NAMED_ACTORS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,6 @@ class TicketServerSettings:
     check: Callable[[Group], None] | None = None  # raises ValueError for a group that no step could train on
     max_failure_share: float = 1.0  # of the last episodes; beyond it the learner's waits raise TooManyFailures
     keep_failed: int = 0  # groups without any sound episode that are kept to be recorded, the last ones
-
-
-@dataclass(slots=True)
-class Actor:
-    """What the learner knows of one actor process; `key` is `NAME#RANDOM`."""
-
-    key: str
-    engine_urls: tuple[str, ...]
-    idle_frac: float
-    last_seen: float
-    slots: int = 0  # groups that it plays at once
 
 
 class TicketProtocol:
@@ -261,31 +250,28 @@ class TicketProtocol:
                     wanting.remove(peer)
         for peer, tickets in given.items():
             for start in range(0, len(tickets), TICKETS_PER_MESSAGE):
-                self._send(peer, Tickets(tuple(tickets[start : start + TICKETS_PER_MESSAGE])))
+                self._give(peer, tickets[start : start + TICKETS_PER_MESSAGE])
+
+    def _give(self, peer: bytes, tickets: list[Ticket]) -> None:
+        """In as few messages as can carry them. A ticket that is too large for any is dropped; WireError for one that
+        holds what no message can."""
+        try:
+            self._send(peer, Tickets(tuple(tickets)))
+        except WireError as error:
+            if error.reason not in ("too_large", "too_many"):
+                raise
+            if half := len(tickets) // 2:
+                self._give(peer, tickets[:half])
+                self._give(peer, tickets[half:])
+            else:
+                ticket = tickets[0]
+                self._log.error("sample %.200r cannot be sent to an actor: %s", ticket.sample.id, error)
+                self._book.reject(ticket.id, "unsendable", f"sample {ticket.sample.id}: {error}")
 
     def describe_wait(self, address: str) -> str:
         """One line: what has arrived, what is missing, and which actors hold it."""
-        book, actors, now = self._book, list(self.actors.values()), self._clock()
-        parts = [f"{book.ready} groups ready, {book.open + book.evaluations.open} tickets open, version {book.version}"]
-        if not self.issuing:
-            parts.append("tickets are not issued yet: no engine has weights")
-        if not actors:
-            parts.append(f"no actor is here; start launch/actors.py --actor.learner {address}")
-        elif not self.engines():
-            parts.append("no actor here has engines; start launch/actors.py with engine.count on the engines' hosts")
-        for actor in actors[:NAMED_ACTORS]:
-            count, oldest = book.holding(actor.key), book.oldest_held_s(actor.key)
-            seen = now - actor.last_seen
-            parts.append(f"{actor.key} holds {count} tickets, the oldest for {oldest:.0f} s, seen {seen:.0f} s ago")
-        if len(actors) > NAMED_ACTORS:
-            parts.append(f"and {len(actors) - NAMED_ACTORS} more actors")
-        if book.dropped:
-            parts.append(f"dropped {dict(book.dropped)}, last {book.last_drop!r}")
-        if book.refused:
-            parts.append(f"refused {dict(book.refused)}")
-        if self.rejects.counts:
-            parts.append(f"rejected messages {dict(self.rejects.counts)}")
-        return "; ".join(parts)
+        here, rejected, now = list(self.actors.values()), self.rejects.counts, self._clock()
+        return wait_in_words(self._book, here, rejected, issuing=self.issuing, now=now, address=address)
 
     def send_stop(self, stop: Stop) -> None:
         for peer in list(self.actors):

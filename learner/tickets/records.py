@@ -103,7 +103,10 @@ def fault(group: Group, ticket: Ticket, refuse: Callable[[Group], str] | None = 
     if size != ticket.group_size:
         return "wrong_group_size", f"{size} trajectories for a group of {ticket.group_size}"
     if ticket.evaluation:
-        return None
+        sampled = [t.policy_versions[t.loss_mask == 1] for t in group.trajectories]
+        oldest = min((int(versions.min(initial=ticket.version)) for versions in sampled), default=ticket.version)
+        older = f"tokens of version {oldest}, and {ticket.version} is evaluated"
+        return ("older_weights", older) if oldest < ticket.version else None
     if any(t.trainable for t in group.trajectories):
         reason = refuse(group) if refuse is not None else ""
         return (reason, "") if reason else None

@@ -108,6 +108,10 @@ class TicketServer:
 
     def evaluation_result(self, name: str, timeout_s: float, *interrupts: threading.Event) -> EvaluationResult:
         """Waits for all its tickets; can be asked for once. Raises what `next_batch` raises."""
+        with self._changed:
+            result = self._book.evaluations.result(name)
+        if result is not None:  # it was there before any interrupt
+            return result
         what = f"no result of evaluation {name!r}"
         return self._wait(lambda: self._book.evaluations.result(name), timeout_s, what, *interrupts)
 
@@ -199,6 +203,7 @@ class TicketServer:
         """Tells all actors that the run is over, well or not, and closes the socket. May be called again."""
         with self._changed:
             self._stop = self._stop or Stop(reason, failed)
+            self._changed.notify_all()
         self._wake()
         self._thread.join(5.0)
 
@@ -240,8 +245,9 @@ class TicketServer:
         finally:
             with self._changed:
                 self._changed.notify_all()
-            if not self._silent:
-                self._send_stop(self._stop or Stop(f"the learner failed: {self._failure}", failed=True))
+                self._changed.wait_for(lambda: self._stop is not None)  # the learner knows whether it comes back
+            if not self._silent and self._stop is not None:
+                self._send_stop(self._stop)
             self._router.close()
             self._wake_receive.close()
             self._wake_send.close()
