@@ -104,10 +104,8 @@ def loop(
         metrics |= guards.after_step(groups, metrics)
         due = Due.after(step, recipe, last=step == recipe.learner.total_steps or coordinator.out_of_time())
         if due.publish:
-            if not coordinator.finish_evaluations() and saver.best.candidate >= 0:
-                saver.wait()
-                words = f"asked to shut down after step {step}, and step {saver.best.candidate} is not evaluated"
-                raise ShutdownRequested(f"{words}; the run goes on from there")
+            if not coordinator.finish_evaluations():
+                leave_candidate(step, saver)
             saver.best.result(coordinator.value_of(f"step_{saver.best.candidate}"))
             version += 1
             metrics |= publisher.publish(version, coordinator.engines(), wait=due.last)
@@ -125,6 +123,15 @@ def loop(
         raise ShutdownRequested(f"asked to shut down after step {trainer.num_steps}, before it was evaluated")
     saver.result_of_last(coordinator.value_of("after"))
     return coordinator.result(trainer.num_steps, version)
+
+
+def leave_candidate(step: int, saver: Saver) -> None:
+    """The run is to end, and has cut evaluations off. ShutdownRequested if one was that of a checkpoint which may be the
+    best: the run goes on from there, and makes it again."""
+    saver.wait()  # after which all ranks know whether it is written
+    if saver.best.candidate >= 0:
+        words = f"asked to shut down after step {step}, and step {saver.best.candidate} is not evaluated"
+        raise ShutdownRequested(f"{words}; the run goes on from there")
 
 
 def begin(recipe: Recipe, coordinator: Follower, trainer: Trainer, saver: Saver, version: PolicyVersion) -> Due:

@@ -1,4 +1,5 @@
 """How a learner ends before its run is complete: at SIGTERM or SIGINT it ends its step, writes a checkpoint, exits.
+Where the checkpoint that it has written last is still being evaluated, it leaves that one to go on from.
 
 After SIGTERM, and after a failure that torchrun answers with a restart, actors are told nothing: they keep their groups
 and wait for the learner to return. After SIGINT, and after any other failure, they are told to stop.
