@@ -97,7 +97,9 @@ class LearnerConfig(Section):
     group_size: int = Field(1, gt=0, description="episodes of one sample")
     groups_per_step: int = Field(64, gt=0, description="groups of one optimizer step, over all ranks")
     total_steps: int = Field(100, gt=0, description="optimizer steps of the run")
-    max_minutes: float = Field(0.0, ge=0, description="training ends after the step that passes this; 0 = no limit")
+    max_minutes: float = Field(
+        0.0, ge=0, description="training ends after the step that passes this; each start counts anew; 0 = no limit"
+    )
     stop_without_variance: int = Field(
         0, ge=0, description="the run ends after so many steps in a row without variance of reward; 0 = never"
     )

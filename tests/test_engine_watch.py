@@ -17,7 +17,7 @@ from learner.loop import next_groups
 from learner.weights import engine_watch
 from learner.weights.engine_watch import EngineWatch
 from learner.weights.link import EngineLink
-from tests.support.engines import false_engine, hangs_up, says
+from tests.support.engines import JoiningEngine, false_engine, hangs_up, says
 from tests.support.machine import children_of, until
 from tests.support.publishing import FAST, policy, publishing, served
 from tests.support.runs import local, metrics, places
@@ -139,6 +139,41 @@ def test_an_engine_that_was_silent_at_a_publication_is_back_as_soon_as_it_answer
         del answers["/health"]
         with quick_publisher.watch(lambda: [url], 1) as watch:
             assert watch.found.wait(10)
+
+
+@pytest.mark.parametrize("name", ["1", "none"])
+def test_an_engine_that_was_left_paused_is_told_to_go_on_as_soon_as_it_answers(quick_publisher, name):
+    """Also where it was silent meanwhile, so that nobody knows what it was left with."""
+
+    def goes_on(request, body):
+        told.append(body)
+        says({"success": True})(request, body)
+
+    engine, told = JoiningEngine({"/continue_generation": hangs_up, "/model_info": hangs_up}), []
+    with engine as url:
+        assert served(quick_publisher.publish(1, [url])) == (0, 1)
+        until(lambda: "/model_info" in dict(engine.seen))
+        engine.routes["/model_info"] = says({}, 503)
+        with quick_publisher.watch(lambda: [url], 1) as watch:
+            time.sleep(0.5)
+            engine.routes["/continue_generation"] = goes_on
+            until(lambda: told)
+            engine.routes["/model_info"] = calls_its_weights(name)
+            assert watch.found.wait(1) is (name != "1")  # which has the weights and needs no others
+    assert len(told) == 1
+
+
+def test_an_error_of_the_watch_itself_is_said_once_and_it_goes_on(link, caplog):
+    def engines():
+        asked.append(1)
+        if len(asked) < 4:
+            raise RuntimeError("changed meanwhile")
+        return [url]
+
+    asked = []
+    with false_engine({"/model_info": calls_its_weights("none")}) as (url, _), EngineWatch(link, engines, "3") as watch:
+        assert watch.found.wait(20)
+    assert caplog.text.count("RuntimeError: changed meanwhile") == 1
 
 
 def test_engines_that_come_back_do_not_prolong_the_wait_for_groups(quick_publisher):

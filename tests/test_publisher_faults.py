@@ -23,6 +23,7 @@ from tests.support.engines import (
     hangs_up,
     is_silent,
     refuses,
+    says,
     talks_nonsense,
 )
 from tests.support.publishing import FAST, assert_same, held, holds, in_mid_update, move, policy, publishing, served
@@ -188,6 +189,16 @@ def test_an_engine_that_fails_before_or_after_the_buckets_costs_the_others_no_se
         assert served(metrics) == (1, 1) and (len(walks), metrics["publish/bytes"]) == (1, total)
         assert_same(app, policy)
         assert holds(good, policy, 6)
+
+
+def test_an_engine_that_could_not_be_told_to_go_on_is_told_again_and_not_left_out(policy, publisher):
+    def fails_twice(request, body):
+        told.append(body)
+        (hangs_up if len(told) < 3 else says({"success": True}))(request, body)
+
+    told = []
+    with JoiningEngine({"/continue_generation": fails_twice}) as url:
+        assert served(publisher.publish(1, [url])) == (1, 0) and len(told) == 3
 
 
 def test_a_change_of_members_has_each_of_the_others_join_once_and_wait_for_nobody_who_leaves(policy, publisher):

@@ -87,6 +87,19 @@ def test_each_group_is_given_back_once_it_is_recorded(groups, tmp_path):
     assert recording.work() == "the recording is complete" and said == [2, 1, 0] and len(files(tmp_path)) == 3
 
 
+@pytest.mark.parametrize(("error", "words"), [(OSError("no space"), "no space"), (MemoryError(), "MemoryError")])
+def test_whatever_ends_the_work_is_said_once_and_told_to_the_actors(error, words, caplog):
+    def work():
+        raise error
+
+    recording, told = object.__new__(Recording), []
+    recording.work = work
+    recording.ticket_server = SimpleNamespace(stop=lambda reason, *, failed: told.append((reason, failed)))
+    recording._run()
+    assert len(told) == 1 and words in told[0][0] and told[0][1]
+    assert [words in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_a_folder_without_groups_is_named_with_its_cure(tmp_path):
     with pytest.raises(ValueError, match="holds no recorded groups; make some with"):
         run_recorded(load_recipe(RECIPE), tmp_path)

@@ -7,13 +7,16 @@ import threading
 import time
 
 from shared.engine_api import EngineClient, EngineError
+from shared.log import get_logger
 
+LOG = get_logger("health")
 EVERY_S = 5.0
 ANSWER_S = 5.0
 
 
 class HealthProbe:
-    """Asks a server's /health every few seconds, in a thread of its own, until `stop`."""
+    """Asks a server's /health every few seconds, in a thread of its own, until `stop`. Where it cannot ask, that is no
+    answer."""
 
     def __init__(self, url: str, *, first_s: float, silent_s: float) -> None:
         """`first_s`: longest time until its first answer; `silent_s`: longest time between two."""
@@ -32,7 +35,13 @@ class HealthProbe:
 
     def _ask(self) -> None:
         while not self._over.wait(EVERY_S):
-            if asyncio.run(self._answers()):
+            try:
+                with asyncio.Runner() as runner:
+                    heard = runner.run(self._answers())
+            except Exception as error:  # noqa: BLE001 - of this process, such as no descriptor left: it may pass
+                LOG.error("%s is not asked: %s: %s", self._url, type(error).__name__, error)
+                continue
+            if heard:
                 self._heard, self._limit_s = time.monotonic(), self._silent_s
 
     async def _answers(self) -> bool:

@@ -43,8 +43,7 @@ class OwnServer:
         self._thread.start()
 
     def work(self) -> str:
-        """Until all is played; what to tell the actors then. TimeoutError, OSError, RuntimeError, ValueError: it
-        failed."""
+        """Until all is played; what to tell the actors then. Any error: it failed."""
         raise NotImplementedError
 
     def failed(self, error: Exception) -> None:
@@ -54,9 +53,13 @@ class OwnServer:
     def _run(self) -> None:
         try:
             reason = self.work()
-        except (TimeoutError, OSError, RuntimeError, ValueError) as error:
-            self.failed(error)
-            self.ticket_server.stop(f"the work failed: {error}", failed=True)
+        except Exception as error:  # noqa: BLE001 - whatever it is: actors that are not told wait for ever
+            if not isinstance(error, OSError | RuntimeError | ValueError):
+                error = RuntimeError(f"{type(error).__name__}: {error}")  # whose own words may say nothing
+            try:
+                self.failed(error)
+            finally:
+                self.ticket_server.stop(f"the work failed: {error}", failed=True)
         else:
             self.ticket_server.stop(reason)
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 
 from learner.weights.link import EngineLink
+from learner.weights.update import STILL_PAUSED, resume
 from shared.engine_api import EngineError, each
 from shared.log import get_logger
 
+LOG = get_logger("publisher")
 PATIENCE_S = 2.0  # a wait shorter than this asks nobody
 CALL_S = 3.0
 RETRY_S = 20.0  # until an engine that was left out is tried again, where none has the weights
@@ -28,6 +30,8 @@ class EngineWatch:
     An engine that the last publication left out for a reason would be left out again, and each time the others may be
     paused: it counts only once it has been silent since, or has called its weights otherwise, as one that was started
     anew does. Where no engine holds `name` there is nobody to pause, and it is tried again after `RETRY_S`.
+
+    An engine that could not be told to go on after a publication, whatever it calls its weights, is told again.
     """
 
     def __init__(
@@ -56,15 +60,29 @@ class EngineWatch:
         self._watching.cancel()
 
     async def _watch(self) -> None:
-        retry_at = time.monotonic() + RETRY_S
+        retry_at, failure = time.monotonic() + RETRY_S, ""
         while True:
             await asyncio.sleep(PATIENCE_S)
             if time.monotonic() >= self._until:
                 break
-            if words := await self._reason(retry=time.monotonic() >= retry_at):
-                get_logger("publisher").info("engine %s; version %s goes out again", words, self._name)
+            try:
+                await each(self._engines(), self._resume)
+                words = await self._reason(retry=time.monotonic() >= retry_at)
+            except Exception as error:  # nobody waits for this: it is said here, once, and the watching goes on
+                if repr(error) != failure:
+                    LOG.exception("the engines are not watched at the moment")
+                failure = repr(error)
+                continue
+            if words:
+                LOG.info("engine %s; version %s goes out again", words, self._name)
                 break
         self.found.set()
+
+    async def _resume(self, url: str) -> None:
+        client = self._link.client(url)
+        if client in STILL_PAUSED:
+            await resume(client, CALL_S)
+            LOG.info("engine %s, which was still paused, goes on", client.url)
 
     async def _reason(self, *, retry: bool) -> str:
         """Which engine is to be given the weights, and why; empty if none is."""

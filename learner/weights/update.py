@@ -8,14 +8,35 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from learner.weights.buckets import Bucket
 from learner.weights.group import EnginesFailed, Members, WeightGroupManager
-from shared.engine_api import EngineClient, bucket_content, each, reasons
+from shared.engine_api import EngineClient, EngineError, bucket_content, each, reasons
 from shared.engine_messages import NO_WEIGHTS
 
 Item = TypeVar("Item")
 TRIES = 3  # to begin, after each of which fewer engines are left: the other ranks wait for the next bucket meanwhile
+RESUME_TRIES = 3
+RESUME_AGAIN_S = 0.25
+STILL_PAUSED: WeakSet[EngineClient] = WeakSet()  # nobody knows that they go on; used on their clients' loop alone
+
+
+async def resume(engine: EngineClient, limit_s: float) -> None:
+    """Tells a paused engine to go on, some times if need be, all within `limit_s`. EngineError where it has not said
+    that it does: it is `STILL_PAUSED` then."""
+    STILL_PAUSED.add(engine)
+    deadline, left_s = time.monotonic() + limit_s, limit_s
+    for tries_left in reversed(range(RESUME_TRIES)):
+        try:
+            await engine.resume(left_s)
+            break
+        except EngineError:
+            left_s = deadline - time.monotonic() - RESUME_AGAIN_S
+            if not tries_left or left_s <= 0:
+                raise
+        await asyncio.sleep(RESUME_AGAIN_S)
+    STILL_PAUSED.discard(engine)
 
 
 class Seconds(dict[str, float]):
@@ -131,7 +152,7 @@ class WeightUpdate:
         elif self._begun:
             await each(self._members, lambda engine: engine.end_update(None, limit, self._update(engine)))
         over = {engine for engine in self._paused if self.working or engine.url in self.failed}
-        answers = await each(over, lambda engine: engine.resume(limit))
+        answers = await each(over, lambda engine: resume(engine, limit))
         self._leave_out(EnginesFailed(reasons(answers)))
         if over:
             now = time.monotonic()
