@@ -126,7 +126,7 @@ def loop(
 
 
 def leave_candidate(step: int, saver: Saver) -> None:
-    """The run is to end, and has cut evaluations off. ShutdownRequested if one was that of a checkpoint which may be the
+    """The run is to end, and has cut evaluations off. ShutdownRequested if one was that of a checkpoint that may be the
     best: the run goes on from there, and makes it again."""
     saver.wait()  # after which all ranks know whether it is written
     if saver.best.candidate >= 0:

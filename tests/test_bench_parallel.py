@@ -7,10 +7,12 @@ import pytest
 from tests.bench.parallel import gathering, publish_many
 
 
-def test_a_single_rank_gathers_nothing_and_is_refused_in_one_line(capsys):
-    assert gathering.main(["--ranks", "1"]) == 2
+@pytest.mark.parametrize(("flag", "value", "least"), [("--ranks", "1", 2), ("--rounds", "0", 1)])
+def test_a_gathering_that_would_measure_nothing_is_refused_in_one_line(capsys, flag, value, least):
+    assert gathering.main([flag, value]) == 2
     said = capsys.readouterr()
-    assert not said.out and said.err.count("\n") == 1 and "give at least 2" in said.err
+    assert not said.out and said.err.count("\n") == 1 and f"{flag} is {value}: " in said.err
+    assert f"give at least {least}" in said.err
 
 
 @pytest.mark.slow

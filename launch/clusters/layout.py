@@ -114,9 +114,15 @@ done
 
 def layout(recipe: Recipe, folder: Path, seen: Seen | None = None) -> Layout:
     """`recipe` with what holds on every host: keys, addresses, that a learner which starts again goes on. ConfigError
-    for engines that run already or share a GPU. Without `seen` all hosts share this one's file system."""
+    for engines that run already or share a GPU, and for a bind that names no port. Without `seen` all hosts share this
+    one's file system."""
     seen = seen or Seen(f"{folder}/recipe.toml", f"{folder}/keys", recipe.run.dir, str(ROOT))
-    port = recipe.learner.bind.rpartition(":")[2]
+    bind = recipe.learner.bind
+    port = bind.rpartition(":")[2]
+    if not bind.startswith("tcp://") or not port.isdecimal():
+        raise ConfigError(
+            f"learner.bind = {bind!r}: actors on other hosts must know the port; write it as tcp://0.0.0.0:PORT"
+        )
     learner = recipe.learner.model_copy(update={"bind": f"tcp://0.0.0.0:{port}", "resume": "auto"})
     changes = {
         "run": recipe.run.model_copy(update={"dir": seen.runs}),

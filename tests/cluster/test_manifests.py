@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,14 @@ def test_both_containers_take_the_readmes_steps():
         assert step.removesuffix(" GPUS=yes") in said, step
     dry = subprocess.run(["make", "-n", "-B", "env", "GPUS=yes"], cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert "--constraint constraints-gpu.txt torch" in dry.stdout
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "ray", "kubernetes", "skypilot"])
+@pytest.mark.parametrize("bind", ["tcp://0.0.0.0:*", "ipc:///tmp/learner"])
+def test_a_bind_without_a_port_that_other_hosts_could_know_is_one_line(tmp_path, scheduler, bind):
+    words = ["--on", scheduler, "--config", "launch/recipes/colour_tiny.toml", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "launch/cluster.py", "render", *words, "--learner.bind", bind]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    line = f"error: learner.bind = {bind!r}: actors on other hosts must know the port"
+    assert refused.returncode == 2 and refused.stderr.startswith(line)
+    assert refused.stderr.count("\n") == 1

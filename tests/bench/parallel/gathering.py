@@ -99,6 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.ranks < 2:
         print(f"--ranks is {arguments.ranks}: a single rank has nothing to gather; give at least 2", file=sys.stderr)
         return 2
+    if arguments.rounds < 1:
+        print(f"--rounds is {arguments.rounds}: nothing would be measured; give at least 1", file=sys.stderr)
+        return 2
     return in_processes(((arguments.ranks,),), compute, arguments)
 
 
