@@ -34,7 +34,7 @@ def store():
 @pytest.fixture
 def hooks(plugin, store):
     hooks = plugin.Hooks()
-    assert hooks.join(joins, None, *store.getsockname(), 1, 2, "g", "gloo") == (True, "joined")
+    assert hooks.join(joins, server(), *store.getsockname(), 1, 2, "g", "gloo") == (True, "joined")
     return hooks
 
 
@@ -43,6 +43,10 @@ ON_CPU = SimpleNamespace(device="cpu")  # the server's updater
 
 def joins(_updater, *_):
     return True, "joined"
+
+
+def server():
+    return SimpleNamespace(_model_update_group={})
 
 
 def test_a_bucket_that_arrives_is_what_the_server_receives(hooks):
@@ -134,12 +138,12 @@ def test_what_goes_wrong_in_receiving_is_raised_as_it_is(hooks, error):
 def test_a_group_whose_learner_has_gone_is_not_joined(plugin, store):
     address = store.getsockname()
     store.close()
-    joined, why = plugin.Hooks().join(joins, None, *address, 1, 2, "g", "gloo")
+    joined, why = plugin.Hooks().join(joins, server(), *address, 1, 2, "g", "gloo")
     assert not joined and "has given up the group 'g'" in why
 
 
 def test_groups_of_nccl_and_those_that_were_left_are_received_on_the_servers_own_thread(hooks, store):
-    hooks.join(joins, None, *store.getsockname(), 1, 2, "n")
+    hooks.join(joins, server(), *store.getsockname(), 1, 2, "n")
     hooks.leave(joins, None, "g")
     for name in ("n", "g"):
         own = hooks.receive(lambda _, group_name: threading.current_thread(), ON_CPU, group_name=name)

@@ -151,6 +151,55 @@ def test_the_last_good_checkpoint_is_still_known_and_kept_after_a_restart(new_tr
     assert newest_good(tmp_path) == ()
 
 
+class Disk:
+    """A saver's, which may be full."""
+
+    def __init__(self, saver, monkeypatch):
+        self.full, self._really = False, saver._begin
+        monkeypatch.setattr(saver, "_begin", self._begin)
+
+    def _begin(self, partial):
+        if self.full:
+            raise OSError("no space left on the disk")
+        self._really(partial)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_that_is_not_written_takes_no_protection_from_the_last_good_one(
+    new_trainer, ranks, tmp_path, monkeypatch, background
+):
+    trainer, settings = new_trainer(), recipe(keep_checkpoints=1, checkpoint_in_background=background)
+    saver = Saver(tmp_path, trainer, ranks, settings)
+    disk = Disk(saver, monkeypatch)
+    for step, good, full in ((100, True, False), (125, True, True), (150, False, False), (175, False, False)):
+        trainer.num_steps, trainer.guard.good, disk.full = step, good, full
+        saver.save(0, {})
+        saver.wait()
+        assert saver.best.last_good() == tmp_path / "step_00000100"
+    trainer.num_steps, trainer.guard.good = 200, True
+    saver.save(0, {})
+    saver.wait()
+    saver.close()
+    assert saver.best.last_good() == tmp_path / "step_00000200"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000200"]
+
+
+def test_a_step_whose_checkpoint_is_not_written_does_not_take_the_place_of_the_best(
+    new_trainer, ranks, tmp_path, monkeypatch
+):
+    trainer = new_trainer()
+    saver = Saver(tmp_path, trainer, ranks, recipe(keep_checkpoints=1, checkpoint_in_background=False))
+    disk = Disk(saver, monkeypatch)
+    trainer.guard.good = False
+    for step, value, full in ((100, 0.5, False), (200, 0.9, True), (300, 0.4, False)):
+        trainer.num_steps = saver.best.candidate = step
+        disk.full = full
+        saver.save(0, {})
+        saver.best.result(value)
+    assert (saver.best.step, saver.best.value) == (100, 0.5)
+    assert {path.name for path in tmp_path.iterdir()} == {"best.json", "step_00000100", "step_00000300"}
+
+
 def test_a_checkpoint_makes_progress_while_it_is_synced_and_measured(new_trainer, ranks, tmp_path, monkeypatch):
     saver, seen = Saver(tmp_path, new_trainer(), ranks, recipe(checkpoint_in_background=False), timeout_s=1e-3), []
     measured = saver_module.measured

@@ -77,6 +77,28 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_taken(trainer,
     assert str(newest) in line and "is damaged: " in line and str(good) in line and "\n" not in line
 
 
+@pytest.mark.parametrize(("best", "moved"), [(1, False), (2, True), (3, True), ("x", False), (None, False)])
+def test_a_best_checkpoint_that_is_damaged_is_no_bar_for_what_is_still_to_come(trainer, ranks, tmp_path, best, moved):
+    for path in save_steps(trainer, ranks, tmp_path, range(1, 4))[1:]:
+        change_a_byte(path / "dcp" / "__0_0.distcp")
+    note = {"checkpoint": f"step_{best}", "step": best, "value": 0.9}
+    (tmp_path / "best.json").write_text(json.dumps(note))
+    assert restore(tmp_path, trainer, ranks, recipe()).version == 1
+    assert (tmp_path / "best.json").exists() is not moved
+    assert (tmp_path / "damaged" / "best.json").exists() is moved
+    settings = recipe(keep_checkpoints=1, checkpoint_in_background=False)
+    saver = Saver(tmp_path, trainer, ranks, settings)
+    trainer.num_steps = saver.best.candidate = 4
+    saver.save(4, {})
+    assert saver.best.result(0.8) is (best != 1)
+
+
+def test_a_note_of_the_best_checkpoint_that_cannot_be_read_keeps_no_run_from_going_back(trainer, ranks, tmp_path):
+    saved = save_steps(trainer, ranks, tmp_path, range(1, 3))
+    (tmp_path / "best.json").write_text("[" * 100_000)
+    assert restore(tmp_path, trainer, ranks, recipe(resume=str(saved[0]))).version == 1
+
+
 def test_a_run_without_a_whole_checkpoint_says_so_and_touches_nothing(trainer, ranks, tmp_path):
     for path in save_steps(trainer, ranks, tmp_path, range(1, 3)):
         change_a_byte(path / "dcp" / "__0_0.distcp")

@@ -58,6 +58,34 @@ def test_the_best_evaluated_step_is_remembered_over_a_restart(tmp_path):
     assert not again.result(0.9)  # no step is a candidate
 
 
+@pytest.mark.parametrize("reads", [1, 2, 3])
+def test_the_new_best_checkpoint_is_kept_at_any_moment_of_becoming_it(tmp_path, monkeypatch, reads):
+    """Another thread asks what is kept: between any two of the result's writes, and with them between its reads."""
+    best, kept, since = Best(tmp_path / "best.json", step=10, value=0.5, candidate=20), [], []
+
+    def written(self, name, value):
+        object.__setattr__(self, name, value)
+        kept.append(self.kept())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Best, "__setattr__", written)
+        assert best.result(0.6)
+    assert kept and all("step_00000020" in names for names in kept)
+
+    best = Best(tmp_path / "best.json", step=10, value=0.5, candidate=20)
+
+    def read(self, name):
+        value = object.__getattribute__(self, name)
+        if name in ("step", "candidate", "good"):
+            since.append(name)
+            if len(since) == reads:
+                self.result(0.6)
+        return value
+
+    monkeypatch.setattr(Best, "__getattribute__", read)
+    assert "step_00000020" in best.kept() and len(since) > reads
+
+
 def test_every_metric_of_the_evaluations_before_and_after_is_in_the_result():
     read = {"success": 0.5, "read_accuracy": 0.25, "ending/completed": 1.0, "generate_s": 3.0}
     results = {

@@ -1,5 +1,8 @@
 """The embedded engine's routes for weights: groups, updates, and what the model holds.
 
+One learner publishes to an engine, over one group at a time: it gives its group up before it builds another, and never
+uses it again. So whoever joins leaves all earlier groups, also those of a learner that was killed and has not left.
+
 An update is received beside generation, into memory of its own; `end_weight_update` installs all of it between two
 steps. So no token is ever computed by a mixture, and an update that is discarded leaves no trace, such as one with
 weights that are not finite. An update holds weights, or an adapter alone, which is merged then.
@@ -7,8 +10,9 @@ weights that are not finite. An update holds weights, or an adapter alone, which
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,6 +40,7 @@ from shared.weights.checksums import checksums
 from shared.weights.group import DEVICES
 
 log = logging.getLogger("engine")
+LEAVE_S = 10.0  # for breaking earlier groups up, which may itself wait for the network
 
 
 class GroupBody(Struct, frozen=True, kw_only=True):
@@ -130,6 +135,7 @@ class WeightUpdates:
         name = body.group_name
         if name in self._groups:
             raise ValueError(f"the group {name!r} exists: destroy it first")
+        earlier = tuple(self._groups)  # not what joins meanwhile: it is newer
         try:
             self._groups[name] = await in_thread(
                 lambda: join_group(
@@ -145,7 +151,15 @@ class WeightUpdates:
         except RuntimeError as error:
             raise ValueError(f"cannot join the group {name!r}: {' '.join(str(error).split())}") from error
         log.info("joined %s as rank %d of %d over %s", name, body.rank_offset, body.world_size, body.backend)
+        await self._leave(earlier)
         return {"success": True, "message": f"joined {name}"}
+
+    async def _leave(self, names: Iterable[str]) -> None:
+        """Breaks them up on another thread: that may wait for the network, and so would freeing them."""
+        groups = [group for name in names if (group := self._groups.pop(name, None)) is not None]
+        if groups:
+            breaking = asyncio.create_task(in_thread(lambda: [group.abort() for group in groups]))
+            await asyncio.wait([breaking], timeout=LEAVE_S)
 
     async def destroy_group(self, body: GroupBody) -> dict[str, Any]:
         if self._groups.pop(body.group_name, None) is None:

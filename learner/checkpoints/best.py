@@ -26,22 +26,22 @@ def newest_good(folder: Path) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Best:
-    """The evaluated step with the best result, the one whose result is awaited, and the last good ones: their
-    checkpoints are kept."""
+    """The evaluated step with the best result, the one whose result is awaited, and the last good one: their
+    checkpoints are kept. The thread that writes checkpoints asks for that at any moment."""
 
     file: Path
     step: int = -1
     value: float = float("-inf")
     candidate: int = -1
-    good: tuple[int, ...] = ()  # the last two; the last may not be written yet
+    good: tuple[int, ...] = ()  # the last one, once it is written; none at first
 
     def kept(self) -> set[str]:
-        """Names of checkpoints."""
-        return {checkpoint_name(step) for step in (self.step, self.candidate, *self.good[-1:])}
+        """Names of checkpoints. The candidate is looked at first: if it is the best by now, `step` says so."""
+        return {checkpoint_name(step) for step in (self.candidate, self.step, *self.good)}
 
     def last_good(self) -> Path | None:
-        """The last whole checkpoint that was good when it was saved."""
-        paths = [self.file.with_name(checkpoint_name(step)) for step in reversed(self.good)]
+        """The last checkpoint that was good when it was saved."""
+        paths = [self.file.with_name(checkpoint_name(step)) for step in self.good]
         return next((path for path in paths if (path / "meta.json").exists()), None)
 
     @staticmethod
@@ -59,19 +59,29 @@ class Best:
 
     def result(self, value: float) -> bool:
         """Of the candidate. Whether it is the best so far; then best.json names it."""
-        step, self.candidate = self.candidate, -1
-        if step < 0 or not value > self.value:
-            return False
-        self.step, self.value = step, value
+        step = self.candidate
+        better = step >= 0 and value > self.value
+        if better:
+            self.step, self.value = step, value
+        self.candidate = -1  # not before: one of the two names its checkpoint at any moment
+        if better:
+            self._write()
+        return better
+
+    def is_lost(self, step: int) -> None:
+        """Its checkpoint could not be written: it is no candidate any more, whatever its result."""
+        if self.candidate == step:
+            self.candidate = -1
+
+    def _write(self) -> None:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"checkpoint": checkpoint_name(step), "step": step, "value": value}) + "\n"
+            known = {"checkpoint": checkpoint_name(self.step), "step": self.step, "value": self.value}
             part = self.file.with_suffix(".part")
             with part.open("w") as file:
-                file.write(text)
+                file.write(json.dumps(known) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(self.file)  # at once: whoever reads it finds the old or the new one
         except OSError as error:
             get_logger("learner").error("%s is not written: %s", self.file, error)
-        return True

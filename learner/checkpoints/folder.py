@@ -5,6 +5,7 @@
     .step_00000050.replaced/   what step_00000050 takes the place of, for a moment
     .step_00000010.removed/    an old one on its way out
     .resumed                   the path from which this start of the run was told to resume, once it has
+    best.json                  the checkpoint that did best in an evaluation, and its value
     damaged/, undone/          what was moved aside: not whole; later than the step that the run was told to go back to
 
 A kill at any moment leaves the old checkpoint or the new one. So does a loss of power: files and folders are synced.
@@ -21,6 +22,7 @@ from pathlib import Path
 
 PREFIX = "step_"
 EXPORT = "hf"  # of a checkpoint: its weights as a Hugging Face folder, where learner.checkpoint.export wants it
+BEST = "best.json"  # names the checkpoint that did best in an evaluation
 RESUMED = ".resumed"
 
 
@@ -127,15 +129,18 @@ def rewind(folder: Path, step: int, resume: str) -> list[Path]:
     neither `auto` takes them nor the new ones count as older than they. Returns where they are now."""
     folder.mkdir(parents=True, exist_ok=True)
     moved = [move_aside(path, "undone") for path in named_checkpoints(folder) if step_of(path) > step]
-    best = folder / "best.json"
-    try:
-        known = json.loads(best.read_text())["step"] if best.exists() else step
-    except (ValueError, KeyError, TypeError):
-        known = step  # whoever loads it says so
-    if known > step:
-        moved.append(move_aside(best, "undone"))
+    if step_of_best(folder) > step:
+        moved.append(move_aside(folder / BEST, "undone"))
     (folder / RESUMED).write_text(resume)
     return moved
+
+
+def step_of_best(folder: Path) -> int:
+    """Of the checkpoint that best.json names; -1 where it names none that can be read: whoever loads it says so."""
+    try:
+        return int(json.loads((folder / BEST).read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return -1
 
 
 def move_aside(path: Path, into: str) -> Path:

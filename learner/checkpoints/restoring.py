@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 
-from learner.checkpoints.folder import candidates, move_aside, rewind, tidy
+from learner.checkpoints.folder import BEST, candidates, move_aside, rewind, step_of, step_of_best, tidy
 from learner.checkpoints.state import SCHEMA, SCHEMA_OF_MIXTURES, fingerprint, schema_of, training_state
 from learner.checkpoints.wholeness import DamagedCheckpoint, check_files, read_meta
 from learner.distributed import Ranks
@@ -75,7 +75,7 @@ def restore(folder: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) -> Res
             damaged.append((path, error))
             continue
         if ranks.is_main:
-            _say_what_is_damaged(damaged, path)
+            _move_damaged(folder, damaged, path)
             if recipe.learner.resume != "auto":
                 _go_back(folder, trainer.num_steps, recipe.learner.resume)
         return restored
@@ -101,10 +101,15 @@ def _candidates(folder: Path, resume: str, ranks: Ranks) -> list[Path]:
     return found
 
 
-def _say_what_is_damaged(damaged: list[tuple[Path, DamagedCheckpoint]], taken: Path) -> None:
+def _move_damaged(folder: Path, damaged: list[tuple[Path, DamagedCheckpoint]], taken: Path) -> None:
+    """With best.json, if it names one of them: what is to come need not do better than a checkpoint that is lost."""
+    best = step_of_best(folder)
     for path, error in damaged:
         aside = move_aside(path, "damaged")
         get_logger("learner").error("%s; it is now in %s, and the run goes on from %s", error, aside, taken)
+        if step_of(path) == best:
+            noted = move_aside(folder / BEST, "damaged")
+            get_logger("learner").info("it was the best one: %s is now %s", folder / BEST, noted)
 
 
 def _go_back(folder: Path, step: int, resume: str) -> None:

@@ -35,6 +35,7 @@ from learner.checkpoints.folder import (
     partial_of,
     put,
     remove,
+    step_of,
     sync_file,
 )
 from learner.checkpoints.state import copied, fingerprint, rng_state, schema_of, training_state
@@ -77,8 +78,6 @@ class Saver:
         self.wait()
         trainer, ranks = self._trainer, self._ranks
         check_finite(all_of_training(trainer.policy, trainer.optimizer), ranks)
-        if trainer.guard.good:
-            self.best.good = (*self.best.good[-1:], trainer.num_steps)
         final = self._folder / checkpoint_name(trainer.num_steps)
         partial = partial_of(final)
         meta = {
@@ -112,6 +111,7 @@ class Saver:
             lambda: self._export(partial),
             lambda: own.update(self._seal(partial)),
             lambda: self._finish(partial, final, meta, own),
+            lambda: self._keep(final, good=meta["trainer"]["guard"]["good"]),
         )
         for part in parts:
             trouble: BaseException | None = None
@@ -129,6 +129,7 @@ class Saver:
                     log.error("checkpoint %s is not written, the last good one stays: %s", final.name, reason)
                 if self._ranks.is_main:
                     shutil.rmtree(partial, ignore_errors=True)
+                self.best.is_lost(step_of(final))
                 break
         else:
             self._failed_in_a_row = 0
@@ -177,6 +178,12 @@ class Saver:
             files = {name: known for each in of_ranks for name, known in each.items()}
             _write(partial / "meta.json", json.dumps(with_digest(meta | {"files": files}), indent=1))
             put(partial, final)
+
+    def _keep(self, written: Path, *, good: bool) -> None:
+        """On every rank. Only what is written takes the place of the last good one."""
+        if good:
+            self.best.good = (step_of(written),)
+        if self._ranks.is_main:
             self._remove_old()
 
     def _remove_old(self) -> None:

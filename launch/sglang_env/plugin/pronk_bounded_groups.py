@@ -8,9 +8,12 @@ Requests to join groups that are given up by then would stand still after it, on
 Here a group of gloo's has the learner's own limit, PRONK_GROUP_TIMEOUT_S. Weights are received on another thread, while
 this one looks once a second whether the learner still has the group's store open; a group without one is not joined.
 
-NCCL's groups stay as they are: it notices broken connections, and torch ends a process whose limit has passed.
+A learner that is killed says nothing of its groups. One learner publishes to a server, over one group at a time: it
+gives a group up before it builds another, and never uses it again. So whoever joins leaves all earlier groups.
 
-Goes when gloo tells the receiver of a message that breaks off, and SGLang takes a limit.
+NCCL's groups have their own limits: it notices broken connections, and torch ends a process whose limit has passed.
+
+Goes when gloo tells the receiver of a message that breaks off, and SGLang takes a limit and leaves such groups.
 """
 
 from __future__ import annotations
@@ -63,6 +66,14 @@ def in_stream(stream: Any) -> Any:
         stream.synchronize()
 
 
+def break_up(group: Any) -> None:
+    """On another thread, for it may wait for the network. SGLang's way, to destroy the group, would have NCCL wait for
+    all the others that are in it."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    threading.Thread(target=_abort_process_group, args=(group,), name="earlier weights", daemon=True).start()
+
+
 class Hooks:
     """Stand around methods of the server's WeightUpdater, in each model process."""
 
@@ -83,9 +94,15 @@ class Hooks:
         store = (master_address, master_port)
         if given_up(store):
             return False, f"the learner has given up the group {group_name!r}"
-        if backend == "gloo":
-            self.stores[group_name] = store
-        return original(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
+        earlier = updater._model_update_group.keys() - {group_name}
+        joined, why = original(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
+        if joined:
+            if backend == "gloo":
+                self.stores[group_name] = store
+            for name in earlier:
+                self.stores.pop(name, None)
+                break_up(updater._model_update_group.pop(name))
+        return joined, why
 
     def leave(self, original: Any, updater: Any, group_name: str) -> tuple[bool, str]:
         self.stores.pop(group_name, None)
