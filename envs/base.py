@@ -73,6 +73,19 @@ def metadata_of(sample: Any) -> dict[str, Any]:
     return dict(getattr(sample, "metadata", None) or {})
 
 
+def seed_of(sample: Any) -> int:
+    """What an environment draws its problem from: the sample's seed, 0 without a sample. ValueError for a sample that
+    has none, such as a dataset's row."""
+    if sample is None:
+        return 0
+    metadata = metadata_of(sample)
+    if "seed" not in metadata:
+        raise ValueError(
+            f"the sample has no seed, only {', '.join(metadata) or 'no metadata'}: is it another task's row?"
+        )
+    return int(metadata["seed"])
+
+
 def total_turn_reward(infos: list[Info]) -> float:
     """Sum of the turns' rewards: the episode reward of an environment that states none."""
     return float(sum(float(info.get("reward", 0.0)) for info in infos))

@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from envs.loader import check_settings, load_env, load_module, system_prompt
+from envs.loader import check_methods, check_settings, load_env, load_module, raised, system_prompt
 from envs.play import parser, settings
 from shared.types import Sample
 
@@ -75,8 +75,8 @@ def check_env(path: str, args: Mapping[str, Any] | None = None, seed: int = 0, l
         check.problem(str(error))
     except ValueError as error:
         check.problem(" ".join(str(error).split()))
-    except Exception as error:  # noqa: BLE001  whatever the environment raises is what this command reports
-        check.problem(f"it raised {type(error).__name__}: {' '.join(str(error).split())}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever the environment raises is what is reported
+        check.problem(f"it raised {raised(error)}")
     else:
         if records[0] != records[1]:
             check.problem("two episodes of the same sample with the same answers differ: draw from Random(seed) only")
@@ -89,9 +89,7 @@ def _episode(check: Check, module: Any, build_env: Callable[..., Any], args: Map
     """Play an episode; everything that must be the same when it is played again."""
     sample = Sample(id=f"check-{seed}", metadata={"seed": seed})
     env = check.call("build_env", build_env, sample=sample, args=args)
-    for name in ("reset", "step", "format_observation", "close"):
-        if not callable(getattr(env, name, None)):
-            raise ValueError(f"the environment has no method {name}")
+    check_methods(env)
     first = _reset(check, env)
     record = [first]
     if _reset(check, env) != first:

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from envs.base import Env, Info, Observation, metadata_of
+from envs.base import Env, Info, Observation, seed_of
 from envs.settings import EnvSettings
 
 COLOURS = {"red": (220, 40, 40), "green": (50, 190, 70), "blue": (50, 80, 220), "yellow": (235, 200, 40)}
@@ -17,8 +17,8 @@ SETTINGS = EnvSettings  # it has none
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> ColourEnv:
-    """The square of metadata["seed"]."""
-    return ColourEnv(Random(metadata_of(sample).get("seed", 0)).choice(list(COLOURS)))
+    """The square of metadata["seed"]; without a sample, that of seed 0. ValueError for a sample without a seed."""
+    return ColourEnv(Random(seed_of(sample)).choice(list(COLOURS)))
 
 
 class ColourEnv(Env):

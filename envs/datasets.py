@@ -10,6 +10,7 @@ import base64
 import hashlib
 import io
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,10 +86,16 @@ class Dataset:
 
 
 def load_dataset(
-    path: str | Path, *, system_prompt: str = "", tick: Tick = no_tick, limits: Limits = DEFAULT_LIMITS
+    path: str | Path,
+    *,
+    system_prompt: str = "",
+    tick: Tick = no_tick,
+    limits: Limits = DEFAULT_LIMITS,
+    most: int | None = None,
 ) -> Dataset:
     """All usable rows of a file as samples; what a row does to its reader is counted in the report. `limits` are those
-    of a message, in which each sample is to travel. ValueError for a missing file or column, or no sample."""
+    of a message, in which each sample is to travel; `most` samples are read. ValueError for a missing file or column,
+    or no sample."""
     path = Path(path)
     report = Report()
     samples: list[Sample] = []
@@ -99,6 +106,8 @@ def load_dataset(
         report.note("bad_rows", number, reason)
 
     for number, row in read_rows(path, refuse):
+        if most is not None and len(samples) >= most:
+            break
         if report.rows == report.bad_rows and (missing := _missing_column(row)):
             raise ValueError(f"{path} has no column {missing!r}; it has: {', '.join(map(str, row))}")
         report.rows += 1
@@ -209,6 +218,9 @@ def _sample(
 def _problem_sample(path: Path, number: int, row: dict[str, Any], system_prompt: str, report: Report) -> Sample | None:
     """The sample of a row; None if the row is unusable, which is counted."""
     problem, answer = row.get("problem"), row.get("answer")
+    if isinstance(answer, list | tuple | dict) or (isinstance(answer, float) and not math.isfinite(answer)):
+        report.note("bad_labels", number, f"the answer is {answer!r:.80}, and is to be a text or a number")
+        return None
     if isinstance(problem, list):  # chat messages: the user's text
         problem = "\n".join(str(message.get("content", "")) for message in problem if message.get("role") == "user")
     problem, answer = str(problem if problem is not None else ""), str(answer if answer is not None else "")

@@ -32,9 +32,11 @@ def load_module(path: str, holds: str = "build_env") -> ModuleType:
             cure = "give a dotted path such as envs.sokoban, or a .py file"
             raise ValueError(f"no module {path!r}: {cure}, that holds {holds}") from error
         raise ValueError(f"module {path!r} imports {error.name!r}, which is not installed") from error
+    except SystemExit as error:
+        cure = "put what runs as a program under if __name__ == '__main__'"
+        raise ValueError(f"module {path!r} ends the process at import (SystemExit {error.code!r}): {cure}") from error
     except Exception as error:  # whatever the user's module raises while it is imported is the user's mistake
-        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"module {path!r} cannot be loaded: {words}") from error
+        raise ValueError(f"module {path!r} cannot be loaded: {raised(error)}") from error
 
 
 def load_env(path: str) -> Callable[..., Any]:
@@ -42,22 +44,44 @@ def load_env(path: str) -> Callable[..., Any]:
     return _callable_of(load_module(path), "build_env", path)
 
 
+def check_methods(env: Any) -> None:
+    """ValueError if what `build_env` returned has not all methods of an environment."""
+    for name in ("reset", "step", "format_observation", "close"):
+        if not callable(getattr(env, name, None)):
+            raise ValueError(f"build_env returned {type(env).__name__}, which has no method {name}")
+
+
 def load_function(path: str) -> Callable[..., Any]:
     """A function by `package.module.name` or `file.py:name`. ValueError if there is none."""
     module, _, name = path.rpartition(":" if ".py:" in path else ".")
-    if not module or not name:
+    if not module or not name or path.endswith(".py"):
         raise ValueError(f"{path!r} names no function: write package.module.function or file.py:function")
     return _callable_of(load_module(module, name), name, module)
 
 
 def system_prompt(module: ModuleType, args: Any) -> str:
-    """The system message of a task: args["system_prompt"], the module's `system_prompt(args)`, or SYSTEM_PROMPT."""
+    """The system message of a task: args["system_prompt"], the module's `system_prompt(args)`, or SYSTEM_PROMPT; ""
+    where that is None or missing. ValueError if the function raises, or it is no text."""
     own = setting(args, "system_prompt")
     if own is not None:
         return str(own)
+    place = getattr(module, "__file__", None) or module.__name__
     if hasattr(module, "system_prompt"):
-        return str(module.system_prompt(args))
-    return str(getattr(module, "SYSTEM_PROMPT", ""))
+        what = "what system_prompt(args) returns"
+        try:
+            text = module.system_prompt(args)
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"system_prompt(args) of {place} raised {raised(error)}") from error
+    else:
+        what, text = "SYSTEM_PROMPT", getattr(module, "SYSTEM_PROMPT", None)
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{what} in {place} is {type(text).__name__}, not str: make it a text, or None for none")
+    return text or ""
+
+
+def raised(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def check_settings(module: ModuleType, values: Mapping[str, Any], place: str) -> None:

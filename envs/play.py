@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,17 +22,31 @@ from PIL import Image
 
 from envs.base import total_turn_reward
 from envs.datasets import load_dataset, with_images
-from envs.loader import check_settings, load_env, load_module, system_prompt
+from envs.loader import check_methods, check_settings, load_env, load_module, raised, system_prompt
 from shared.types import Sample
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parser(__doc__).parse_args(argv)
     try:
-        module, env, messages = start(options)
+        started = start(options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    try:
+        play(options, *started)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the environment's mistake
+        cure = f"python -m envs.check {options.module} says what an environment must keep"
+        print(f"error: {options.module} raised {raised(error)}; {cure}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def play(options: argparse.Namespace, module: ModuleType, env: Any, messages: list[dict[str, Any]]) -> None:
+    """An episode with the answers that are typed."""
     for message in messages:
         show(message, options.images, "prompt")
     observation, _ = env.reset()
@@ -52,7 +66,6 @@ def main(argv: list[str] | None = None) -> int:
     final = module.episode_reward(env) if hasattr(module, "episode_reward") else total_turn_reward(infos)
     print(f"episode over: {len(infos)} turns, reward {final:.4f}")
     env.close()
-    return 0
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -82,7 +95,19 @@ def start(options: argparse.Namespace) -> tuple[ModuleType, Any, list[dict[str, 
     else:
         first = ({"role": "system", "content": prompt},) if prompt else ()
         sample = Sample(id=str(options.seed), prompt=first, metadata={"seed": options.seed})
-    return module, build_env(sample=sample, args=args), with_images(sample)
+    return module, build(build_env, sample, args), with_images(sample)
+
+
+def build(build_env: Callable[..., Any], sample: Sample, args: dict[str, Any]) -> Any:
+    """The environment. ValueError if `build_env` fails or returns none."""
+    try:
+        env = build_env(sample=sample, args=args)
+    except (ValueError, OSError):
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"build_env raised {raised(error)}") from error
+    check_methods(env)
+    return env
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from envs.base import Env, Info, Observation, metadata_of, setting
+from envs.base import Env, Info, Observation, metadata_of, seed_of, setting
 from envs.boards.board import MOVES, TARGET, Board, board_from_config
 from envs.boards.generate import BoardSpec, make_board
 from envs.boards.reading import moves_with_states, reading
@@ -87,14 +87,15 @@ def system_prompt(args: Any = None) -> str:
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> SokobanEnv:
-    """The environment of a sample; without a sample, that of seed 0. ValueError on settings that admit no board."""
+    """The environment of a sample; without a sample, that of seed 0. ValueError on settings that admit no board, and for
+    a sample that has neither a seed nor a board."""
     metadata = metadata_of(sample)
     config = metadata.get("env_config") or {}
     settings = read_settings(SokobanSettings, sample, args)
     if config.get("initial_base_grid") is not None:
         return SokobanEnv(board_from_config(config), settings)
     spec = settings.spec(metadata.get("split", settings.split))
-    return SokobanEnv(make_board(int(metadata.get("seed", 0)), spec), settings)
+    return SokobanEnv(make_board(seed_of(sample), spec), settings)
 
 
 def episode_reward(env: SokobanEnv) -> float:

@@ -23,7 +23,7 @@ from actor.isolation.lifeline import die_with_parent
 from launch.engines.gpus import claim, names
 from launch.processes.children import Stopped, raise_on_signals
 from launch.processes.run_folder import prepare_run_folder, take_run_folder
-from launch.task_samples import held_out_samples, ready, training_samples
+from launch.task_samples import check_data, held_out_samples, ready, training_samples
 from learner.checkpoints.folder import check_resume
 from learner.metrics.services import check_writers
 from learner.shutdown import Shutdown, ShutdownRequested
@@ -57,10 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         if restarted and recipe.learner.resume == "never":  # torchrun's restarts go on with the run
             recipe = recipe.model_copy(update={"learner": recipe.learner.model_copy(update={"resume": "auto"})})
         if rank == 0:
-            learner_security(recipe.transport, recipe.learner.bind)  # what is wrong with the keys is said now
-            read_api_key(recipe.engine.api_key_file)
-            check_writers(recipe)
-            check_resume(recipe.learner.resume)
+            check_cheaply(recipe)
             held = take_run_folder(recipe)  # as the GPU is, until the process ends
             check_address(recipe.learner.bind)
             held = prepare_run_folder(recipe, held, restarted=restarted)
@@ -88,6 +85,15 @@ def main(argv: list[str] | None = None) -> int:
     if result is not None:
         print(json.dumps(result.as_dict()), flush=True)
     return 0
+
+
+def check_cheaply(recipe: Recipe) -> None:
+    """ValueError for what can be known to be wrong before a run that is there is moved aside: keys, writers, data."""
+    learner_security(recipe.transport, recipe.learner.bind)
+    read_api_key(recipe.engine.api_key_file)
+    check_writers(recipe)
+    check_data(recipe)
+    check_resume(recipe.learner.resume)
 
 
 def heed_signals(recipe: Recipe) -> Shutdown:

@@ -26,7 +26,7 @@ from launch.engines.commands import check_alone, check_host
 from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
 from launch.processes.run_folder import check_run_folder
 from launch.processes.run_logs import RunLogs
-from launch.task_samples import cannot_play, held_out_samples, ready
+from launch.task_samples import cannot_play, check_data, held_out_samples, ready
 from launch.terminal.progress import Progress
 from launch.terminal.screen import Screen, is_terminal
 from launch.terminal.state import RunState
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         check_meeting(recipe)
         check_resume(recipe.learner.resume)
         check_run_folder(recipe)
+        check_data(recipe)
         show_random_policy(recipe)
     except ValueError as error:
         return fail(error)

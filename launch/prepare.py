@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     out = options.out or Path("data") / options.task
     try:
-        check(options)
+        check(options, out)
         train, heldout, counts = (boards if options.task == "sokoban" else problems)(options)
         write_all({out / f"heldout.{options.format}": heldout, out / f"train.{options.format}": train})
     except (ValueError, OSError) as error:
@@ -187,12 +187,18 @@ class Progress:
 
 
 def size(text: str) -> tuple[int, int]:
-    rows, _, columns = text.partition("x")
-    return int(rows), int(columns or rows)
+    found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write ROWSxCOLUMNS, such as 6x7")
+    return int(found[1]), int(found[2] or found[1])
 
 
-def check(options: argparse.Namespace) -> None:
-    """ValueError where two options contradict each other."""
+def check(options: argparse.Namespace, out: Path) -> None:
+    """ValueError where an option cannot be, or two contradict each other."""
+    if options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs}: at least 1")
+    if file := next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None):
+        raise ValueError(f"--out {out}: {file} is a file; name a folder")
     if options.make and (options.source or options.dataset or options.heldout_from):
         raise ValueError("--make makes its own data: leave out --from, --dataset and --heldout-from, or --make")
     if options.source and options.dataset:

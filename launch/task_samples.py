@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from envs.datasets import load_dataset
@@ -69,11 +70,36 @@ def prompt(recipe: Recipe) -> tuple[dict[str, Any], ...]:
     return ({"role": "system", "content": text},) if text else ()
 
 
+def check_data(recipe: Recipe) -> None:
+    """ValueError for files of which no sample can be read, or whose first one the environment cannot be built with; and
+    for a held-out file that nobody would read."""
+    data = recipe.data
+    if data.source == "seeds":
+        if data.eval_source:
+            raise ConfigError(
+                f"data.eval_source = {data.eval_source!r}, but data.source = 'seeds', whose held-out samples are seeds "
+                "too: leave it out, or name a file as data.source"
+            )
+        return
+    for path in (data.source, *([data.eval_source] if recipe.eval.samples else [])):
+        sample = rows(recipe, path, most=1)[0]
+        if recipe.rollout.path:
+            continue
+        try:
+            load_env(recipe.env.module)(sample=sample, args=recipe.env.build_args).close()
+        except Exception as error:
+            raise cannot_play(recipe, sample, error) from error
+
+
 def training_samples(recipe: Recipe) -> SampleSource:
     """Seeds, or the rows of a dataset in an order that `run.seed` decides."""
     if recipe.data.source == "seeds":
         data = recipe.data
         return SeedSource(data.first_seed, data.num_samples, prompt(recipe), "train", tuple(data.variants))
+    if Path(recipe.data.source).resolve() == Path(recipe.data.eval_source).resolve():
+        get_logger("data").warning(
+            "data.eval_source is data.source: what the run calls held out is trained on; name another file"
+        )
     return ListSource(rows(recipe, recipe.data.source), recipe.run.seed)
 
 
@@ -110,9 +136,11 @@ def cannot_play(recipe: Recipe, sample: Sample, error: Exception) -> ValueError:
     return ValueError(f"env.module = {recipe.env.module!r} cannot play sample {sample.id}: {words}")
 
 
-def rows(recipe: Recipe, path: str) -> list[Sample]:
-    """A dataset's usable rows; what was left out is logged. ValueError for a missing file or column."""
+def rows(recipe: Recipe, path: str, most: int | None = None) -> list[Sample]:
+    """A dataset's usable rows, or the first of them; what was left out of all is logged. ValueError for a missing file
+    or column."""
     text = system_prompt(load_module(recipe.env.module), recipe.env.build_args)
-    dataset = load_dataset(path, system_prompt=text, limits=Limits(recipe.transport.max_message_bytes))
-    get_logger("data").info("%s: %s", path, dataset.report.summary())
+    dataset = load_dataset(path, system_prompt=text, limits=Limits(recipe.transport.max_message_bytes), most=most)
+    if most is None:
+        get_logger("data").info("%s: %s", path, dataset.report.summary())
     return dataset.samples

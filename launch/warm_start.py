@@ -134,10 +134,29 @@ def train(task: Task, options: argparse.Namespace) -> None:
     tiny_model.save(options.out, model.bfloat16(), tokenizer)
 
 
+def mistake(options: argparse.Namespace) -> str:
+    """What is wrong with the options, in one line; empty if nothing is."""
+    if not 0 < options.choice_weight <= 1:
+        return f"--choice-weight {options.choice_weight}: use a number above 0, at most 1"
+    if not 0 <= options.scatter <= 1:
+        return f"--scatter {options.scatter}: it is a share, from 0 to 1"
+    if options.tower_steps and not TASKS[options.task].cell_pixels:
+        return f"--tower-steps {options.tower_steps}: only Sokoban's tower is taught alone"
+    for name, least in (("steps", 1), ("tower_steps", 0), ("batch", 1), ("threads", 1)):
+        if getattr(options, name) < least:
+            return f"--{name.replace('_', '-')} {getattr(options, name)}: at least {least}"
+    out = options.out
+    if file := next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None):
+        return f"--out {out}: {file} is a file; name a folder"
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
+        return f"--out {out}: it holds other things than a model; name a new folder, or that of a model to replace"
+    return ""
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=sorted(TASKS))
-    parser.add_argument("--out", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model; one that is there is replaced")
     parser.add_argument("--start", type=Path, help="folder of a model to go on from")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=8, help="episodes of one step")
@@ -169,12 +188,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
-    if not 0 < options.choice_weight <= 1:
-        parser.error(f"--choice-weight {options.choice_weight}: use a number above 0, at most 1")
-    if not 0 <= options.scatter <= 1:
-        parser.error(f"--scatter {options.scatter}: it is a share, from 0 to 1")
-    if options.tower_steps and not TASKS[options.task].cell_pixels:
-        parser.error(f"--tower-steps {options.tower_steps}: only Sokoban's tower is taught alone")
+    if why := mistake(options):
+        parser.error(why)
+    if (options.out / "config.json").is_file():
+        print(f"the model in {options.out} is replaced", flush=True)
     torch.set_num_threads(options.threads)
     train(TASKS[options.task], options)
 

@@ -35,8 +35,9 @@ from shared.sections import (
     TransportConfig,
 )
 from shared.settings import mistakes
+from shared.settings.addresses import port_beside
 from shared.settings.cluster import ClusterConfig
-from shared.settings.data import DataConfig, SamplingConfig
+from shared.settings.data import SEEDS_END, DataConfig, SamplingConfig
 
 EXIT_USER_ERROR = 2
 EXAMPLE = "launch/recipes/colour_tiny.toml"
@@ -116,6 +117,17 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _engines_leave_the_learner_its_port(self) -> Self:
+        engine, bind = self.engine, self.learner.bind
+        port = 0 if engine.elsewhere else port_beside(bind, engine.host)
+        if engine.port <= port < engine.port + engine.count:
+            raise ValueError(
+                f"engine.port = {engine.port} with engine.count = {engine.count}: port {port} is the learner's "
+                f"(learner.bind = {bind!r}); choose another one"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _what_is_evaluated_is_published(self) -> Self:
         steps, every = self.eval.every_steps, self.learner.publish.every
         if steps % every:
@@ -129,6 +141,11 @@ class Recipe(Section):
     def _held_out_seeds_are_apart(self) -> Self:
         data, held_first = self.data, self.data.eval_first_seed
         first, last = data.first_seed, data.first_seed + data.num_samples
+        if data.source == "seeds" and held_first + self.eval.samples > SEEDS_END:
+            raise ValueError(
+                f"data.eval_first_seed = {held_first} with eval.samples = {self.eval.samples}: seeds end below "
+                f"{SEEDS_END}; lower one of them"
+            )
         if data.source == "seeds" and first < held_first + self.eval.samples and held_first < last:
             raise ValueError(
                 f"data.eval_first_seed = {held_first}: held-out seeds overlap the training seeds [{first}, {last}); "
@@ -149,7 +166,7 @@ def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:
     """
     try:
         with open(path, "rb") as file:
-            from_file = tomllib.load(file)
+            from_file = tomllib.loads(file.read().decode("utf-8-sig"))  # Windows' editors begin it with a mark
     except FileNotFoundError:
         raise ConfigError(f"recipe {path!r} does not exist; the recipes are in launch/recipes/") from None
     except OSError as error:

@@ -11,6 +11,7 @@ from shared.settings.addresses import checked_address
 from shared.settings.lora import LoraConfig
 from shared.settings.objective import ObjectiveConfig
 
+_NO_FOLDERS = ("", "auto", "never", "true", "false", "yes", "no", "on", "off", "none", "null")  # meant as words
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -125,6 +126,13 @@ class LearnerConfig(Section):
     @classmethod
     def _is_an_address(cls, value: str) -> str:
         return checked_address("learner.bind", value)
+
+    @field_validator("resume")
+    @classmethod
+    def _is_a_word_or_a_folder(cls, value: str) -> str:
+        if value not in ("auto", "never") and value.strip().casefold() in _NO_FOLDERS:
+            raise ValueError(f"learner.resume = {value!r}: write auto, never, or the folder of a checkpoint")
+        return value
 
     @property
     def policy_lr(self) -> float:

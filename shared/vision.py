@@ -168,9 +168,17 @@ def pixel_values(patches: np.ndarray, spec: VisionSpec) -> np.ndarray:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file of a model's folder holds. ValueError, in one line, if it is no file that holds an object."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"no {path.name} in {path.parent}: give the folder of a Qwen-VL model") from None
-    except json.JSONDecodeError as error:
+    except NotADirectoryError:
+        raise ValueError(f"{path.parent} is a file: give the folder of a Qwen-VL model") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as a file: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not a JSON object: it is no Qwen-VL model's")
+    return found

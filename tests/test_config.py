@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,9 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--zzzzzz", "1"], "unknown option --zzzzzz; options are --section.key VALUE"),
         (MINIMAL + '[learner.optimizer]\nlr = "fast"\n', [], "learner.optimizer.lr = 'fast'"),
         (MINIMAL, ["--learner.group_size", "0"], "learner.group_size = '0'"),
-        ('[env]\nmodule = "envs.colour"\n', [], "'model' is required"),
+        ('[env]\nmodule = "envs.colour"\n', [], "'model.path' is required; set it in the recipe or with --model.path"),
+        ('[model]\npath = "m"\n', [], "'env.module' is required; set it in the recipe or with --env.module"),
+        ('model = "m"\n', [], "model is a section; set a field of it, such as model.path"),
         ("[model\n", [], "is not valid TOML"),
         (MINIMAL, ["--sampling.top_p", "0.9"], "sampling.top_p = 0.9"),
         (MINIMAL, ["--learner.objective.name", "grpo"], "learner.group_size = 1"),
@@ -76,6 +79,15 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--data.variants", "[{a=1}]"], "--data.variants = '[{a=1}]' is not JSON: "),
         (MINIMAL, ["--data.variants=[{a=1}]"], "write it like '[{\"name\": 1}]'"),
         (MINIMAL, ["--data.variants", "3"], "command line: data.variants.0 = 3"),
+        (
+            MINIMAL,
+            ["--data.first_seed", "9" * 23],
+            f"data.first_seed = '{'9' * 23}': input should be less than {2**63}",
+        ),
+        (MINIMAL, ["--data.first_seed", "-1"], "data.first_seed = '-1': input should be greater than or equal to 0"),
+        (MINIMAL, ["--data.first_seed", str(2**63 - 5), "--data.num_samples", "6"], "data.num_samples = 6: seeds end"),
+        (MINIMAL, ["--data.eval_first_seed", "9" * 23], f"data.eval_first_seed = '{'9' * 23}': input should be less"),
+        (MINIMAL, ["--data.eval_first_seed", str(2**63 - 5), "--eval.samples", "6"], "eval.samples = 6: seeds end"),
         (MINIMAL, ["--env.args", "size=[7,7]"], "--env.args = 'size=[7,7]' is not JSON: "),
         (
             MINIMAL,
@@ -90,6 +102,9 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         (MINIMAL, ["--data", "--run.name", "a"], "--data without a value: data is a section"),
         (MINIMAL, ["--run.name", "a/b"], "run.name = 'a/b'"),
         (MINIMAL, ["--learner", "{"], "--learner = '{': learner is a section; set a field of it, such as learner.bind"),
+        (MINIMAL, ["--learner", "5"], "--learner = '5': learner is a section; set a field of it, such as learner.bind"),
+        (MINIMAL, ["--learner", '{"bogus": 3}'], "command line: unknown key 'learner.bogus'"),
+        (MINIMAL, ["--learner.optimizer", '{"lr": 1}', "--zzzzzz", "1"], "unknown option --zzzzzz"),
         (MINIMAL, ["learner.optimizer.lr=1"], "is no option; write it with two dashes, --learner.optimizer.lr"),
         (MINIMAL, ["-learner.total_steps", "3"], "is no option; write it with two dashes, --learner.total_steps"),
         (MINIMAL, ["--learner.total_steps", "3", "extra"], "'extra' is no option; options are --section.key VALUE"),
@@ -125,6 +140,15 @@ def test_a_mistake_is_one_line_that_names_value_and_cure(
         ("PRONK_ZZ__QQ", "4", "PRONK_ZZ__QQ: unknown section 'zz'; sections are run, model, env, "),
         ("PRONK_LEARNER_TOTAL_STEPS", "4", "is no field's variable; did you mean PRONK_LEARNER__TOTAL_STEPS?"),
         ("PRONK_LEARNER_OPTIMIZER_LR", "4", "did you mean PRONK_LEARNER__OPTIMIZER__LR?"),
+        ("PRONK_LEARNER", "5", "PRONK_LEARNER = '5': learner is a section; set a field of it, such as learner.bind"),
+        ("PRONK_LEARNER", '{"total_steps": 1, "bogus": 3}', "PRONK_LEARNER: unknown key 'learner.bogus'; did you mean"),
+        ("PRONK_LEARNER", '{"total_steps": "x"}', "PRONK_LEARNER: learner.total_steps = 'x': input should be"),
+        ("PRONK_LEARNER__LR", "1", "PRONK_LEARNER__LR: learner.lr is now called learner.optimizer.lr"),
+        (
+            "PRONK_LEARNER__OPTIMIZER",
+            "5",
+            "PRONK_LEARNER__OPTIMIZER = '5': learner.optimizer is a section; set a field",
+        ),
         ("PRONK_LEARNER__TOTAL_STEP", "4", "PRONK_LEARNER__TOTAL_STEP: unknown key 'learner.total_step'; did you mean"),
     ],
 )
@@ -138,8 +162,6 @@ def test_a_mistake_in_the_environment_names_its_variable(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("objective", "objective.name"),
-        ("optimizer", "optimizer.name"),
         ("lr", "optimizer.lr"),
         ("gamma", "objective.gamma"),
         ("proof_every", "publish.verify_every"),
@@ -154,6 +176,38 @@ def test_an_old_name_is_refused_with_the_new_one(tmp_path, monkeypatch, how, old
     path = write(tmp_path, MINIMAL + (f'[learner]\n{old} = "grpo"\n' if how == "recipe" else ""))
     with pytest.raises(ConfigError, match=f"learner.{old} is now called learner.{new}$"):
         load_recipe(path, [f"--learner.{old}", "grpo"] if how == "command line" else [])
+
+
+@pytest.mark.parametrize("section", ["objective", "optimizer"])
+@pytest.mark.parametrize("how", ["recipe", "command line", "environment"])
+def test_a_name_that_is_a_section_now_is_refused_as_one(tmp_path, monkeypatch, how, section) -> None:
+    if how == "environment":
+        monkeypatch.setenv(f"PRONK_LEARNER__{section.upper()}", "grpo")
+    path = write(tmp_path, MINIMAL + (f'[learner]\n{section} = "grpo"\n' if how == "recipe" else ""))
+    expected = f"learner.{section} is a section; set a field of it, such as learner.{section}.name$"
+    with pytest.raises(ConfigError, match=expected):
+        load_recipe(path, [f"--learner.{section}", "grpo"] if how == "command line" else [])
+
+
+def test_a_section_is_taken_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRONK_LEARNER", '{"total_steps": 7}')
+    learner = load_recipe(write(tmp_path, MINIMAL), ["--learner.optimizer", '{"lr": 0.5}']).learner
+    assert (learner.total_steps, learner.optimizer.lr) == (7, 0.5)
+
+
+def test_a_recipe_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, "\ufeff" + MINIMAL)).model.path == "m"
+
+
+@pytest.mark.parametrize("word", ["Never", "AUTO", "true", "none", " never", ""])
+def test_a_word_that_is_no_checkpoint_is_told_the_words_that_there_are(tmp_path: Path, word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path, MINIMAL), ["--learner.resume", word])
+    assert str(caught.value) == f"learner.resume = {word!r}: write auto, never, or the folder of a checkpoint"
+
+
+def test_a_checkpoint_whose_folder_is_called_like_a_word_is_taken(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, MINIMAL), ["--learner.resume", "./true"]).learner.resume == "./true"
 
 
 def test_a_missing_recipe_is_named() -> None:
@@ -180,6 +234,8 @@ def test_a_malformed_address_is_refused_with_the_form(tmp_path: Path, field: str
             load_recipe(write(tmp_path, MINIMAL), [f"--{field}", address])
         expected = f"{field} = {address!r} is no address: write it as tcp://HOST:PORT, or ipc://PATH"
         assert str(caught.value) == expected
+    with pytest.raises(ConfigError, match=f"{field} = 'tcp://127.0.0.1:0': nobody can call port 0; "):
+        load_recipe(write(tmp_path, MINIMAL), [f"--{field}", "tcp://127.0.0.1:0"])
     with pytest.raises(ConfigError, match=f"{field} = 'tcp://127.0.0.1:65536': there is no port 65536; "):
         load_recipe(write(tmp_path, MINIMAL), [f"--{field}", "tcp://127.0.0.1:65536"])
 
@@ -187,13 +243,37 @@ def test_a_malformed_address_is_refused_with_the_form(tmp_path: Path, field: str
 @pytest.mark.parametrize(
     "address",
     [
-        *("tcp://127.0.0.1:0", "tcp://*:5555", "tcp://0.0.0.0:*", "tcp://[::1]:5555", "tcp://[fe80::1%eth0]:5555"),
+        *("tcp://127.0.0.1:1", "tcp://*:5555", "tcp://0.0.0.0:*", "tcp://[::1]:5555", "tcp://[fe80::1%eth0]:5555"),
         *("tcp://node-1.example.org:5555", "tcp://eth0:65535", "ipc:///tmp/a b", "ipc://@abstract"),
     ],
 )
 def test_an_address_of_any_legal_form_is_taken(tmp_path: Path, address: str) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL), ["--learner.bind", address, "--actor.learner", address])
     assert recipe.learner.bind == recipe.actor.learner == address
+
+
+@pytest.mark.parametrize(
+    ("bind", "host", "refused"),
+    [
+        ("tcp://127.0.0.1:5555", "127.0.0.1", True),
+        ("tcp://127.0.0.1:5555", "localhost", True),
+        ("tcp://*:5555", "127.0.0.1", True),
+        ("tcp://[::]:5555", "localhost", True),
+        ("tcp://10.0.0.1:5555", "10.0.0.1", True),
+        ("tcp://0.0.0.0:5555", "10.0.0.1", False),  # engines of another host, or of this one: nobody knows
+        ("tcp://10.0.0.1:5555", "127.0.0.1", False),
+        ("tcp://127.0.0.1:5556", "127.0.0.1", False),
+        ("tcp://127.0.0.1:*", "127.0.0.1", False),
+        ("ipc:///tmp/5555", "127.0.0.1", False),
+    ],
+)
+def test_engines_leave_the_learner_its_port(tmp_path: Path, bind: str, host: str, refused: bool) -> None:
+    path, fields = write(tmp_path, MINIMAL), ["--learner.bind", bind, "--engine.host", host, "--engine.port", "5554"]
+    assert load_recipe(path, fields).engine.count == 1
+    assert load_recipe(path, [*fields, "--engine.count", "2", "--engine.urls", '["http://a:1"]']).engine.count == 2
+    with pytest.raises(ConfigError) if refused else nullcontext() as caught:
+        load_recipe(path, [*fields, "--engine.count", "2"])
+    assert not refused or f"engine.count = 2: port 5555 is the learner's (learner.bind = {bind!r})" in str(caught.value)
 
 
 def test_variables_that_are_no_fields_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,10 +262,13 @@ def test_a_mistake_gets_one_line(whole: Path, tmp_path: Path, capsys: pytest.Cap
             ([str(whole), "--episode", "1/1"], "--export"),
             ([str(whole), "--token-file", str(tmp_path / "none")], "No such file"),
             ([str(whole), "--export", str(tmp_path / "none/report.html")], "is no folder; make it first"),
+            ([str(whole), "--export", str(tmp_path)], f"--export {tmp_path}: it is a folder; name a file, such as"),
+            ([str(whole), "--export", str(tmp_path / ("x" * 250))], "cannot be written: File name too long"),
         ):
             assert main(arguments) == 2
             lines = capsys.readouterr().err.splitlines()
             assert len(lines) == 1 and lines[0].startswith("error: ") and words in lines[0]
+    assert not list(tmp_path.parent.glob(f".{tmp_path.name}*")) and not list(tmp_path.iterdir())
     monkeypatch.setenv("PRONK_DASHBOARD_TOKEN", "short")
     assert main([str(whole)]) == 2
     assert "PRONK_DASHBOARD_TOKEN" in capsys.readouterr().err

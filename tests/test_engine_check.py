@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -53,6 +54,13 @@ def test_an_engine_with_another_vocabulary_is_refused(engine, facts):
     other = replace(facts, probe_ids=facts.probe_ids[:-1])
     with pytest.raises(EngineError, match="other tokens of the same text"):
         wait_until_serving((engine,), [], other, 30.0)
+
+
+def test_a_broken_tokenizer_is_named(tmp_path):
+    shutil.copy(f"{MODEL}/config.json", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"/tokenizer\.json cannot be read as a tokenizer \(Model missing"):
+        ModelFacts.load(str(tmp_path), VisionSpec.load(MODEL))
 
 
 def test_a_text_that_is_too_long_is_not_tokenised(engine):

@@ -1,6 +1,7 @@
 """The engine as a process: start, bad arguments, stop, and the death of its parent."""
 
 import asyncio
+import shutil
 import signal
 import socket
 import subprocess
@@ -81,6 +82,14 @@ def test_what_cannot_be_served_is_one_clear_line(folder, tmp_path, capsys, monke
         (tmp_path / name).write_text(content)
     assert main(["--model-path", str(folder if files is None else tmp_path), "--port", "0", *options]) == 2
     assert words in last_line(capsys)
+
+
+def test_weights_that_are_cut_short_are_one_clear_line(folder, tmp_path, capsys):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:20_000])
+    assert main(["--model-path", str(broken), "--port", "0"]) == 2
+    assert f"the .safetensors files in {broken} cannot be read" in last_line(capsys)
 
 
 def test_a_dead_engine_costs_patience_and_not_a_flood_of_failures():

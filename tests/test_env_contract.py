@@ -88,6 +88,8 @@ def test_a_broken_environment_is_told_what_is_wrong(tmp_path, old, new, problem)
         ("1 / 0\n", "ZeroDivisionError"),
         ("import no_such_library\n", "imports 'no_such_library'"),
         ("raise OSError('disk')\n", "disk"),
+        ("import sys\nsys.exit()\n", r"ends the process at import \(SystemExit None\): put what runs as a program"),
+        ("raise SystemExit(3)\n", r"my_env.py' ends the process at import \(SystemExit 3\)"),
     ],
 )
 def test_a_broken_module_is_one_line_that_names_it(tmp_path, source, reason):
@@ -107,6 +109,37 @@ def test_a_missing_module_or_function_is_named(tmp_path):
         load_function(f"{path}:bonus")
     with pytest.raises(ValueError, match="names no function"):
         load_function("reward")
+    with pytest.raises(ValueError, match=r"names no function: write package.module.function or file.py:function"):
+        load_function(path)
+
+
+PROMPT = 'SYSTEM_PROMPT = "Guess the number from 0 to 9."'
+
+
+@pytest.mark.parametrize("own", ["", "SYSTEM_PROMPT = None", "def system_prompt(args):\n    return None"])
+def test_no_system_prompt_or_one_that_is_none_says_nothing_to_the_model(tmp_path, own):
+    path = env_file(tmp_path, GOOD.replace(PROMPT, own))
+    assert system_prompt(load_module(path), {}) == ""
+    assert "no SYSTEM_PROMPT" in check_env(path).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        ("SYSTEM_PROMPT = 5", r"SYSTEM_PROMPT in .*my_env.py is int, not str"),
+        ("def system_prompt(args):\n    return ['a']", r"what system_prompt\(args\) returns in .*my_env.py is list"),
+        ("def system_prompt():\n    return 'a'", r"system_prompt\(args\) of .*my_env.py raised TypeError: .* takes 0"),
+        ("def system_prompt(args):\n    return args['a\\n']", r"system_prompt\(args\) of .*my_env.py raised KeyError"),
+        ("def system_prompt(args):\n    raise SystemExit(0)", r"of .*my_env.py raised SystemExit: 0"),
+    ],
+)
+def test_a_system_prompt_that_is_no_text_is_one_line_that_names_the_module(tmp_path, capsys, own, reason):
+    path = env_file(tmp_path, GOOD.replace(PROMPT, own))
+    with pytest.raises(ValueError, match=reason) as caught:
+        system_prompt(load_module(path), {})
+    assert play.main([path]) == 2
+    assert capsys.readouterr().err == f"error: {caught.value}\n"
+    assert check_env(path).problems == [str(caught.value)]
 
 
 def test_settings_come_from_mappings_and_from_attributes():
@@ -142,6 +175,30 @@ def test_an_episode_can_be_played_by_hand(tmp_path, capsys, monkeypatch):
     assert play.main(["envs.nothing"]) == 2
     assert play.main(["envs.sokoban", "--set", "novalue"]) == 2
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("return Guess(", "Guess(", "build_env returned NoneType, which has no method reset"),
+        ("def build_env(sample=None, args=None, **_)", "def build_env(sample)", "build_env raised TypeError"),
+        ("class Guess(Env):", "class Guess:", "build_env returned Guess, which has no method format_observation"),
+        (' - 3}?"}, {}', ' - 3}?"}', "raised ValueError: not enough values to unpack"),
+        ("right = float", "raise KeyError('boom'); right = float", "raised KeyError: 'boom'; python -m envs.check"),
+        ("right = float", "raise SystemExit(0); right = float", "raised SystemExit: 0; python -m envs.check"),
+    ],
+)
+def test_a_broken_environment_played_by_hand_is_one_line(tmp_path, capsys, monkeypatch, old, new, reason):
+    assert old in GOOD
+    monkeypatch.setattr("sys.stdin", io.StringIO("5\n"))
+    assert play.main([env_file(tmp_path, GOOD.replace(old, new))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and reason in line
+
+
+def test_an_environment_that_ends_the_process_fails_its_check(tmp_path):
+    found = check_env(env_file(tmp_path, GOOD.replace("right = float", "raise SystemExit(0); right = float")))
+    assert found.problems == ["it raised SystemExit: 0"]
 
 
 def test_a_geometry_row_is_played_by_hand_with_its_image(tmp_path, capsys, monkeypatch):

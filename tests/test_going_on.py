@@ -223,7 +223,7 @@ def coordinator_of(trainer: Trainer, run_dir: Path, restored: Restored) -> Any:
         model=ModelConfig(path="m"),
         env=EnvConfig(module="envs.colour"),
         run=RunConfig(dir=str(run_dir), name="r"),
-        learner=config(bind="tcp://127.0.0.1:0"),
+        learner=config(bind="tcp://127.0.0.1:*"),
     )
     trainer.num_steps = 500
     return build_coordinator(own, SeedSource(), [], trainer, restored, Event())

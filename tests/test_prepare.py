@@ -140,12 +140,33 @@ def test_a_file_without_what_is_needed_is_one_line(tmp_path, capsys, task, conte
         (["--make", "5", "--heldout", "5"], "leaves none to train on"),
         (["--from", "nowhere.xsb"], "no file 'nowhere.xsb'"),
         (["--make", "9", "--sizes", "3x3"], "no room for 1 boxes"),
+        (["--make", "9", "--jobs", "0"], "--jobs 0: at least 1"),
         (["--dataset", "nothing"], "neither a folder here nor a hub name"),
     ],
 )
 def test_options_that_cannot_be_are_one_line(tmp_path, capsys, arguments, words):
     assert main(["sokoban", *arguments, "--out", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("inner", ["", "inner"])
+def test_a_file_where_the_folder_is_to_be_is_refused_before_anything_is_made(tmp_path, capsys, monkeypatch, inner):
+    monkeypatch.setattr("launch.prepare.boards", None)
+    (tmp_path / "taken").write_text("mine")
+    out = tmp_path / "taken" / inner
+    assert main(["sokoban", "--make", "9", "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"error: --out {out}: {tmp_path / 'taken'} is a file; name a folder\n"
+
+
+@pytest.mark.parametrize("text", ["6x", "x6", "6x7x8", "-6", "six", ""])
+def test_a_size_that_is_half_said_is_refused_with_the_form(capsys, text):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["sokoban", f"--sizes={text}"])
+    assert f"{text!r} is no size; write ROWSxCOLUMNS, such as 6x7" in capsys.readouterr().err
+
+
+def test_a_size_of_one_number_is_a_square():
+    assert parser().parse_args(["sokoban", "--sizes", "6", "6x8"]).sizes == [(6, 6), (6, 8)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.processes.run_folder import LOCK, lock, prepare_run_folder, take_run_folder
+from launch.processes.run_folder import LOCK, check_run_folder, lock, prepare_run_folder, take_run_folder
 from shared.config import ConfigError, Recipe
 from shared.learner_config import LearnerConfig
 from shared.sections import EnvConfig, ModelConfig, RunConfig
@@ -54,6 +54,16 @@ def test_a_second_learner_is_refused_in_one_line_until_the_first_is_dead(tmp_pat
         lock(folder, 0.0)
     held.close()
     lock(folder, 0.0).close()
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("take", [take_run_folder, check_run_folder])
+def test_a_folder_that_is_no_runs_is_refused_and_left_as_it_is(tmp_path: Path, resume: str, take) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"run holds thesis\.tex and is no run's.*--run\.name"):
+        take(recipe(tmp_path, resume))
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "thesis.tex"]
 
 
 def test_a_folder_in_which_nothing_ran_is_not_moved_aside(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from envs.boards.board import MOVES, SYMBOLS, WALL, Board, board_from_config, board_of
 from envs.boards.reading import FRAMES, TURNS, frame_of, inner_walls, moves_with_states, paired, reading, state, words
@@ -214,12 +216,25 @@ def test_scattering_shows_positions_that_are_not_where_play_has_led() -> None:
     assert len(set(cells(scatter=1.0))) > len(set(cells()))
 
 
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders of the models that would have been made."""
+    made: list[Path] = []
+    monkeypatch.setattr("launch.warm_start.train", lambda _, options: made.append(options.out))
+    return made
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["sokoban", "--choice-weight", "0"], "--choice-weight 0.0: use a number above 0"),
         (["sokoban", "--scatter", "1.5"], "--scatter 1.5: it is a share"),
         (["colour", "--tower-steps", "5"], "--tower-steps 5: only Sokoban's tower is taught alone"),
+        (["colour", "--steps", "-1"], "--steps -1: at least 1"),
+        (["colour", "--steps", "0"], "--steps 0: at least 1"),
+        (["colour", "--batch", "0"], "--batch 0: at least 1"),
+        (["colour", "--threads", "0"], "--threads 0: at least 1"),
+        (["sokoban", "--tower-steps", "-1"], "--tower-steps -1: at least 0"),
     ],
 )
 def test_options_out_of_range_are_refused_before_anything_is_built(arguments, said, tmp_path, capsys) -> None:
@@ -227,3 +242,26 @@ def test_options_out_of_range_are_refused_before_anything_is_built(arguments, sa
         main([*arguments, "--out", str(tmp_path / "model")])
     assert said in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("inner", ["", "inner"])
+def test_a_file_where_the_model_is_to_be_is_refused_before_anything_is_built(
+    tmp_path, capsys, no_training, inner
+) -> None:
+    (tmp_path / "taken").write_text("mine")
+    out = tmp_path / "taken" / inner
+    with pytest.raises(SystemExit):
+        main(["colour", "--out", str(out)])
+    assert f"--out {out}: {tmp_path / 'taken'} is a file; name a folder" in capsys.readouterr().err
+
+
+def test_a_folder_of_other_things_is_refused_and_a_model_is_said_to_be_replaced(tmp_path, capsys, no_training) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        main(["colour", "--out", str(tmp_path)])
+    assert f"--out {tmp_path}: it holds other things than a model" in capsys.readouterr().err
+    assert no_training == []
+    (tmp_path / "config.json").write_text("{}")
+    main(["colour", "--out", str(tmp_path), "--threads", str(torch.get_num_threads())])
+    assert f"the model in {tmp_path} is replaced" in capsys.readouterr().out
+    assert no_training == [tmp_path]

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from envs.datasets import load_dataset
 from envs.geometry.triangles import rows
 from envs.row_files import write_rows
 from launch import prepare, run
 from launch.task_run.places import Data, data_of
-from shared.config import load_recipe
+from launch.task_samples import check_data, training_samples
+from shared.config import ConfigError, Recipe, load_recipe
+from shared.log import get_logger
 
 
 def test_files_of_one_name_and_one_that_was_changed_are_prepared_apart(tmp_path) -> None:
@@ -68,3 +71,47 @@ def test_machines_and_episodes_that_cannot_be_are_refused(capsys, option) -> Non
     name, _, value = option.partition("=")
     assert run.main(["geo3k", "--gpus", "4", "--dry-run", option]) == 2
     assert f"{name} {value}: at least" in capsys.readouterr().err
+
+
+def sokoban_of(tmp_path: Path, problem_rows: int) -> Recipe:
+    """Of files with problems, which have neither a board nor a seed."""
+    for name in ("train", "heldout"):
+        write_rows(tmp_path / f"{name}.jsonl", rows(problem_rows, name))
+    fields = [f"--data.source={tmp_path}/train.jsonl", f"--data.eval_source={tmp_path}/heldout.jsonl"]
+    return load_recipe("launch/recipes/sokoban_tiny.toml", [*fields, "--data.variants=[]"])
+
+
+def test_rows_of_another_task_are_refused_before_anything_starts(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"'envs\.sokoban' cannot play sample train-0: .* has no seed, only row"):
+        check_data(sokoban_of(tmp_path, 4))
+
+
+def test_a_file_of_which_no_sample_can_be_read_is_refused_before_anything_starts(tmp_path) -> None:
+    recipe = sokoban_of(tmp_path, 1)
+    Path(recipe.data.source).write_text("{}")
+    with pytest.raises(ValueError, match="no column 'problem'"):
+        check_data(recipe)
+    Path(recipe.data.source).unlink()
+    with pytest.raises(ValueError, match=r"train\.jsonl"):
+        check_data(recipe)
+
+
+def test_a_held_out_file_that_nobody_would_read_is_refused() -> None:
+    recipe = load_recipe("launch/recipes/colour_tiny.toml", ["--data.eval_source=rows.jsonl"])
+    with pytest.raises(ConfigError, match=r"data\.eval_source = 'rows\.jsonl', but data\.source = 'seeds'"):
+        check_data(recipe)
+
+
+def test_a_held_out_file_that_is_trained_on_is_said(tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(get_logger("data"), "propagate", True)
+    write_rows(tmp_path / "train.jsonl", rows(2, "train"))
+    both = [f"--data.{name}={tmp_path}/train.jsonl" for name in ("source", "eval_source")]
+    training_samples(load_recipe("launch/recipes/geo3k_tiny.toml", both))
+    assert "what the run calls held out is trained on" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [float("nan"), ["3"], {"value": 3}])
+def test_an_answer_that_is_no_text_and_no_number_is_no_label(tmp_path, answer) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"problem": "Find x.", "answer": 3}, {"problem": "Find y.", "answer": answer}])
+    report = load_dataset(tmp_path / "rows.jsonl").report
+    assert (report.samples, report.bad_labels) == (1, 1) and "is to be a text or a number" in report.summary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from learner.tickets.failure_rate import TooManyFailures
 from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
 from shared.codec import encode
-from shared.types import Cancel, Ending, Group, Hello, Receipt, Refusal, Stop, Welcome
+from shared.types import Cancel, Ending, Group, Hello, Receipt, Refusal, Stop, Trajectory, Welcome
 from tests.support.machine import until
 from tests.support.tickets.server_rig import Peer, opened, peer, ticket_server
 from tests.support.wires import RULES, VOCAB, book_settings, episode, failed_episode, group_of
@@ -168,6 +169,29 @@ def test_too_many_failed_episodes_stop_the_run_with_the_first_reason(half_may_fa
         peer.send(made)
     with pytest.raises(TooManyFailures, match=r"env.max_failure_share = 0.5; the first: env_error: boom 30"):
         ticket_server.next_batch(60, timeout_s=10.0)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (failed_episode(Ending.CONTEXT_FULL, ""), "context_full: the prompt and the first observation leave no room"),
+        (episode(reward=1e30), "unusable: 1e30"),
+    ],
+)
+def test_episodes_of_which_none_can_ever_be_trained_on_stop_the_run_with_the_cause(
+    half_may_fail: tuple[TicketServer, Peer], monkeypatch: pytest.MonkeyPatch, made: Trajectory, reason: str
+) -> None:
+    def bounded(group: Group) -> None:
+        if group.trajectories[0].reward > 1e6:
+            raise ValueError("1e30 is beyond the bound of a reward")
+
+    ticket_server, peer = half_may_fail
+    settings = dataclasses.replace(ticket_server._protocol._settings, check=bounded)
+    monkeypatch.setattr(ticket_server._protocol, "_settings", settings)
+    for ticket in peer.tickets(40):
+        peer.send(Group(ticket.id, "p", (made,)))
+    with pytest.raises(TooManyFailures, match=reason):
+        ticket_server.next_batch(1, timeout_s=10.0)
 
 
 def test_failures_below_the_stated_share_do_not_stop_the_run(half_may_fail: tuple[TicketServer, Peer]) -> None:

@@ -37,6 +37,35 @@ def test_what_is_no_model_or_fits_no_image_is_refused(tmp_path):
         mrope_positions(np.array([9]), [(1, 4, 4)], SPEC)
 
 
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[]", "holds a list, not a JSON object"),
+        (b"null", "holds a NoneType, not a JSON object"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"[" * 200_000, "is not valid JSON"),
+        (None, "cannot be read as a file: Is a directory"),
+    ],
+)
+def test_a_models_file_that_holds_no_object_is_named(tmp_path, name, content, words):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    if content is None:
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"/{name} {words}"):
+        VisionSpec.load(tmp_path)
+
+
+def test_a_file_in_place_of_a_models_folder_is_named(tmp_path):
+    (tmp_path / "README.md").write_text("Hello")
+    with pytest.raises(ValueError, match=r"README\.md is a file: give the folder of a Qwen-VL model"):
+        VisionSpec.load(tmp_path / "README.md")
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_positions_equal_transformers_rope_index(folder, data):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from msgspec import Struct
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import logging as transformers_logging
@@ -32,7 +33,8 @@ MAX_TEXT = 2**16  # characters to tokenise
 
 
 def load_model(settings: EngineSettings) -> Any:
-    """The model in `settings.model_path`, one of TOWERS. ValueError if the device is missing."""
+    """The model in `settings.model_path`, one of TOWERS. ValueError if the device is missing or the weights are cut
+    short."""
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {settings.device}, but torch sees no GPU: use --device cpu")
     if settings.device.startswith("cuda") and settings.mem_fraction:
@@ -40,7 +42,11 @@ def load_model(settings: EngineSettings) -> Any:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.dtype)
-    model: Any = AutoModelForImageTextToText.from_pretrained(settings.model_path, dtype=dtype, use_safetensors=True)
+    path = settings.model_path
+    try:
+        model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, use_safetensors=True)
+    except SafetensorError as error:
+        raise ValueError(f"the .safetensors files in {path} cannot be read ({error}): copy them anew") from error
     return model.to(device=settings.device)
 
 

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -28,9 +29,11 @@ _IMPORT = re.compile(r'(from\s+|import\s+|import\()"\./([\w./-]+)"')
 
 
 def export(runs: Runs, path: Path, episode_id: str = "") -> None:
-    """Writes the report to `path`. ValueError where there is no such episode, or no folder to write to."""
+    """Writes the report to `path`. ValueError where there is no such episode, or it cannot be written."""
     if not path.parent.is_dir():
-        raise ValueError(f"{path}: {path.parent} is no folder; make it first")
+        raise ValueError(f"--export {path}: {path.parent} is no folder; make it first")
+    if path.is_dir():
+        raise ValueError(f"--export {path}: it is a folder; name a file, such as {path / 'report.html'}")
     known = [runs.get(run.name) for run in runs.all()]
     chosen = [found(known, episode_id)] if episode_id else [each for run in known for each in some(run, len(known))]
     pages, start = ALL_PAGES, ""
@@ -166,7 +169,13 @@ def data_uri(data: bytes, kind: str) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """The file appears when it is complete."""
+    """The file appears when it is complete. ValueError, with nothing left, where it cannot be written."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise ValueError(f"--export {path} cannot be written: {error.strerror}") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -36,12 +36,16 @@ class ModelFacts:
 
     @staticmethod
     def load(path: str, vision: VisionSpec) -> ModelFacts:
-        """From a model's folder. ValueError for a missing tokenizer."""
+        """From a model's folder. ValueError for a tokenizer that is missing or broken."""
         config = json.loads((Path(path) / "config.json").read_text())
         file = Path(path) / "tokenizer.json"
         if not file.exists():
             raise ValueError(f"model.path = {path!r} has no tokenizer.json")
-        tokenizer = Tokenizer.from_file(str(file))
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises no other kind
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{file} cannot be read as a tokenizer ({reason}): copy the model's own anew") from error
         ids, letters = tuple(tokenizer.encode(PROBE).ids), tuple(i for c in SPELLED for i in tokenizer.encode(c).ids)
         vocab_size = text_config(config)["vocab_size"]
         image = (config["vision_start_token_id"], vision.image_token_id, config["vision_end_token_id"])

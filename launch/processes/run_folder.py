@@ -20,13 +20,15 @@ from shared.config import ConfigError, Recipe
 from shared.log import get_logger
 
 LOCK = "learner.lock"
+RUN_PARTS = {"recipe.json", "metrics.jsonl", "checkpoints", "logs"}  # one of which each run's folder has
 PATIENCE_S = 3.0  # a learner that was killed a moment ago may still be on its way out
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 def take_run_folder(recipe: Recipe) -> TextIO:
     """Makes the run's folder and locks it until the answer is closed or the process ends. ConfigError, naming the
-    holder, when another learner has it."""
+    holder, when another learner has it; for a folder that is no run's."""
+    check_is_run(Path(recipe.run.dir) / recipe.run.name)
     return lock(Path(recipe.run.dir) / recipe.run.name)
 
 
@@ -88,7 +90,18 @@ def lock(folder: Path, patience_s: float = PATIENCE_S) -> TextIO:
 
 def check_run_folder(recipe: Recipe) -> None:
     """ConfigError unless the run's folder, which is made where it is not there, can be written into."""
+    check_is_run(Path(recipe.run.dir) / recipe.run.name)
     _opened(Path(recipe.run.dir) / recipe.run.name / LOCK).close()
+
+
+def check_is_run(folder: Path) -> None:
+    """ConfigError for a folder that holds something, and nothing of a run: it would be moved aside, or written into."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if names - {LOCK} and not names & RUN_PARTS:
+        raise ConfigError(
+            f"the folder {folder} holds {', '.join(sorted(names)[:3])} and is no run's: it has no recipe.json; choose "
+            "another --run.name or --run.dir"
+        )
 
 
 def _opened(path: Path) -> TextIO:

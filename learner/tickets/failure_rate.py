@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from shared.types import TRAINABLE_ENDINGS, Ending, Group
+from shared.types import TRAINABLE_ENDINGS, Ending, Group, Trajectory
 
 BLAMED = frozenset({Ending.ENV_ERROR, Ending.ENV_TIMEOUT, Ending.REWARD_ERROR, Ending.REWARD_TIMEOUT})
 WINDOW = 256  # episodes looked back on
 KEPT_CHARACTERS = 1000  # of a reason
 LEAST = 32  # nothing is concluded from fewer
+FULL_AT_ONCE = (
+    "the prompt and the first observation leave no room for an answer: raise model.max_context, or lower "
+    "model.max_pixels"
+)
 
 
 class Endings:
@@ -36,6 +40,15 @@ class TooManyFailures(ValueError):
     """The environment or the reward fails too often for the run to go on; one line with the first reason."""
 
 
+def reason_of(t: Trajectory) -> str:
+    """Why an episode failed for a reason that the next ones have too; "" for any other."""
+    if t.ending in BLAMED:
+        return f"{t.ending}: {t.error}"
+    if t.ending is Ending.CONTEXT_FULL and not t.turns:
+        return f"{t.ending}: {FULL_AT_ONCE}"
+    return ""
+
+
 class FailureRate:
     """The endings of the last `WINDOW` episodes; `max_share` of them may be failures (1.0: all of them)."""
 
@@ -45,7 +58,11 @@ class FailureRate:
 
     def add(self, group: Group) -> None:
         for t in group.trajectories:
-            self._recent.append(f"{t.ending}: {t.error[:KEPT_CHARACTERS]}" if t.ending in BLAMED else "")
+            self._recent.append(reason_of(t)[:KEPT_CHARACTERS])
+
+    def refused(self, reason: str) -> None:
+        """A whole group that no step could train on, such as one with a reward beyond all bounds."""
+        self._recent.append(reason[:KEPT_CHARACTERS])
 
     def check(self) -> None:
         """TooManyFailures, with the first reason that is remembered, if the share is passed."""

@@ -188,6 +188,8 @@ class TicketProtocol:
             self._turn_away(peer, error.detail)
         if error.ticket_id:
             if key in self._book.holders(error.ticket_id):
+                if error.reason == "unusable":
+                    self.failures.refused(f"{error.reason}: {error.detail}")
                 self._book.reject(error.ticket_id, f"malformed_{error.reason}", error.detail)
             self._send(peer, Refusal(error.ticket_id, str(error)))
 

@@ -53,7 +53,7 @@ def overrides_of(arguments: Sequence[str]) -> dict[str, Override]:
 
 def of_overrides(arguments: Sequence[str], known: Mapping[str, FieldInfo]) -> str:
     """What the sources of the settings pass over; empty if there is none of it: a variable that would be a field's if
-    its section were one, or if it were written with double underscores, and a section as an option without a value.
+    its section were one, or if it were written with double underscores, and a section that is given no JSON object.
     Other variables without a double underscore are no fields."""
     single = {key.replace(".", "_"): key for key in known}
     for key, override in overrides_of(arguments).items():
@@ -64,8 +64,10 @@ def of_overrides(arguments: Sequence[str], known: Mapping[str, FieldInfo]) -> st
             return f"{override.name}: unknown section {section!r}; {cure}"
         if override.name.startswith(ENV_PREFIX) and not field and key in single:
             return f"{override.name} is no field's variable; did you mean {_variable(single[key])}?"
-        if not override.name.startswith(ENV_PREFIX) and key in _sections(known) and not override.value:
-            return f"{override.name} without a value: {_is_section(key, known)}"
+        if _has_fields(key, known) and not isinstance(_json(override.value), dict):
+            nothing = not override.value and not override.name.startswith(ENV_PREFIX)
+            said = " without a value" if nothing else f" = {override.value!r}"
+            return f"{override.name}{said}: {_is_section(key, known)}"
     return ""
 
 
@@ -75,8 +77,8 @@ def of_fields(error: ValidationError, path: str, arguments: Sequence[str], known
     if first["type"] == "value_error":  # of a section's own check, which names value and cure
         return str(first["ctx"]["error"])
     key = ".".join(str(part) for part in first["loc"])
-    if new_name(key, known):
-        return f"recipe {path!r}: {_moved(key, known)}"
+    if new_name(key, known) or first["type"] == "model_type":
+        return f"{_place(key, path, arguments)}: {_moved(key, known)}"
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         sections = _sections(known)
         near = nearest_key(key, [*known, *sections])
@@ -84,6 +86,7 @@ def of_fields(error: ValidationError, path: str, arguments: Sequence[str], known
         return f"{_place(key, path, arguments)}: unknown key {key!r}; {cure}"
     field = next((each for each in known if key.startswith(f"{each}.")), key)
     if first["type"] == "missing" and field == key:
+        key = next((each for each in known if each.startswith(f"{key}.") and known[each].is_required()), key)
         return f"recipe {path!r}: {key!r} is required; set it in the recipe or with --{key}"
     if first["type"] == "missing":  # the second of two numbers
         key, why = field, f"too few values; write it like {_example(known[field])}"
@@ -98,7 +101,7 @@ def of_options(message: str, arguments: Sequence[str], known: Mapping[str, Field
     """What pydantic-settings could not read of the command line or the environment."""
     overrides = overrides_of(arguments)
     for key in overrides:
-        if new_name(key, known):
+        if new_name(key, known) and not _has_fields(key, known):
             return _moved(key, known)
     if unknown := re.search(r"unrecognized arguments: (.*)", message):
         word = unknown.group(1).split(" ")[0]
@@ -114,15 +117,18 @@ def of_options(message: str, arguments: Sequence[str], known: Mapping[str, Field
     for key, override in overrides.items():
         if not _is_named(key, message) or not (why := _not_json(override.value)):
             continue
-        if key in _sections(known):
-            return f"{override.name} = {override.value!r}: {_is_section(key, known)}"
         if key in known and _structured(known[key]):
             example = _example(known[key])
             return f"{override.name} = {override.value!r} is not JSON: {why}; write it like {example}"
     return "command line: " + " ".join(message.split())
 
 
-def _is_section(key: str, known: Mapping[str, FieldInfo]) -> str:
+def _has_fields(key: str, known: Iterable[str]) -> bool:
+    """Whether it is a section, or one within a section."""
+    return any(each.startswith(f"{key}.") for each in known)
+
+
+def _is_section(key: str, known: Iterable[str]) -> str:
     field = next(each for each in known if each.startswith(f"{key}."))
     return f"{key} is a section; set a field of it, such as {field}"
 
@@ -133,9 +139,22 @@ def _variable(key: str) -> str:
 
 def _place(key: str, path: str, arguments: Sequence[str]) -> str:
     """Where the value of a key was said: the recipe, the command line, or a variable of the environment."""
-    if (override := overrides_of(arguments).get(key)) is None:
-        return f"recipe {path!r}"
-    return "command line" if override.name.startswith("--") else override.name
+    overrides, parts = overrides_of(arguments), key.split(".")
+    for end in range(len(parts), 0, -1):  # the field itself, or the JSON of a section that holds it
+        override = overrides.get(".".join(parts[:end]))
+        if override is not None and _holds(override.value, parts[end:]):
+            return "command line" if override.name.startswith("--") else override.name
+    return f"recipe {path!r}"
+
+
+def _holds(value: str, inner: Sequence[str]) -> bool:
+    """Whether JSON has a value at these names, one within the other; any value does where there are none."""
+    found = _json(value) if inner else None
+    for name in inner:
+        if not isinstance(found, dict) or name not in found:
+            return False
+        found = found[name]
+    return True
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str:
@@ -157,7 +176,7 @@ def new_name(key: str, known: Iterable[str]) -> str:
 
 
 def _moved(key: str, known: Iterable[str]) -> str:
-    return f"{key} is now called {new_name(key, known)}"
+    return _is_section(key, known) if _has_fields(key, known) else f"{key} is now called {new_name(key, known)}"
 
 
 def _sections(known: Iterable[str]) -> list[str]:
@@ -176,6 +195,11 @@ def _not_json(value: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _json(value: str) -> Any:
+    """What it says; None if it cannot be read."""
+    return None if _not_json(value) else json.loads(value)
 
 
 def _kinds(info: FieldInfo) -> list[Any]:
