@@ -87,8 +87,8 @@ def system_prompt(args: Any = None) -> str:
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> SokobanEnv:
-    """The environment of a sample; without a sample, that of seed 0. ValueError on settings that admit no board, and for
-    a sample that has neither a seed nor a board."""
+    """The environment of a sample; without a sample, that of seed 0. ValueError on settings that admit no board, and
+    for a sample that has neither a seed nor a board."""
     metadata = metadata_of(sample)
     config = metadata.get("env_config") or {}
     settings = read_settings(SokobanSettings, sample, args)
