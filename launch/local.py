@@ -51,8 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         check_host(recipe, options.ranks)
         check_meeting(recipe)
         check_resume(recipe.learner.resume)
-        check_run_folder(recipe)
         check_data(recipe)
+        check_run_folder(recipe)
         show_random_policy(recipe)
     except ValueError as error:
         return fail(error)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.datasets import load_dataset
-from envs.loader import check_settings, load_env, load_function, load_module, system_prompt
+from envs.loader import check_settings, load_env, load_function, load_module, raised, system_prompt
 from launch.hub import with_local_model
 from learner.tickets.sources import ListSource, SampleSource, SeedSource
 from shared.config import ConfigError, Recipe
@@ -60,8 +60,8 @@ def check_build(recipe: Recipe, place: str, variant: dict[str, Any]) -> None:
     try:
         load_env(recipe.env.module)(sample=sample, args=recipe.env.build_args).close()
     except Exception as error:
-        words = f"{type(error).__name__}: {error}"
-        raise ValueError(f"env.module = {recipe.env.module!r}: build_env failed with {place}: {words}") from error
+        where = f"env.module = {recipe.env.module!r}"
+        raise ValueError(f"{where}: build_env failed with {place}: {raised(error)}") from error
 
 
 def prompt(recipe: Recipe) -> tuple[dict[str, Any], ...]:
@@ -83,12 +83,8 @@ def check_data(recipe: Recipe) -> None:
         return
     for path in (data.source, *([data.eval_source] if recipe.eval.samples else [])):
         sample = rows(recipe, path, most=1)[0]
-        if recipe.rollout.path:
-            continue
-        try:
-            load_env(recipe.env.module)(sample=sample, args=recipe.env.build_args).close()
-        except Exception as error:
-            raise cannot_play(recipe, sample, error) from error
+        if not recipe.rollout.path:
+            check_sample(recipe, sample, reset=False)
 
 
 def training_samples(recipe: Recipe) -> SampleSource:
@@ -122,18 +118,23 @@ def chosen_samples(recipe: Recipe, dataset: str, count: int | None) -> list[Samp
     samples = rows(recipe, dataset)[:count] if dataset else held_out_samples(recipe)
     if not samples:
         raise ConfigError("eval.samples = 0: there is nothing to play; say how many with --samples N")
-    try:
-        env = load_env(recipe.env.module)(sample=samples[0], args=recipe.env.build_args)
-        env.reset()
-        env.close()
-    except Exception as error:
-        raise cannot_play(recipe, samples[0], error) from error
+    check_sample(recipe, samples[0], reset=True)
     return samples
 
 
+def check_sample(recipe: Recipe, sample: Sample, *, reset: bool) -> None:
+    """ValueError if the environment cannot be built with the sample, or then be reset."""
+    try:
+        env = load_env(recipe.env.module)(sample=sample, args=recipe.env.build_args)
+        if reset:
+            env.reset()
+        env.close()
+    except Exception as error:
+        raise cannot_play(recipe, sample, error) from error
+
+
 def cannot_play(recipe: Recipe, sample: Sample, error: Exception) -> ValueError:
-    words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return ValueError(f"env.module = {recipe.env.module!r} cannot play sample {sample.id}: {words}")
+    return ValueError(f"env.module = {recipe.env.module!r} cannot play sample {sample.id}: {raised(error)}")
 
 
 def rows(recipe: Recipe, path: str, most: int | None = None) -> list[Sample]:

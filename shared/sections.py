@@ -58,7 +58,7 @@ class EnvConfig(Section):
         0.5,
         gt=0,
         le=1,
-        description="the run stops if env or reward fails in more of the last 256 episodes; 1 = never",
+        description="the run stops if more of the last 256 episodes fail in env or reward, or do not fit; 1 = never",
     )
 
     @property

@@ -159,7 +159,9 @@ class WeightUpdates:
         groups = [group for name in names if (group := self._groups.pop(name, None)) is not None]
         if groups:
             breaking = asyncio.create_task(in_thread(lambda: [group.abort() for group in groups]))
-            await asyncio.wait([breaking], timeout=LEAVE_S)
+            done, _ = await asyncio.wait([breaking], timeout=LEAVE_S)
+            if not done or breaking.exception() is not None:
+                log.warning("earlier groups of weights are not broken up: %s", breaking.exception() if done else "late")
 
     async def destroy_group(self, body: GroupBody) -> dict[str, Any]:
         if self._groups.pop(body.group_name, None) is None:

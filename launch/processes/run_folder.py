@@ -96,7 +96,9 @@ def check_run_folder(recipe: Recipe) -> None:
 
 def check_is_run(folder: Path) -> None:
     """ConfigError for a folder that holds something, and nothing of a run: it would be moved aside, or written into."""
-    names = {path.name for path in folder.iterdir() if path.suffix != ".log"} if folder.is_dir() else set()
+    names = set[str]()
+    with contextlib.suppress(OSError):  # whoever writes into it says why it cannot be read
+        names = {path.name for path in folder.iterdir() if path.suffix != ".log"}
     if names - {LOCK} and not names & RUN_PARTS:  # logs may be begun before the run
         raise ConfigError(
             f"the folder {folder} holds {', '.join(sorted(names)[:3])} and is no run's: it has no recipe.json; choose "

@@ -1,4 +1,4 @@
-"""How many of the latest episodes failed in the environment or the reward, and whether that is too many."""
+"""How many of the latest episodes failed for a reason that the next ones have too, and whether that is too many."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Endings:
 
 
 class TooManyFailures(ValueError):
-    """The environment or the reward fails too often for the run to go on; one line with the first reason."""
+    """Too many episodes are of no use for the run to go on; one line with the first reason."""
 
 
 def reason_of(t: Trajectory) -> str:
