@@ -4,6 +4,8 @@
 #                    the dashboard in a browser; make test-sglang: against SGLang's server; make test-chaos: under
 #                    faults; make test-hostile: under hostile input; make test-cluster: on Slurm and Ray; make test-long: a
 #                    million mutated messages; make test-gpu: on an NVIDIA GPU
+# make env TORCH=cpu the environment with torch's CPU build, where PyPI's brings gigabytes of CUDA; make check-pins: whether
+#                    PyPI has what constraints.txt and constraints-gpu.txt ask for
 PYTHON ?= python3
 RECIPE ?= launch/recipes/sokoban_tiny.toml
 ARGS ?=
@@ -16,15 +18,27 @@ PY := $(VENV)/bin/python
 GPUS ?= $(shell nvidia-smi -L 2>/dev/null)
 CONSTRAINTS := $(if $(GPUS),constraints-gpu.txt,constraints.txt)
 
-.PHONY: env sglang-env train tiny-models two-boxes-model format lint check test test-learning test-watching test-sglang \
-  test-chaos test-hostile test-long test-peft test-cluster test-gpu docs clean
+# TORCH=cpu takes torch from PyTorch's own index, and from there torch alone: it does not have all versions of the rest.
+TORCH ?=
+TORCH_FROM :=
+ifeq ($(TORCH),cpu)
+CONSTRAINTS := constraints.txt
+TORCH_FROM := --no-deps --index-url https://download.pytorch.org/whl/cpu
+else ifneq ($(TORCH),)
+$(error TORCH=$(TORCH): write TORCH=cpu for the build without CUDA, or leave it out)
+endif
+
+.PHONY: env sglang-env train tiny-models two-boxes-model format lint lint-pages format-pages check check-pins test \
+  test-learning test-watching test-sglang test-chaos test-hostile test-long test-peft test-mcp test-cluster test-gpu docs \
+  clean
 
 env: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("error: Python 3.11 or newer is needed, and $(PYTHON) is older: make env PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) torch
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) $(strip $(TORCH_FROM) torch)
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group dev
 	touch $@
 
@@ -84,34 +98,60 @@ format: env
 	$(VENV)/bin/ruff format --quiet .
 	$(VENV)/bin/ruff check --quiet --fix .
 
+# Lint collects the tests in COLLECTED, to see that they can be imported; beside a run of tests/ only the others.
+COLLECTED := tests tests/sglang tests/cluster tests/gpu
 lint: env
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/ruff check --quiet --select D401 actor envs kernels launch learner shared
+	$(PY) -m tests.lint.docstrings
 	@mkdir -p build
-	$(PY) -m pytest --collect-only --quiet tests tests/sglang tests/cluster tests/gpu > build/collected || { tail -n 20 build/collected; exit 1; }
+	$(PY) -m pytest --collect-only --quiet $(COLLECTED) > build/collected || { tail -n 20 build/collected; exit 1; }
 
-# Three processes on two cores: a fifth of the tests' time is waiting.
-PYTEST := $(PY) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# The dashboard's JavaScript and CSS. Needs Node 18 or newer; make lint does not.
+PAGES := "launch/dashboard_pages/*.{js,css,html}" .ci/eslint.config.mjs
+PRETTIER := npx --yes prettier@3.6.2 --print-width 120
 
-check: lint
-	$(PYTEST) -m "not slow" $(ARGS)
+lint-pages:
+	$(PRETTIER) --check $(PAGES)
+	npx --yes eslint@9.39.1 --config .ci/eslint.config.mjs "launch/dashboard_pages/*.js"
 
-# Tests start some two hundred processes, which need not compile the modules again. Lint, on one core, runs beside them.
+format-pages:
+	$(PRETTIER) --write $(PAGES)
+
+# Three processes on two cores: a fifth of the tests' time is waiting. Lint, on one core, runs beside them.
+PYTEST = $(PY) -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+PROCESSES := 3
+define with_lint
+@$(MAKE) --no-print-directory lint COLLECTED="tests/sglang tests/cluster tests/gpu" & lint=$$!; \
+$(PYTEST) $(1) $(ARGS); tests=$$?; \
+wait $$lint || { echo "error: lint failed; what it found stands above, make lint shows it alone" >&2; exit 1; }; \
+exit $$tests
+endef
+
+check: PROCESSES := 2
+check: env
+	$(call with_lint,-m "not slow")
+
+# pip of its own, so that it runs where no environment can be made.
+check-pins:
+	@test -e build/pins/.done || { $(PYTHON) -m venv --clear build/pins && \
+	  build/pins/bin/python -m pip install --quiet --disable-pip-version-check pip==26.3 && touch build/pins/.done; }
+	@build/pins/bin/python .ci/resolve.py
+
+# Tests start some two hundred processes, which need not compile the modules again.
 test: env
 	$(PY) -m compileall -q actor envs kernels launch learner shared tests
-	@$(MAKE) --no-print-directory lint & lint=$$!; \
-	$(PYTEST) -m "not learning and not browser" $(ARGS); tests=$$?; \
-	wait $$lint || { echo "error: lint failed; what it found stands above, make lint shows it alone" >&2; exit 1; }; \
-	exit $$tests
+	$(call with_lint,-m "not learning and not browser")
 
 test-learning: env
-	$(PYTEST) --dist worksteal -m learning tests/test_stability.py tests/test_end_to_end.py tests/test_tasks_end_to_end.py $(ARGS)
+	$(PYTEST) --dist worksteal -m learning tests/system/test_stability.py tests/system/test_end_to_end.py tests/system/test_tasks_end_to_end.py $(ARGS)
 
 # The dashboard's pages in the system's Chromium; screenshots go to build/screenshots.
 test-watching: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group watch
-	$(PY) -m pytest -m browser tests/test_watching.py tests/test_watching_run.py $(ARGS)
+	$(PY) -m pytest -m browser tests/launch/dashboard_pages/test_pages.py tests/launch/dashboard_pages/test_pages_of_a_run.py $(ARGS)
 
 test-sglang: env sglang-env
 	PRONK_ENGINE__SGLANG_ENV=$(SGLANG_VENV) $(PY) -m pytest tests/sglang $(ARGS)
@@ -127,7 +167,12 @@ test-hostile: env
 # Adapters against the peft library, which stays out of the environment: transformers would import it with every model.
 test-peft: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/peft peft==0.21.2 accelerate==1.15.0 psutil
-	PYTHONPATH=build/peft $(PY) -m pytest tests/test_peft.py $(ARGS)
+	PYTHONPATH=build/peft $(PY) -m pytest tests/learner/checkpoints/test_peft.py $(ARGS)
+
+# Tools of an MCP server, whose packages stay out of the environment.
+test-mcp: env
+	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target build/mcp --constraint $(CONSTRAINTS) --group mcp
+	PYTHONPATH=build/mcp $(PY) -m pytest tests/envs/tools/test_mcp_tools.py $(ARGS)
 
 # Runs on real clusters, all of their nodes on this machine: Ray, and Slurm (Debian's slurm-wlm and munge, as root).
 test-cluster: env

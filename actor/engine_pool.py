@@ -1,4 +1,4 @@
-"""Several engines as one: an episode plays on one of them, and goes on at another one when that fails."""
+"""A pool of engines: an episode plays on one of them, and continues on another one if that fails."""
 
 from __future__ import annotations
 
@@ -8,65 +8,75 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from shared.engine_api import EngineClient, EngineError
-from shared.guards.refusals import Refusals
+from shared.engine.engine_api import EngineClient, EngineError, NewestVersion
 from shared.log import get_logger
 from shared.types import Completion, Image, Sampling
+from shared.util.refusals import Refusals
 
 log = get_logger("actor")
-WRONG_REQUEST = frozenset({400, 413, 422})  # every engine would refuse it
-REVIVE_S = 30.0  # a suspect engine is asked for so long; then why it is not ready is said, and it is asked anew
+WRONG_REQUEST = frozenset({400, 413, 422})  # status codes of a request that every engine would refuse
+# A suspect engine is polled for this long; then the reason why it is not ready is logged, and polling starts again.
+REVIVE_S = 30.0
+SHORT_POLL_S = 2.0
+MAX_POLLS = 64  # engines that are polled at once
+MAX_PAUSE_S = 60.0
+PATIENCE_S = 300.0  # longer than an engine takes to start again; who waits keeps the ticket
 
 
 class EnginePool:
-    """Several engines: a new episode goes to the one with the fewest, and stays there for its prefix cache.
-
-    An engine whose last request failed gets no episode until it answers again with weights of this run; if no other
-    is well, an episode waits up to `patience_s` for one, so that a dead engine costs time and not a flood of failed
-    episodes. `turn_tries`: how often one turn is asked for at most.
+    """A pool of engines. A new episode goes to the engine with the fewest episodes, and stays there for its prefix
+    cache. An engine whose last request failed (a suspect) gets no episode until it generates a token with weights of
+    this run; when it fails again and again, it is asked for that after growing pauses. If no engine is healthy, an
+    episode waits up to `patience_s` for one, so that a dead engine costs time instead of many failed episodes.
+    `turn_tries`: how often one turn is requested at most.
     """
 
-    def __init__(self, clients: Sequence[EngineClient], *, patience_s: float = 30.0, turn_tries: int = 3) -> None:
-        self.clients, self.turn_tries, self._patience_s = tuple(clients), turn_tries, patience_s
+    def __init__(self, clients: Sequence[EngineClient], *, patience_s: float = PATIENCE_S, turn_tries: int = 3) -> None:
+        self.clients = tuple(clients)
+        self.newest = NewestVersion()
+        self._polls = asyncio.Semaphore(MAX_POLLS)
+        self.turn_tries = turn_tries
+        self._patience_s = patience_s
         self.refusals = Refusals("an answer", log)
         self._revivals: dict[EngineClient, asyncio.Task[None]] = {}
-        self._news = asyncio.Event()  # of engines: wakes those that wait for one
+        self._changed = asyncio.Event()  # wakes the episodes that wait for an engine
 
     @asynccontextmanager
-    async def lease(self) -> AsyncIterator[Seat]:
-        """The place of one episode. EngineError if all engines stay away."""
-        seat = Seat(self, await self.place())
+    async def lease(self) -> AsyncIterator[EngineLease]:
+        """Lease an engine to one episode. Raise EngineError if no engine becomes healthy in time."""
+        lease = EngineLease(self, await self.choose())
         try:
-            yield seat
+            yield lease
         finally:
-            seat.client.num_open -= 1
+            lease.client.num_open -= 1
 
-    async def place(self, failed: EngineClient | None = None) -> EngineClient:
-        """The engine that is well and has the fewest episodes, with one more from now on; the one that `failed` only if
-        no other is well. EngineError if none is within `patience_s`."""
+    async def choose(self, failed: EngineClient | None = None) -> EngineClient:
+        """Return the healthy engine with the fewest episodes, and count one more episode there; choose the engine that
+        `failed` only if no other is healthy. Raise EngineError if none is healthy within `patience_s`."""
         deadline = time.monotonic() + self._patience_s
-        while not (well := [client for client in self.clients if not client.suspect]):
+        while not (healthy := [client for client in self.clients if not client.suspect]):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise self.nobody(failed)
+                raise self.no_engine_error(failed)
             self._revive_suspects()
-            with suppress(TimeoutError):  # wait_for swallows a cancellation that comes with the news
+            with suppress(TimeoutError):  # not wait_for, which can lose a cancellation that arrives with the event
                 async with asyncio.timeout(left_s):
-                    await self._news.wait()
+                    await self._changed.wait()
         self._revive_suspects()
-        client = min(well, key=lambda c: (c is failed, c.num_open))
+        client = min(healthy, key=lambda c: (c is failed, c.num_open))
         client.num_open += 1
+        client.newest = self.newest
         return client
 
-    def nobody(self, failed: EngineClient | None) -> EngineError:
-        """Why an episode has no engine."""
+    def no_engine_error(self, failed: EngineClient | None) -> EngineError:
+        """Return the error that says why an episode has no engine."""
         reason = f"not healthy, or without this run's weights, for {self._patience_s:g} s"
         return EngineError((failed or self.clients[0]).url, reason)
 
-    def tell(self) -> None:
-        """Those that wait for an engine look again."""
-        self._news.set()
-        self._news.clear()
+    def wake_waiting(self) -> None:
+        """Let the episodes that wait for an engine check again."""
+        self._changed.set()
+        self._changed.clear()
 
     def _revive_suspects(self) -> None:
         for client in self.clients:
@@ -74,14 +84,24 @@ class EnginePool:
                 self._revivals[client] = asyncio.create_task(self._revive(client))
 
     async def _revive(self, client: EngineClient) -> None:
-        """Asks a suspect engine until it is ready again, for `REVIVE_S` or `patience_s`; who waits then asks anew."""
+        """Poll a suspect engine until it is ready again, at most for the shorter of `REVIVE_S` and `patience_s`, or a
+        short time if many are waiting to be polled; then wake the waiting episodes, which start the next poll if
+        needed. From its second failure in a row on, the engine is left alone for a while first."""
         try:
-            await client.wait_ready(min(REVIVE_S, self._patience_s))
+            if client.num_failures > 1:
+                pause_s = min(MAX_PAUSE_S, 2.0 ** min(client.num_failures - 2, 10))
+                words = f"{client.num_failures} failures in a row; it is left alone for {pause_s:g} s"
+                self.refusals.add(client.url, "fails_again", words)
+                await asyncio.sleep(pause_s)
+            async with self._polls:
+                many = len(self._revivals) > MAX_POLLS
+                await client.wait_ready(min(SHORT_POLL_S if many else REVIVE_S, self._patience_s))
         except EngineError as error:
             self.refusals.add(client.url, "not_ready", error.reason)
+            client.num_failures += 1
         finally:
             self._revivals.pop(client, None)
-            self.tell()
+            self.wake_waiting()
 
     async def close(self) -> None:
         for task in [*self._revivals.values()]:
@@ -90,13 +110,15 @@ class EnginePool:
             await client.close()
 
 
-class Seat:
-    """An episode's place at an engine. It changes only when that engine fails: `retries` says how often it asked again
-    for a turn."""
+class EngineLease:
+    """The engine that an episode plays on. It changes only when that engine fails. `retries` counts how often a turn
+    was requested again."""
 
     def __init__(self, pool: EnginePool, client: EngineClient) -> None:
-        self._pool, self.client, self.retries = pool, client, 0
-        self.cache_key = ""  # of requests that give none: what older weights made of the same start is not used
+        self.client = client
+        self.retries = 0
+        self._pool = pool
+        self.cache_key = ""  # default for requests; keeps caches of older weights apart
 
     @property
     def url(self) -> str:
@@ -105,9 +127,9 @@ class Seat:
     async def generate(
         self, token_ids: Sequence[int], images: Sequence[Image], sampling: Sampling, **settings: Any
     ) -> Completion:
-        """As `EngineClient.generate`. Where an engine fails or aborts, the turn is asked for again, from the same
-        tokens, `turn_tries` times in all and of another engine if one is well. EngineError, or an aborted Completion,
-        when the last try ends so."""
+        """Generate a turn, as `EngineClient.generate` does. If an engine fails or aborts, request the turn again from
+        the same tokens, up to `turn_tries` times in all, on another engine if one is healthy. If the last try fails,
+        too, raise its EngineError or return its aborted Completion."""
         settings.setdefault("cache_key", self.cache_key)
         for left in reversed(range(self._pool.turn_tries)):
             try:
@@ -124,6 +146,6 @@ class Seat:
             )
             self.retries += 1
             failed = self.client
-            self.client = await self._pool.place(failed)
+            self.client = await self._pool.choose(failed)
             failed.num_open -= 1
         raise AssertionError

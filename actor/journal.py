@@ -1,12 +1,13 @@
-"""What an actor that was killed goes on from: the tickets it was playing, and every answer of its engines.
+"""The journal from which a killed actor continues: the tickets that it was playing, and every answer of its engines.
 
 One file for each ticket, in a folder of one actor: records of
 
     length of the payload (4 bytes, little-endian) | XXH3 (64 bits) of the payload | payload (msgpack)
 
-first the ticket as a message, then an `Answer` whenever an engine has given one, and an empty payload for each process
-that took the file over. Files are never synced: they outlive a process, not the machine. A record that was cut off ends
-its file. Whatever cannot be written or read costs the journal of its ticket, never an episode.
+The first is the ticket as a message; then follow an `EngineAnswer` for each answer of an engine, and an empty payload
+whenever another process takes over the file. Files are never synced: they survive the end of the process, not that of
+the machine. Reading stops at a record that is cut off. If something cannot be written or read, that ticket loses its
+journal, but never an episode.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from shared.codec import WireError, decode, encode
 from shared.types import Completion, Ticket, Tickets
+from shared.wire.codec import WireError, decode, encode
 
 log = logging.getLogger("actor")
 SUFFIX = ".open"
 HEAD = struct.Struct("<I8s")
 TAKEN_OVER = b""
-MAX_TAKEN_OVER = 2  # in a row without a new answer: what ends its actor again and again is not played a third time
+# Takeovers in a row without a new answer: a ticket that ends its actor again and again is not played a third time.
+MAX_TAKEN_OVER = 2
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine answered in episode `index` of a ticket, after `turn` earlier answers. `seen`: the digest of the
-    fragment that the environment had shown before it."""
+class EngineAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """An engine's answer in episode `index` of a ticket, after `turn` earlier answers. `seen` is the digest of the
+    environment's fragment before it."""
 
     index: int
     turn: int
@@ -45,32 +47,36 @@ class OpenTicket(NamedTuple):
     """A ticket that was being played, and the answers of each of its episodes in order."""
 
     ticket: Ticket
-    answers: dict[int, list[Answer]]
+    answers: dict[int, list[EngineAnswer]]
 
 
 class Journal:
-    """Takes over what an earlier process of this actor has left in `folder`. Holds `max_bytes` at most: a ticket beyond
-    them is played without a journal. OSError if the folder cannot be used at all."""
+    """The journal of one actor in `folder`. It starts with the files that an earlier process of the actor has left
+    there, and holds at most `max_bytes`: tickets beyond that are played without a journal.
+
+    The constructor raises OSError if the folder cannot be used at all.
+    """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
-        self._sizes: dict[Path, int] = {}  # of the tickets that are recorded
-        self._found: dict[str, OpenTicket] = {}  # left by the earlier process
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._sizes: dict[Path, int] = {}  # sizes of the files being written
+        self._taken_over: dict[str, OpenTicket] = {}  # tickets left by the earlier process
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob(f"*{SUFFIX}")):
             self._take_over(path)
 
     def tickets(self) -> tuple[Ticket, ...]:
-        """What the earlier process was playing."""
-        return tuple(found.ticket for found in self._found.values())
+        """Return the tickets that the earlier process was playing."""
+        return tuple(open_ticket.ticket for open_ticket in self._taken_over.values())
 
-    def answers(self, ticket_id: str, index: int) -> list[Answer]:
-        """Of an episode that the earlier process began; empty for a new one."""
-        found = self._found.get(ticket_id)
-        return found.answers.get(index, []) if found is not None else []
+    def answers(self, ticket_id: str, index: int) -> list[EngineAnswer]:
+        """Return the answers of an episode that the earlier process began; none for a new one."""
+        open_ticket = self._taken_over.get(ticket_id)
+        return open_ticket.answers.get(index, []) if open_ticket is not None else []
 
     def begin(self, ticket: Ticket) -> None:
-        """Before its first episode; nothing for a ticket that was taken over."""
+        """Start a ticket's file, unless it was taken over. Call it before the ticket's first episode."""
         path = self._path(ticket.id)
         if path not in self._sizes:
             self._sizes[path] = 0
@@ -79,20 +85,20 @@ class Journal:
             except WireError as error:
                 self._give_up(path, str(error))
 
-    def add(self, ticket_id: str, answer: Answer) -> None:
-        """As soon as the answer is there."""
+    def add(self, ticket_id: str, answer: EngineAnswer) -> None:
+        """Append an engine's answer. Call it as soon as the answer is there."""
         path = self._path(ticket_id)
         if path in self._sizes:
             self._append(path, msgspec.msgpack.encode(answer))
 
     def end(self, ticket_ids: Iterable[str]) -> None:
-        """The learner has these groups, or does not want them."""
+        """Remove the files of these tickets: the learner has their groups, or does not want them."""
         for ticket_id in ticket_ids:
-            self._found.pop(ticket_id, None)
+            self._taken_over.pop(ticket_id, None)
             self._forget(self._path(ticket_id))
 
     def close(self) -> None:
-        """The actor leaves, and its tickets go to others."""
+        """Remove all files: the actor leaves, and its tickets go to other actors."""
         for path in list(self._sizes):
             self._forget(path)
 
@@ -123,7 +129,7 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     def _take_over(self, path: Path) -> None:
-        """Keeps what is whole in a file, or removes it."""
+        """Take over a file with its complete records; remove it if it is not usable."""
         self._sizes[path] = 0
         try:
             data = path.read_bytes()
@@ -132,21 +138,21 @@ class Journal:
             if size < len(data):
                 with path.open("r+b") as file:
                     file.truncate(size)
-            found = open_ticket(payloads)
+            open_ticket = read_ticket(payloads)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             self._give_up(path, f"{path.name}: {error}")
             return
         self._sizes[path] = size
         if payloads[-MAX_TAKEN_OVER:] == [TAKEN_OVER] * MAX_TAKEN_OVER:
-            log.error("ticket %s is given up: its actor ended again and again without a turn", found.ticket.id)
+            log.error("ticket %s is given up: its actor ended again and again without a turn", open_ticket.ticket.id)
             self._forget(path)
             return
-        self._found[found.ticket.id] = found
+        self._taken_over[open_ticket.ticket.id] = open_ticket
         self._append(path, TAKEN_OVER)
 
 
 def whole_records(data: bytes) -> Iterator[bytes]:
-    """The payloads up to the first record that is cut off or damaged."""
+    """Yield the payloads of the records before the first one that is cut off or damaged."""
     at = 0
     while at + HEAD.size <= len(data):
         length, checksum = HEAD.unpack_from(data, at)
@@ -157,17 +163,17 @@ def whole_records(data: bytes) -> Iterator[bytes]:
         at += HEAD.size + length
 
 
-def open_ticket(payloads: list[bytes]) -> OpenTicket:
-    """What a file holds; an answer takes the place of those that an earlier process had from the same turn on.
-    ValueError or MsgspecError for what no journal holds."""
+def read_ticket(payloads: list[bytes]) -> OpenTicket:
+    """Return the ticket and answers in a file's payloads. A new answer for a turn replaces earlier answers from that
+    turn on. Raise ValueError or MsgspecError for payloads that are not a journal's."""
     if not payloads:
         raise ValueError("it holds no ticket")
     message = decode(msgspec.msgpack.decode(payloads[0], type=list[bytes]))
     if not isinstance(message, Tickets):
         raise ValueError(f"it begins with {type(message).__name__}")
-    answers: dict[int, list[Answer]] = {}
+    answers: dict[int, list[EngineAnswer]] = {}
     for payload in payloads[1:]:
         if payload != TAKEN_OVER:
-            answer = msgspec.msgpack.decode(payload, type=Answer)
+            answer = msgspec.msgpack.decode(payload, type=EngineAnswer)
             answers.setdefault(answer.index, [])[answer.turn :] = [answer]
     return OpenTicket(message.tickets[0], answers)

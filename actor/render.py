@@ -1,29 +1,39 @@
-"""Messages to tokens: exactly the chat template's text, encoded once, and never what the model wrote.
+"""Turns messages into tokens: exactly the chat template's text, each part encoded once. Text that the model wrote is
+never encoded again.
+
+What the chat template writes is control, what a message contains is text: a control token that is spelled in a message
+(such as <|im_end|> in a web page that a tool has read) is encoded as these letters. Control tokens are the tokenizer's
+special tokens and the family's vision tokens. Markers that are no special tokens, such as <tool_call> and <think>, stay
+tokens wherever they are written: prompts explain tools with them, and they begin and end no turn.
 
 A conversation's stream is `start(...)`, then for each turn the sampled tokens as they are, then `observation(...)`.
 """
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 from PIL import Image as PILImage
 
-from shared.guards.png_files import check_chunks
+from envs.messages import split_images
+from shared.rgb_images import as_png, plain_png, size_as_shown, to_rgb
 from shared.types import Image
-from shared.vision import IMAGE_FORMATS, MAX_IMAGE_PIXELS, VisionSpec
+from shared.vision import VisionSpec
 
-IMAGE_PAD = "<|image_pad|>"
-END_OF_TURN = "<|im_end|>"
-ANSWER = "(the model's answer)"  # stands for it where only what comes after is wanted
-KEPT_TEXTS, KEPT_CHARACTERS = 512, 8192  # of the last texts, and of one that is kept
+ANSWER = "(the model's answer)"  # placeholder for the answer when only the text after it is needed
+END_OF_TEXT = "<|endoftext|>"  # ends a turn of Qwen's models as well as the family's own token
+SEAM = "\ufdd0"  # a code point that Unicode never assigns: it marks what is spelled like a control token, but is text
+CACHED_TEXTS = 512
+CACHED_CHARACTERS = 8192  # longer texts are not cached
+PLAIN_TEXT = "plain text"  # the content of a message that is not a list of parts
+Layout = tuple[tuple[str, tuple[str, ...]], ...]
 T = TypeVar("T")
 
 
@@ -37,7 +47,7 @@ class Fragment:
 
     @property
     def num_expanded(self) -> int:
-        """Tokens that the engine computes: every placeholder counts as its image's visual tokens."""
+        """Number of tokens that the engine computes: each placeholder counts as its image's visual tokens."""
         return len(self.token_ids) - len(self.images) + sum(self.image_tokens)
 
     @property
@@ -49,14 +59,14 @@ class Fragment:
         return hasher.digest()
 
 
-def of_short(function: Callable[[str], T]) -> Callable[[str], T]:
-    """The same, which keeps its last answers to short texts: at most some 50 MB of token ids."""
-    kept = lru_cache(maxsize=KEPT_TEXTS)(function)
-    return lambda text: kept(text) if len(text) <= KEPT_CHARACTERS else function(text)
+def cached_if_short(function: Callable[[str], T]) -> Callable[[str], T]:
+    """Cache the function's last results for short texts: about 50 MB of token ids at most."""
+    cached = lru_cache(maxsize=CACHED_TEXTS)(function)
+    return lambda text: cached(text) if len(text) <= CACHED_CHARACTERS else function(text)
 
 
 class Renderer:
-    """Renders with a tokenizer's own chat template. Thread-safe: it keeps nothing but caches.
+    """Renders messages with a tokenizer's chat template. Thread-safe: its only state are caches.
 
     `banned_ids` are the ids that the policy must never sample, `end_id` the token that ends its turn.
     """
@@ -64,130 +74,253 @@ class Renderer:
     def __init__(self, tokenizer: Any, spec: VisionSpec) -> None:
         self.tokenizer, self.spec = tokenizer, spec
         self.banned_ids = spec.banned_ids
-        self.end_id = int(tokenizer.convert_tokens_to_ids(END_OF_TURN))
+        self.end_id = int(tokenizer.convert_tokens_to_ids(spec.family.end_of_turn))
         self.image_id = spec.image_token_id
-        if tokenizer.convert_ids_to_tokens(self.image_id) != IMAGE_PAD:
+        if tokenizer.convert_ids_to_tokens(self.image_id) != spec.family.image_placeholder:
             raise ValueError(
-                f"token {self.image_id} of the tokenizer is not {IMAGE_PAD}: is it this model's tokenizer?"
+                f"token {self.image_id} of the tokenizer is not {spec.family.image_placeholder}: "
+                "is it this model's tokenizer?"
             )
-        self._observation_text(json.dumps({"role": "user", "content": "?"}))  # the template can be continued
-        self._encode = of_short(self._encode_text)
-        self._shape = of_short(self._observation_text)
+        self._controls = control_tokens(tokenizer, (*spec.banned_ids, self.end_id, self.image_id))
+        self._spelled = spelling_of(self._controls)
+        self._stop_ids = stop_ids(tokenizer, self.end_id)
+        self._starts = {control[:length] for control in self._controls for length in range(1, len(control))}
+        self._lengths = range(1, max(map(len, self._controls)))
+        self._check_layout = lru_cache(maxsize=CACHED_TEXTS)(self._check_words)
+        self._check_tools = lru_cache(maxsize=CACHED_TEXTS)(self._check_names)
+        self._shape = cached_if_short(self._observation_text)
+        self._shape(json.dumps([{"role": "user", "content": "?"}]))  # checks that turns can follow
+        self._encode = cached_if_short(self._encode_text)
 
-    def start(self, messages: Sequence[Mapping[str, Any]], images: Sequence[Image] = ()) -> Fragment:
-        """The stream up to the model's first turn. `images` serve those image items that hold no image."""
-        plain, drawn_images = _split(messages, iter(images))
-        text = self._render(plain, generate=True)
-        return self._fragment(text, drawn_images)
+    def start(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[Image] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Fragment:
+        """Return the stream up to the model's first turn. `images` are used, in order, for image items that contain no
+        image; `tools` are the schemas of the tools that the model may call. Raise ValueError for a chat template that
+        leaves out tools."""
+        plain, drawn_images = self._split(messages, iter(images))
+        return self._fragment(self._start_text(plain, tools), drawn_images)
 
-    def observation(self, message: Mapping[str, Any]) -> Fragment:
-        """What follows a turn that ended with `<|im_end|>`: the newline owed, `message`, the generation prompt."""
-        plain, images = _split([message], iter(()))
-        return self._fragment(self._shape(json.dumps(plain[0])), images)
+    def num_prompt_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[Image] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> int:
+        """Return `num_expanded` of `start`; images are opened for their sizes alone. Raise ValueError as `start`
+        does."""
+        plain, drawn_images = self._split(messages, iter(images))
+        token_ids = self._token_ids(self._start_text(plain, tools), len(drawn_images))
+        sizes = [_size_of(image) for image in drawn_images]
+        return len(token_ids) + sum(self.spec.num_tokens(self.spec.grid(*size)) - 1 for size in sizes)
+
+    def observation(self, *messages: Mapping[str, Any]) -> Fragment:
+        """Return what follows a turn that ended with the family's end token: the newline of the template, the messages
+        (several are the results of a turn's tool calls), and the generation prompt."""
+        plain, images = self._split(messages, iter(()))
+        return self._fragment(self._shape(json.dumps(plain)), images)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The model's words of one turn, without the token that ended it."""
+        """Return the model's text of one turn, without the stop tokens that ended it; "" for a turn without tokens."""
         ids = list(token_ids)
-        if ids and ids[-1] == self.end_id:
+        while ids and ids[-1] in self._stop_ids:
             ids.pop()
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def transcript(self, token_ids: Sequence[int]) -> str:
-        """A whole stream as readable text."""
+        """Return a whole stream as readable text."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def _fragment(self, text: str, images: Sequence[Image | PILImage.Image]) -> Fragment:
-        token_ids = self._encode(text)
-        if token_ids.count(self.image_id) != len(images):
-            raise ValueError(f"{len(images)} images, but the rendered text has {token_ids.count(self.image_id)} places")
+        token_ids = self._token_ids(text, len(images))
         encoded = [_encoded(source) for source in images]
         counts = (self.spec.num_tokens(self.spec.grid(*size)) for _, size in encoded)
         return Fragment(token_ids, tuple(image for image, _ in encoded), tuple(counts))
 
-    def _encode_text(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+    def _token_ids(self, text: str, num_images: int) -> tuple[int, ...]:
+        token_ids = self._encode(text)
+        if token_ids.count(self.image_id) != num_images:
+            raise ValueError(f"{num_images} images, but the rendered text has {token_ids.count(self.image_id)} places")
+        return token_ids
 
-    def _observation_text(self, message: str) -> str:
-        """What the template writes after a model's turn that `message` answers: the newline owed, the message, and the
-        generation prompt. Templates of thinking models leave out the thoughts of earlier turns; that is before it.
-        ValueError if the template ends turns otherwise."""
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-        text = self._render([*turn, json.loads(message)], generate=True)
-        _, found, after = text.partition(ANSWER + END_OF_TURN)
-        if not found:
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of rendered text. A control token with `SEAM` in it is encoded as text."""
+        if SEAM not in text:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        ids: list[int] = []
+        for piece in self._spelled.split(text):
+            if piece in self._controls:
+                ids.append(self._controls[piece])
+            elif piece:
+                ids += self._text_tokenizer.encode(piece.replace(SEAM, ""), add_special_tokens=False).ids
+        return tuple(ids)
+
+    @cached_property
+    def _text_tokenizer(self) -> Any:
+        """A copy of the tokenizer that knows no control tokens."""
+        return text_tokenizer(self.tokenizer, self._controls)
+
+    def _start_text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        """Return the template's text of a conversation that the model continues. Raise ValueError for a message or a
+        tool that the template leaves out."""
+        self._check_layout(_layout_of(messages), False)
+        seamed = [self._seamed_all(tool) for tool in tools]
+        if seamed:
+            self._check_tools(json.dumps(seamed))
+        return self._render(messages, generate=True, tools=seamed)
+
+    def _check_names(self, tools: str) -> None:
+        """Raise ValueError if the template leaves out tools (JSON), tried with a short conversation."""
+        read = json.loads(tools)
+        text = self._render([{"role": "user", "content": "?"}], generate=True, tools=read)
+        if missing := [tool["function"]["name"] for tool in read if tool["function"]["name"] not in text]:
             raise ValueError(
-                "the chat template does not end the model's turns with <|im_end|>, so that a conversation cannot be "
-                "continued; give the model another in chat_template.jinja"
+                f"the model's chat template leaves out tools, here {missing[0]!r}: describe them in the system prompt "
+                "(envs.tools.tool.tools_in_words) and leave out TOOLS in the module, or give the model another "
+                "chat_template.jinja"
+            )
+
+    def _observation_text(self, messages: str) -> str:
+        """Return the template's text after a model's turn that is followed by `messages`: the newline, the messages,
+        and the generation prompt. (Templates of thinking models leave out the thoughts of earlier turns, but these come
+        before this text.) Raise ValueError if the template ends turns in another way, or leaves out a message."""
+        last = json.loads(messages)
+        self._check_layout(_layout_of(last), True)
+        return self._after_turn(last)
+
+    def _after_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+        text = self._render([*turn, *messages], generate=True)
+        _, ending, after = text.partition(ANSWER + self.spec.family.end_of_turn)
+        if not ending:
+            raise ValueError(
+                f"the chat template does not end the model's turns with {self.spec.family.end_of_turn}, so that a "
+                "conversation cannot be continued; give the model another in chat_template.jinja"
             )
         return after
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
+    def _check_words(self, layout: Layout, after_turn: bool) -> None:
+        """Raise ValueError if the template leaves out a text of messages of this layout, tried with other words."""
+        words = iter(range(sum(len(parts) for _, parts in layout)))
+        messages = [
+            {"role": role, "content": f"(words {next(words)})" if parts == (PLAIN_TEXT,) else
+             [{"type": part} | ({"text": f"(words {next(words)})"} if part == "text" else {}) for part in parts]}
+            for role, parts in layout
+        ]  # fmt: skip
+        text = self._after_turn(messages) if after_turn else self._render(messages, generate=True)
+        for number, message in enumerate(messages):
+            content: Any = message["content"]
+            texts = [content] if isinstance(content, str) else [item["text"] for item in content if "text" in item]
+            if any(each not in text for each in texts):
+                what = "an observation" if after_turn else f"message {number} of a prompt"
+                raise ValueError(
+                    f"the model's chat template leaves out {what} of role {message['role']!r}: the policy would not "
+                    "see its words; give it the role 'user', or the model another chat_template.jinja"
+                )
+
+    def _split(self, messages: Sequence[Mapping[str, Any]], spare: Any) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Return messages without their images and with `SEAM`s, and the images in order. Raise ValueError for content
+        of another type."""
+        plain, images = split_images(messages, spare)
+        for message in plain:
+            content = message["content"]
+            if isinstance(content, str):
+                message["content"] = self._seamed(content)
+            else:
+                for item in content:
+                    if "text" in item:
+                        item["text"] = self._seamed(item["text"])
+        return plain, images
+
+    def _seamed(self, text: str) -> str:
+        """Return a text with a `SEAM` in each control token that it spells, and at its end if it ends with the
+        beginning of one, which the next part of the message could complete."""
+        if not text.isascii():
+            text = text.encode(errors="replace").decode().replace(SEAM, "")  # lone surrogates are no characters
+        text = self._spelled.sub(lambda match: match[0][0] + SEAM + match[0][1:], text)
+        return text + SEAM if any(text[-length:] in self._starts for length in self._lengths) else text
+
+    def _seamed_all(self, value: Any) -> Any:
+        """Return plain data whose texts have `SEAM`s."""
+        if isinstance(value, str):
+            return self._seamed(value)
+        if isinstance(value, Mapping):
+            return {self._seamed_all(key): self._seamed_all(each) for key, each in value.items()}
+        return [*map(self._seamed_all, value)] if isinstance(value, list | tuple) else value
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+        )
 
 
-def _split(messages: Sequence[Mapping[str, Any]], spare: Any) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages without their images, and the images in order. ValueError for content that is neither."""
-    plain: list[dict[str, Any]] = []
-    images: list[Any] = []
-    for message in messages:
-        content = message["content"]
-        if not isinstance(content, str):
-            items = []
-            for item in content:
-                if item["type"] == "image":
-                    image = item.get("image")
-                    image = next(spare, None) if image is None else image
-                    if image is None:
-                        raise ValueError("a message shows more images than the sample has")
-                    images.append(image)
-                    items.append({"type": "image"})
-                elif item["type"] == "text":
-                    items.append({"type": "text", "text": item["text"]})
-                else:
-                    raise ValueError(f"message content of type {item['type']!r}: use text or image")
-            content = items
-        plain.append({"role": message["role"], "content": content})
-    for message in plain:
-        _check_text(message["content"])
-    return plain, images
+def control_tokens(tokenizer: Any, ids: Iterable[int]) -> dict[str, int]:
+    """Return the id of each control token by its spelling: of the tokenizer's special tokens, and of `ids`."""
+    added = tokenizer.added_tokens_decoder
+    controls = {token.content: number for number, token in added.items() if token.special}
+    return controls | {tokenizer.convert_ids_to_tokens(number): number for number in ids}
 
 
-def _check_text(content: Any) -> None:
-    """A text that spells a placeholder would count as an image."""
-    texts = [content] if isinstance(content, str) else [item.get("text", "") for item in content]
-    if any(IMAGE_PAD in text for text in texts):
-        raise ValueError(f"a message's text holds {IMAGE_PAD}: give the image as an item of its own")
+def spelling_of(controls: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches every control token, longer ones first, as its one group."""
+    return re.compile("(" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + ")")
 
 
-def as_png(picture: PILImage.Image) -> bytes:
-    """The file that the engine is given of a picture that an environment drew."""
-    buffer = io.BytesIO()
-    picture.save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
+def stop_ids(tokenizer: Any, end_id: int) -> frozenset[int]:
+    """Return the tokens that may end a turn: the family's, and those that end a text for the tokenizer."""
+    others = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.convert_tokens_to_ids(END_OF_TEXT))
+    return frozenset({end_id, *(number for number in others if isinstance(number, int) and number >= 0)})
+
+
+def text_tokenizer(tokenizer: Any, controls: Iterable[str]) -> Any:
+    """Return a copy of a tokenizer (of the library `tokenizers`) that encodes the spelling of `controls` as text."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["special"] = token["special"] or token["content"] in set(controls)
+    copy = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
+    copy.encode_special_tokens = True
+    return copy
+
+
+def _layout_of(messages: Sequence[Mapping[str, Any]]) -> Layout:
+    """Return each message's role and the types of its parts."""
+    contents = [(message["role"], message["content"]) for message in messages]
+    return tuple(
+        (role, (PLAIN_TEXT,) if isinstance(content, str) else tuple(item["type"] for item in content))
+        for role, content in contents
+    )
+
+
+def _size_of(source: Any) -> tuple[int, int]:
+    """Return (width, height) of the image that `_encoded` makes. Raise ValueError for a file that is not an image."""
+    if isinstance(source, PILImage.Image):
+        return to_rgb(source).size
+    return size_as_shown(_data_of(source))
+
+
+def _data_of(source: Any) -> bytes | memoryview:
+    """Return the bytes of an image file. Raise TypeError for another object, such as an array."""
+    if isinstance(source, Image):
+        return source.data
+    if not isinstance(source, bytes | bytearray | memoryview):
+        raise TypeError(f"it is {type(source).__name__}, not a PIL image: make it one, as with PIL.Image.fromarray")
+    return bytes(source)
 
 
 def _encoded(source: Any) -> tuple[Image, tuple[int, int]]:
-    """The file that the engine is given, and the size (width, height). It is a PNG: servers decode other formats on a
-    GPU, to other pixels than the learner sees. ValueError for one that cannot be decoded."""
-    if isinstance(source, PILImage.Image):
-        return Image.of(as_png(source)), source.size
-    data = source.data if isinstance(source, Image) else bytes(source)
+    """Return the file that the engine gets, always a plain PNG, and the image's size (width, height). Raise ValueError
+    for an image that cannot be decoded."""
     try:
-        with PILImage.open(io.BytesIO(data), formats=IMAGE_FORMATS) as opened:
-            size, rgb = opened.size, None if opened.format == "PNG" else _rgb(opened)
-        if rgb is None:
-            check_chunks(data, pixels=True)
+        if isinstance(source, PILImage.Image):
+            rgb = to_rgb(source)
+            return Image.of(as_png(rgb)), rgb.size
+        data, size = plain_png(_data_of(source))
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
-        raise ValueError(f"an image cannot be decoded: {type(error).__name__}: {error}") from error
-    if rgb is not None:
-        return Image.of(as_png(rgb)), size
-    image = source if isinstance(source, Image) and source.content_hash else Image.of(data)
-    return image, size
-
-
-def _rgb(opened: PILImage.Image) -> PILImage.Image:
-    """The pixels that the learner would make of it."""
-    width, height = opened.size
-    if width * height > MAX_IMAGE_PIXELS:
-        raise ValueError(f"{width}x{height} pixels are more than the {MAX_IMAGE_PIXELS} that are decoded")
-    return opened.convert("RGB")
+        raise ValueError(f"an image cannot be decoded: {error}") from error
+    same = isinstance(source, Image) and source.content_hash and data is source.data
+    return source if same else Image.of(data), size

@@ -1,40 +1,60 @@
-"""Where an episode's reward comes from: the environment, a function named in the recipe, or a server elsewhere.
+"""The sources of an episode's reward: the environment, a function named in the recipe, or a server.
 
-A reward raises TimeoutError when it takes too long and any other exception when it fails; the episode then ends with
-that cause and is given no reward.
+A reward raises TimeoutError when it takes too long and any other exception when it fails; the episode then ends for
+that reason and gets no reward.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
-import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from actor.env_threads import EnvThreads, of_user
+from actor.env_threads import EnvThreads
+from actor.isolation.process_messages import pack_played, unpack_plain
 from actor.isolation.processes import GRACE_S, RemoteEnv, Session, UserProcesses
-from actor.isolation.wire import pack_played, unpack_plain
 from envs.base import Played, flat_metrics
-from shared.guards.threads import start_thread
-from shared.http_client import HttpFailure, JsonClient
+from envs.env_calls import number_of, reward_of
+from envs.env_loops import contained
+from shared.engine.http_client import HttpFailure, JsonClient
+from shared.types import Image
+from shared.util.threads import start_thread
+from shared.util.user_errors import in_words
 
 RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_S = 0.2
-TURN_LIMIT_S = 1.0  # within which an event loop takes a turn
+TRIES = 3  # requests to the reward server before the episode counts as failed
+RESPONSE_LIMIT_S = 1.0  # a healthy event loop runs a callback within this time
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """An episode's reward with one for each of its turns, and metrics of the grading."""
+
+    reward: float
+    turns: tuple[float, ...]
+    metrics: dict[str, float]
 
 
 class Reward(Protocol):
-    """`replaces_turns`: its reward comes at the last turn, and the environment's turn rewards are not trained on."""
+    """Computes an episode's reward. With `replaces_turns` this reward is given at the last turn, and the environment's
+    turn rewards are not trained on."""
 
     replaces_turns: bool
 
-    def __call__(self, played: Played) -> Awaitable[float]: ...
+    def __call__(self, played: Played) -> Awaitable[float | Graded]: ...
+
+    async def close(self) -> None:
+        """Free what the reward holds; nothing is computed any more."""
+        return
 
 
-class EnvReward:
-    """The environment's own `episode_reward(env)`. It runs in the threads of the environments."""
+class EnvReward(Reward):
+    """The environment's own `episode_reward(env)`. It runs in the environments' threads."""
 
     replaces_turns = False
 
@@ -42,61 +62,63 @@ class EnvReward:
         self._function, self._threads, self._timeout_s = function, threads, timeout_s
 
     async def __call__(self, played: Played) -> float:
-        return finite(await self._threads.run(lambda: self._function(played.env), self._timeout_s))
+        return finite(await self._threads.run(lambda: reward_of(self._function, played.env), self._timeout_s))
 
 
-class FunctionReward:
-    """A function `(played) -> float`, or an async one. It runs off the actor's event loop either way: a function in the
-    threads of environments, an async one on a loop in a thread of its own. Should one of them block that loop beyond
-    its limit, the others go on in a new one."""
+class FunctionReward(Reward):
+    """A function `(played) -> float`, or an async one. Neither runs on the actor's event loop: a plain function runs in
+    the environments' threads, an async one on its own loop in another thread. If a call blocks that loop beyond its
+    limit, later calls get a new loop."""
 
     replaces_turns = True
 
     def __init__(self, function: Callable[[Played], Any], threads: EnvThreads, timeout_s: float) -> None:
         self._function, self._threads, self._timeout_s = function, threads, timeout_s
-        self._loop = own_loop() if inspect.iscoroutinefunction(function) else None
+        self._loop = start_loop() if inspect.iscoroutinefunction(function) else None
 
     async def __call__(self, played: Played) -> float:
         if self._loop is None:
             return finite(await self._threads.run(lambda: self._function(played), self._timeout_s))
         loop = self._loop
-        running = asyncio.run_coroutine_threadsafe(of_user(self._function(played)), loop)
+        running = asyncio.run_coroutine_threadsafe(contained(self._function(played)), loop)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return finite(await asyncio.wrap_future(running))
         except TimeoutError:
-            if self._loop is loop and not await answers(loop) and self._loop is loop:
-                self._threads.lose()
-                self._loop = own_loop()
+            if self._loop is loop and not await is_responsive(loop) and self._loop is loop:
+                self._threads.count_lost()
+                self._loop = start_loop()
                 asyncio.run_coroutine_threadsafe(retire(self._threads), loop)
             raise
 
 
-def own_loop() -> asyncio.AbstractEventLoop:
-    """An event loop that runs in a new thread."""
+def start_loop() -> asyncio.AbstractEventLoop:
+    """Start an event loop in a new thread and return it."""
     loop = asyncio.new_event_loop()
     start_thread(loop.run_forever)
     return loop
 
 
 async def retire(threads: EnvThreads) -> None:
-    """On a loop that was given up and goes on after all: lets it end what it has begun, and then itself."""
-    threads.find()
+    """Stop the loop that this runs on when its tasks have ended. For a loop that was given up as blocked, and has
+    continued after all."""
+    threads.count_returned()
     begun = asyncio.all_tasks() - {asyncio.current_task()}
     if begun:
         await asyncio.wait(begun)
     asyncio.get_running_loop().stop()
 
 
-async def answers(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether the loop of another thread takes its turns."""
+async def is_responsive(loop: asyncio.AbstractEventLoop) -> bool:
+    """Tell whether the loop of another thread still runs callbacks."""
     turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
-    done, _ = await asyncio.wait([asyncio.wrap_future(turn)], timeout=TURN_LIMIT_S)
+    done, _ = await asyncio.wait([asyncio.wrap_future(turn)], timeout=RESPONSE_LIMIT_S)
     return bool(done)
 
 
-class ProcessReward:
-    """A function `(played) -> float`, or an async one, in a user process: that of the environment where it has one."""
+class ProcessReward(Reward):
+    """A function `(played) -> float`, or an async one, in a user process: the environment's own process if it has
+    one."""
 
     replaces_turns = True
 
@@ -115,42 +137,52 @@ class ProcessReward:
                 session.close()
 
 
-class HttpReward:
-    """Posts the episode as JSON (see `as_json`) to `url`, whose answer is a number or {"reward": number}.
+class HttpReward(Reward):
+    """Posts the episode as JSON (see `as_json`) to `url`, whose answer is a number or {"reward": number}. `send`: what
+    it gets besides, "observations" and "images".
 
-    The request is sent up to `tries` times, each with a limit of `timeout_s`, while the server is busy, broken or
+    The request is sent up to `TRIES` times, each with a limit of `timeout_s`, while the server is busy, broken or
     silent.
     """
 
     replaces_turns = True
 
-    def __init__(self, url: str, timeout_s: float, tries: int) -> None:
+    def __init__(self, url: str, timeout_s: float, send: Collection[str] = ()) -> None:
         query = urlsplit(url).query
         self._path = f"?{query}" if query else ""
-        self._http, self._timeout_s, self._tries = JsonClient(url, connections=64), timeout_s, tries
+        self._http, self._timeout_s, self._send = JsonClient(url, connections=64), timeout_s, send
 
     async def __call__(self, played: Played) -> float:
-        body = as_json(played)
-        for attempt in range(self._tries):
+        body = as_json(played, self._send)
+        for attempt in range(TRIES):
             try:
                 answer = await self._http.request("POST", self._path, body, timeout_s=self._timeout_s)
                 return finite(answer.get("reward") if isinstance(answer, dict) else answer)
             except HttpFailure as failure:
-                last = attempt == self._tries - 1
+                last = attempt == TRIES - 1
                 if failure.status and (last or failure.status not in RETRY_STATUS):
                     raise
                 if last and failure.sent:
-                    raise TimeoutError(f"{failure} ({self._tries} tries)") from failure
+                    raise TimeoutError(f"{failure} ({TRIES} tries)") from failure
                 if last:
                     raise
                 await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
         raise AssertionError
 
+    async def close(self) -> None:
+        await self._http.close()
 
-def as_json(played: Played) -> dict[str, Any]:
-    """The episode for a server: what was asked, what the model wrote, and what the environment said of each turn."""
+
+def as_json(played: Played, send: Collection[str] = ()) -> dict[str, Any]:
+    """Return the episode for a reward server: the sample, the model's answers, and what the environment reported about
+    each turn; with the parts that `send` names."""
     trajectory, sample = played.trajectory, played.sample
-    return {
+    parts: dict[str, Any] = {}
+    if "observations" in send:
+        parts["observations"] = [list(messages) for messages in played.observations]
+    if "images" in send:
+        parts["images"] = [image_uri(image) for image in played.images]
+    return parts | {
         "sample_id": sample.id,
         "label": sample.label,
         "metadata": sample.metadata,
@@ -162,16 +194,18 @@ def as_json(played: Played) -> dict[str, Any]:
     }
 
 
+def image_uri(image: Image) -> str:
+    """Return an image of an episode, a PNG, as a data URI."""
+    return f"data:image/png;base64,{base64.b64encode(image.data).decode()}"
+
+
 class BadReward(ValueError):
-    """A reward that is no finite number."""
+    """The reward is not a finite number."""
 
 
 def finite(value: Any) -> float:
-    """`value` as a float; BadReward if it is none, or not finite."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise BadReward(f"the reward is {value!r}, not a finite number")
+    """Return `value` as a float. Raise BadReward if it is not a finite number; a text is none, whatever it says."""
+    number = number_of(value)
+    if isinstance(number, str):
+        raise BadReward(f"the reward is {in_words(value, 100)} ({type(value).__name__}), not a finite number")
     return number

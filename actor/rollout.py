@@ -12,33 +12,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from actor.custom_rollout import Rollout, RolloutContext, play_custom
-from actor.engine_pool import EnginePool, Seat
+from actor.descriptions import EnvMetrics, LeftOutLog, describable
+from actor.engine_pool import EngineLease, EnginePool
 from actor.env_threads import EnvCalls, EnvThreads, EnvTimeout
-from actor.journal import Answer, Journal
-from actor.limits import EpisodeLimits
-from actor.notes import EnvMetrics, Notes
+from actor.episode import EpisodeLimits, Stream, TurnTimings, cache_key, episode_seed, process_of
+from actor.history import History, Shown
+from actor.journal import EngineAnswer, Journal
 from actor.render import Fragment, Renderer
-from actor.rewards import BadReward, Reward, finite
-from actor.stream import Stream
-from actor.ticket_keys import cache_key, episode_seed
+from actor.rewards import BadReward, Graded, Reward, finite
 from envs.base import Info, Played
-from shared.engine_api import EngineError
-from shared.types import Completion, Ending, Sample, Ticket, Trajectory, Turn
+from envs.env_calls import close_env, messages_of, reset_env, step_env
+from envs.messages import split_images
+from shared.engine.engine_api import EngineError
+from shared.types import Completion, Ending, Image, Sample, Ticket, Trajectory, Turn
+from shared.util.user_errors import TracebackLog, describe, text_of
 
 log = logging.getLogger("actor")
 BuildEnv = Callable[[Sample], Any]
 
 
 class Player:
-    """Plays episodes of tickets. `build_env(sample)` makes an environment; `reward_function` says at the end what the
-    episode was worth (None: the sum of the turns' rewards). A `rollout` function plays the whole episode instead, and
-    is given `env_args`. Answers go into the `journal`, and those found there are played again first."""
+    """Plays episodes of tickets. `build_env(sample)` makes an environment; `reward_function` computes the episode's
+    reward at the end (None: the sum of the turns' rewards). A `rollout` function, if there is one, plays the whole
+    episode instead and gets `env_args`. Answers are recorded in the `journal`; those that it already holds are replayed
+    first."""
 
     def __init__(
         self,
@@ -52,86 +55,154 @@ class Player:
         env_args: dict[str, Any] | None = None,
         journal: Journal | None = None,
     ) -> None:
-        self.build_env, self.renderer, self.engines = build_env, renderer, engines
-        self.limits, self.threads, self.reward_function = limits, threads, reward_function
-        self.rollout, self.env_args, self.journal = rollout, env_args or {}, journal
+        self.build_env = build_env
+        self.renderer = renderer
+        self.engines = engines
+        self.limits = limits
+        self.threads = threads
+        self.reward_function = reward_function
+        self.rollout = rollout
+        self.env_args = env_args or {}
+        self.journal = journal
+        self.tracebacks = TracebackLog(log)
+        self._left_out = LeftOutLog()
 
     async def play(self, ticket: Ticket, index: int = 0) -> Trajectory:
-        """Episode `index` of the ticket's group, on one engine from start to end unless that fails."""
+        """Play episode `index` of the ticket's group, on one engine from start to end, unless that engine fails."""
+        self.engines.newest.update(ticket.version, process_of(ticket))
         try:
-            async with self.engines.lease() as seat:
+            async with self.engines.lease() as lease:
                 if self.rollout is not None:
-                    seed, own = episode_seed(ticket, index, 0) or 0, (self.limits, self.env_args, self.threads)
-                    context = RolloutContext(ticket.sample, ticket.sampling, seed, seat, self.renderer, *own)
-                    seat.cache_key = cache_key(ticket, seat.client.weights)
-                    trajectory = await play_custom(self.rollout, context)
+                    context = RolloutContext(
+                        ticket.sample,
+                        ticket.sampling,
+                        episode_seed(ticket, index, 0) or 0,
+                        lease,
+                        self.renderer,
+                        self.limits,
+                        self.env_args,
+                        self.threads,
+                    )
+                    lease.cache_key = cache_key(ticket, lease.client.weights)
+                    trajectory = await play_custom(self.rollout, context, self.tracebacks)
+                    metrics = EnvMetrics()
+                    metrics.add(trajectory.metrics)
+                    trajectory = replace(trajectory, metrics=metrics.values())
                 else:
-                    trajectory = await _Episode(self, seat, ticket, index).play()
-        except EngineError as error:  # no engine to begin with
+                    episode = _OpenEpisode(self, lease, ticket, index)
+                    trajectory, metrics = await episode.play(), episode.metrics
+        except EngineError as error:  # no engine was available
             return Stream().trajectory((), Ending.ENGINE_ERROR, error=str(error))
-        return replace(trajectory, metrics=trajectory.metrics | {"engine_retries": float(seat.retries)})
+        except Exception as error:
+            # An episode's own failures are its endings: this is a value of the user's that nobody foresaw. It costs the
+            # episode, not the actor with all its open episodes.
+            log.exception("an episode of ticket %s broke off", ticket.id)
+            return Stream().trajectory((), Ending.ENV_ERROR, error=describe(error))
+        trajectory, left_out = describable(trajectory)
+        left_out |= metrics.left_out
+        self._left_out.add(left_out)
+        described = {"engine_retries": float(lease.retries), "metrics_left_out": float(len(left_out))}
+        return replace(trajectory, metrics=trajectory.metrics | described)
+
+
+class Players:
+    """Plays the episodes of several tasks, each sample's by its task's player. `players`: by name of the task; one
+    without a name plays all."""
+
+    def __init__(self, players: Mapping[str, Player]) -> None:
+        self.players = players
+
+    async def play(self, ticket: Ticket, index: int = 0) -> Trajectory:
+        """Play episode `index` of the ticket's group; one of an unknown task ends as `env_error`."""
+        player = self.players.get("") or self.players.get(ticket.sample.task)
+        if player is None:
+            why = f"this actor has no task {ticket.sample.task!r}; start it with the learner's recipe"
+            return Stream().trajectory((), Ending.ENV_ERROR, error=why)
+        return await player.play(ticket, index)
+
+    async def close(self, within_s: float) -> None:
+        """Wait at most `within_s` for calls of cancelled episodes, and free what the rewards hold."""
+        for player in self.players.values():
+            await player.threads.settle(within_s)
+            if player.reward_function is not None:
+                await player.reward_function.close()
 
 
 class _Ended(Exception):
-    """The episode is over."""
+    """Raised to end the episode."""
 
     def __init__(self, ending: Ending, error: str = "") -> None:
         super().__init__(error)
         self.ending, self.error = ending, error
 
 
-class _Episode:
+class _OpenEpisode:
     """The state of one episode while it is played. Its methods raise `_Ended` when the episode is over."""
 
-    def __init__(self, player: Player, seat: Seat, ticket: Ticket, index: int) -> None:
-        self._player, self._seat, self._ticket, self._index = player, seat, ticket, index
-        self._renderer, self._limits = player.renderer, player.limits
+    def __init__(self, player: Player, lease: EngineLease, ticket: Ticket, index: int) -> None:
+        self._player = player
+        self._lease = lease
+        self._ticket = ticket
+        self._index = index
+        self._renderer = player.renderer
+        self._limits = player.limits
         self._stream = Stream()
+        self._history = History(player.renderer, ticket.sample, player.limits.window)
         self._env: Any = None
-        self._calls = EnvCalls(self._close_here)
+        self._calls = EnvCalls(self._close_env)
         self._turns: list[Turn] = []
         self._answers: list[str] = []
+        self._observations: list[tuple[dict[str, Any], ...]] = []
+        self._images: list[tuple[Image, ...]] = []  # of each observation
         self._infos: list[Info] = []
-        self._metrics = EnvMetrics()
+        self.metrics = EnvMetrics()
         self._generate_s = self._env_s = 0.0
-        self._notes = Notes()
-        self._recorded = player.journal.answers(ticket.id, index)[::-1] if player.journal else []  # the next one last
+        self._timings = TurnTimings()
+        # The next one is last, for pop().
+        self._recorded_answers = player.journal.answers(ticket.id, index)[::-1] if player.journal else []
         self._replayed, self._differed = 0, False
 
     async def play(self) -> Trajectory:
-        """The picture above, then the reward of the whole episode."""
+        """Play the turns (see the diagram at the top), then compute the reward of the whole episode."""
         try:
-            fragment = await self._in_env(self._start)
+            shown = await self._in_env(self._start)
             while True:
-                self._stream.observe(fragment)
-                completion = self._replay(fragment) or await self._generate(fragment)
+                self._show(shown)
+                completion = self._replay(shown.fragment) or await self._generate(shown.fragment)
                 text = self._sample(completion)
-                fragment = await self._answer(text, completion)
+                shown = await self._answer(text, completion)
         except _Ended as end:
             trajectory = self._trajectory(end)
         except asyncio.CancelledError:
             if self._calls.give_up():
-                self._player.threads.run_unwatched(self._close_here, self._limits.env_timeout_s)
+                self._player.threads.run_unwatched(self._close_env, self._limits.env_timeout_s)
             raise
         return await self._player.threads.to_its_end(self._finish(trajectory))
 
     # ------------------------------------------------------------------ one turn
 
+    def _show(self, shown: Shown) -> None:
+        self._images.append(shown.fragment.images)
+        if shown.segment:
+            self._stream.begin_segment()
+        for part in shown.parts:
+            self._stream.observe(part)
+
     def _replay(self, fragment: Fragment) -> Completion | None:
-        """What an engine answered before this actor was started again, as long as the environment shows the same; what
-        was recorded after something else is dropped."""
-        if not self._recorded:
+        """Return the engine's answer recorded before this actor was restarted, as long as the environment shows the
+        same as then. At the first difference, drop the remaining recorded answers and return None."""
+        if not self._recorded_answers:
             return None
-        answer = self._recorded.pop()
+        answer = self._recorded_answers.pop()
         if answer.seen == fragment.digest:
             self._replayed += 1
             return answer.completion
         self._differed = True
-        self._recorded.clear()
+        self._recorded_answers.clear()
         return None
 
     async def _generate(self, fragment: Fragment) -> Completion:
-        """What the policy writes after `fragment`, within the limits of turn, episode and context."""
+        """Return the policy's answer to `fragment`, within the limits of turn, episode and context."""
         limits, sampling = self._limits, self._ticket.sampling
         room = limits.max_context - self._stream.num_expanded
         budget = limits.max_tokens - self._stream.num_sampled
@@ -140,11 +211,11 @@ class _Episode:
         if budget < 1:
             raise _Ended(Ending.OUT_OF_TOKENS)
         began = time.monotonic()
-        self._seat.cache_key = self._seat.cache_key or cache_key(self._ticket, self._seat.client.weights)
+        self._lease.cache_key = self._lease.cache_key or cache_key(self._ticket, self._lease.client.weights)
         try:
-            completion = await self._seat.generate(
-                self._stream.token_ids,
-                self._stream.images,
+            completion = await self._lease.generate(
+                self._stream.segment_ids,
+                self._stream.segment_images,
                 sampling,
                 banned_ids=self._renderer.banned_ids,
                 stop_ids=(self._renderer.end_id,),
@@ -155,105 +226,116 @@ class _Episode:
             raise _Ended(Ending.ENGINE_ERROR, str(error)) from error
         answered = time.monotonic()
         self._generate_s += answered - began
-        self._notes.generated(began, answered)
+        self._timings.record_answer(began, answered)
         if not set(completion.token_ids).isdisjoint(self._renderer.banned_ids):
-            raise _Ended(Ending.ENGINE_ERROR, f"{self._seat.url} sampled a banned vision token")
+            raise _Ended(Ending.ENGINE_ERROR, f"{self._lease.url} sampled a banned vision token")
         if self._player.journal and completion.finish_reason != "abort":
-            answer = Answer(self._index, len(self._answers), fragment.digest, completion)
+            answer = EngineAnswer(self._index, len(self._answers), fragment.digest, completion)
             self._player.journal.add(self._ticket.id, answer)
         return completion
 
     def _sample(self, completion: Completion) -> str:
-        """Appends what the policy wrote to the stream; returns its text, unless it was cut off."""
+        """Append the policy's answer to the stream; return its text. Raise `_Ended` if the answer was cut off or
+        aborted."""
         start = len(self._stream.token_ids)
         self._stream.sample(completion)
         if completion.token_ids:
             self._turns.append(Turn(start, len(self._stream.token_ids), 0.0))
-            self._notes.turn()
+            self._timings.record_turn()
         try:
             self._answers.append(self._renderer.decode(completion.token_ids))
-        except Exception as error:  # of tokens that the tokenizer does not know
-            words = f"{self._seat.url} sampled tokens that are no text: {type(error).__name__}: {error}"
+        except Exception as error:  # tokens that the tokenizer does not know
+            words = f"{self._lease.url} sampled tokens that are no text: {describe(error)}"
             raise _Ended(Ending.ENGINE_ERROR, words) from error
+        if not completion.token_ids and completion.finish_reason == "stop":
+            raise _Ended(Ending.ENGINE_ERROR, f"{self._lease.url} answered without a token")
         if completion.finish_reason == "abort":
-            raise _Ended(Ending.ABORTED, f"{self._seat.url} aborted the request")
+            raise _Ended(Ending.ABORTED, f"{self._lease.url} aborted the request")
         if completion.finish_reason == "length":
             full = self._stream.num_expanded >= self._limits.max_context
             raise _Ended(Ending.CONTEXT_FULL if full else Ending.OUT_OF_TOKENS)
         return self._answers[-1]
 
-    async def _answer(self, text: str, completion: Completion) -> Fragment:
-        """What the environment answers to `text`, as the tokens that the stream needs next."""
-        fragment, reward = await self._in_env(lambda: self._step(text))
+    async def _answer(self, text: str, completion: Completion) -> Shown:
+        """Return the environment's reply to `text`, as what the model is shown next."""
+        shown, reward = await self._in_env(lambda: self._step(text, completion.token_ids))
         self._turns[-1] = replace(self._turns[-1], reward=reward)
-        if fragment is None:
+        if shown is None:
             raise _Ended(Ending.COMPLETED)
         if len(self._turns) >= self._limits.max_turns:
             raise _Ended(Ending.MAX_TURNS)
-        if completion.token_ids[-1] != self._renderer.end_id:  # another stop token: the template's own is owed
-            fragment = Fragment((self._renderer.end_id, *fragment.token_ids), fragment.images, fragment.image_tokens)
-        if self._stream.num_expanded + fragment.num_expanded >= self._limits.max_context:
+        read = 0 if shown.segment else self._stream.num_expanded
+        if read + sum(part.num_expanded for part in shown.parts) >= self._limits.max_context:
             raise _Ended(Ending.CONTEXT_FULL)
-        return fragment
+        return shown
 
     # ------------------------------------------------------------------ in an environment's thread
 
     async def _in_env(self, function: Callable[[], Any]) -> Any:
-        """Runs a function of the environment in a thread; its failure is the episode's ending."""
+        """Run a function of the environment in a thread; a failure ends the episode."""
         began = time.monotonic()
         try:
-            call = self._calls.guarded(self._notes.timed(function))
+            call = self._calls.guarded(self._timings.timed(function))
             return await self._player.threads.run(call, self._limits.env_timeout_s)
         except EnvTimeout as error:
             raise _Ended(Ending.ENV_TIMEOUT, str(error)) from error
         except BadReward as error:
             raise _Ended(Ending.REWARD_ERROR, str(error)) from error
         except Exception as error:
-            raise _Ended(Ending.ENV_ERROR, f"{type(error).__name__}: {error}") from error
+            self._player.tracebacks.add("an environment", error)
+            raise _Ended(Ending.ENV_ERROR, describe(error)) from error
         finally:
             returned = time.monotonic()
             self._env_s += returned - began
-            self._notes.called(began, returned)
+            self._timings.record_call(began, returned)
 
-    def _start(self) -> Fragment:
+    def _start(self) -> Shown:
         sample = self._ticket.sample
         self._env = self._player.build_env(sample)
-        observation, _ = self._env.reset()
-        messages = list(sample.prompt)
-        if observation:
-            messages.append(self._env.format_observation(observation))
-        return self._renderer.start(messages, sample.images)
+        observation, info = reset_env(self._env)
+        if isinstance(info, Mapping):
+            self.metrics.add(info.get("metrics"), is_turn=False)
+        messages = messages_of(self._env, observation) if observation else []
+        self._keep([*sample.prompt, *messages], sample.images)
+        return self._history.start(messages)
 
-    def _step(self, text: str) -> tuple[Fragment | None, float]:
-        """What the model sees next (None = done) and the turn's reward."""
-        observation, done, info = self._env.step(text)
+    def _step(self, text: str, answer: Sequence[int]) -> tuple[Shown | None, float]:
+        """Return the next observation (None = the episode is over) and the turn's reward."""
+        observation, done, info = step_env(self._env, text)
         reward = finite(info.get("reward", 0.0))
         self._infos.append(info)
-        self._metrics.note(info.get("metrics") or {})
+        self.metrics.add(info.get("metrics"))
         if done:
             return None, reward
-        return self._renderer.observation(self._env.format_observation(observation)), reward
+        messages = messages_of(self._env, observation)
+        self._keep(messages)
+        return self._history.observe(answer, messages), reward
+
+    def _keep(self, messages: Sequence[dict[str, Any]], images: Sequence[Image] = ()) -> None:
+        """Keep the texts of an observation, for the reward."""
+        plain, _ = split_images(messages, iter(images))
+        self._observations.append(tuple(plain))
 
     # ------------------------------------------------------------------ after the last turn
 
     def _trajectory(self, end: _Ended) -> Trajectory:
         stream = self._stream
-        metrics = self._metrics.values() | {
+        metrics = self.metrics.values() | {
             "turns": float(len(self._turns)),
             "model_tokens": float(stream.num_sampled),
-            "expanded_tokens": float(stream.num_expanded),
+            "expanded_tokens": float(stream.all_expanded),
             "generate_s": self._generate_s,
             "env_s": self._env_s,
             "replayed_turns": float(self._replayed),
-            "replay_differed": float(self._differed or bool(self._recorded)),
+            "replay_differed": float(self._differed or bool(self._recorded_answers)),
         }
         reward, text = sum(turn.reward for turn in self._turns), self._renderer.transcript(stream.token_ids)
         trajectory = stream.trajectory(self._turns, end.ending, reward=reward, metrics=metrics, text=text)
-        notes = self._notes.of_turns(self._infos)
-        return replace(trajectory, error=end.error, notes=notes, started=self._notes.started)
+        notes = self._timings.notes(self._infos)
+        return replace(trajectory, error=end.error, notes=notes, started=self._timings.started)
 
     async def _finish(self, trajectory: Trajectory) -> Trajectory:
-        """The reward of the whole episode, which may use the environment, and then the environment's end."""
+        """Compute the reward of the whole episode, which may use the environment, then close the environment."""
         if trajectory.trainable and self._player.reward_function is not None:
             trajectory = await self._rewarded(trajectory, self._player.reward_function)
         if not await self._close():
@@ -261,34 +343,41 @@ class _Episode:
         return trajectory
 
     async def _rewarded(self, trajectory: Trajectory, reward_function: Reward) -> Trajectory:
-        """The trajectory with the reward of `reward_function`, whose failure is the episode's ending."""
+        """Return the trajectory with the reward of `reward_function`; a failure of that function becomes the ending."""
         infos, answers = tuple(self._infos), tuple(self._answers)
+        shown = tuple(self._observations[: len(answers)])
+        images = tuple(image for images in self._images[: len(answers)] for image in images)
+        played = Played(self._ticket.sample, trajectory, answers, infos, self._env, shown, images)
         began = time.monotonic()
         try:
-            reward = await reward_function(Played(self._ticket.sample, trajectory, answers, infos, self._env))
+            graded = await reward_function(played)
         except (EnvTimeout, TimeoutError) as error:
-            return replace(trajectory, ending=Ending.REWARD_TIMEOUT, error=str(error) or "the reward took too long")
+            return replace(trajectory, ending=Ending.REWARD_TIMEOUT, error=text_of(error) or "the reward took too long")
         except Exception as error:  # noqa: BLE001 - whatever the user's function raises ends this episode alone
-            return replace(trajectory, ending=Ending.REWARD_ERROR, error=f"{type(error).__name__}: {error}")
+            self._player.tracebacks.add("a reward function", error)
+            return replace(trajectory, ending=Ending.REWARD_ERROR, error=describe(error))
         metrics = trajectory.metrics | {"reward_s": time.monotonic() - began}
         turns = trajectory.turns
+        if isinstance(graded, Graded):
+            rewards = graded.turns
+            turns = tuple(replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True))
+            return replace(trajectory, reward=graded.reward, metrics=metrics | graded.metrics, turns=turns)
         if reward_function.replaces_turns:
-            turns = (*(replace(turn, reward=0.0) for turn in turns[:-1]), replace(turns[-1], reward=reward))
-        return replace(trajectory, reward=reward, metrics=metrics, turns=turns)
+            turns = (*(replace(turn, reward=0.0) for turn in turns[:-1]), replace(turns[-1], reward=graded))
+        return replace(trajectory, reward=graded, metrics=metrics, turns=turns)
 
     async def _close(self) -> bool:
-        """Closes the environment, unless it is still being built; false if that failed."""
+        """Close the environment, unless it is still being built; return False if that failed."""
         building = self._env is None and not self._calls.give_up()
-        if building or not hasattr(self._env, "close"):
+        if building or self._env is None:
             return True
         try:
-            await self._player.threads.run(self._close_here, self._limits.env_timeout_s)
+            await self._player.threads.run(self._close_env, self._limits.env_timeout_s)
         except Exception as error:  # noqa: BLE001 - whatever the user's function raises
-            log.warning("an environment's close failed: %s: %s", type(error).__name__, error)
+            log.warning("an environment's close failed: %s", describe(error))
             return False
         return True
 
-    def _close_here(self) -> None:
+    def _close_env(self) -> None:
         env, self._env = self._env, None
-        if hasattr(env, "close"):
-            env.close()
+        close_env(env)

@@ -1,6 +1,6 @@
 """One actor process, as launch/actors.py starts it: its settings are JSON in the environment variable PRONK_ACTOR.
 
-It needs no torch, whose import takes longer than all else of its start.
+It does not import torch, which would take longer than the rest of its start.
 """
 
 from __future__ import annotations
@@ -17,28 +17,36 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from actor.actor_loop import EXIT_NO_LEARNER, ActorSettings, run_actor
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, TooManyHang
-from actor.isolation.nursery import Order
+from actor.episode import EpisodeLimits
+from actor.history import Window
+from actor.isolation.fork_server import ForkConfig
 from actor.isolation.processes import GRACE_S, RemoteEnv, UserProcesses
 from actor.journal import Journal
-from actor.limits import EpisodeLimits
-from actor.loop import EXIT_NO_LEARNER, ActorSettings, run_actor
+from actor.model_judge import JudgeReward, ModelJudge
 from actor.named_engines import NamedEngines
 from actor.render import Renderer
 from actor.rewards import EnvReward, FunctionReward, HttpReward, ProcessReward, Reward
-from actor.rollout import BuildEnv, Player
+from actor.rollout import BuildEnv, Player, Players
+from envs.env_calls import make_env
 from envs.loader import load_env, load_function, load_module
-from shared.codec import TokenRules
-from shared.config import EXIT_USER_ERROR, Recipe
-from shared.engine_api import EngineClient
-from shared.keys import actor_security, read_api_key
-from shared.transport import SocketSettings
+from shared.agreement import settings_of
+from shared.config.recipe import EXIT_USER_ERROR, Recipe
+from shared.config.tasks import tasks_of
+from shared.engine.engine_api import EngineClient
+from shared.engine.http_client import JsonClient
+from shared.families.registry import vocab_size_in
+from shared.keys import actor_keys, judge_key, read_api_key
+from shared.redaction import redact_text
 from shared.vision import VisionSpec
-from shared.weights.families import text_config
+from shared.wire.codec import TokenRules
+from shared.wire.endpoints import EndpointSettings
 
-EXIT_HANGING = 1  # too many calls hang; a new process is better off
-CLOSE_S = 3.0  # at the end, for environments of cancelled episodes; less than a process has after SIGTERM
+EXIT_HANGING = 1  # exit code if too many calls hang: a new process takes over
+# Time to close the environments of cancelled episodes at the end; less than a process has after SIGTERM.
+CLOSE_S = 3.0
 
 
 def main() -> int:
@@ -47,9 +55,9 @@ def main() -> int:
     try:
         return asyncio.run(work(recipe, settings["index"], tuple(settings["engine_urls"]), settings["journals"]))
     except ValueError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print("error: " + redact_text(" ".join(str(error).split())), file=sys.stderr)
         return EXIT_USER_ERROR
-    except BaseExceptionGroup as group:  # of the task groups of tickets and episodes
+    except BaseExceptionGroup as group:  # raised by the task groups of tickets and episodes
         if hanging := first_of(group, TooManyHang):
             print(f"error: {hanging}", file=sys.stderr)
             return EXIT_HANGING
@@ -59,16 +67,16 @@ def main() -> int:
 
 
 def first_of(group: BaseExceptionGroup, kind: type[BaseException]) -> BaseException | None:
-    """The first exception of `kind` in a group, however deep; None if there is none."""
-    found: BaseException | None = group.subgroup(kind)
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    return found
+    """Return the first exception of `kind` in a group, at any depth; None if there is none."""
+    error: BaseException | None = group.subgroup(kind)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def work(recipe: Recipe, index: int, urls: tuple[str, ...], journals: str) -> int:
-    """Plays until the learner says stop, or SIGTERM or SIGINT arrives. `journals`: a folder for the journals of all of
-    this host's actors, or none."""
+    """Play until the learner says stop, or SIGTERM or SIGINT arrives; return the exit code. `journals`: the folder for
+    the journals of all actors of this host; "" = no journal."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -78,9 +86,8 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...], journals: str)
     renderer = Renderer(PreTrainedTokenizerFast.from_pretrained(model.path), spec)
     engines = make_pool(recipe, urls)
     journal = Journal(Path(journals, str(index)), actor.journal_mb * 2**20) if journals else None
-    processes = user_processes(recipe)
-    player = make_player(recipe, renderer, engines, journal, processes)
-    rules = TokenRules(spec.image_token_id, spec.banned_ids, vocab_size(model.path))
+    players, processes = make_players(recipe, renderer, engines, journal)
+    rules = TokenRules(spec.image_token_id, spec.banned_ids, vocab_size_in(model.path))
     settings = ActorSettings(
         name=f"{socket.gethostname()}-actor{index}",
         learner=actor.learner,
@@ -88,49 +95,75 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...], journals: str)
         rules=rules,
         groups=actor.groups,
         connect_timeout_s=actor.connect_timeout_s,
-        reconnect_timeout_s=actor.reconnect_timeout_s,
-        heartbeat_s=actor.heartbeat_s,
-        sockets=SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages),
-        secure=actor_security(recipe.transport, actor.learner),
+        endpoint=EndpointSettings(recipe.transport.max_message_bytes),
+        keys=actor_keys(recipe.transport, actor.learner),
+        agreed=settings_of(recipe),
     )
     keep_collections_short()
     try:
         named = engines if isinstance(engines, NamedEngines) else None
-        return EXIT_NO_LEARNER if await run_actor(settings, player.play, journal, named) else 0
+        return EXIT_NO_LEARNER if await run_actor(settings, players.play, journal, named) else 0
     finally:
-        await player.threads.settle(CLOSE_S)
+        await players.close(CLOSE_S)
         await engines.close()
-        if processes is not None:
-            processes.close()
+        for each in processes:
+            each.close()
 
 
 def make_pool(recipe: Recipe, urls: tuple[str, ...]) -> EnginePool:
-    """The engines at `urls`, or behind the router; those that the learner names where there are none."""
+    """Return a pool of the engines at `urls`, or of the router; without any, the pool of the engines that the learner
+    names."""
     engine, api_key = recipe.engine, read_api_key(recipe.engine.api_key_file)
-    ways = (engine.router,) if engine.router else urls
-    client = partial(EngineClient, timeout_s=engine.request_timeout_s, api_key=api_key)
-    if ways:
-        return EnginePool([client(url) for url in ways], turn_tries=engine.turn_tries)
-    learner, patience_s = recipe.actor.learner, recipe.actor.engines_timeout_s
-    return NamedEngines(client, learner, patience_s=patience_s, turn_tries=engine.turn_tries)
+    addresses = (engine.router,) if engine.router else urls
+    client = partial(
+        EngineClient,
+        timeout_s=engine.request_timeout_s,
+        api_key=api_key,
+        vocab_size=vocab_size_in(recipe.model.path),
+    )
+    if addresses:
+        return EnginePool([client(url) for url in addresses])
+    return NamedEngines(client, recipe.actor.learner)
 
 
 def keep_collections_short() -> None:
-    """Takes what is loaded by now out of garbage collection, which would hold up the event loop for 0.1 s and more."""
+    """Exclude all objects loaded so far from garbage collection, which would block the event loop for 0.1 s and
+    more."""
     gc.collect()
     gc.freeze()
 
 
 def user_processes(recipe: Recipe) -> UserProcesses | None:
-    """What runs the user's code apart from the actor; None if all of it runs in threads. ValueError for a missing or
-    broken module."""
+    """Return the processes that run the user's code outside the actor; None if all of it runs in threads. Raise
+    ValueError for a missing or broken module."""
     env, reward = recipe.env, recipe.reward
     ours, theirs = env.isolation == "process", reward.isolation == "process"
     if not ours and not theirs:
         return None
     return UserProcesses(
-        Order(env.module if ours else "", env.reward if theirs else "", recipe.env.build_args, env.memory_mb)
+        ForkConfig(env.module if ours else "", env.reward if theirs else "", recipe.env.build_args, env.memory_mb)
     )
+
+
+def make_players(
+    recipe: Recipe, renderer: Renderer, engines: EnginePool, journal: Journal | None = None
+) -> tuple[Players, list[UserProcesses]]:
+    """Return the players of the recipe's tasks, and the processes that run the user's code, to be closed at the end.
+    The tasks share engines, journal and threads; each has its own environment, limits and reward. Raise ValueError for
+    a missing or broken module."""
+    threads = EnvThreads(recipe.env.threads)
+    players, started = dict[str, Player](), list[UserProcesses]()
+    try:
+        for task in tasks_of(recipe):
+            with task.named():
+                processes = user_processes(task.recipe)
+                started += [processes] if processes is not None else []
+                players[task.name] = make_player(task.recipe, renderer, engines, journal, processes, threads)
+    except ValueError:
+        for each in started:
+            each.close()
+        raise
+    return Players(players), started
 
 
 def make_player(
@@ -139,9 +172,10 @@ def make_player(
     engines: EnginePool,
     journal: Journal | None = None,
     processes: UserProcesses | None = None,
+    threads: EnvThreads | None = None,
 ) -> Player:
-    """What plays episodes of the recipe's environment; `processes` are those of `user_processes`. ValueError for a
-    missing or broken module."""
+    """Return the player of the episodes of a recipe of one task; `processes` is the result of `user_processes`. Raise
+    ValueError for a missing or broken module."""
     env, args = recipe.env, recipe.env.build_args
     limits = EpisodeLimits(
         env.max_turns,
@@ -150,28 +184,39 @@ def make_player(
         recipe.model.max_context,
         env.timeout_s + (GRACE_S if env.isolation == "process" else 0.0),
         recipe.rollout.timeout_s,
+        Window(*(None if limit == "all" else limit for limit in (env.history, env.keep_images))),
     )
-    threads = EnvThreads(env.threads)
+    threads = threads or EnvThreads(env.threads)
     rollout = load_function(recipe.rollout.path) if recipe.rollout.path else None
     reward, build = make_reward(recipe, threads, processes), make_builder(recipe, processes)
     return Player(build, renderer, engines, limits, threads, reward, rollout, args, journal)
 
 
 def make_builder(recipe: Recipe, processes: UserProcesses | None) -> BuildEnv:
-    """What makes the environment of a sample: here, or in a user process."""
+    """Return the function that makes a sample's environment: in this process, or in a user process."""
     env, args = recipe.env, recipe.env.build_args
     if env.isolation == "process":
         assert processes is not None
         return lambda sample: RemoteEnv(processes, sample, env.timeout_s)
     build_env = load_env(env.module)
-    return lambda sample: build_env(sample=sample, args=args)
+    return lambda sample: make_env(build_env, sample=sample, args=args)
 
 
 def make_reward(recipe: Recipe, threads: EnvThreads, processes: UserProcesses | None = None) -> Reward | None:
-    """Who rewards episodes: the recipe's function or server, the environment's module, or nobody but the turns."""
+    """Return the reward of the recipe: that of its function, its server, or the environment module's own, mixed with
+    its judge's score; None if only the turns' rewards count. Raise ValueError for a judge's rubric or key that cannot
+    be read."""
+    base, judge = make_base_reward(recipe, threads, processes), recipe.reward.judge
+    if not judge.url:
+        return base
+    http = JsonClient(judge.url, connections=judge.concurrency, api_key=judge_key(judge))
+    return JudgeReward(ModelJudge(judge, judge.rubric_text(), recipe.reward.timeout_s, http), base)
+
+
+def make_base_reward(recipe: Recipe, threads: EnvThreads, processes: UserProcesses | None) -> Reward | None:
     env, reward = recipe.env, recipe.reward
     if reward.url:
-        return HttpReward(reward.url, reward.timeout_s, reward.tries)
+        return HttpReward(reward.url, reward.timeout_s, reward.send)
     if env.reward and reward.isolation == "process":
         assert processes is not None
         return ProcessReward(processes, threads, reward.timeout_s)
@@ -183,11 +228,6 @@ def make_reward(recipe: Recipe, threads: EnvThreads, processes: UserProcesses | 
         return remote if processes.episode_reward else None
     own = getattr(load_module(env.module), "episode_reward", None)
     return EnvReward(own, threads, env.timeout_s) if own else None
-
-
-def vocab_size(model_path: str) -> int:
-    """Of the model's output, padding ids included."""
-    return int(text_config(json.loads((Path(model_path) / "config.json").read_text()))["vocab_size"])
 
 
 if __name__ == "__main__":

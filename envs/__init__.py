@@ -1,1 +1,3 @@
 """Environments and rewards."""
+
+import shared.this_python  # noqa: F401

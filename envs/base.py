@@ -1,14 +1,20 @@
-"""What an environment is: the contract between a task and the actor that plays it.
+"""The contract between an environment and the actor that plays it.
 
-An environment speaks in texts and images only; tokens and limits belong to the actor. A module of its own offers
+An environment deals only with texts and images; tokens and limits are the actor's. An environment's module has
 
-    build_env(sample=None, args=None, **_) -> Env          required; reads only sample.label and sample.metadata
+    build_env(sample=None, args=None, **_) -> Env          required; may read all of a sample: see shared.types.Sample
     SYSTEM_PROMPT: str  or  system_prompt(args) -> str     optional; used for samples without a prompt of their own
     episode_reward(env) -> float                           optional; otherwise the sum of the turns' rewards
-    SETTINGS: a pydantic model                             optional; what args may hold (envs.settings)
+    SETTINGS: a pydantic model                             optional; what args may hold (envs.env_settings)
+    TOOLS: list  or  tools(args) -> list                   optional; what the chat template tells the model that it may
+                                                           call: functions, or objects of envs.tools.tool.Tool
 
+An Env has `reset` and `step`; `format_observation` and `close` are optional (envs.env_calls calls them all). All of
+these, `build_env` and `episode_reward` may be coroutines.
 An observation is a dict: "obs_str" (text) and, with images, "multi_modal_data" {placeholder: [PIL images]}.
-The info dict of a step may hold "reward" (float, of this turn) and "metrics" (numbers, for the logs).
+The info dict of a step may hold "reward" (float, of this turn) and "metrics" (numbers, for the logs); that of `reset`
+may hold "metrics" too: they count for an episode that is cut off before its first step.
+`format_observation` returns one chat message, or several: those of the role tool are the results of a turn's calls.
 """
 
 from __future__ import annotations
@@ -17,14 +23,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from shared.types import Sample, Trajectory
+from shared.types import Image, Sample, Trajectory
 
 Observation = dict[str, Any]
 Info = dict[str, Any]
 
 
 class Env(ABC):
-    """Base class of the built-in environments. An own environment may just as well only have the same methods."""
+    """Base class of the built-in environments. Other environments need not derive from it; having the same methods is
+    enough."""
 
     @abstractmethod
     def reset(self) -> tuple[Observation, Info]:
@@ -32,25 +39,28 @@ class Env(ABC):
 
     @abstractmethod
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
-        """Take the model's answer; return what it sees next, whether the episode is over, and the turn's info."""
+        """Take the model's answer; return (next observation, whether the episode is over, info of the turn)."""
 
     def format_observation(self, observation: Observation) -> dict[str, Any]:
-        """The observation as a chat message of the user: images first, then the text."""
+        """Return the observation as a chat message of the user: images first, then the text."""
         images = [image for group in observation.get("multi_modal_data", {}).values() for image in group]
         content: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
         content.append({"type": "text", "text": observation.get("obs_str", "")})
         return {"role": "user", "content": content}
 
-    def close(self) -> None:  # noqa: B027  most environments hold nothing
-        """Release what the episode holds."""
+    def close(self) -> None:  # noqa: B027  most environments hold no resources
+        """Release the episode's resources."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A finished episode, as a reward function of the recipe's sees it.
+    """A finished episode, as it is passed to the recipe's reward function.
 
-    `answers` is what the model wrote, turn by turn; `infos` what the environment's `step` said of each of them (an
-    answer cut off by its length was not shown to it, so there may be one less). `trajectory.ending` says how it ended.
+    `answers` are the model's answers, one per turn; `infos` are the infos that `step` returned for them. There may be
+    one info less, since an answer that was cut off is not passed to `step`. `trajectory.ending` is how the episode
+    ended. `observations` are the chat messages that the model was shown before each answer; their parts
+    {"type": "image"} stand for `images`, in order. With a window of history `trajectory.images` are others: it has an
+    image once for each segment that shows it.
     """
 
     sample: Sample
@@ -58,10 +68,12 @@ class Played:
     answers: tuple[str, ...]
     infos: tuple[Info, ...]
     env: Any
+    observations: tuple[tuple[dict[str, Any], ...], ...] = ()
+    images: tuple[Image, ...] = ()
 
 
 def setting(args: Any, name: str, default: Any = None) -> Any:
-    """`name` of a mapping or of an object's attributes; `default` where it is absent or None."""
+    """Return the value `name` of a mapping, or the attribute `name` of an object; `default` if it is absent or None."""
     if args is None:
         return default
     value = args.get(name) if hasattr(args, "get") else getattr(args, name, None)
@@ -69,13 +81,13 @@ def setting(args: Any, name: str, default: Any = None) -> Any:
 
 
 def metadata_of(sample: Any) -> dict[str, Any]:
-    """The metadata of a sample, or an empty dict."""
+    """Return the metadata of a sample, or an empty dict."""
     return dict(getattr(sample, "metadata", None) or {})
 
 
 def seed_of(sample: Any) -> int:
-    """What an environment draws its problem from: the sample's seed, 0 without a sample. ValueError for a sample that
-    has none, such as a dataset's row."""
+    """Return the seed from which an environment draws its problem: the sample's, or 0 without a sample. Raise
+    ValueError for a sample without a seed, such as a dataset's row."""
     if sample is None:
         return 0
     metadata = metadata_of(sample)
@@ -87,12 +99,12 @@ def seed_of(sample: Any) -> int:
 
 
 def total_turn_reward(infos: list[Info]) -> float:
-    """Sum of the turns' rewards: the episode reward of an environment that states none."""
+    """Return the sum of the turns' rewards: the episode reward of an environment without `episode_reward`."""
     return float(sum(float(info.get("reward", 0.0)) for info in infos))
 
 
 def flat_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a step's nested metrics under their innermost names."""
+    """Return the numbers in a step's nested metrics, by their innermost names."""
     flat: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, dict):

@@ -8,16 +8,17 @@ from typing import Any
 from PIL import Image
 
 from envs.base import Env, Info, Observation, seed_of
-from envs.settings import EnvSettings
+from envs.env_settings import EnvSettings
 
 COLOURS = {"red": (220, 40, 40), "green": (50, 190, 70), "blue": (50, 80, 220), "yellow": (235, 200, 40)}
 SYSTEM_PROMPT = "Name the colour of the square: red, green, blue or yellow. Answer with one word."
 PIXELS = 32
-SETTINGS = EnvSettings  # it has none
+SETTINGS = EnvSettings  # no settings of its own
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> ColourEnv:
-    """The square of metadata["seed"]; without a sample, that of seed 0. ValueError for a sample without a seed."""
+    """Return the environment for metadata["seed"], or for seed 0 without a sample. Raise ValueError for a sample
+    without a seed."""
     return ColourEnv(Random(seed_of(sample)).choice(list(COLOURS)))
 
 
@@ -29,7 +30,9 @@ class ColourEnv(Env):
 
     def reset(self) -> tuple[Observation, Info]:
         image = Image.new("RGB", (PIXELS, PIXELS), COLOURS[self.colour])
-        return {"obs_str": "Which colour?", "multi_modal_data": {"image": [image]}}, {}
+        return {"obs_str": "Which colour?", "multi_modal_data": {"image": [image]}}, {
+            "metrics": {"success": 0.0, "format": 0.0}
+        }
 
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
         words = response_text.lower().split()

@@ -1,22 +1,23 @@
 r"""Geometry problems with a diagram, one turn: the model answers, its last \boxed{} is graded against the label.
 
-A sample either brings the problem in its prompt and the answer as its label (a dataset row), or only
-metadata["seed"], for which a triangle problem is drawn (with the settings of `envs.geometry.triangles`). Without a
-sample, the problem of seed 0 is drawn.
+A sample has either the problem in its prompt and the answer as its label (a dataset row), or only metadata["seed"],
+from which a triangle problem is drawn (with the settings of `envs.geometry.triangles`). Without a sample, the problem
+of seed 0 is drawn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from envs.base import Env, Info, Observation, metadata_of
-from envs.geometry.reading import read_accuracy
+from envs.env_settings import read_settings
+from envs.geometry.triangle_words import read_accuracy
 from envs.geometry.triangles import Problem, TriangleSettings, make_problem
-from envs.math_grading.normalize import last_box
+from envs.math_grading.normalize import last_box, without_thoughts
 from envs.math_reward import LIMIT_S, Verdict, reward_function
-from envs.settings import read_settings
 
 SYSTEM_PROMPT = (
     "Solve the geometry problem about the image. Think step by step, then give the final answer in \\boxed{}, "
@@ -25,9 +26,9 @@ SYSTEM_PROMPT = (
 
 
 def build_env(sample: Any = None, args: Any = None, **_: Any) -> Geo3kEnv:
-    """The environment of a sample. ValueError if the sample has neither a label nor a seed."""
+    """Return the environment of a sample. Raise ValueError if the sample has neither a label nor a seed."""
     settings = read_settings(GeometrySettings, sample, args)
-    return Geo3kEnv(*task_of(sample, settings), settings)
+    return Geo3kEnv(*task_of(sample, settings), settings, choices_of(sample))
 
 
 class GeometrySettings(TriangleSettings):
@@ -41,7 +42,7 @@ class GeometrySettings(TriangleSettings):
     tolerance: float | None = Field(
         None,
         description="which numbers are right: null, the label's value as its writing allows; 0.05, also one that is at "
-        "most 0.05 away; 0.0, no rounding (36.87 ≈ 36.9) and no 60% for 0.6",
+        "most 0.05 away; 0.0, no rounding (36.87 ≈ 36.9) and no 60% for 60",
     )
     format_reward: float = Field(
         0.0, description="given once an episode, for an answer (with a tool: a call) of the right form"
@@ -51,10 +52,11 @@ class GeometrySettings(TriangleSettings):
 
 
 SETTINGS = GeometrySettings
+GRADES_MATHEMATICS = True
 
 
 def task_of(sample: Any, settings: TriangleSettings) -> tuple[str, Problem | None]:
-    """The label of a sample and, where the problem is not in its prompt, the drawn problem."""
+    """Return the label of a sample and the drawn problem; None in place of the problem if it is in the prompt."""
     label = getattr(sample, "label", None)
     if label is not None:
         return str(label), None
@@ -65,43 +67,61 @@ def task_of(sample: Any, settings: TriangleSettings) -> tuple[str, Problem | Non
     return problem.answer, problem
 
 
+def choices_of(sample: Any) -> tuple[str, ...]:
+    """Return the texts of the options of a multiple-choice sample, from its metadata["choices"]; () for others."""
+    choices = metadata_of(sample).get("choices") or ()
+    return tuple(map(str, choices))
+
+
 def episode_reward(env: Geo3kEnv) -> float:
-    """The score of what the model wrote, plus the format reward it earned. TimeoutError if grading took too long."""
+    """Return the score of the model's answers, plus the format reward that they earned. Raise TimeoutError if grading
+    took too long."""
     if env.verdict().outcome == "timeout":
         raise TimeoutError("grading the answer took longer than its limit")
     return env.score() + env.bonus
 
 
 def has_form(response: str) -> bool:
-    """Whether a response holds <think>...</think> and, after it, an answer in a box."""
-    _, opened, thought = response.partition("<think>")
-    _, closed, rest = thought.partition("</think>")
+    """Tell whether a response holds <think>...</think> and, after it, an answer in a box. The opening tag may be
+    missing: the chat templates of thinking models write it before the response begins."""
+    thought, closed, rest = response.partition("</think>")
+    opened = "<think>" in thought or "<think>" not in response
     return bool(opened and closed and last_box(rest))
 
 
+VERDICT_METRICS = ("success", "answered", "reward_timeout")
+
+
 def verdict_metrics(verdict: Verdict) -> dict[str, float]:
-    """One number for each outcome, so that a timeout is never mistaken for a wrong answer."""
-    return {
-        "success": verdict.score,
-        "answered": float(verdict.outcome != "no_answer"),
-        "reward_timeout": float(verdict.outcome == "timeout"),
-    }
+    """Return metrics of a verdict, with one for a timeout, so that it is not mistaken for a wrong answer."""
+    values = (verdict.score, float(verdict.outcome != "no_answer"), float(verdict.outcome == "timeout"))
+    return dict(zip(VERDICT_METRICS, values, strict=True))
 
 
 class Geo3kEnv(Env):
-    """One problem; `written` collects what the model wrote, which is all that is ever graded."""
+    """One problem. `written` collects the model's answers; only these are graded."""
 
-    def __init__(self, label: str, problem: Problem | None, settings: GeometrySettings) -> None:
-        self.label, self.problem, self.settings = label, problem, settings
+    def __init__(
+        self, label: str, problem: Problem | None, settings: GeometrySettings, choices: Sequence[str] = ()
+    ) -> None:
+        self.label = label
+        self.problem = problem
+        self.settings = settings
+        self.choices = choices
         self.reset()
 
     def reset(self) -> tuple[Observation, Info]:
         self.written: list[str] = []
         self.bonus = 0.0
         self._verdict: tuple[int, Verdict] | None = None
+        info: Info = {"metrics": self.metrics_at_start()}
         if self.problem is None:
-            return {}, {}  # the prompt shows the problem
-        return {"obs_str": self.problem.text, "multi_modal_data": {"image": [self.problem.image]}}, {}
+            return {}, info  # the prompt shows the problem
+        return {"obs_str": self.problem.text, "multi_modal_data": {"image": [self.problem.image]}}, info
+
+    def metrics_at_start(self) -> dict[str, float]:
+        """Return the metrics of an episode that is cut off before its first answer."""
+        return dict.fromkeys(VERDICT_METRICS, 0.0)
 
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
         self.written.append(response_text)
@@ -113,19 +133,19 @@ class Geo3kEnv(Env):
         return {"obs_str": "The answer has been taken."}, True, info
 
     def diagnosis(self, response_text: str) -> dict[str, bool]:
-        """What `diagnostics` measures of a turn."""
+        """Return the turn's metrics for the setting `diagnostics`; empty without it."""
         if self.problem is None or not self.settings.diagnostics:
             return {}
         return read_accuracy(response_text, self.problem.numbers)
 
     def verdict(self) -> Verdict:
-        """The verdict on everything written so far."""
+        """Return the verdict on all answers so far."""
         if self._verdict is None or self._verdict[0] != len(self.written):
-            self._verdict = (len(self.written), self.grade("\n".join(self.written)))
+            self._verdict = (len(self.written), self.grade("\n".join(map(without_thoughts, self.written))))
         return self._verdict[1]
 
     def score(self) -> float:
-        """The verdict as a reward, by the reward model of the settings."""
+        """Return the verdict as a reward, by the reward model of the settings."""
         right = self.verdict().score
         if self.settings.reward_model == "default":
             return right
@@ -133,4 +153,6 @@ class Geo3kEnv(Env):
 
     def grade(self, text: str) -> Verdict:
         settings = self.settings
-        return reward_function(text, self.label, tolerance=settings.tolerance, limit_s=settings.grade_limit_s)
+        return reward_function(
+            text, self.label, tolerance=settings.tolerance, choices=self.choices, limit_s=settings.grade_limit_s
+        )

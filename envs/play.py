@@ -1,7 +1,8 @@
 """Be the policy: play an environment by hand in a terminal.
 
     python -m envs.play envs.sokoban --seed 3
-    python -m envs.play envs.sokoban --seed 3 --set render_mode=text --set grid_size=[7,7]
+    python -m envs.play envs.sokoban --seed 3 --env.args.render_mode text --env.args.grid_size [7,7]
+    python -m envs.play envs.sokoban --env.args '{"render_mode": "text"}'
     python -m envs.play envs.geo3k_multi_turn --data problems.jsonl --row 0
 
 What is typed is the model's answer; \\n in it is a line break. An empty line or end of input stops.
@@ -9,12 +10,16 @@ What is typed is the model's answer; \\n in it is a line break. An empty line or
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+if not __package__:  # started by its path, from anywhere
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import argparse
 import json
 import os
-import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,12 +27,16 @@ from PIL import Image
 
 from envs.base import total_turn_reward
 from envs.datasets import load_dataset, with_images
-from envs.loader import check_methods, check_settings, load_env, load_module, raised, system_prompt
+from envs.env_calls import check_methods, close_env, make_env, messages_of, reset_env, reward_of, step_env
+from envs.loader import check_settings, grades_mathematics, load_env, load_module, system_prompt, tool_schemas
+from shared.rgb_images import to_rgb
 from shared.types import Sample
+from shared.util.dotted_options import with_json_options
+from shared.util.user_errors import describe, trace_of
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser(__doc__).parse_args(argv)
+    options = parse(parser(__doc__), argv)
     try:
         started = start(options)
     except (ValueError, OSError) as error:
@@ -38,99 +47,120 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the environment's mistake
-        cure = f"python -m envs.check {options.module} says what an environment must keep"
-        print(f"error: {options.module} raised {raised(error)}; {cure}", file=sys.stderr)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  any exception here is the environment's mistake
+        print(trace_of(error), file=sys.stderr)
+        hint = f"python -m envs.check {options.module} says what an environment must keep"
+        print(f"error: {options.module} raised {describe(error)}; {hint}", file=sys.stderr)
         return 2
     return 0
 
 
 def play(options: argparse.Namespace, module: ModuleType, env: Any, messages: list[dict[str, Any]]) -> None:
-    """An episode with the answers that are typed."""
+    """Play an episode with typed answers."""
     for message in messages:
         show(message, options.images, "prompt")
-    observation, _ = env.reset()
+    observation, _ = reset_env(env)
     if observation:
-        show(env.format_observation(observation), options.images, "turn0")
+        show_all(messages_of(env, observation), options.images, "turn0")
     infos: list[dict[str, Any]] = []
     for turn in range(1, options.max_turns + 1):
         answer = read_answer()
         if not answer:
             break
-        observation, done, info = env.step(answer)
+        observation, done, info = step_env(env, answer)
         infos.append(info)
-        show(env.format_observation(observation), options.images, f"turn{turn}")
+        if observation:
+            show_all(messages_of(env, observation), options.images, f"turn{turn}")
         print(f"reward {info.get('reward', 0.0):g}  metrics {json.dumps(info.get('metrics', {}), default=str)}")
         if done:
             break
-    final = module.episode_reward(env) if hasattr(module, "episode_reward") else total_turn_reward(infos)
+    final = reward_of(module.episode_reward, env) if hasattr(module, "episode_reward") else total_turn_reward(infos)
     print(f"episode over: {len(infos)} turns, reward {final:.4f}")
-    env.close()
+    close_env(env)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Options that playing by hand and drawing an episode share."""
+    """Return a parser with the options that `envs.play`, `envs.show` and `envs.check` share."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("module", nargs="?", default="envs.sokoban", help="dotted path or .py file with build_env")
     options.add_argument("--seed", type=int, default=0, help="the sample's seed")
     options.add_argument("--data", help="a .parquet or .jsonl file; its row is the sample")
     options.add_argument("--row", type=int, default=0, help="row of --data")
-    options.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of env.args")
-    options.add_argument("--max-turns", type=int, default=8, help="turns of the episode")
+    options.add_argument(
+        *("--env.args", "--env.args.NAME"),
+        dest="env_args",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="settings of the environment, as a run takes them",
+    )
+    options.add_argument(
+        "--env.max_turns", "--max-turns", dest="max_turns", type=int, default=8, help="turns of the episode"
+    )
     options.add_argument("--pictures", dest="images", type=Path, help="folder to write each image to as PNG")
     return options
 
 
+def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line with the recipe's grammar for `env.args`."""
+    return options.parse_args(with_json_options(sys.argv[1:] if argv is None else argv, ["env.args"]))
+
+
 def start(options: argparse.Namespace) -> tuple[ModuleType, Any, list[dict[str, Any]]]:
-    """The module, the environment and the messages before the first observation. ValueError on the user's mistakes."""
+    """Return the module, the environment and the messages before the first observation. Raise ValueError for a mistake
+    of the user's."""
     args = settings(options)
     module, build_env = load_module(options.module), load_env(options.module)
-    check_settings(module, args, "--set")
-    prompt = system_prompt(module, args)
+    check_settings(module, args, "--env.args")
+    prompt, tools = system_prompt(module, args), tool_schemas(module, args)
     if options.data:
-        samples = load_dataset(options.data, system_prompt=prompt).samples
+        is_mathematics = grades_mathematics(module)
+        samples = load_dataset(options.data, system_prompt=prompt, tools=tools, is_mathematics=is_mathematics).samples
         if not 0 <= options.row < len(samples):
             raise ValueError(f"--row {options.row} is not in {options.data}: it has rows 0 to {len(samples) - 1}")
         sample = samples[options.row]
     else:
         first = ({"role": "system", "content": prompt},) if prompt else ()
-        sample = Sample(id=str(options.seed), prompt=first, metadata={"seed": options.seed})
-    return module, build(build_env, sample, args), with_images(sample)
+        sample = Sample(id=str(options.seed), prompt=first, metadata={"seed": options.seed}, tools=tools)
+    messages = with_images(sample)
+    told = [{"role": "tools", "content": "\n".join(map(json.dumps, tools))}] if tools else []
+    return module, build(build_env, sample, args), [*told, *messages]
 
 
 def build(build_env: Callable[..., Any], sample: Sample, args: dict[str, Any]) -> Any:
-    """The environment. ValueError if `build_env` fails or returns none."""
+    """Return the environment. Raise ValueError if `build_env` fails, or returns an object that is not an
+    environment."""
     try:
-        env = build_env(sample=sample, args=args)
-    except (ValueError, OSError):
-        raise
+        env = make_env(build_env, sample=sample, args=args)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"build_env raised {raised(error)}") from error
+        raise ValueError(f"build_env raised {describe(error)}") from error
     check_methods(env)
     return env
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What the environment is given."""
-    return {"max_turns": options.max_turns} | values_of(options.set)
-
-
-def values_of(items: Iterable[str]) -> dict[str, Any]:
-    """The settings given with --set, their values read as JSON where they are JSON. ValueError for one without '='."""
-    found: dict[str, Any] = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"--set {item!r} has no '=': write --set key=value")
+    """Return the settings for the environment. Raise ValueError for `--env.args` that is no JSON object."""
+    args: dict[str, Any] = {"max_turns": options.max_turns}
+    for given in options.env_args:
         try:
-            found[key] = json.loads(value)
-        except json.JSONDecodeError:
-            found[key] = value
-    return found
+            values = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--env.args {given!r} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"--env.args {given!r}: write it like '{{\"name\": 1}}', or --env.args.name 1")
+        args |= values
+    return args
+
+
+def show_all(messages: list[dict[str, Any]], folder: Path | None, name: str) -> None:
+    """Print an observation's messages; the pictures of several have names of their own."""
+    for number, message in enumerate(messages):
+        show(message, folder, f"{name}_{number}" if len(messages) > 1 else name)
 
 
 def show(message: dict[str, Any], folder: Path | None, name: str) -> None:
-    """Print a chat message; images as coloured blocks (on a terminal) and as files (where asked for)."""
+    """Print a chat message, with images as coloured blocks (on a terminal); also write them as files if a folder is
+    given."""
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     print(f"--- {message['role']}")
@@ -138,7 +168,7 @@ def show(message: dict[str, Any], folder: Path | None, name: str) -> None:
         if part["type"] == "text":
             print(part["text"])
             continue
-        image = part["image"].convert("RGB")
+        image = to_rgb(part["image"])
         print(f"[image {image.width}x{image.height}]")
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +178,7 @@ def show(message: dict[str, Any], folder: Path | None, name: str) -> None:
 
 
 def blocks(image: Image.Image) -> str:
-    """The image in half-block characters with 24-bit colours, at most 48 wide."""
+    """Return the image in half-block characters with 24-bit colours, at most 48 characters wide."""
     width = min(48, image.width)
     height = max(2, round(image.height * width / image.width) // 2 * 2)
     small = image.resize((width, height), Image.Resampling.BOX)

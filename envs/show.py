@@ -3,23 +3,29 @@
     python -m envs.show envs.sokoban --seed 3 --solve --out episode.png
     python -m envs.show envs.geo3k_multi_turn --seed 1 --answers answers.txt
 
-Answers come from a file (one line a turn, \\n for a line break), from the solver (`--solve`, Sokoban) or at random.
+Answers come from a file (one line a turn, \\n for a line break), from the best play (`--solve`, for environments with
+`best_response`) or at random.
 """
 
 from __future__ import annotations
 
 import sys
-import textwrap
 from pathlib import Path
+
+if not __package__:  # started by its path, from anywhere
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import textwrap
 from random import Random
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
 from envs.base import total_turn_reward
-from envs.boards.solver import solve
-from envs.play import parser, start
-from envs.sokoban import SokobanEnv
+from envs.env_calls import close_env, messages_of, reset_env, responder, reward_of, step_env
+from envs.play import parse, parser, start
+from shared.rgb_images import to_rgb
+from shared.util.user_errors import describe, trace_of
 
 MARGIN, CAPTION_LINES, MIN_WIDTH = 8, 4, 160
 
@@ -28,15 +34,22 @@ def main(argv: list[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("--out", type=Path, default=Path("episode.png"), help="the PNG to write")
     options.add_argument("--answers", type=Path, help="file with the model's answers, one line a turn")
-    options.add_argument("--solve", action="store_true", help="answer with the solver's moves (Sokoban)")
-    chosen = options.parse_args(argv)
+    options.add_argument(
+        "--solve", action="store_true", help="answer as the best play does (environments with best_response)"
+    )
+    chosen = parse(options, argv)
     try:
+        if chosen.out.suffix.lower() not in Image.registered_extensions():
+            raise ValueError(f"--out {chosen.out}: no picture can have that ending; give a name that ends with .png")
         module, env, messages = start(chosen)
         answers = chosen.answers.read_text(encoding="utf-8").splitlines() if chosen.answers else None
         frames, captions, reward = episode(module, env, messages, answers, chosen)
         strip(frames, captions).save(chosen.out)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (Exception, SystemExit) as error:  # noqa: BLE001  any exception here is the environment's mistake
+        print(f"{trace_of(error)}\nerror: {chosen.module} raised {describe(error)}", file=sys.stderr)
         return 2
     print(f"{chosen.out}: {len(frames)} images, {len(frames) - 1} turns, reward {reward:.4f}")
     return 0
@@ -45,37 +58,40 @@ def main(argv: list[str] | None = None) -> int:
 def episode(
     module: Any, env: Any, messages: list[dict[str, Any]], answers: list[str] | None, options: Any
 ) -> tuple[list[Image.Image], list[str], float]:
-    """Play an episode; its frames, a caption for each, and its reward."""
-    observation, _ = env.reset()
-    first = env.format_observation(observation) if observation else messages[-1]
+    """Play an episode; return its frames, a caption for each, and its reward."""
+    observation, _ = reset_env(env)
+    first = messages_of(env, observation) if observation else messages[-1:]
     frames, captions, infos = [frame(first)], ["start"], []
-    rng = Random(options.seed)
-    solution, most = (_solution(env), env.settings.max_actions_per_step) if options.solve else ([], 0)
+    rng, respond = Random(options.seed), responder(module, env)
+    if options.solve and not hasattr(env, "best_response"):
+        raise ValueError(f"--solve: {options.module} has no best_response; give --answers")
     for turn in range(options.max_turns):
         if answers is not None:
             if turn >= len(answers):
                 break
             answer = answers[turn].replace("\\n", "\n")
         elif options.solve:
-            answer = f"<answer>{', '.join(solution[most * turn : most * (turn + 1)])}</answer>"
+            answer = env.best_response()
         else:
-            answer = getattr(module, "random_response", lambda _: "?")(rng)
-        observation, done, info = env.step(answer)
+            answer = respond(rng) if respond is not None else "?"
+        observation, done, info = step_env(env, answer)
         infos.append(info)
-        frames.append(frame(env.format_observation(observation)))
+        is_shown = bool(observation) or not done  # a last observation may be empty
+        frames.append(frame(messages_of(env, observation)) if is_shown else frames[-1])
         captions.append(f"{turn + 1}: {answer}  reward {info.get('reward', 0.0):g}")
         if done:
             break
-    reward = module.episode_reward(env) if hasattr(module, "episode_reward") else total_turn_reward(infos)
-    env.close()
+    reward = reward_of(module.episode_reward, env) if hasattr(module, "episode_reward") else total_turn_reward(infos)
+    close_env(env)
     return frames, captions, reward
 
 
-def frame(message: dict[str, Any]) -> Image.Image:
-    """The images of a message side by side, or its text as an image if it has none."""
-    content = message["content"]
-    parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    images = [part["image"].convert("RGB") for part in parts if part["type"] == "image"]
+def frame(messages: list[dict[str, Any]]) -> Image.Image:
+    """Return the images of an observation's messages side by side, or their texts as an image if they have none."""
+    contents = [message["content"] for message in messages]
+    texts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
+    parts: list[dict[str, Any]] = [part for content in texts for part in content]
+    images = [to_rgb(part["image"]) for part in parts if part["type"] == "image"]
     if images:
         joined = Image.new("RGB", (sum(p.width for p in images), max(p.height for p in images)), "white")
         for index, image in enumerate(images):
@@ -87,7 +103,7 @@ def frame(message: dict[str, Any]) -> Image.Image:
 
 
 def strip(frames: list[Image.Image], captions: list[str]) -> Image.Image:
-    """All frames in a row, each over its caption."""
+    """Return all frames in a row, each over its caption."""
     panels = []
     for image, caption in zip(frames, captions, strict=True):
         width = max(image.width, MIN_WIDTH)
@@ -114,12 +130,6 @@ def _written(lines: list[str], width: int) -> Image.Image:
     for index, line in enumerate(lines):
         draw.text((4, 4 + 15 * index), line, fill="black", font=font)
     return image
-
-
-def _solution(env: Any) -> list[str]:
-    if not isinstance(env, SokobanEnv):
-        raise ValueError("--solve is for envs.sokoban: give --answers for other environments")
-    return solve(env.position) or []
 
 
 if __name__ == "__main__":

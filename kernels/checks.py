@@ -1,4 +1,5 @@
-"""What `linear_logprob` refuses, before any launch: one line that names what and why."""
+"""Checks of the arguments of `linear_logprob`, before any launch: each error is one line that names the value and the
+reason."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def check_shapes(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> None:
-    """ValueError where shapes, dtypes or devices do not fit each other."""
+    """Raise ValueError if shapes, dtypes or devices do not match."""
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden {list(hidden_NH.shape)} and weight {list(weight_VH.shape)} must be [N, H] and [V, H] of one H"
@@ -34,7 +35,8 @@ def check_shapes(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> None
 
 
 def check_values(vocab_size: int, target_N: Tensor, temperature: float, banned_ids: Iterable[int]) -> tuple[int, ...]:
-    """The banned ids, sorted; ValueError for a target, temperature or ban that no policy can have sampled with."""
+    """Return the banned ids, sorted. Raise ValueError for a target, temperature or ban under which no policy can have
+    sampled."""
     banned = sorted(set(banned_ids))
     for token in banned:
         if not 0 <= token < vocab_size:

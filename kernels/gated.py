@@ -1,4 +1,4 @@
-"""SwiGLU's product as one differentiable operation, whoever computes it."""
+"""SwiGLU's product as a differentiable operation, for any device's kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ MultiplyGrad = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def gated_product(gate: Tensor, up: Tensor, multiply: Multiply, multiply_grad: MultiplyGrad) -> Tensor:
-    """`multiply(gate, up)`, of which `multiply_grad(gate, up, grad)` gives both gradients; both get contiguous tensors,
-    and nothing else is kept."""
+    """Return `multiply(gate, up)`, differentiable; `multiply_grad(gate, up, grad)` computes both gradients.
+
+    Both functions get contiguous tensors. Only gate and up are kept for the backward.
+    """
     out: Tensor = _GatedProduct.apply(gate, up, multiply, multiply_grad)
     return out
 

@@ -1,6 +1,6 @@
-"""The three matrix products of the fused log-probability, each with fp32 accumulation, on CPU and GPU.
+"""The three matrix products of the fused log-probability, with float32 accumulation, on CPU and GPU.
 
-Each is written where its result belongs. On a CPU all operands are float32; on a GPU they may be narrower.
+Each writes its result directly to its destination. On a CPU all operands are float32; on a GPU they may be narrower.
 Shape suffixes: R rows, C vocabulary columns, H hidden size.
 """
 
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from kernels.cpu.linear import product, uses_onednn
 
-PIECE = 128  # terms that oneDNN's float32 product sums in one chain; more of them lose digits against other BLAS
+# Terms that oneDNN's float32 product sums in one chain; with more, it is less accurate than other BLAS libraries.
+PIECE = 128
 
 
 class Operand:
-    """A contiguous matrix [rows, K] that is read by several products, and its pieces along K, cut once."""
+    """A contiguous matrix [rows, K] that several products read, with its pieces along K, which are cut once."""
 
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole.contiguous()
@@ -29,12 +30,13 @@ class Operand:
 
 
 def widened(x: Tensor) -> Tensor:
-    """A CPU has no product of half-precision operands with a float32 result: there they are widened."""
+    """Return the operand in float32 on a CPU, which has no product of half-precision operands with a float32 result;
+    unchanged on a GPU."""
     return x if x.is_cuda else x.float()
 
 
 def logits_tile(x_RH: Operand, w_CH: Operand, out_RC: Tensor) -> None:
-    """`out = x @ w.T` in float32."""
+    """Compute `out = x @ w.T` in float32."""
     if uses_onednn(x_RH.whole):
         _add_products(out_RC, zip(x_RH.pieces, w_CH.pieces, strict=True), new=True)
     else:
@@ -42,7 +44,7 @@ def logits_tile(x_RH: Operand, w_CH: Operand, out_RC: Tensor) -> None:
 
 
 def add_hidden_grad(total_RH: Tensor, dlogits_RC: Tensor, w_CH: Operand, *, new: bool) -> None:
-    """`total += dlogits @ w`, total in float32; `new`: whatever lies there is overwritten."""
+    """Compute `total += dlogits @ w` with a float32 total. `new`: overwrite `total` instead of adding to it."""
     if uses_onednn(dlogits_RC):
         columns = (piece.contiguous() for piece in dlogits_RC.split(PIECE, 1))
         pairs = ((d, w.t()) for d, w in zip(columns, w_CH.whole.split(PIECE), strict=True))
@@ -52,7 +54,7 @@ def add_hidden_grad(total_RH: Tensor, dlogits_RC: Tensor, w_CH: Operand, *, new:
 
 
 def add_weight_grad(total_CH: Tensor, dlogits_RC: Tensor, x_RH: Operand, *, new: bool) -> None:
-    """`total += dlogits.T @ x`, total in float32; `new`: whatever lies there is overwritten, and `total` may have the
+    """Compute `total += dlogits.T @ x` with a float32 total. `new`: overwrite `total` instead, which may then have the
     operands' dtype."""
     if uses_onednn(x_RH.whole):
         pairs = zip(dlogits_RC.split(PIECE), x_RH.whole.split(PIECE), strict=True)
@@ -62,7 +64,8 @@ def add_weight_grad(total_CH: Tensor, dlogits_RC: Tensor, x_RH: Operand, *, new:
 
 
 def _add_products(total: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], *, new: bool) -> None:
-    """`total += sum of a @ b.T`. Both are contiguous or transposes of such: oneDNN crawls on other strides."""
+    """Compute `total += sum of a @ b.T`. Each operand is contiguous or the transpose of a contiguous one: oneDNN is
+    very slow with other strides."""
     for a, b in pairs:
         part = product(a, b)
         if new:
@@ -73,7 +76,7 @@ def _add_products(total: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], *, new:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, new: bool) -> None:
-    """`total += a @ b`, without a copy or a conversion of the result."""
+    """Compute `total += a @ b`, without a copy or a conversion of the result."""
     if total.dtype == a.dtype:
         if new:
             torch.mm(a, b, out=total)

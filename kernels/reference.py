@@ -1,4 +1,4 @@
-"""Plain float64 references of the kernels: what a test compares with. Nothing here is fast."""
+"""Plain float64 references of the kernels, for comparison in tests. Nothing here is fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def linear_logprob(
     temperature: float = 1.0,
     banned_ids: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """(logprob_N, entropy_N) in float64 from the full [N, V] logits; differentiable."""
+    """Return (logprob_N, entropy_N) in float64 from the full [N, V] logits; differentiable."""
     logits_NV = hidden_NH.double() @ weight_VH.double().t() / temperature
     banned_V = torch.zeros(weight_VH.shape[0], dtype=torch.bool, device=weight_VH.device)
     banned_V[list(banned_ids)] = True
@@ -27,7 +27,7 @@ def linear_logprob(
 
 
 def reverse_scan(decay_TB: Tensor, delta_TB: Tensor) -> Tensor:
-    """`acc_t = delta_t + decay_t * acc_{t+1}` as a loop in float64."""
+    """Compute `acc_t = delta_t + decay_t * acc_{t+1}` as a loop in float64."""
     decay_TB, delta_TB = decay_TB.double(), delta_TB.double()
     out_TB = torch.empty_like(delta_TB)
     acc_B = torch.zeros_like(delta_TB[0])

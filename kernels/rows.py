@@ -1,4 +1,4 @@
-"""Row-wise parts of the fused log-probability over one tile of logits: softmax statistics and the logits' gradient.
+"""Row-wise parts of the fused log-probability for one tile of logits: softmax statistics and the logits' gradient.
 
 Suffixes: R rows of the tile, C vocabulary columns. A logit of -inf is a banned token: probability 0, gradient 0.
 """
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from kernels.row_records import RowGrads, RowStats, Tile
 
-BLOCK_ELEMENTS = 1 << 18  # the element-wise passes of the CPU stay within its second-level cache
+BLOCK_ELEMENTS = 1 << 18  # block size with which the CPU's element-wise passes stay within its second-level cache
 EXP_IS_ZERO = -1.0e4  # exp of this is 0 in float32
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Triton runs the rows on a GPU, and on the CPU where Triton's interpreter is switched on."""
+    """Tell whether Triton computes the rows: on a GPU, or on the CPU if Triton's interpreter is switched on."""
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def fold(
     tile: Tile, first_column: int, stats: RowStats, target_R: Tensor, temperature: float, kept: Tile | None = None
 ) -> None:
-    """Fold one tile of logits into the running statistics; write the exponentials of its logits to `kept`, if any."""
+    """Fold one tile of logits into the running statistics; write the exponentials of its logits to `kept`, if given."""
     if use_triton(tile.values):
         from kernels import rows_triton
 
@@ -59,7 +59,7 @@ def _fold_block(
 
 
 def _columns_of(target: Tensor, first_column: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(each row's target as a column of the tile x, [R, 1], whether it is one)."""
+    """Return (column of each row's target in the tile x, clamped, [R, 1]; whether the target is in the tile, [R])."""
     column = target - first_column
     return column.clamp(0, x.shape[1] - 1)[:, None], (column >= 0) & (column < x.shape[1])
 
@@ -73,10 +73,10 @@ def write_grad(
     out_RC: Tensor,
     source_R: Tensor | None = None,
 ) -> None:
-    """The gradient of a tile's logits -> `out`, which may be the tile itself if their dtypes are of one size.
+    """Write the gradient of a tile's logits to `out`. `out` may be the tile itself if their dtypes have the same size.
 
-    source: which rows of the tile are meant, int64, one for each row of all that is given beside it; then `out` lies
-    apart. On a CPU `out` is float32.
+    source: int64 indices of the tile's rows, if only some are wanted; all other row-wise arguments have these rows
+    only, and `out` must not be the tile. On a CPU `out` is float32.
     """
     if use_triton(tile.values):
         from kernels import rows_triton

@@ -1,8 +1,9 @@
-"""The row functions of `kernels.rows` as Triton kernels: a program per row.
+"""The functions of `kernels.rows` as Triton kernels, with one program per row.
 
-Rows are addressed in 64 bits (a tile may pass 2^31 elements), columns are read in blocks with a masked tail. Rows that
-start at multiples of 16 columns are read four logits at a time. Whatever differs from call to call (how many rows,
-where vectors of one number per row lie in memory) is not compiled in: one vocabulary needs each kernel once or twice.
+Rows are addressed with 64 bits (a tile may have more than 2^31 elements); columns are read in blocks, the last of which
+is masked. Rows that start at multiples of 16 columns are read four logits at a time. Values that differ between calls
+(number of rows, alignment of the per-row vectors) are not compiled in, so that each vocabulary needs only one or two
+versions of each kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -20,7 +21,7 @@ GRAD = {"BLOCK": 1024, "num_warps": 4}
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(FLOOR)
-SMALLEST = tl.constexpr(2.0**-126)  # of float32's numbers in full precision
+SMALLEST = tl.constexpr(2.0**-126)  # smallest float32 number in full precision
 PER_ROW = (
     "tile_largest_ptr", "target_ptr", "largest_ptr", "sum_exp_ptr", "sum_exp_z_ptr", "target_logit_ptr", "source_ptr",
     "slope_ptr", "entropy_slope_ptr", "at_target_ptr",
@@ -28,7 +29,7 @@ PER_ROW = (
 
 
 def _jit(function):
-    """Compiled for neither a first column nor the alignment of the vectors of numbers per row."""
+    """Compile a kernel without specialising it on the first column or the alignment of the per-row vectors."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return triton.jit(
         function,
@@ -39,7 +40,7 @@ def _jit(function):
 
 @triton.jit
 def _bounded(z):
-    """Within +-1e4, whose exponentials are 0 and infinite; NaN stays NaN, so that it reaches the results."""
+    """Limit a number to +-1e4, whose exponentials are 0 and infinity. NaN stays NaN, so that it reaches the results."""
     z = tl.where(z < -1.0e4, -1.0e4, z)
     return tl.where(z > 1.0e4, 1.0e4, z)
 
@@ -49,7 +50,8 @@ def _fold(
     x_ptr, x_stride, kept_ptr, kept_stride, tile_largest_ptr, target_ptr, inverse, largest_ptr, sum_exp_ptr,
     sum_exp_z_ptr, target_logit_ptr, num_columns, first_column, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Two passes over the row, of which the second reads from a cache; powers of 2, relative to the tile's largest."""
+    """Fold a row in two passes, the second of which reads from a cache. Exponentials are powers of 2 relative to the
+    tile's largest logit."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     column = tl.load(target_ptr + row) - first_column
@@ -73,9 +75,9 @@ def _fold(
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + columns, mask=columns < num_columns, other=float("-inf"))
         z = (x - tile_largest) * scale
-        e = tl.exp2(z)  # a NaN stays one, so that it reaches the results
+        e = tl.exp2(z)  # NaN stays NaN, so that it reaches the results
         sum_exp += e
-        sum_exp_z += e * tl.maximum(z, -1.0e4)  # a banned token's is no 0 * inf
+        sum_exp_z += e * tl.maximum(z, -1.0e4)  # avoids 0 * inf for a banned token
         if kept_ptr is not None:
             tl.store(kept_ptr + columns, e.to(kept_ptr.dtype.element_ty), mask=columns < num_columns)
     own_sum = tl.sum(sum_exp, axis=0)
@@ -97,7 +99,7 @@ def _grad(
     x_ptr, x_stride, source_ptr, tile_largest_ptr, out_ptr, out_stride, target_ptr, inverse, largest_ptr, slope_ptr,
     entropy_slope_ptr, at_target_ptr, num_columns, first_column, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`x` holds logits, or where `tile_largest` is given what `_fold` has kept of them."""
+    """Write the gradient. `x` holds logits or, if `tile_largest` is given, the exponentials that `_fold` has kept."""
     row = tl.program_id(0).to(tl.int64)
     source = row
     if source_ptr is not None:
@@ -137,7 +139,7 @@ def _grad(
 def fold(
     tile: Tile, first_column: int, stats: RowStats, target_R: Tensor, temperature: float, kept: Tile | None
 ) -> None:
-    """As `kernels.rows.fold`, in one launch."""
+    """Compute `kernels.rows.fold` in one launch."""
     x_RC, kept_RC = tile.values, None if kept is None else kept.values
     with torch.cuda.device_of(x_RC):
         _fold[(x_RC.shape[0],)](
@@ -156,7 +158,7 @@ def write_grad(
     out_RC: Tensor,
     source_R: Tensor | None,
 ) -> None:
-    """As `kernels.rows.write_grad`, in one launch."""
+    """Compute `kernels.rows.write_grad` in one launch."""
     x_RC = tile.values
     with torch.cuda.device_of(x_RC):
         _grad[(out_RC.shape[0],)](

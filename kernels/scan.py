@@ -1,6 +1,6 @@
-"""The linear recurrence that runs backward in time through episodes: V-trace, GAE and discounted returns are one.
+"""The linear recurrence backward in time through episodes, of which V-trace, GAE and discounted returns are cases.
 
-Suffixes: T time, B streams side by side, L steps of a block, K blocks.
+Suffixes: T time, B parallel streams, L steps of a block, K blocks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 32  # steps
-NARROW = 16  # fewer streams than this side by side: blocks are transposed first
+NARROW = 16  # with fewer parallel streams, blocks are transposed first
 
 Doubles = NDArray[np.float64]
 
 
 def reverse_scan(decay_TB: Tensor, delta_TB: Tensor) -> Tensor:
-    """`acc_t = delta_t + decay_t * acc_{t+1}`, acc_T = 0: computed in float64, returned in delta's dtype; no gradient.
+    """Compute `acc_t = delta_t + decay_t * acc_{t+1}`, acc_T = 0, in float64; return it in delta's dtype, without
+    gradient.
 
-    Decays may be anything finite, 0 (an episode's end) and 1 included: nothing is divided by them.
-    ValueError: shapes, dtypes or devices that do not fit.
+    Decays may be any finite numbers, including 0 (an episode's end) and 1: nothing is divided by them. Raise ValueError
+    if shapes, dtypes or devices do not match.
     """
     if decay_TB.shape != delta_TB.shape or delta_TB.ndim != 2:
         raise ValueError(f"decay {list(decay_TB.shape)} and delta {list(delta_TB.shape)} must both be [T, B]")
@@ -43,11 +44,12 @@ def reverse_scan(decay_TB: Tensor, delta_TB: Tensor) -> Tensor:
 
 
 def _scan(decay_TB: Doubles, acc_TB: Doubles, carry_B: Doubles) -> None:
-    """Overwrite the deltas in `acc` by the recurrence, `carry` being what follows them.
+    """Overwrite the deltas in `acc` with the results of the recurrence; `carry` is the value after the last step.
 
-    Blocks of steps run side by side as one vector: first each alone, to learn how it maps what follows it to its
-    first step; these maps are a recurrence over the blocks; then each again, from what truly follows it. The second
-    pass computes every step as the definition does, so that a decay of 0 or 1 is exact.
+    Blocks of steps run in parallel as one vector. The first pass computes, for each block alone, the linear map from
+    the value after it to its first step. These maps form a recurrence over the blocks, which gives the value after each
+    block. The second pass starts each block from that value. It computes every step as the definition does, so that
+    decays of 0 or 1 are exact.
     """
     num_steps, width = acc_TB.shape
     if num_steps <= 2 * BLOCK:
@@ -57,7 +59,7 @@ def _scan(decay_TB: Doubles, acc_TB: Doubles, carry_B: Doubles) -> None:
     shape = (num_steps // BLOCK, BLOCK, width)
     decay_KLB, acc_KLB = decay_TB[head:].reshape(shape), acc_TB[head:].reshape(shape)
     narrow = width < NARROW
-    if narrow:  # steps of neighbouring blocks side by side in memory
+    if narrow:  # puts the steps of neighbouring blocks next to each other in memory
         decay_KLB = np.ascontiguousarray(decay_KLB.swapaxes(0, 1)).swapaxes(0, 1)
         acc_KLB = np.ascontiguousarray(acc_KLB.swapaxes(0, 1)).swapaxes(0, 1)
     product_KB, first_KB = decay_KLB[:, -1].copy(), acc_KLB[:, -1].copy()
@@ -74,7 +76,7 @@ def _scan(decay_TB: Doubles, acc_TB: Doubles, carry_B: Doubles) -> None:
 
 
 def _loop(decay: Doubles, acc: Doubles, carry: Doubles) -> None:
-    """The definition, one vector per step of the first axis."""
+    """Compute the recurrence by its definition, one vector for each step of the first axis."""
     carry = carry.copy()
     for step in range(len(acc) - 1, -1, -1):
         carry *= decay[step]

@@ -1,4 +1,4 @@
-"""`kernels.reverse_scan` as one Triton launch: a program per stream walks back in time, a block of steps at once."""
+"""`kernels.reverse_scan` as one Triton launch: one program per stream goes back in time, one block of steps at once."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @triton.jit
 def _then(decay_a, acc_a, decay_b, acc_b):
-    """First a (later in time), then b: acc = acc_b + decay_b * (acc_a + decay_a * what follows)."""
+    """Combine a (later in time) with b: acc = acc_b + decay_b * (acc_a + decay_a * the value after a)."""
     return decay_a * decay_b, acc_b + decay_b * acc_a
 
 
@@ -20,7 +20,7 @@ def _reverse_scan(decay_ptr, delta_ptr, out_ptr, num_steps, stride, BLOCK: tl.co
     stream = tl.program_id(0).to(tl.int64)
     carry = tl.zeros((), tl.float64)
     for start in range(0, num_steps, BLOCK):
-        back = start + tl.arange(0, BLOCK)  # steps from the end
+        back = start + tl.arange(0, BLOCK)  # number of steps from the end
         at = stream + (num_steps - 1 - back).to(tl.int64) * stride
         inside = back < num_steps
         decay = tl.load(decay_ptr + at, mask=inside, other=1.0).to(tl.float64)
@@ -32,7 +32,7 @@ def _reverse_scan(decay_ptr, delta_ptr, out_ptr, num_steps, stride, BLOCK: tl.co
 
 
 def reverse_scan(decay_TB: Tensor, delta_TB: Tensor, block: int = 1024) -> Tensor:
-    """As `kernels.reverse_scan`, whose checks have passed; delta is not empty."""
+    """Compute `kernels.reverse_scan` for checked arguments; delta is not empty."""
     decay_TB, delta_TB = decay_TB.contiguous(), delta_TB.contiguous()
     num_steps, width = delta_TB.shape
     out_TB = torch.empty_like(delta_TB)

@@ -1,0 +1,1 @@
+import shared.this_python  # noqa: F401

@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import os
 
 from launch.clusters import kubernetes, ray_cluster, skypilot, slurm
-from launch.clusters.layout import CONTAINER, check_new, cluster_folder, layout, write
-from shared.config import fail, parse, recipe_parser
+from launch.clusters.host_layout import CONTAINER, check_new, cluster_folder, layout, write
+from shared.config.recipe import fail, parse, recipe_parser
 
 BACKENDS = {"kubernetes": kubernetes, "ray": ray_cluster, "skypilot": skypilot, "slurm": slurm}
-APART = ("kubernetes", "skypilot")  # their hosts see nothing of this one
+APART = ("kubernetes", "skypilot")  # their hosts do not share this host's file system
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,15 +15,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import argparse
 
+from launch.plots.curve_data import AXES, read_run
 from launch.plots.figure import FORMATS, PANELS, Curve, draw
-from launch.plots.series import AXES, read_run
-from shared.config import fail
+from shared.config.recipe import fail
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
-        curves = [curve_of(said) for said in options.runs]
+        curves = [curve_of(word) for word in options.runs]
         title = options.title or (curves[0].label if len(curves) == 1 else "")
         drawn = {"metrics": options.metrics, "axis": options.x, "window": options.smooth, "title": title}
         draw(curves, options.out, **drawn)
@@ -46,21 +46,22 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def positive(said: str) -> int:
-    if (number := int(said)) < 1:
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
         raise ValueError
     return number
 
 
-def curve_of(said: str) -> Curve:
-    """A folder is a run by itself, whatever its name. ValueError where a label has no run, or a folder no metrics."""
-    label, equals, folders = said.partition("=")
-    if Path(said).is_dir() or not equals:
-        run = read_run(said)
+def curve_of(word: str) -> Curve:
+    """Read one label's runs. An existing folder is a run, whatever its name. Raise ValueError if a label has no run, or
+    a folder no metrics."""
+    label, equals, folders = word.partition("=")
+    if Path(word).is_dir() or not equals:
+        run = read_run(word)
         return Curve(run.name, (run,))
     names = [name for name in folders.split(",") if name]
     if not (label and names):
-        raise ValueError(f"{said!r} names no run; write LABEL=RUN,RUN,RUN")
+        raise ValueError(f"{word!r} names no run; write LABEL=RUN,RUN,RUN")
     return Curve(label, tuple(map(read_run, names)))
 
 

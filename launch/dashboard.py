@@ -23,7 +23,7 @@ import secrets
 import signal
 
 from launch.dashboard_server.runs import Runs
-from shared.config import fail
+from shared.config.recipe import fail
 
 TOKEN_ENV = "PRONK_DASHBOARD_TOKEN"
 MIN_TOKEN = 16
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         runs = Runs(options.runs)
         if options.export is not None:
-            from launch.dashboard_server.export import export
+            from launch.dashboard_server.standalone import export
 
             export(runs, options.export, options.episode)
             print(options.export)
@@ -60,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def token_of(file: Path | None, host: str) -> str:
-    """Empty where none is asked for. ValueError where one is too short to be one."""
+    """Return the token that readers must give; "" if none is required. Raise ValueError for a token that is too short
+    or has unsuitable characters."""
     if file is not None:
         token = file.read_text(encoding="utf-8").strip()
     else:
@@ -82,13 +83,16 @@ def is_loopback(host: str) -> bool:
 
 
 async def serve(runs: Runs, host: str, port: int, token: str) -> None:
-    """Until it is interrupted. ValueError where the address cannot be listened on."""
+    """Serve until interrupted. Raise ValueError if it cannot listen on the address."""
     from aiohttp import web
 
     from launch.dashboard_server.web import Server
 
-    runner = web.AppRunner(Server(runs, host, token).app, access_log=None, shutdown_timeout=1.0, handle_signals=False)
+    server = Server(runs, host, token)
+    runner = web.AppRunner(server.app, access_log=None, shutdown_timeout=1.0, handle_signals=False)
     await runner.setup()
+    assert runner.server is not None
+    server.connections.watch(runner.server)
     ended = asyncio.Event()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signal_number, ended.set)

@@ -1,5 +1,5 @@
-"""Is this machine ready for a run? Looks at what is installed, at the hardware and at what a recipe names, then runs a
-round in miniature through the real parts: an engine, an image, weights, a learner's step, a checkpoint.
+"""Is this machine ready for a run? Looks at what is installed, at the hardware and at what a recipe names, then makes a
+trial run in miniature through the real parts: an engine, an image, weights, a learner's step, a checkpoint.
 
     python launch/doctor.py [--config launch/recipes/R.toml] [--quick] [--json] [--section.key VALUE ...]
 
@@ -17,14 +17,16 @@ import os
 import tempfile
 import time
 
-from launch.diagnosis import places
-from launch.diagnosis.hardware import check_hardware, gpus_here
-from launch.diagnosis.miniature import miniature
-from launch.diagnosis.report import Finding, as_json, exit_code, not_checked, ok, table
-from launch.diagnosis.round import run_round
-from launch.diagnosis.software import check_software
-from launch.processes.children import Stopped, raise_on_signals
-from shared.config import Recipe, load, recipe_parser
+from launch import catalog
+from launch.doctor_checks import locations
+from launch.doctor_checks.hardware import check_hardware, gpus_here
+from launch.doctor_checks.software import check_software
+from launch.doctor_checks.trial_recipe import make_trial_recipe
+from launch.doctor_checks.trial_runner import run_trial
+from launch.findings import Finding, as_json, exit_code, not_checked, ok, table
+from launch.processes.children import Stopped, exit_at_once, raise_on_signals
+from launch.processes.same_name import with_kernels
+from shared.config.recipe import Recipe, load, recipe_parser
 
 DEFAULT = "launch/recipes/colour_tiny.toml"
 
@@ -32,7 +34,7 @@ DEFAULT = "launch/recipes/colour_tiny.toml"
 def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     parser = recipe_parser(__doc__, required=False)
-    parser.add_argument("--quick", action="store_true", help="without the round: no process is started")
+    parser.add_argument("--quick", action="store_true", help="without the trial: no process is started")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options, overrides = parser.parse_known_args(argv)
     config = options.config or DEFAULT
@@ -50,18 +52,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def examine(recipe: Recipe, *, quick: bool) -> list[Finding]:
-    folder = places.model_folder(recipe.model.path)
-    sizes = places.sizes_in(folder)
-    findings = [*check_software(recipe), *check_hardware(recipe, sizes), *places.check_places(recipe, folder)]
+    folder = catalog.model_folder(recipe.model.path)
+    sizes = catalog.sizes_in(folder)
+    findings = [*check_software(recipe), *check_hardware(recipe, sizes), *locations.check_places(recipe, folder)]
     if quick:
         return findings
     if any(each.name == "run folder" and each.state == "failed" for each in findings):
-        return [*findings, not_checked("round", "there is no folder to write its checkpoint to")]
-    with places.run_dir(recipe) as run_dir, tempfile.TemporaryDirectory(prefix="doctor-", dir=run_dir) as place:
-        small = miniature(recipe, Path(place), folder, sizes, len(gpus_here()))
-        return [*findings, *run_round(small, lambda stage: print(f"round: {stage} ...", file=sys.stderr, flush=True))]
+        return [*findings, not_checked("trial", "there is no folder to write its checkpoint to")]
+    if with_kernels():
+        return [*findings, not_checked("trial", "transformers could not be imported: see packages")]
+    with locations.run_dir(recipe) as run_dir, tempfile.TemporaryDirectory(prefix="doctor-", dir=run_dir) as place:
+        trial = make_trial_recipe(recipe, Path(place), folder, sizes, len(gpus_here()))
+        return [*findings, *run_trial(trial, lambda stage: print(f"trial: {stage} ...", file=sys.stderr, flush=True))]
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(main())
+    exit_at_once(main())

@@ -9,10 +9,13 @@ last line is one JSON object: `success` with its 95 % interval `low` and `high`,
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # a Ctrl-C amid these imports waits: as an exception there it leaves a traceback or is lost
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
 import argparse
 import itertools
@@ -23,46 +26,43 @@ from contextlib import nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from launch.engines.commands import check_alone, check_host
+from launch.engines.host_engines import check_alone, check_host
+from launch.evaluation.evaluation_report import difference_of, failures_of, is_shown, lines_of, record_of
 from launch.evaluation.playing import EvaluationFailed, play
 from launch.evaluation.policies import Named, named
-from launch.evaluation.report import difference_of, lines_of, record_of
 from launch.processes.actor_supervisor import ActorFailed
-from launch.processes.children import Stopped, raise_on_signals
+from launch.processes.children import run_program
+from launch.processes.run_folder import write_recipe
 from launch.task_samples import chosen_samples, ready
 from launch.terminal.screen import Screen, is_terminal
-from learner.metrics.evaluation import compared, evaluation_metrics
+from learner.metrics.evaluation_metrics import compared, evaluation_metrics
 from learner.recording.recorder import Recorder
-from learner.tickets.book import EvaluationResult
-from learner.tickets.evaluations import Plan
-from shared.config import ConfigError, Recipe, fail, load, recipe_parser
-from shared.engine_api import EngineError
+from learner.tickets.evaluations import EvaluationPlan
+from learner.tickets.ticket_book import EvaluationResult
+from shared.config.recipe import ConfigError, Recipe, fail, load, recipe_parser
+from shared.engine.engine_api import EngineError
 from shared.log import get_logger
 from shared.types import Sample
 from shared.vision import VisionSpec
 
 LOG = get_logger("evaluate")
 LOOPBACK = "tcp://127.0.0.1:0"
-RECORDER_S = 60.0  # for what is still to be written at the end
+RECORDER_S = 60.0  # time to write the last recordings
 
 
 def main(argv: list[str] | None = None) -> int:
     options, overrides = command_line().parse_known_args(argv)
     recipe = load(options.config, [*overrides, *shorthands(options)])
-    raise_on_signals()
     try:
         recipe, policies, samples = checked(recipe, options)
         with Screen() if is_terminal() else nullcontext() as screen:
-            said = evaluate(recipe, policies, samples, options, screen)
+            result = evaluate(recipe, policies, samples, options, screen)
     except ActorFailed as failure:
         LOG.error("%s", failure)
         return failure.code
     except (EngineError, EvaluationFailed, ValueError, OSError) as error:
         return fail(error)
-    except Stopped as signal:
-        LOG.info("%s: stopping", signal)
-        return 130
-    print(json.dumps(said), flush=True)
+    print(json.dumps(result), flush=True)
     return 0
 
 
@@ -72,7 +72,12 @@ def command_line() -> argparse.ArgumentParser:
     policy = "a checkpoint's folder, a model's, or a hub name"
     add("--model", default="", metavar="MODEL_OR_CHECKPOINT", help=f"{policy}; without it, model.path")
     add("--against", default="", metavar="OTHER", help=f"compare with this policy on the same samples: {policy}")
-    add("--dataset", default="", metavar="FILE", help="play this .parquet or .jsonl instead of the held-out samples")
+    add(
+        "--dataset",
+        default="",
+        metavar="FILE",
+        help="play this dataset (a .parquet or .jsonl file, a folder, a pattern) instead of the held-out samples",
+    )
     add("--samples", metavar="N", help="samples to play; without it eval.samples, and all of a --dataset")
     add("--repeats", metavar="K", help="episodes of each sample; without it eval.repeats. Gives pass@k")
     add("--greedy", action="store_true", help="the likeliest token always; without it sampling.temperature")
@@ -81,14 +86,14 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def shorthands(options: argparse.Namespace) -> list[str]:
-    """The options that are fields of a recipe."""
+    """Return the options that stand for recipe fields, as overrides."""
     given = {"--eval.samples": options.samples, "--eval.repeats": options.repeats}
     return [word for name, value in given.items() if value is not None for word in (name, value)]
 
 
 def checked(recipe: Recipe, options: argparse.Namespace) -> tuple[Recipe, list[Named], list[Sample]]:
-    """The recipe for this machine alone, the policies, what they play. ValueError, in one line, for all that can be
-    known to be wrong before anything heavy starts."""
+    """Return the recipe, changed to use only this machine, the policies, and the samples to play. Raise ValueError, in
+    one line, for every mistake that can be found before anything heavy starts."""
     if recipe.engine.urls:
         raise ConfigError(
             "engine.urls is set, but an evaluation starts engines of its own; set it to [] or leave it out"
@@ -121,34 +126,38 @@ def evaluate(
     options: argparse.Namespace,
     screen: Screen | None,
 ) -> dict[str, Any]:
-    """Plays one policy after the other; what is to be said. Each has a folder that the dashboard shows as a run."""
-    plan, out = Plan.of(recipe, greedy=options.greedy), make_folder(recipe, options.out)
+    """Play one policy after the other; return the summary to print. Each policy's results go into a folder that the
+    dashboard shows as a run."""
+    plan, out = EvaluationPlan.of(recipe, greedy=options.greedy), make_folder(recipe, options.out)
     results: list[EvaluationResult] = []
-    told: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for policy, name in zip(policies, ("model", "against"), strict=False):
         LOG.info("%s plays %d samples %s", policy.given, len(samples), in_words(plan))
         (out / name).mkdir()
         with TemporaryDirectory(prefix=".weights-", dir=out) as weights:
             folder = policy.export(Path(weights), recipe.model.dtype)
-            own = of_model(recipe, policy.folder)  # which is still there afterwards
+            own = of_model(recipe, policy.folder)  # the model's own folder, which stays after the evaluation
             own = own.model_copy(update={"run": own.run.model_copy(update={"dir": str(out), "name": name})})
-            (out / name / "recipe.json").write_text(json.dumps(own.model_dump(mode="json"), indent=2) + "\n")
+            write_recipe(own, out / name)
             result = play(of_model(own, folder), samples, plan, screen, last=policy is policies[-1])
         record(own, result)
         results.append(result)
-        told.append({"model": policy.given, **record_of(result), "folder": str(out / name)})
-        (out / name / "result.json").write_text(json.dumps(told[-1], indent=2) + "\n")  # whatever becomes of the next
-        for line in lines_of(told[-1]):
+        records.append({"model": policy.given, **record_of(result), "folder": str(out / name)})
+        # written now, in case the next policy fails
+        (out / name / "result.json").write_text(json.dumps(records[-1], indent=2) + "\n")
+        for line in lines_of(records[-1]):
             LOG.info("  %s", line)
-    said = {**told[0], "repeats": plan.repeats, "greedy": options.greedy}
+        for line in failures_of(result):
+            LOG.warning("  %s", line)
+    summary = {**records[0], "repeats": plan.repeats, "greedy": options.greedy}
     if len(results) > 1:
-        said |= {"against": told[1], "difference": difference(results, policies)}
-    (out / "result.json").write_text(json.dumps(said, indent=2) + "\n")
+        summary |= {"against": records[1], "difference": difference(results, policies)}
+    (out / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
     LOG.info("episodes to look at: python launch/dashboard.py %s", out)
-    return said
+    return summary
 
 
-def in_words(plan: Plan) -> str:
+def in_words(plan: EvaluationPlan) -> str:
     times = "once" if plan.repeats == 1 else f"{plan.repeats} times"
     return f"{times}, greedily" if not plan.sampling.temperature else f"{times}, at {plan.sampling.temperature:g}"
 
@@ -158,7 +167,7 @@ def of_model(recipe: Recipe, folder: str) -> Recipe:
 
 
 def make_folder(recipe: Recipe, out: str) -> Path:
-    """ConfigError for a folder that holds something already."""
+    """Make the folder for results. Raise ConfigError if it exists and is not empty."""
     parent = Path(recipe.run.dir) / "evaluations"
     places = [Path(out)] if out else (parent / f"{recipe.run.name}-{number}" for number in itertools.count(1))
     folder = next((each for each in places if not each.exists() or (out and not any(each.iterdir()))), None)
@@ -169,7 +178,7 @@ def make_folder(recipe: Recipe, out: str) -> Path:
 
 
 def record(recipe: Recipe, result: EvaluationResult) -> None:
-    """Writes `record.evaluations` episodes for the viewer, the worst and a few of the best."""
+    """Record some episodes for the dashboard: the worst and a few of the best."""
     model = recipe.model
     recorder = Recorder(recipe, VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels))
     recorder.evaluation(result.name, 0, result, evaluation_metrics(result))
@@ -177,22 +186,20 @@ def record(recipe: Recipe, result: EvaluationResult) -> None:
 
 
 def difference(results: Sequence[EvaluationResult], policies: Sequence[Named]) -> dict[str, Any] | None:
-    """None where no sample has an episode of both policies."""
+    """Return and log the difference of two policies; None if no sample has an episode of both."""
     comparison = compared(*results)
     if comparison is None:
         LOG.warning("no sample has a sound episode of both policies: there is nothing to compare")
         return None
-    found = difference_of(comparison)
+    record = difference_of(comparison)
     LOG.info("%s minus %s, on %d samples:", policies[0].given, policies[1].given, comparison.pairs)
-    for line in lines_of(found, signed=True):
+    for line in lines_of(record, signed=True):
         LOG.info("  %s", line)
-    low, high = found["low"], found["high"]
-    sure = low is not None and (low > 0 or high < 0)
-    verdict = "the policies differ" if sure else "no difference of success is shown"
+    verdict = "the policies differ" if is_shown(record) else "no difference of success is shown"
     LOG.info("better on %d samples, worse on %d: %s", comparison.better, comparison.worse, verdict)
-    return found
+    return record
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(main())
+    run_program(main)

@@ -2,15 +2,19 @@
 
     python launch/local.py --config launch/recipes/sokoban_tiny.toml [--ranks N] [--section.key VALUE ...]
 
-At the end it draws the run's curves into its folder. The last line is one JSON object: the run's result.
+At the end it draws the run's curves into its folder. The result is in its result.json, and, where stdout is no
+terminal, also the last line.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # a Ctrl-C amid these imports waits: as an exception there it leaves a traceback or is lost
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
 import argparse
 import json
@@ -20,23 +24,38 @@ from contextlib import nullcontext, suppress
 from random import Random
 from typing import Any
 
-from actor.loop import EXIT_NO_LEARNER
+from actor.actor_loop import EXIT_NO_LEARNER
+from envs.base import flat_metrics
+from envs.env_calls import close_env, make_env, reset_env, responder, step_env
 from envs.loader import load_env, load_module
-from launch.engines.commands import check_alone, check_host
-from launch.processes.children import ROOT, Child, Stopped, cpu_env, raise_on_signals, start, stop_all, wait_for_any
+from launch.engines.host_engines import check_alone, check_host
+from launch.processes.children import (
+    ROOT,
+    Child,
+    Stopped,
+    cpu_env,
+    run_program,
+    start,
+    stop_all,
+    wait_for_any,
+)
+from launch.processes.restarts import how_it_ended
 from launch.processes.run_folder import check_run_folder
 from launch.processes.run_logs import RunLogs
-from launch.task_samples import cannot_play, check_data, held_out_samples, ready
-from launch.terminal.progress import Progress
+from launch.task_samples import cannot_play, check_data, ready, samples_of
+from launch.terminal.progress import RunProgress
+from launch.terminal.run_state import RunState
 from launch.terminal.screen import Screen, is_terminal
-from launch.terminal.state import RunState
-from learner.checkpoints.folder import check_resume
-from shared.config import ConfigError, Recipe, fail, parse, recipe_parser
+from learner.checkpoints.checkpoint_folder import check_resume, list_checkpoints
+from shared.config.recipe import ConfigError, Recipe, fail, parse, recipe_parser
+from shared.config.tasks import held_out_sets
+from shared.keys import judge_key
 from shared.log import get_logger
+from shared.types import Sample
 
 LOG = get_logger("local")
-LEARNER_LEAVES_S = 60.0  # longest between the end of its actors and its own
-SAVE_S = 1800.0  # longest between SIGTERM and its end; it ends itself where no checkpoint makes progress
+LEARNER_LEAVES_S = 60.0  # limit from the end of its actors to its own
+SAVE_S = 1800.0  # limit from SIGTERM to its end; it ends itself earlier if a checkpoint makes no progress
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.ranks < 1:
             raise ConfigError(f"--ranks {options.ranks}: at least 1")
         recipe = ready(recipe)
+        judge_key(recipe.reward.judge)  # raises now if it cannot be read
         check_alone(recipe)
         check_host(recipe, options.ranks)
         check_meeting(recipe)
@@ -56,22 +76,22 @@ def main(argv: list[str] | None = None) -> int:
         show_random_policy(recipe)
     except ValueError as error:
         return fail(error)
-    raise_on_signals()
     folder = Path(recipe.run.dir) / recipe.run.name
     result = Result(folder / "result.json")
     with Screen() if is_terminal() else nullcontext() as screen:
-        progress = Progress(recipe, screen)
+        progress = RunProgress(recipe, screen)
         code = run(recipe, options, progress, result)
     if code == 0:
         curve = curve_of(folder)
-        said = json.loads(result.path.read_text())
-        say_the_end(said, progress.state)
-        print(json.dumps(said | {"curve": curve}), flush=True)
+        summary = json.loads(result.path.read_text())
+        say_the_end(summary, progress.state)
+        if not sys.stdout.isatty():  # for programs; a person reads the lines above, and result.json
+            print(json.dumps(summary | {"curve": curve}), flush=True)
     return code
 
 
 class Result:
-    """A run's result.json. One that stands there already is an earlier process's."""
+    """A run's result.json. A file that already exists belongs to an earlier process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,14 +103,14 @@ class Result:
 
     def _written(self) -> tuple[int, int] | None:
         try:
-            found = self.path.stat()
+            stat = self.path.stat()
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_mtime_ns
+        return stat.st_ino, stat.st_mtime_ns
 
 
 def check_meeting(recipe: Recipe) -> None:
-    """ConfigError unless actors look for the learner at the port where it waits: both are on this machine."""
+    """Raise ConfigError unless learner and actors, both on this machine, use the same port."""
     bind, sought = recipe.learner.bind, recipe.actor.learner
     if bind.rpartition(":")[2] != sought.rpartition(":")[2]:
         raise ConfigError(
@@ -99,8 +119,9 @@ def check_meeting(recipe: Recipe) -> None:
         )
 
 
-def run(recipe: Recipe, options: argparse.Namespace, progress: Progress, result: Result) -> int:
-    """Learner and actors, until they have ended; the exit code. What they say is kept in the run's folder too."""
+def run(recipe: Recipe, options: argparse.Namespace, progress: RunProgress, result: Result) -> int:
+    """Run learner and actors until they have ended; return the exit code. Their stderr is also written to logs in the
+    run's folder."""
     arguments = ["--config", options.config, *options.overrides]
     learner, env = [*starter(options.ranks), script("learner"), *arguments], cpu_env(recipe.learner.threads)
     children: list[Child] = []
@@ -111,15 +132,16 @@ def run(recipe: Recipe, options: argparse.Namespace, progress: Progress, result:
             with logs.stderr("actors") as stderr:
                 children.append(start("actors", [sys.executable, script("actors"), *arguments], stderr=stderr))
             return watch(children, progress, result)
-        except Stopped as signal:
-            LOG.info("%s: stopping", signal)
+        except Stopped as stopped:
+            LOG.info("%s: stopping", stopped)
             return 130
         finally:
             stop_all(children)
 
 
 def starter(ranks: int) -> list[str]:
-    """What starts the learner's ranks. One alone needs no torchrun, whose own import of torch takes seconds."""
+    """Return the command that starts the learner's ranks. A single rank needs no torchrun, whose own import of torch
+    takes seconds."""
     if ranks == 1:
         return [sys.executable, "-u"]
     return [sys.executable, script("processes/torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
@@ -129,11 +151,12 @@ def script(name: str) -> str:
     return str(ROOT / "launch" / f"{name}.py")
 
 
-def watch(children: list[Child], progress: Progress, result: Result) -> int:
-    """Until the learner has ended; the exit code is its own, or that of what failed first."""
+def watch(children: list[Child], progress: RunProgress, result: Result) -> int:
+    """Wait until the learner has ended; return its exit code, or that of the process that failed first."""
     ended = wait_for_any(children, progress.show)
     progress.show(final=True)
-    if ended.name == "actors" and ended.process.returncode in (0, EXIT_NO_LEARNER):  # they heard of the end first
+    # The actors learned of the end first.
+    if ended.name == "actors" and ended.process.returncode in (0, EXIT_NO_LEARNER):
         with suppress(subprocess.TimeoutExpired):
             children[0].process.wait(LEARNER_LEAVES_S)
             ended = children[0]
@@ -141,20 +164,31 @@ def watch(children: list[Child], progress: Progress, result: Result) -> int:
     if code == 0 and not result.is_new:
         code = 1
     if code:
-        LOG.error("%s ended with exit code %d; its reason is above", ended.name, code)
-    return code
+        LOG.error("%s", failure(ended, result.path.parent))
+    return 128 - code if code < 0 else code
+
+
+def failure(ended: Child, folder: Path) -> str:
+    """Return how a process has failed, and how the run goes on if the process could not say so itself."""
+    if ended.process.returncode >= 0:
+        return f"{ended.name} {how_it_ended(ended)}; its reason is above"
+    kept = [path.name for path in list_checkpoints(folder / "checkpoints")]
+    killed = ended.process.returncode == -signal.SIGKILL
+    memory = ", as the system does when memory runs out (dmesg tells)" if killed else ""
+    cure = f"the same command with --learner.resume auto goes on from {kept[-1]}" if kept else "there is no checkpoint"
+    return f"{ended.name} {how_it_ended(ended)}{memory}; {cure}"
 
 
 def curve_of(folder: Path) -> str | None:
-    """The picture of the run's curves; None, and one line that says why, where it could not be drawn."""
+    """Draw the run's curves and return the picture's path; log the reason and return None if that fails."""
     path = folder / "curve.png"
     try:
-        from launch.plots.figure import Curve, draw  # here, so that a run starts without matplotlib
-        from launch.plots.series import read_run
+        from launch.plots.curve_data import read_run
+        from launch.plots.figure import Curve, draw  # late, so that a run starts without matplotlib
 
         run = read_run(folder)
         draw([Curve(run.name, (run,))], path, axis="minutes", title=run.name)
-    except Exception as error:  # noqa: BLE001 - whatever a drawing fails of, the run has ended well
+    except Exception as error:  # noqa: BLE001 - the run has succeeded, whatever fails in drawing
         LOG.warning("no curve was drawn: %s: %s", type(error).__name__, " ".join(str(error).split()))
         return None
     LOG.info("the run's curves: %s", path)
@@ -162,7 +196,7 @@ def curve_of(folder: Path) -> str | None:
 
 
 def say_the_end(result: dict[str, Any], state: RunState) -> None:
-    """What was reached, and what is wrong."""
+    """Log the run's result and its alarms."""
     steps = f"{result['optimizer_steps']} steps, {result['episodes']} episodes in {result['minutes']:.1f} minutes"
     before, after = result.get("success_before"), result.get("success_after")
     held_out = f"success on held-out samples {before:.3f} -> {after:.3f}; " if None not in (before, after) else ""
@@ -170,27 +204,42 @@ def say_the_end(result: dict[str, Any], state: RunState) -> None:
 
 
 def show_random_policy(recipe: Recipe) -> None:
-    """Logs the success of a policy that knows only the format, where the environment has one (`random_response`).
-    ValueError, in one line, for held-out samples that are not there or cannot be played."""
-    respond = getattr(load_module(recipe.env.module), "random_response", None)
-    samples = held_out_samples(recipe)
-    if respond is None or not samples:
-        return
-    build_env, rng, successes = load_env(recipe.env.module), Random(0), 0
-    for sample in samples:
-        try:
-            env, done = build_env(sample=sample, args=recipe.env.build_args), False
-            env.reset()
-            for _ in range(recipe.env.max_turns):
-                if not done:
-                    _, done, _ = env.step(respond(rng))
-            successes += bool(env.success)
-            env.close()
-        except Exception as error:
-            raise cannot_play(recipe, sample, error) from error
-    LOG.info("a random policy succeeds on %.3f of %d held-out samples", successes / len(samples), len(samples))
+    """Log the success, on each held-out set, of a policy that knows only the format, if the environment has one
+    (`random_response`). Raise ValueError, in one line, for held-out samples that are missing or cannot be played."""
+    for held_out in held_out_sets(recipe):
+        task, rng = held_out.task, Random(0)
+        successes: list[bool] = []
+        with task.named():
+            samples = [] if task.recipe.rollout.path else samples_of(held_out)  # the learner reads them too
+            for sample in samples:
+                if (success := succeeds_at_random(task.recipe, sample, rng)) is None:
+                    break
+                successes.append(success)
+        if successes:
+            of = f" of {held_out.name}" if held_out.name else ""
+            share = sum(successes) / len(successes)
+            LOG.info("a random policy succeeds on %.3f of %d held-out samples%s", share, len(successes), of)
+
+
+def succeeds_at_random(recipe: Recipe, sample: Sample, rng: Random) -> bool | None:
+    """Tell whether such a policy succeeds; None if the environment has none."""
+    module, build_env = load_module(recipe.env.module), load_env(recipe.env.module)
+    try:
+        env, done = make_env(build_env, sample=sample, args=recipe.env.build_args), False
+        if (respond := responder(module, env)) is None:
+            close_env(env)
+            return None
+        _, info = reset_env(env)
+        for _ in range(recipe.env.max_turns):
+            if not done:
+                _, done, info = step_env(env, respond(rng))
+        success = flat_metrics(info.get("metrics") or {}).get("success", 0.0) > 0
+        close_env(env)
+    except Exception as error:
+        raise cannot_play(recipe, sample, error) from error
+    return success
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(main())
+    run_program(main)

@@ -26,22 +26,23 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
-from envs.boards import data as sokoban_data
+from envs import sokoban_data
 from envs.boards.board import Board
 from envs.boards.generate import BoardSpec
-from envs.geometry import data as problem_data
+from envs.geometry import geometry_data as problem_data
 from envs.geometry import triangles
-from envs.geometry.data import listed
+from envs.geometry.geometry_data import listed
 from envs.row_files import write_rows
 from launch.hub import local_dataset
-from shared.config import fail
+from shared.config.data_section import COLUMNS, OTHER_NAMES
+from shared.config.recipe import fail
 
 DATASETS = {
     "sokoban": "VeraIsHere/sokoban_processed",
     "geo3k": "chenhegu/geo3k_imgurl",
     "geo3k_multi_turn": "VeraIsHere/geo3k_imgurl_processed",
 }
-SPLITS = ("test.*", "val|valid|validation|dev")  # to hold out, the better one first
+SPLITS = ("test.*", "val|valid|validation|dev")  # splits to hold out, the preferred one first
 PROGRESS_S = 5.0
 
 
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write_all(parts: Mapping[Path, Sequence[dict[str, Any]]]) -> None:
-    """Either all of the files, in this order, or none."""
+    """Write all files, in this order, or none."""
     written = {path.with_name(f".part-{path.name}"): path for path in parts}
     try:
         for part, path in written.items():
@@ -72,7 +73,7 @@ def write_all(parts: Mapping[Path, Sequence[dict[str, Any]]]) -> None:
 
 
 def boards(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Rows to train on, held-out rows, and what was left out."""
+    """Return rows to train on, held-out rows, and what was left out."""
     spec = BoardSpec(
         sizes=tuple(options.sizes),
         num_boxes=tuple(options.boxes),
@@ -82,16 +83,16 @@ def boards(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict
     )
     readings: list[list[sokoban_data.Reading]] = [[], []]
     if options.make:
-        found = [sokoban_data.make_boards(options.make, spec, options.seed, Progress("boards made")), []]
+        splits = [sokoban_data.make_boards(options.make, spec, options.seed, ReadProgress("boards made")), []]
     else:
         for files, part in zip(sources(options), readings, strict=True):
-            part += [sokoban_data.read_boards(path, Progress(f"rows of {path.name}")) for path in files]
-        found = [[board for reading in part for board in reading.boards] for part in readings]
-    distinct, duplicates = sokoban_data.different([*found[1], *found[0]])
+            part += [sokoban_data.read_boards(path, ReadProgress(f"rows of {path.name}")) for path in files]
+        splits = [[board for reading in part for board in reading.boards] for part in readings]
+    distinct, duplicates = sokoban_data.different([*splits[1], *splits[0]])
     rows = solved(distinct, options)
     fitting = {board: row for board, row in rows.items() if fits(row, spec)}
-    if found[1]:
-        held_out = set(found[1])
+    if splits[1]:
+        held_out = set(splits[1])
         held = [board for board in fitting if board in held_out]
         train = [board for board in fitting if board not in held_out]
     else:
@@ -104,15 +105,16 @@ def boards(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict
 
 
 def problems(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Rows to train on, held-out rows, and what was left out."""
+    """Return rows to train on, held-out rows, and what was left out."""
     if options.make:
         held = heldout_of(options, options.make)
         parts = ((options.make - held, "train"), (held, "heldout"))
         train, heldout = (list(triangles.rows(n, split, options.seed)) for n, split in parts)
         return train, heldout, "all drawn"
     files, held_files = sources(options)
-    read = problem_data.read_problems(files, Progress("rows"))
-    given = problem_data.read_problems(held_files, Progress("held-out rows"))
+    columns = dict(options.columns)
+    read = problem_data.read_problems(files, ReadProgress("rows"), columns)
+    given = problem_data.read_problems(held_files, ReadProgress("held-out rows"), columns)
     if held_files:
         samples, held_samples = problem_data.without(read.samples, given.samples), given.samples
     else:
@@ -123,13 +125,15 @@ def problems(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[di
     total.add(given.report)
     counts = f"{total.duplicates + repeated} duplicate, {total.bad_images} unreadable images, {total.empty} empty"
     counts += f", {total.bad_labels} labels that do not parse{listed(total.examples)}"
-    rows = [[problem_data.row_of(sample) for sample in part] for part in (samples, held_samples)]
-    return rows[0], rows[1], counts
+    counts += "".join(f", {count} with unused {name}" for name, count in total.unused.items())
+    as_messages = problem_data.has_dialogue([*samples, *held_samples])
+    train, heldout = (problem_data.rows_of(part, as_messages=as_messages) for part in (samples, held_samples))
+    return train, heldout, counts
 
 
 def solved(boards: Sequence[Board], options: argparse.Namespace) -> dict[Board, dict[str, Any]]:
-    """The boards for which the solver finds a solution, with their rows; in parallel."""
-    tick, rows = Progress(f"of {len(boards)} boards solved"), {}
+    """Return the rows of the boards for which the solver finds a solution; solved in parallel."""
+    tick, rows = ReadProgress(f"of {len(boards)} boards solved"), {}
     work = partial(sokoban_data.row_of, pixels_per_cell=options.pixels_per_cell, max_nodes=options.max_nodes)
     results: Iterable[dict[str, Any] | None]
     with ProcessPoolExecutor(options.jobs) as pool:
@@ -146,7 +150,8 @@ def fits(row: dict[str, Any], spec: BoardSpec) -> bool:
 
 
 def sources(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
-    """The files to train on and those held out (possibly none): as given, or the hub's by their names."""
+    """Return the training files and the held-out files (possibly none): those given, or the hub's, told apart by their
+    names."""
     if options.source:
         return options.source, options.heldout_from
     name = options.dataset or DATASETS[options.task]
@@ -158,23 +163,24 @@ def sources(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     if not train:
         raise ValueError(f"dataset {name!r} has no training file: {', '.join(called.values())}")
     held = options.heldout_from or next(filter(None, parts), [])
-    told = [", ".join(called.get(path, str(path)) for path in part) for part in (train, held)]
-    print(f"{name}: {told[0]} to train on; held out: {told[1] or 'some of it'}", file=sys.stderr, flush=True)
+    names = [", ".join(called.get(path, str(path)) for path in part) for part in (train, held)]
+    print(f"{name}: {names[0]} to train on; held out: {names[1] or 'some of it'}", file=sys.stderr, flush=True)
     return train, held
 
 
 def is_of(name: str, split: str) -> bool:
-    """Whether a folder or a word of a file's name says that it is of that split: test/0000.parquet, but not latest."""
+    """Tell whether a word in a file's path matches the split's pattern: "test" matches test/0000.parquet, but not
+    latest.parquet."""
     return any(re.fullmatch(split, word) for word in re.split(r"[^a-z]+", name.lower()))
 
 
 def heldout_of(options: argparse.Namespace, total: int) -> int:
-    """`--heldout`, or a tenth, at most 500."""
+    """Return the number of rows to hold out: `--heldout`, or a tenth, at most 500."""
     return options.heldout if options.heldout is not None else min(500, max(1, total // 10))
 
 
-class Progress:
-    """A line on stderr every few seconds, for jobs that take longer."""
+class ReadProgress:
+    """Prints the progress of a long job on stderr every few seconds."""
 
     def __init__(self, what: str) -> None:
         self._what, self._next = what, time.monotonic() + PROGRESS_S
@@ -187,14 +193,22 @@ class Progress:
 
 
 def size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
-    if not found:
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+    if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write ROWSxCOLUMNS, such as 6x7")
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])
+
+
+def column(text: str) -> tuple[str, str]:
+    part, _, name = text.partition("=")
+    part = OTHER_NAMES.get(part, part)
+    if part not in COLUMNS or not name:
+        raise argparse.ArgumentTypeError(f"{text!r}: write PART=COLUMN; PART is {', '.join(COLUMNS)}")
+    return part, name
 
 
 def check(options: argparse.Namespace, out: Path) -> None:
-    """ValueError where an option cannot be, or two contradict each other."""
+    """Raise ValueError for an invalid option, or for options that contradict each other."""
     if options.jobs < 1:
         raise ValueError(f"--jobs {options.jobs}: at least 1")
     if file := next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None):
@@ -220,6 +234,14 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--from", dest="source", type=Path, nargs="+", default=[], metavar="FILE", help="raw files")
     options.add_argument("--heldout-from", type=Path, nargs="+", default=[], metavar="FILE", help="held-out raw files")
     options.add_argument("--dataset", help="another dataset of the hub")
+    options.add_argument(
+        "--columns",
+        type=column,
+        nargs="+",
+        default=[],
+        metavar="PART=COLUMN",
+        help="columns of raw problems, such as problem=question answer=reward_model.ground_truth; also image, choices",
+    )
     options.add_argument("--make", type=int, metavar="N", help="make so many boards, or draw so many problems")
     options.add_argument("--heldout", type=int, metavar="N", help="rows to hold out; a tenth (at most 500) if not said")
     options.add_argument("--out", type=Path, help="folder to write; data/TASK if not said")

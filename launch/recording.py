@@ -1,37 +1,31 @@
-"""Plays without a learner: a ticket server of its own, whose groups go into a folder."""
+"""Records groups without a learner: a ticket server whose groups are written into a folder."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from launch.engines.commands import NO_WEIGHTS, EngineSpec
 from launch.processes.own_server import OwnServer
 from launch.task_samples import training_samples
-from learner.tickets.book import BookSettings
-from shared.codec import TokenRules
-from shared.config import Recipe
+from learner.tickets.ticket_book import BookSettings
+from shared.config.recipe import Recipe
 from shared.log import get_logger
-from shared.recordings.groups import Recorder
+from shared.recordings.group_files import GroupWriter
+from shared.wire.codec import TokenRules
 
 LOG = get_logger("recording")
 
 
-def with_own_weights(spec: EngineSpec) -> EngineSpec:
-    """The engine plays with the weights it loads, as those of version 0, instead of waiting for a learner's."""
-    at = spec.command.index(NO_WEIGHTS, spec.command.index("--weight-version"))
-    return replace(spec, command=(*spec.command[:at], "0", *spec.command[at + 1 :]))
-
-
-class Recording(OwnServer):
-    """Issues as many tickets as the recipe's run would train on. ValueError: the folder cannot be written."""
+class RecordingServer(OwnServer):
+    """Issues as many tickets as the recipe's run would train on. The constructor raises ValueError if the folder cannot
+    be written."""
 
     def __init__(self, folder: Path, recipe: Recipe, rules: TokenRules) -> None:
         learner = recipe.learner
         self._num_groups = learner.groups_per_step * learner.total_steps
         self._timeout_s = learner.wait_timeout_s
         try:
-            self._recorder = Recorder(folder)
+            self._recorder = GroupWriter(folder)
         except OSError as error:
             raise ValueError(f"--record {folder}: {error}") from error
         book = replace(BookSettings.of(recipe), groups_per_version=self._num_groups, max_staleness=0)
@@ -41,7 +35,7 @@ class Recording(OwnServer):
         for _ in range(self._num_groups):
             for _, group in self.ticket_server.next_batch(1, self._timeout_s):
                 self._recorder.add(group)
-            self.ticket_server.commit()  # else actors and this process keep what they have played
+            self.ticket_server.commit()  # else actors and this process would keep the played groups
         LOG.info("%d groups are in %s", self._num_groups, self._recorder.folder)
         return "the recording is complete"
 

@@ -3,6 +3,7 @@ and trains. On a laptop, without a GPU, the tasks that end in _tiny run.
 
     python launch/run.py sokoban_tiny
     python launch/run.py geo3k_multi_turn --model Qwen3-VL-2B-Instruct --gpus 4 [--section.key VALUE ...]
+    python launch/run.py mine.toml --gpus 8 --dry-run
     python launch/run.py geo3k_multi_turn --model Qwen3-VL-32B-Thinking --gpus 32 --dry-run --price 2.5
 """
 
@@ -15,22 +16,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import os
 
-from launch.task_run.request import parser, request
-from launch.task_run.session import on_cpu, on_gpus
+from launch.task_run.run_request import resolve, run_parser
+from launch.task_run.session import run_on_cpu, run_on_gpus
 from launch.task_samples import check_env
-from shared.config import fail
+from shared.config.recipe import fail
 
 
 def main(argv: list[str] | None = None) -> int:
-    options, overrides = parser(__doc__).parse_known_args(argv)
+    """Plan and start a task; return the exit code."""
+    options, overrides = run_parser(__doc__).parse_known_args(argv)
     try:
-        asked = request(options, overrides)
-        check_env(asked.recipe)
-        return (on_cpu if asked.on_cpu else on_gpus)(asked, options)
+        request = resolve(options, overrides)
+        check_env(request.recipe)
+        return (run_on_cpu if request.on_cpu else run_on_gpus)(request, options)
     except ValueError as error:
         return fail(error)
-    except KeyboardInterrupt:  # Stopped is one
-        print("stopped: the same command goes on where a download has ended", file=sys.stderr)
+    except KeyboardInterrupt:  # includes Stopped
+        print("stopped before the run began; an interrupted download goes on with the same command", file=sys.stderr)
         return 130
 
 

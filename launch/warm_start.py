@@ -24,20 +24,23 @@ from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneratio
 
 from actor.render import Renderer
 from launch.tiny_models import build as tiny_model
-from launch.tiny_models.demonstrations import TASKS, Answer, Lesson, Task
-from launch.tiny_models.tower import teach_tower
-from learner.batch import make_episode, pack
-from learner.images import ImageDecoder
+from launch.tiny_models.demonstrations import TASKS
+from launch.tiny_models.lesson import CELL_PIXELS, DemonstratedAnswer, Lesson, Task
+from launch.tiny_models.tower_lessons import teach_tower
+from learner.batch.episodes import make_episode
+from learner.batch.image_decoder import ImageDecoder
+from learner.batch.packer import pack
 from learner.model.policy import Policy
 from learner.model.sharding import compile_blocks
-from learner.optim import make_optimizer, set_learning_rates
-from shared.learner_config import OptimizerConfig
-from shared.settings.objective import ObjectiveConfig
+from learner.training.optim import make_optimizer, set_learning_rates
+from shared.config.learner_section import OptimizerConfig
+from shared.config.objective_section import ObjectiveConfig
+from shared.config.optimizer_specs import OPTIMIZERS
 from shared.types import Ending, Image, Trajectory, Turn
 from shared.vision import VisionSpec
 
-WARM_UP = 50  # steps
-FIRST_SEED = 1_000_000_000  # training seeds lie below, held-out seeds above 2_000_000_000
+WARM_UP = 50  # steps of the learning rate's warm-up
+FIRST_SEED = 1_000_000_000  # training seeds are below, held-out seeds from 2_000_000_000 on
 
 
 def demonstration(
@@ -48,19 +51,19 @@ def demonstration(
     lesson: Lesson,
     choice_weight: float = 1.0,
 ) -> Trajectory:
-    """One demonstrated episode as a trajectory: the mask marks the answers, behaviour logprobs are the logarithms of
-    the tokens' weights in the loss (`choice_weight` where chance chose), versions say nothing."""
+    """Return one demonstrated episode as a trajectory: the mask marks the answers, behaviour logprobs hold the
+    logarithms of the tokens' weights in the loss (`choice_weight` for random choices), and versions have no meaning."""
     prompt = task.prompts[seed % len(task.prompts)]
     token_ids: list[int] = []
     mask: list[int] = []
     weights: list[float] = []
     images: list[Image] = []
     turns: list[Turn] = []
-    for message, answer in task.demonstrate(seed, random.Random(f"demonstration {seed}"), lesson):
+    for messages, answer in task.demonstrate(seed, random.Random(f"demonstration {seed}"), lesson):
         if token_ids:
-            fragment = renderer.observation(message)
+            fragment = renderer.observation(*messages)
         else:
-            fragment = renderer.start([{"role": "system", "content": prompt}, message])
+            fragment = renderer.start([{"role": "system", "content": prompt}, *messages], tools=task.tools)
         answer_ids, answer_weights = weighted(answer, tokenizer, choice_weight)
         token_ids += [*fragment.token_ids, *answer_ids]
         mask += [0] * len(fragment.token_ids) + [1] * len(answer_ids)
@@ -80,8 +83,10 @@ def demonstration(
     )
 
 
-def weighted(answer: Answer, tokenizer: PreTrainedTokenizerFast, choice_weight: float) -> tuple[list[int], list[float]]:
-    """The tokens of an answer with its end, and their weights in the loss."""
+def weighted(
+    answer: DemonstratedAnswer, tokenizer: PreTrainedTokenizerFast, choice_weight: float
+) -> tuple[list[int], list[float]]:
+    """Return the tokens of an answer, including the end token, and their weights in the loss."""
     encoded = tokenizer(answer.text + "<|im_end|>", add_special_tokens=False, return_offsets_mapping=True)
     weights = [
         choice_weight if any(start < b and a < end for a, b in answer.guesses) else 1.0
@@ -91,20 +96,22 @@ def weighted(answer: Answer, tokenizer: PreTrainedTokenizerFast, choice_weight: 
 
 
 def train(task: Task, options: argparse.Namespace) -> None:
-    """Maximises the weighted mean logprob of the shown answers; a warm-up, then a decay to 0."""
+    """Train the model to maximise the weighted mean logprob of the demonstrated answers; the learning rate has a
+    warm-up, then decays to 0."""
     steps = options.steps
     phrases = list(task.phrases) * 50 + ["system\n", "user\n", "assistant\n", "\n"] * 200
     vocab_size = task.model.get("vocab_size", 640)
-    tokenizer = tiny_model.build_tokenizer(phrases, vocab_size)
+    template = tiny_model.TOOLS_TEMPLATE if task.tools else tiny_model.CHAT_TEMPLATE
+    tokenizer = tiny_model.build_tokenizer(phrases, vocab_size, template)
     model = tiny_model.build_model(tiny_model.build_config(tokenizer, **task.model), options.seed)
     if options.start is not None:
         start = Qwen3VLForConditionalGeneration.from_pretrained(options.start, dtype=torch.float32)
         model.load_state_dict(start.state_dict())
     tiny_model.save(options.out, model, tokenizer)
-    spec = VisionSpec.load(options.out)
+    spec = VisionSpec.load(options.out, max_pixels=task.max_pixels)
     policy, decoder, renderer = Policy(model, spec), ImageDecoder(spec), Renderer(tokenizer, spec)
     if options.tower_steps:
-        teach_tower(policy, pixels=task.cell_pixels, steps=options.tower_steps, seed=options.seed)
+        teach_tower(policy, task.pictures, pixels=CELL_PIXELS, steps=options.tower_steps, seed=options.seed)
     model.model.visual.requires_grad_(not options.freeze_tower)
     if options.compile:
         compile_blocks(policy)
@@ -135,13 +142,13 @@ def train(task: Task, options: argparse.Namespace) -> None:
 
 
 def mistake(options: argparse.Namespace) -> str:
-    """What is wrong with the options, in one line; empty if nothing is."""
+    """Return what is wrong with the options, in one line; "" if nothing is."""
     if not 0 < options.choice_weight <= 1:
         return f"--choice-weight {options.choice_weight}: use a number above 0, at most 1"
     if not 0 <= options.scatter <= 1:
         return f"--scatter {options.scatter}: it is a share, from 0 to 1"
-    if options.tower_steps and not TASKS[options.task].cell_pixels:
-        return f"--tower-steps {options.tower_steps}: only Sokoban's tower is taught alone"
+    if options.tower_steps and not TASKS[options.task].pictures:
+        return f"--tower-steps {options.tower_steps}: only the tower of sokoban, games and scene_zoom is taught alone"
     for name, least in (("steps", 1), ("tower_steps", 0), ("batch", 1), ("threads", 1)):
         if getattr(options, name) < least:
             return f"--{name.replace('_', '-')} {getattr(options, name)}: at least {least}"
@@ -161,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch", type=int, default=8, help="episodes of one step")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
     parser.add_argument("--decay", type=float, default=0.5, help="power of the decay: 1 is linear")
     parser.add_argument("--compile", action="store_true", help="compile the blocks: pays after some 200 steps")
     parser.add_argument("--expertise", type=float, default=0.4, help="share of answers that are good ones")
@@ -178,12 +185,14 @@ def main(argv: list[str] | None = None) -> None:
         "--choice-weight",
         type=float,
         default=1.0,
-        help="Sokoban, triangles: weight in the loss of what is drawn by lot, from which nothing can be learned",
+        help="weight in the loss of what is drawn by lot, from which nothing can be learned",
     )
-    parser.add_argument("--turns", type=int, default=8, help="Sokoban, triangles: turns of one episode, at most")
+    parser.add_argument("--turns", type=int, default=8, help="Sokoban, triangles, games: turns of one episode, at most")
     parser.add_argument("--wall-chances", type=float, nargs="+", default=(0.05,), help="Sokoban: each board draws one")
     parser.add_argument("--boxes", type=int, nargs="+", default=(1,), help="Sokoban: each board draws one of these")
-    parser.add_argument("--tower-steps", type=int, default=0, help="Sokoban: first teach the vision tower alone")
+    parser.add_argument(
+        "--tower-steps", type=int, default=0, help="Sokoban, games, scene_zoom: first teach the vision tower alone"
+    )
     parser.add_argument("--freeze-tower", action="store_true", help="demonstrations do not train the vision tower")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,8 +1,8 @@
-"""Who the loop talks to for groups, evaluations and records: the same calls on every rank.
+"""The coordinator, from which the loop gets groups, evaluations and records: the same calls on every rank.
 
     ticket server ──groups──▶ next_groups()     evaluate() ──tickets──▶ ticket server ──groups──▶ finish_evaluations()
 
-On rank 0 a `Coordinator` has the ticket server and the run folder; the other ranks have a `Follower`.
+On rank 0 a `MainCoordinator` has the ticket server and the run folder; the other ranks have a `RemoteCoordinator`.
 """
 
 from __future__ import annotations
@@ -15,36 +15,127 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
 from learner.alarms.alarms import Alarms
+from learner.batch.delivery import broadcast_groups
 from learner.distributed import Ranks, broadcast_flag
-from learner.metrics.episodes import RESULT, RunResult, held_out_metrics, middle_half, rollout_metrics
-from learner.metrics.evaluation import evaluation_metrics, in_words
-from learner.metrics.services import services_of
-from learner.metrics.shown import show
-from learner.metrics.writer import MetricLogger
-from learner.parallel.delivery import broadcast_groups
-from learner.recording.columns import Watched
-from learner.recording.recorder import Recorder as StepRecorder
-from learner.tickets.evaluations import Plan
+from learner.metrics.episode_metrics import RESULT, RunResult, held_out_metrics, middle_half, rollout_metrics
+from learner.metrics.evaluation_metrics import evaluation_metrics, in_words
+from learner.metrics.metric_services import services_of
+from learner.metrics.metric_writer import MetricLogger
+from learner.metrics.shown_episode import show
+from learner.recording.recorded_columns import RecordedColumns
+from learner.recording.recorder import Recorder
+from learner.run_folder_watch import RunFolderWatch
+from learner.tickets.evaluations import EvaluationPlan
 from learner.tickets.ledger import Ledger
-from learner.tickets.patience import result_in_time
-from learner.tickets.records import number_of
-from learner.tickets.server import Interrupted, TicketServer
-from shared.config import Recipe
-from shared.engine_messages import weight_name
+from learner.tickets.ticket_records import parse_ticket_id
+from learner.tickets.ticket_server import Interrupted, TicketServer, wait_for_evaluation
+from shared.config.recipe import Recipe
+from shared.engine.engine_messages import weight_name
 from shared.log import get_logger
-from shared.recordings.groups import Recorder
+from shared.metrics import ReportedMetrics
+from shared.recordings.group_files import GroupWriter
+from shared.run_status import TRAINING, StatusFile
 from shared.types import Group, PolicyVersion, Sample, Stop, Ticket
 
 KEPT_BAD_BATCHES = 10
 
 
-class Follower:
-    """On ranks other than 0: gets what rank 0 broadcasts; nothing else needs to be done there."""
+class Coordinator(Protocol):
+    """Gives the loop groups, evaluations and records. Every rank makes the same calls; many of them are collectives."""
 
-    process_id = ""  # what tells rank 0's process from all others of the run
+    process_id: str  # distinguishes rank 0's process from the run's other processes; empty on other ranks
+    # True if the groups are of earlier runs: there are no engines, and versions are not those of this run's policy.
+    is_recorded: bool
+
+    def wait_for_engines(self) -> frozenset[str]:
+        """Return, on rank 0, the engines that actors have announced; none if asked to shut down."""
+        ...
+
+    def engines(self) -> frozenset[str]:
+        """Return, on rank 0, the URLs of the engines that are connected now."""
+        ...
+
+    def open(self, version: PolicyVersion) -> None:
+        """Begin the run: the engines have the weights of `version`."""
+        ...
+
+    def set_version(self, version: PolicyVersion) -> None:
+        """Record that the engines have the weights of `version`."""
+        ...
+
+    def is_process(self, process: str) -> bool:
+        """Tell, on rank 0, whether a process is an earlier one of this run, as far as its checkpoint knows them."""
+        ...
+
+    def refuse_engine(self, url: str, first: PolicyVersion, last: PolicyVersion) -> None:
+        """Refuse what the engine at `url` may have sampled as versions `first` to `last`: its weights were wrong."""
+        ...
+
+    def next_groups(self, publication_due: Event) -> Sequence[Group]:
+        """Return the groups of the next step, on every rank; none if asked to shut down or once `publication_due` is
+        set."""
+        ...
+
+    def policy_version(self, groups: Sequence[Group], version: PolicyVersion) -> PolicyVersion:
+        """Return the version of the policy that is trained on `groups`; `version` is the one that the engines have."""
+        ...
+
+    def shutdown_requested(self) -> bool:
+        """Tell whether rank 0 was asked to shut down."""
+        ...
+
+    def out_of_time(self) -> bool:
+        """Tell whether the run has trained for `learner.max_minutes`."""
+        ...
+
+    def keep(
+        self, step: int, version: PolicyVersion, groups: Sequence[Group], recorded: RecordedColumns | None
+    ) -> None:
+        """Pass the step's data to the recorder. The step trained the policy of `version`."""
+        ...
+
+    def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None:
+        """Finish a step: acknowledge its groups, write the ledger and metrics. `values`: metrics of trainer and
+        publisher."""
+        ...
+
+    def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None:
+        """Write the groups of a step that was skipped."""
+        ...
+
+    def evaluate(self, name: str, *, greedy: bool = False) -> None:
+        """Start an evaluation on the held-out samples, with `greedy` also a greedy one."""
+        ...
+
+    def finish_evaluations(self) -> bool:
+        """Wait for all open evaluations; return False if asked to shut down meanwhile."""
+        ...
+
+    def value_of(self, name: str) -> float:
+        """Return the value of the metric `eval.best` in an evaluation's result; NaN if there is none."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return rank 0's part of a checkpoint, as JSON values."""
+        ...
+
+    def result(self, steps: int, version: PolicyVersion) -> RunResult | None:
+        """Return the run's summary on rank 0, None on other ranks."""
+        ...
+
+    def close(self, message: Stop | None) -> None:
+        """Tell the actors that the run is over; None = let them wait for the learner's return."""
+        ...
+
+
+class RemoteCoordinator:
+    """The coordinator on ranks other than 0: receives what rank 0 broadcasts and does nothing else."""
+
+    process_id = ""
+    is_recorded = False
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -59,8 +150,16 @@ class Follower:
 
     def set_version(self, version: PolicyVersion) -> None: ...
 
-    def next_groups(self, engine_is_back: Event) -> Sequence[Group]:
+    def is_process(self, process: str) -> bool:
+        return False
+
+    def refuse_engine(self, url: str, first: PolicyVersion, last: PolicyVersion) -> None: ...
+
+    def next_groups(self, publication_due: Event) -> Sequence[Group]:
         return broadcast_groups(None, self.ranks)
+
+    def policy_version(self, groups: Sequence[Group], version: PolicyVersion) -> PolicyVersion:
+        return version
 
     def shutdown_requested(self) -> bool:
         return broadcast_flag(False, self.ranks)
@@ -68,7 +167,9 @@ class Follower:
     def out_of_time(self) -> bool:
         return broadcast_flag(False, self.ranks)
 
-    def keep(self, step: int, version: PolicyVersion, groups: Sequence[Group], watched: Watched | None) -> None: ...
+    def keep(
+        self, step: int, version: PolicyVersion, groups: Sequence[Group], recorded: RecordedColumns | None
+    ) -> None: ...
 
     def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None: ...
 
@@ -90,11 +191,16 @@ class Follower:
     def result(self, steps: int, version: PolicyVersion) -> RunResult | None:
         return None
 
-    def close(self, farewell: Stop | None) -> None: ...
+    def close(self, message: Stop | None) -> None: ...
 
 
-class Coordinator(Follower):
-    """On rank 0. Issues tickets from `open` on; `shutdown` ends its waits for groups and results."""
+class MainCoordinator:
+    """The coordinator on rank 0, with the ticket server and the run folder.
+
+    It issues tickets from `open` on. The event `shutdown` ends its waits for groups and results.
+    """
+
+    is_recorded = False
 
     def __init__(
         self,
@@ -105,65 +211,92 @@ class Coordinator(Follower):
         held_out: Sequence[Sample],
         state: Mapping[str, Any],
         shutdown: Event,
-        recorder: StepRecorder,
+        recorder: Recorder,
         at: tuple[int, PolicyVersion] = (0, 0),
     ) -> None:
-        """`state`: what a checkpoint holds of an earlier process; `at`: the steps that are done, and the version."""
-        super().__init__(ranks)
-        self.recipe, self.ticket_server, self.run_id = recipe, ticket_server, run_id
-        self.held_out, self._shutdown, self._recorder = held_out, shutdown, recorder
-        self._tickets: list[Ticket] = []  # of the groups that are in training
-        self._kept = at  # the last step that was handed to the recorder, and its version
+        """Continue an earlier process, or start anew. `state`: its state in the checkpoint; `at`: the number of
+        finished steps, and the version."""
+        self.ranks = ranks
+        self.recipe = recipe
+        self.ticket_server = ticket_server
+        ticket_server.on_evaluation = lambda name, done, total: self.status.enter(f"evaluation {name}", done, total)
+        self.run_id = run_id
+        self.held_out = held_out
+        self._shutdown = shutdown
+        self._recorder = recorder
+        self._tickets: list[Ticket] = []  # tickets of the groups that are in training
+        self._kept = at  # (last step that was passed to the recorder, its version)
         self.process_id = ticket_server.process_id
         self.log = get_logger("learner")
         self.run_dir = Path(recipe.run.dir) / recipe.run.name
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._folder_watch = RunFolderWatch(self.run_dir)
+        self.status = StatusFile(self.run_dir)
         writers = recipe.metrics.writers
-        self.metrics = MetricLogger(self.run_dir, services_of(recipe, run_id), tensorboard="tensorboard" in writers)
+        self.metrics = MetricLogger(
+            self.run_dir, services_of(recipe, run_id), tensorboard="tensorboard" in writers, steps_done=at[0]
+        )
         self.alarms = Alarms(recipe, self.metrics, at[0])
         self.ledger = Ledger(self.run_dir / "ledger.jsonl", state.get("ledger", ()))
-        self.results: dict[str, dict[str, float]] = dict(state.get("results", {}))  # by the evaluation's name
-        self._running: list[tuple[str, int]] = []  # evaluations, each with the step that it came after
+        self.results: dict[str, dict[str, float]] = dict(state.get("results", {}))  # by the name of the evaluation
+        self._running: list[tuple[str, int]] = []  # (name, step after which it started) of each open evaluation
         self._episodes = self._turns = 0
         self._idle_s = self._busy_s = 0.0
         self._actor_idle: list[float] = []
-        self._explained: list[float] = []  # variance, by the critic
+        self._reported = ReportedMetrics()
+        self._explained: list[float] = []  # the critic's explained variance at each step
         self._started = self._last_step = time.monotonic()
 
     def wait_for_engines(self) -> frozenset[str]:
-        """The engines that actors have announced; none when asked to shut down. TimeoutError when no actor with engines
-        came."""
+        """Return the engines that actors have announced; none if asked to shut down. Raise TimeoutError if no actor
+        with engines comes."""
         address, timeout_s = self.ticket_server.address, self.recipe.learner.wait_timeout_s
         deadline = time.monotonic() + timeout_s
+        self.status.enter("waiting for engines")
         while not (engines := self.engines()) and not self._shutdown.is_set():
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"no engine was named to {address} within {timeout_s:g} s: {self.ticket_server.describe_wait()}"
                 )
             time.sleep(0.05)
+        self.status.enter("sending the weights to the engines")
         return engines
 
     def engines(self) -> frozenset[str]:
         return self.ticket_server.engines()
 
     def open(self, version: PolicyVersion) -> None:
-        """Starts the clock of the run and issues tickets: the engines have the weights of `version`."""
+        """Start the clock of the run and issue tickets: the engines have the weights of `version`."""
         self._started = self._last_step = time.monotonic()
+        self.status.enter("waiting for the first groups")
         self.ticket_server.open(version)
 
     def set_version(self, version: PolicyVersion) -> None:
-        """The engines have the weights of `version`."""
+        """Record that the engines have the weights of `version`."""
         self.ticket_server.set_version(version)
 
-    def next_groups(self, engine_is_back: Event) -> Sequence[Group]:
-        """The groups of the next step, on every rank; none when asked to shut down, or when an engine is back without
-        weights. TimeoutError names what it waited for."""
+    def is_process(self, process: str) -> bool:
+        return self.ticket_server.is_process(process)
+
+    def refuse_engine(self, url: str, first: PolicyVersion, last: PolicyVersion) -> None:
+        self.ticket_server.refuse_engine(url, first, last)
+
+    def next_groups(self, publication_due: Event) -> Sequence[Group]:
+        """Return the groups of the next step, on every rank; none if asked to shut down, or if an engine is back
+        without weights.
+
+        Raise TimeoutError, which names the actors it waited for.
+        """
         started, learner, groups = time.monotonic(), self.recipe.learner, list[Group]()
-        interrupts = (self._shutdown, engine_is_back)
-        with suppress(Interrupted):  # then there are no groups
+        interrupts = (self._shutdown, publication_due)
+        with suppress(Interrupted):  # if interrupted, there are no groups
             batch = self.ticket_server.next_batch(learner.groups_per_step, learner.wait_timeout_s, *interrupts)
             self._tickets, groups = [ticket for ticket, _ in batch], [group for _, group in batch]
             self._idle_s += time.monotonic() - started
         return broadcast_groups(groups, self.ranks)
+
+    def policy_version(self, groups: Sequence[Group], version: PolicyVersion) -> PolicyVersion:
+        return version
 
     def shutdown_requested(self) -> bool:
         return broadcast_flag(self._shutdown.is_set(), self.ranks)
@@ -173,26 +306,38 @@ class Coordinator(Follower):
         return broadcast_flag(0 < limit_s < time.monotonic() - self._started, self.ranks)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of rank 0, as JSON values."""
-        own = {"run_id": self.run_id, "ledger": self.ledger.state(), "results": self.results}
-        return own | {"tickets": self.ticket_server.state_dict()}
+        """Return rank 0's part of a checkpoint, as JSON values."""
+        self._folder_watch.check()
+        state = {"run_id": self.run_id, "ledger": self.ledger.state(), "results": self.results}
+        return state | {"tickets": self.ticket_server.state_dict()}
 
-    def keep(self, step: int, version: PolicyVersion, groups: Sequence[Group], watched: Watched | None) -> None:
-        """Hands over what is to be recorded of the step, which trained the policy of `version`."""
+    def keep(
+        self, step: int, version: PolicyVersion, groups: Sequence[Group], recorded: RecordedColumns | None
+    ) -> None:
+        """Pass the step's data to the recorder. The step trained the policy of `version`."""
         self._kept = (step, version)
-        self._recorder.step(step, version, groups, self._tickets, watched, self.ticket_server.take_failed())
+        self._recorder.step(step, version, groups, self._tickets, recorded, self.ticket_server.take_failed())
 
     def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None:
-        """Closes a step: acknowledgments, the ledger, metrics; `values` are the trainer's and the publisher's."""
+        """Finish a step: acknowledge its groups, write the ledger and metrics. `values`: metrics of trainer and
+        publisher."""
+        self._folder_watch.check()
         now = time.monotonic()
         step_s, self._last_step = now - self._last_step, now
-        numbers, weights = [number_of(group.ticket_id)[0] for group in groups], weight_name(version, self.process_id)
+        self.status.enter(TRAINING)
+        numbers = [parse_ticket_id(group.ticket_id)[0] for group in groups]
+        weights = weight_name(version, self.process_id)
         self.ledger.enter(step, numbers, weights)
-        self.ticket_server.commit()  # not before: what is acknowledged is forgotten
+        self.ticket_server.commit()  # after the ledger: actors forget acknowledged groups
         turns = sum(len(t.turns) for group in groups for t in group.trajectories)
         self._episodes += sum(len(group.trajectories) for group in groups)
         self._turns += turns
-        rows = rollout_metrics(groups) | values | self.ticket_server.metrics() | self._recorder.metrics()
+        rows = (
+            rollout_metrics(groups, self._reported, self._tasks())
+            | values
+            | self.ticket_server.metrics()
+            | self._recorder.metrics()
+        )
         rows |= {"time/step_s": step_s, "time/idle_s": self._idle_s - self._busy_s, "policy_version": float(version)}
         rows["learner/idle_frac"] = min(1.0, rows["time/idle_s"] / step_s)
         self._busy_s = self._idle_s
@@ -207,11 +352,16 @@ class Coordinator(Follower):
             show(self.metrics, step, groups[0].trajectories[0])
             self.metrics.text(step, "selection", self.ticket_server.selection_table())
 
+    def _tasks(self) -> list[str]:
+        """Return the task of each group that is in training; nothing in a run of one task."""
+        return [ticket.sample.task for ticket in self._tickets] if self.recipe.tasks else []
+
     def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None:
-        """Writes the groups of a step that could not be made; those of the last few steps are kept."""
+        """Write the groups of a skipped step; only those of the last `KEPT_BAD_BATCHES` such steps remain on the
+        disk."""
         folder = self.run_dir / "bad_steps"
         try:
-            recorder = Recorder(folder / f"step_{step:08d}")
+            recorder = GroupWriter(folder / f"step_{step:08d}")
             for group in groups:
                 recorder.add(group)
             for old in sorted(folder.iterdir())[:-KEPT_BAD_BATCHES]:
@@ -223,18 +373,23 @@ class Coordinator(Follower):
     # -------------------------------------------------------------- evaluation
 
     def evaluate(self, name: str, *, greedy: bool = False) -> None:
-        """Issues the held-out samples' tickets, with `greedy` those of a greedy evaluation too. The next publication
+        """Issue tickets for the held-out samples, with `greedy` also those of a greedy evaluation. The next publication
         waits for them."""
         if not self.held_out:
             return
-        plans = {name: Plan.of(self.recipe)} | ({f"greedy_{name}": Plan.of(self.recipe, greedy=True)} if greedy else {})
+        plans = {name: EvaluationPlan.of(self.recipe)}
+        if greedy:
+            plans[f"greedy_{name}"] = EvaluationPlan.of(self.recipe, greedy=True)
         for each, plan in plans.items():
             self.ticket_server.start_evaluation(each, self.held_out, plan.sampling, plan.repeats)
             self._running.append((each, self._kept[0]))
 
     def finish_evaluations(self) -> bool:
-        """Waits for all open evaluations; False when asked to shut down meanwhile. TimeoutError for one without
-        progress. A collective: the other ranks hear now and then that it goes on, so that their limits do not pass."""
+        """Wait for all open evaluations; return False if asked to shut down meanwhile. A collective.
+
+        Raise TimeoutError for an evaluation without progress. Meanwhile rank 0 sends the other ranks a sign of life
+        from time to time, so that their collective does not time out.
+        """
         try:
             self._finish_evaluations()
         except Interrupted:
@@ -246,9 +401,9 @@ class Coordinator(Follower):
         while self._running:
             name, after = self._running[0]
             limit_s, on = self.recipe.learner.wait_timeout_s, partial(broadcast_flag, True, self.ranks)
-            result = result_in_time(self.ticket_server, name, limit_s, self._shutdown, on)
+            result = wait_for_evaluation(self.ticket_server, name, limit_s, self._shutdown, on)
             self._running.pop(0)
-            values = evaluation_metrics(result)
+            values = evaluation_metrics(result, self._reported)
             self.results[name] = values
             self._recorder.evaluation(name, after, result, values)
             kind = "eval_greedy" if name.startswith("greedy") else "eval"
@@ -256,11 +411,11 @@ class Coordinator(Follower):
             self.log.info("evaluation %s: %s", name, in_words(values, len(self.held_out)))
 
     def value_of(self, name: str) -> float:
-        """The value of eval.best that an evaluation brought; NaN if there is none."""
+        """Return the value of the metric `eval.best` in an evaluation's result; NaN if there is none."""
         return self.results.get(name, {}).get(self.recipe.eval.best, float("nan"))
 
     def result(self, steps: int, version: PolicyVersion) -> RunResult:
-        """Writes the run's summary to result.json."""
+        """Write the run's summary to result.json and return it."""
         self.log.info("%d steps, %d versions", steps, version)
         seconds = max(self._last_step - self._started, 1e-9)
         success = {name: values.get("success") for name, values in self.results.items()}
@@ -286,14 +441,15 @@ class Coordinator(Follower):
             self.log.error("result.json is not written: %s", error)
         return result
 
-    def close(self, farewell: Stop | None) -> None:
-        """Tells the actors that the run is over; None = they are to wait for the learner's return."""
-        if farewell is None:
+    def close(self, message: Stop | None) -> None:
+        """Tell the actors that the run is over; None = let them wait for the learner's return."""
+        if message is None:
             self.ticket_server.go_silently()
         else:
-            self.ticket_server.stop(farewell.reason, failed=farewell.failed)
+            self.ticket_server.stop(message.reason, failed=message.failed)
         step, version = self._kept
-        self._recorder.step(step + 1, version, (), failed=self.ticket_server.take_failed())  # why there was no step
+        # with the failed groups, which may explain why no further step was made
+        self._recorder.step(step + 1, version, (), failed=self.ticket_server.take_failed())
         self._recorder.close()
         self.alarms.close()
         self.metrics.close()

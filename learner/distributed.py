@@ -1,4 +1,4 @@
-"""Ranks of the learner: process group, rank 0's frames and flags to all, sums over ranks. Every wait has a limit."""
+"""The learner's ranks: process group, broadcasts from rank 0, reductions over ranks. Every wait has a time limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from learner.parallel.divisors import next_divisors
-from shared.learner_config import ParallelConfig
+from learner.plan.divisors import next_divisors
+from shared.config.learner_section import ParallelConfig
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Of the default group, by the ranks' device. On GPUs it is mixed, and no gloo group: `Ranks.on_cpu` is one."""
@@ -23,7 +23,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """This process among the neighbouring ranks that share each microbatch; `group` is None where it is alone."""
+    """This process among the neighbouring ranks that share each microbatch; `group` is None if it shares with no
+    other."""
 
     rank: int = 0
     size: int = 1
@@ -31,7 +32,7 @@ class Context:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank counts what all of them know."""
+        """True on the rank that counts values that all ranks of the group hold alike."""
         return self.rank == 0
 
 
@@ -40,20 +41,26 @@ ALONE = Context()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the learner's; `mesh` has one dimension over all of them, or two: replicas, shards."""
+    """This process among the learner's ranks. `mesh` has one dimension over all of them, or two: replicas, shards."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
-    on_cpu: dist.ProcessGroup | None = None  # gloo alone, for barriers: the default group has a backend for each device
+    # A pure gloo group for barriers; the default group has a backend for each device.
+    on_cpu: dist.ProcessGroup | None = None
     context: Context = ALONE
-    experts: DeviceMesh | None = None  # ([replicate,] expert_shard, expert), where experts are dealt over ranks
+    experts: DeviceMesh | None = None  # ([replicate,] expert_shard, expert); set if experts are dealt over ranks
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold the same shard."""
+        """Number of ranks that hold the same shard."""
         return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+
+    @property
+    def context_group(self) -> int:
+        """Index of this rank's group among the groups that share microbatches."""
+        return self.rank // self.context.size
 
     @property
     def is_main(self) -> bool:
@@ -61,11 +68,11 @@ class Ranks:
 
 
 def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, parallel: ParallelConfig | None = None) -> Ranks:
-    """Joins torchrun's process group (a single process makes its own group of one).
+    """Join torchrun's process group; a single process makes its own group of one.
 
-    `timeout_s` bounds every collective, so it must exceed the longest wait of rank 0 for groups. `parallel`: how many
-    ranks share a copy of the parameters, a microbatch, a mixture's experts. ValueError: no such device, or ranks that
-    one of these sizes does not divide.
+    `timeout_s` bounds every collective, so it must exceed rank 0's longest wait for groups. `parallel`: how many ranks
+    share a copy of the parameters, a microbatch, or the experts. Raise ValueError if there is no such device, or if one
+    of these sizes does not divide the number of ranks.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -78,22 +85,24 @@ def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, parallel: Para
         raise ValueError("device = 'cuda' but torch sees no GPU; use device = 'cpu'")
     if device == "cuda" and local_rank >= torch.cuda.device_count():
         raise ValueError(f"rank {rank} needs GPU {local_rank}, but there are {torch.cuda.device_count()}; start fewer")
-    place = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    backend = BACKENDS[place.type]
+    own_device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
+    backend = BACKENDS[own_device.type]
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
         dist.init_process_group(backend, store=store_of_attempt(timeout), rank=rank, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     on_cpu = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
-    mesh, experts = make_mesh(place.type, size, shards), make_expert_mesh(place.type, size, shards, parallel.expert)
-    return Ranks(rank, size, place, mesh, on_cpu, make_context(rank, size, parallel.context, timeout), experts)
+    mesh = make_mesh(own_device.type, size, shards)
+    experts = make_expert_mesh(own_device.type, size, shards, parallel.expert)
+    return Ranks(rank, size, own_device, mesh, on_cpu, make_context(rank, size, parallel.context, timeout), experts)
 
 
 def check_divides(setting: str, value: int, size: int, which: str = "") -> None:
-    """ValueError, with the next values that do, if one of learner.parallel does not divide the number of ranks."""
+    """Raise ValueError, with the nearest values that do, if a value of learner.parallel does not divide the number of
+    ranks."""
     if size % value:
         raise ValueError(
             f"learner.parallel.{setting} = {value} does not divide the {size} ranks{' ' * bool(which)}{which}; "
@@ -102,7 +111,8 @@ def check_divides(setting: str, value: int, size: int, which: str = "") -> None:
 
 
 def make_context(rank: int, size: int, context: int, timeout: timedelta) -> Context:
-    """Neighbouring ranks in groups of `context`; a collective of all ranks where that is above 1."""
+    """Return this rank's place among neighbouring ranks in groups of `context`. A collective of all ranks if `context`
+    is above 1."""
     if context == 1:
         return ALONE
     group, _ = dist.new_subgroups(context, timeout=timeout)
@@ -110,9 +120,12 @@ def make_context(rank: int, size: int, context: int, timeout: timedelta) -> Cont
 
 
 def store_of_attempt(timeout: timedelta) -> dist.Store:
-    """torchrun's store; on a single host with keys of this attempt's own. torchrun keeps its store through restarts, so
-    that the rank that is first would find the addresses of dead ones. Over several hosts the attempt's number can
-    differ; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, set for torchrun, gives each attempt a store."""
+    """Return torchrun's store; on a single host with a prefix for this attempt.
+
+    torchrun keeps its store through restarts, so without the prefix the first rank of an attempt would find the
+    addresses of dead ranks. Over several hosts the number of the attempt can differ; there
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, set for torchrun, gives each attempt a store of its own.
+    """
     store, _, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     if os.environ.get("LOCAL_WORLD_SIZE") != str(size):
@@ -121,14 +134,16 @@ def store_of_attempt(timeout: timedelta) -> dist.Store:
 
 
 def make_mesh(device_type: str, size: int, shard_size: int) -> DeviceMesh:
-    """One dimension over all ranks or, where fewer share a copy, [replicas, shards]; a collective."""
+    """Return a mesh of one dimension over all ranks or, if fewer ranks share a copy, [replicas, shards]. A
+    collective."""
     if shard_size in (0, size):
         return init_device_mesh(device_type, (size,))
     return init_device_mesh(device_type, (size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def make_expert_mesh(device_type: str, size: int, shard_size: int, expert: int) -> DeviceMesh | None:
-    """[[replicas,] shards of an expert, ranks over which experts are dealt]; None for 1. A collective."""
+    """Return the mesh [[replicas,] shards of an expert, ranks over which experts are dealt]; None if `expert` is 1. A
+    collective."""
     if expert == 1:
         return None
     shards = shard_size or size
@@ -139,12 +154,12 @@ def make_expert_mesh(device_type: str, size: int, shard_size: int, expert: int) 
 
 
 def ranks_of_host(ranks: Ranks) -> int:
-    """How many ranks this rank's host has, as torchrun tells; all of them where nobody does."""
+    """Return the number of ranks on this rank's host, from torchrun; without torchrun, the number of all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
 
 
 def gpu_bytes(ranks: Ranks) -> float | None:
-    """Memory of this rank's GPU; None on a CPU."""
+    """Return the bytes of this rank's GPU; None on a CPU."""
     if ranks.device.type != "cuda":
         return None
     return float(torch.cuda.get_device_properties(ranks.device).total_memory)
@@ -156,7 +171,8 @@ def close_ranks() -> None:
 
 
 def broadcast_frames(frames: Sequence[bytes | memoryview] | None, ranks: Ranks) -> list[memoryview]:
-    """Rank 0's byte strings on every rank; the others pass None. They travel as one tensor of raw bytes."""
+    """Return rank 0's byte strings on every rank; the other ranks pass None. They are sent as one tensor of raw
+    bytes."""
     if ranks.size == 1:
         assert frames is not None
         return [memoryview(frame).cast("B") for frame in frames]
@@ -174,26 +190,26 @@ def broadcast_frames(frames: Sequence[bytes | memoryview] | None, ranks: Ranks) 
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor; of one that is not sharded all."""
+    """Return this rank's shard of a tensor, or the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def all_sum(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over ranks, in place."""
+    """Return the sum over ranks, in place."""
     if ranks.size > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def all_max(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """The largest over ranks, in place."""
+    """Return the maximum over ranks, in place."""
     if ranks.size > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor
 
 
 def broadcast_flag(value: bool, ranks: Ranks) -> bool:
-    """Rank 0's answer on every rank."""
+    """Return rank 0's value on every rank."""
     answer = torch.tensor([value], dtype=torch.int32)
     if ranks.size > 1:
         dist.broadcast(answer, src=0)
@@ -201,6 +217,6 @@ def broadcast_flag(value: bool, ranks: Ranks) -> bool:
 
 
 def barrier(ranks: Ranks, *, timeout_s: float) -> None:
-    """Waits for all ranks on the CPU. RuntimeError naming the missing rank after `timeout_s`."""
+    """Wait for all ranks on the CPU. Raise RuntimeError, which names the missing rank, after `timeout_s`."""
     if ranks.size > 1:
         dist.monitored_barrier(ranks.on_cpu, timeout=timedelta(seconds=timeout_s))

@@ -1,35 +1,45 @@
-"""Training on recorded groups, without actors, engines or tickets: the same trainer, metrics and checkpoints."""
+"""Training on recorded groups without actors, engines or tickets: the learner's loop with a recording as its source of
+groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import torch
 
+from learner.batch.episodes import check_group
+from learner.batch.image_decoder import ImageDecoder
+from learner.checkpoints.contents import contents_of
 from learner.checkpoints.restoring import restore
 from learner.checkpoints.saver import Saver
-from learner.coordinator import Follower
-from learner.distributed import close_ranks, gpu_bytes, init_ranks
-from learner.guards.bad_groups import check_group
-from learner.guards.guards import Guards
-from learner.loop import check_step, is_due
-from learner.metrics.episodes import rollout_metrics
-from learner.metrics.writer import MetricLogger
-from learner.plan import check_recipe
+from learner.distributed import Ranks, broadcast_flag, close_ranks, gpu_bytes, init_ranks
+from learner.learner_loop import loop
+from learner.metrics.episode_metrics import RunResult, rollout_metrics
+from learner.metrics.metric_writer import MetricLogger
+from learner.plan.fit import check_recipe
+from learner.recording.recorded_columns import RecordedColumns
 from learner.setup import build_trainer
-from shared.config import Recipe
-from shared.recordings.groups import files, read
-from shared.types import Group
+from learner.shutdown import Shutdown, ShutdownRequested
+from shared.config.recipe import Recipe
+from shared.metrics import ReportedMetrics
+from shared.recordings.group_files import files, read
+from shared.types import Group, PolicyVersion, Stop
+
+TIMEOUT_S = 600.0  # time limit of a collective; short, since every rank reads its groups from the disk
 
 
-def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
-    """Trains on the groups of `recording` in their order, again from the first after the last; returns the last
-    step's metrics. Every rank reads the folder.
+def run_recorded(recipe: Recipe, recording: Path, shutdown: Shutdown) -> dict[str, float]:
+    """Train on the groups of `recording` in order, over and over; return the metrics of the last step. Every rank reads
+    the folder.
 
-    ValueError: no groups there, one that is none, or what the recipe's run would refuse.
+    Raise ValueError if the folder has no groups, a group is invalid, or the recipe's run would refuse it. Raise
+    ShutdownRequested after SIGTERM or SIGINT, when the checkpoint is written.
     """
     config = recipe.learner
     paths = files(recording)
@@ -38,41 +48,144 @@ def run_recorded(recipe: Recipe, recording: Path) -> dict[str, float]:
             f"--from-recording {recording} holds no recorded groups; make some with launch/actors.py --record"
         )
     torch.set_num_threads(config.threads)
-    ranks = init_ranks(config.device, timeout_s=600, parallel=config.parallel)
+    ranks = init_ranks(config.device, timeout_s=TIMEOUT_S, parallel=config.parallel)
     with ExitStack() as stack:
         stack.callback(close_ranks)
         check_recipe(recipe, ranks.size, gpu_bytes(ranks))
         trainer = build_trainer(recipe, ranks)
         run_dir = Path(recipe.run.dir) / recipe.run.name
-        restore(run_dir / "checkpoints", trainer, ranks, recipe)
-        saver = Saver(run_dir / "checkpoints", trainer, ranks, recipe)
-        metrics = MetricLogger(run_dir) if ranks.is_main else None
-        if metrics is not None:
-            stack.callback(metrics.close)
+        contents = contents_of(recipe) if ranks.is_main else {}
+        restore(run_dir / "checkpoints", trainer, ranks, recipe, contents)
+        saver = Saver(run_dir / "checkpoints", trainer, ranks, recipe, contents=contents)
+        stack.callback(saver.close)
         groups = endless(paths, trainer.num_steps * config.groups_per_step)
-        values, guards = dict[str, float](), Guards(recipe, trainer, saver, recorded=True)
-        while trainer.num_steps < config.total_steps:
-            batch = list(islice(groups, config.groups_per_step))
-            for group in batch:
-                check_group(group, trainer.decoder)
-            values = rollout_metrics(batch) | trainer.step(batch, newest_version(batch))
-            check_step(trainer, Follower(ranks), batch)
-            values |= guards.after_step(batch, values)
-            if metrics is not None:
-                metrics.scalars(trainer.num_steps, values)
-            if trainer.num_steps == config.total_steps or is_due(config.checkpoint.every, trainer.num_steps):
-                saver.save(0, {"recording": str(recording)})
-        saver.wait()
-    return values
+        metrics = MetricLogger(run_dir, steps_done=trainer.num_steps) if ranks.is_main else None
+        coordinator = RecordedCoordinator(
+            ranks, groups, config.groups_per_step, trainer.decoder, shutdown.requested, metrics, str(recording)
+        )
+        stack.callback(coordinator.close, None)
+        shutdown.watch_progress(saver.written)
+        with shutdown:
+            try:
+                loop(without_engines(recipe), coordinator, trainer, NoEngines(ranks), saver, version=0)
+            except ShutdownRequested as left:
+                raise ShutdownRequested(f"{left}; {saver.how_to_go_on()}") from None
+            saver.wait()
+        saver.check_last_written()
+    return coordinator.values
+
+
+def without_engines(recipe: Recipe) -> Recipe:
+    """Return the recipe without evaluations and recordings, which need engines or tickets."""
+    evaluation = recipe.eval.model_copy(update={"before": False, "greedy": False, "every_steps": 0, "best": ""})
+    recording = recipe.record.model_copy(update={"every": 0})
+    return recipe.model_copy(update={"eval": evaluation, "record": recording})
+
+
+class NoEngines:
+    """The publisher of a run without engines: publishes nothing."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.publication_due = Event()  # never set
+
+    def publish(self, version: PolicyVersion, engines: Collection[str], *, wait: bool = True) -> dict[str, float]:
+        return {}
+
+    def verification_metrics(self) -> dict[str, float]:
+        return {}
+
+    @contextmanager
+    def watch(
+        self, engines: Callable[[], Collection[str]], version: PolicyVersion, *, fresh: bool, until: float
+    ) -> Iterator[NoEngines]:
+        yield self
+
+
+@dataclass(slots=True)
+class RecordedCoordinator:
+    """The coordinator of a run on recorded groups, on every rank: no engines, no evaluations, metrics only on rank
+    0."""
+
+    ranks: Ranks
+    groups: Iterator[Group]
+    groups_per_step: int
+    decoder: ImageDecoder
+    shutdown: Event
+    metrics: MetricLogger | None
+    recording: str
+    values: dict[str, float] = field(default_factory=dict)  # metrics of the last step
+    reported: ReportedMetrics = field(default_factory=ReportedMetrics)
+    process_id: str = ""
+    is_recorded: bool = True
+
+    def wait_for_engines(self) -> frozenset[str]:
+        return frozenset()
+
+    def engines(self) -> frozenset[str]:
+        return frozenset()
+
+    def open(self, version: PolicyVersion) -> None: ...
+
+    def set_version(self, version: PolicyVersion) -> None: ...
+
+    def is_process(self, process: str) -> bool:
+        return False
+
+    def refuse_engine(self, url: str, first: PolicyVersion, last: PolicyVersion) -> None: ...
+
+    def next_groups(self, publication_due: Event) -> Sequence[Group]:
+        """Return the next groups of the recording. Raise ValueError for a group that no step could train on."""
+        if self.shutdown_requested():
+            return ()
+        groups = list(islice(self.groups, self.groups_per_step))
+        for group in groups:
+            check_group(group, self.decoder)
+        return groups
+
+    def policy_version(self, groups: Sequence[Group], version: PolicyVersion) -> PolicyVersion:
+        """Return the newest version in the groups, so that lags are measured within the recording."""
+        return max((int(t.policy_versions.max(initial=0)) for group in groups for t in group.trajectories), default=0)
+
+    def shutdown_requested(self) -> bool:
+        return broadcast_flag(self.shutdown.is_set(), self.ranks)
+
+    def out_of_time(self) -> bool:
+        return False
+
+    def keep(
+        self, step: int, version: PolicyVersion, groups: Sequence[Group], recorded: RecordedColumns | None
+    ) -> None: ...
+
+    def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None:
+        self.values = rollout_metrics(groups, self.reported) | values
+        if self.metrics is not None:
+            self.metrics.scalars(step, self.values)
+
+    def keep_bad_batch(self, step: int, groups: Sequence[Group]) -> None:
+        """Write nothing: the batch is in the recording."""
+
+    def evaluate(self, name: str, *, greedy: bool = False) -> None: ...
+
+    def finish_evaluations(self) -> bool:
+        return True
+
+    def value_of(self, name: str) -> float:
+        return float("nan")
+
+    def state(self) -> dict[str, Any]:
+        return {"recording": self.recording}
+
+    def result(self, steps: int, version: PolicyVersion) -> RunResult | None:
+        return None
+
+    def close(self, message: Stop | None) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
 
 
 def endless(paths: list[Path], start: int) -> Iterator[Group]:
-    """The groups from the `start`-th on, round and round."""
+    """Yield the groups from the `start`-th on, over and over."""
     while True:
         yield read(paths[start % len(paths)])
         start += 1
-
-
-def newest_version(groups: list[Group]) -> int:
-    """What counts as the policy's version now: lags are those within the recording."""
-    return max((int(t.policy_versions.max(initial=0)) for group in groups for t in group.trajectories), default=0)

@@ -1,11 +1,13 @@
-"""Computes the learner's columns of recorded episodes anew, with any checkpoint or model, and tells how far they are
-from what the engines said:
+"""Recomputes the learner's columns of recorded episodes with any checkpoint or model, and compares them with those of
+the engines:
 
 python -m learner.replay RUN/recordings/step_00000010.rec [--checkpoint RUN/checkpoints/step_00000009 | MODEL]
 
-RECORDING is a .rec file, or a run's folder for all of its steps. Without --checkpoint it takes the model that the run
-began with. The last line is the same as one JSON object. What differs at lag 0 is the mismatch of engine and learner;
-at later versions it is also what the policy has learnt since.
+RECORDING is a .rec file, or a run's folder: for all of its steps with --checkpoint, else for the newest step that was
+sampled from weights which are still there. Without --checkpoint these weights are taken: a checkpoint's, or those that
+the run began with. Differences at their version are the mismatch of engine and learner; at other versions they also
+include what the policy has learnt in between. The last line says whether the model was the same, the one before has all
+results as one JSON object.
 """
 
 from __future__ import annotations
@@ -21,76 +23,121 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
 
-from learner.batch import Microbatch, make_episode, pack
+from learner.batch.episodes import make_episode
+from learner.batch.image_decoder import ImageDecoder
+from learner.batch.packer import pack
+from learner.checkpoints.checkpoint_folder import list_checkpoints, step_of
 from learner.checkpoints.restoring import check_base
-from learner.checkpoints.state import trained
+from learner.checkpoints.trainer_state import trained
 from learner.checkpoints.wholeness import check_files, read_meta
 from learner.distributed import Ranks, close_ranks, init_ranks
-from learner.images import ImageDecoder
-from learner.lora.attach import attach
-from learner.lora.base import base_hash
+from learner.model.lora_attach import attach
+from learner.model.lora_base import base_hash
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import forward_only, parallelize
 from learner.objective.objectives import loss_of
-from learner.objective.records import Tokens
-from learner.recording.columns import recorded_columns
+from learner.recording.column_names import as_arrays
 from learner.recording.mismatch import Mismatch
-from learner.recording.names import as_arrays
-from shared.codec import TokenRules, check_trajectory
-from shared.config import fail
-from shared.learner_config import LearnerConfig
-from shared.recordings.reading import FOLDER, SUFFIX, RecordingError, episodes, read_image, read_step, steps
-from shared.recordings.records import ColumnName, Episode, StepHeader
-from shared.settings.lora import LoraConfig
-from shared.settings.objective import ObjectiveConfig
+from learner.recording.recorded_columns import recorded_columns
+from learner.training.token_inputs import make_tokens
+from shared.config.learner_section import LearnerConfig
+from shared.config.lora_section import LoraConfig
+from shared.config.objective_section import ObjectiveConfig
+from shared.config.recipe import fail
+from shared.recordings.episode_format import ColumnName, RecordedEpisode, StepHeader
+from shared.recordings.reader import FOLDER, SUFFIX, RecordingError, episodes, read_image, read_step, steps
 from shared.types import Image, Trajectory, Turn
 from shared.vision import VisionSpec
+from shared.wire.codec import TokenRules, check_trajectory
 
 
 @dataclass(slots=True)
 class Replayed:
     mismatch: Mismatch
-    skipped: Counter[str]  # episodes that no columns can be computed for, by the reason
+    skipped: Counter[str]  # number of episodes for which no columns can be computed, by reason
     damages: list[str]
+    version: int | None = None  # of the weights; None = not known
+    dtype: str = "float32"
+    weights: str = ""  # where they are from
+
+    def verdict(self) -> str:
+        return self.mismatch.verdict(self.version, self.dtype)
 
 
 def replay(recording: Path, ranks: Ranks, checkpoint: str = "") -> Replayed:
-    """ValueError: there is no recording, model or checkpoint, or they do not fit."""
+    """Recompute the columns of recorded episodes and compare. Raise ValueError if the recording, model or checkpoint is
+    missing, or they do not fit."""
     paths = [recording] if recording.suffix == SUFFIX else steps(recording) or steps(recording / FOLDER)
     if not paths:
         raise ValueError(f"{recording} holds no recordings; give RUN, RUN/recordings or one of its step_*{SUFFIX}")
-    policy = policy_of(checkpoint, read_step(paths[0]).header, ranks)
-    found, decoder = Replayed(Mismatch(), Counter(), []), ImageDecoder(policy.spec)
+    if not checkpoint:
+        paths, checkpoint = nearest(paths)
+    header = read_step(paths[0]).header
+    policy = policy_of(checkpoint, header, ranks)
+    decoder, weights = ImageDecoder(policy.spec), checkpoint or header.model
+    result = Replayed(Mismatch(), Counter(), [], version_of(checkpoint), header.dtype, weights)
     for path in paths:
-        _replay_step(path, policy, decoder, ranks, found)
-    if not found.mismatch.episodes:
-        told = ", ".join(f"{reason} ({count})" for reason, count in found.skipped.items()) or "they hold no episode"
-        raise ValueError(f"nothing of {recording} can be replayed: {told}")
-    return found
+        _replay_step(path, policy, decoder, ranks, result)
+    if not result.mismatch.episodes:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in result.skipped.items()) or "they hold no episode"
+        raise ValueError(f"nothing of {recording} can be replayed: {reasons}")
+    return result
 
 
-def _replay_step(path: Path, policy: Policy, decoder: ImageDecoder, ranks: Ranks, found: Replayed) -> None:
+def version_of(checkpoint: str) -> int | None:
+    """Return the version under which engines had a checkpoint's weights, 0 for those that a run began with (""); None
+    if it is not known, or if they were never published."""
+    if not checkpoint:
+        return 0
+    try:
+        meta = json.loads((Path(checkpoint) / "meta.json").read_text())
+        every = int(meta["recipe"]["learner"]["publish"]["every"])
+        return int(meta["version"]) if step_of(Path(checkpoint)) % every == 0 else None
+    except (OSError, ValueError, ArithmeticError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def nearest(paths: list[Path]) -> tuple[list[Path], str]:
+    """Return (the recording to replay, the checkpoint with the weights from which it was sampled, "" for those that the
+    run began with): the newest such pair, or the pair with the least lag."""
+    folder = paths[0].resolve().parent.parent / "checkpoints"
+    weights = [*reversed(list_checkpoints(folder)), ""]
+    versions = [(version, str(each)) for each in weights if (version := version_of(str(each))) is not None]
+    pairs = []
+    for order, path in enumerate(paths):
+        for version, checkpoint in versions:
+            sampled = [s for s in read_step(path).summaries if s.newest >= 0]
+            lag = min((max(s.oldest - version, version - s.newest, 0) for s in sampled), default=sys.maxsize)
+            pairs.append((lag, -order, -version, path, checkpoint))
+    _, _, _, path, checkpoint = min(pairs)
+    return [path], checkpoint
+
+
+def _replay_step(path: Path, policy: Policy, decoder: ImageDecoder, ranks: Ranks, result: Replayed) -> None:
     header = read_step(path).header
     objective = objective_of(header, path)
-    for episode in episodes(path, found.damages):
+    for episode in episodes(path, result.damages):
         try:
             columns = columns_of(episode, path.parent, policy, decoder, header.temperature or 1.0, objective, ranks)
         except ValueError as error:
-            found.skipped[str(error)[:300]] += 1
+            result.skipped[str(error)[:300]] += 1
         else:
-            found.mismatch.add(episode, header.step, columns)
+            result.mismatch.add(episode, header.step, columns)
 
 
 def objective_of(header: StepHeader, path: Path) -> ObjectiveConfig:
     try:
         return ObjectiveConfig.model_validate_json(header.objective)
-    except ValueError as error:
-        raise RecordingError(f"{path} has an objective that this Pronk does not know: {_one_line(error)}") from None
+    except ValidationError as error:
+        reason = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        raise RecordingError(f"{path} has an objective that this Pronk does not know: {reason}") from None
 
 
 def policy_of(checkpoint: str, header: StepHeader, ranks: Ranks) -> Policy:
-    """With the weights of a checkpoint or a model's folder; without any, of the model that the run began with."""
+    """Load a policy with the weights of a checkpoint or a model's folder; without `checkpoint`, those of the model that
+    the run began with."""
     given = Path(checkpoint or header.model)
     meta: dict[str, Any] = {}
     if (given / "meta.json").exists():
@@ -117,7 +164,7 @@ def policy_of(checkpoint: str, header: StepHeader, ranks: Ranks) -> Policy:
 
 
 def columns_of(
-    episode: Episode,
+    episode: RecordedEpisode,
     folder: Path,
     policy: Policy,
     decoder: ImageDecoder,
@@ -125,7 +172,8 @@ def columns_of(
     objective: ObjectiveConfig,
     ranks: Ranks,
 ) -> dict[ColumnName, np.ndarray]:
-    """[K] each, by a forward of the episode alone. ValueError if it is none of this model, or has no sampled token."""
+    """Compute an episode's columns, [K] each, by a forward of this episode only. Raise ValueError if the episode is not
+    of this model or has no sampled token."""
     trajectory = trajectory_of(episode, folder)
     config = policy.vlm.config
     check_trajectory(trajectory, TokenRules(config.image_token_id, policy.banned_ids, config.text_config.vocab_size))
@@ -133,25 +181,14 @@ def columns_of(
     advantage = float(recorded.numpy()[0]) if recorded is not None else 0.0
     batch = pack([make_episode(trajectory, advantage, decoder, objective)], decoder, ranks.device)
     output = forward_only(policy, batch, temperature)
-    tokens = Tokens(
-        logprobs=output.logprobs,
-        entropies=output.entropies,
-        values=output.values,
-        proximal_logprobs=output.logprobs if objective.proximal == "learner" else None,
-        weights=torch.ones_like(batch.rewards),
-        **_told(batch),
-    )
+    proximal = output.logprobs if objective.proximal == "learner" else None
+    tokens = make_tokens(batch, output, None, proximal, torch.ones_like(batch.rewards))
     columns = recorded_columns(tokens, loss_of(tokens, objective))
-    return as_arrays(columns.cpu().numpy(), group_relative=objective.group_relative)
+    return as_arrays(columns.cpu().numpy(), group_relative=objective.is_group_relative)
 
 
-def _told(batch: Microbatch) -> dict[str, Any]:
-    names = ("behaviour_logprobs", "rewards", "turn_end", "episode_end", "advantages")
-    return {name: getattr(batch, name) for name in names}
-
-
-def trajectory_of(episode: Episode, folder: Path) -> Trajectory:
-    """As the learner had it. ValueError if an image is not there any more."""
+def trajectory_of(episode: RecordedEpisode, folder: Path) -> Trajectory:
+    """Return an episode's trajectory as the learner had it. Raise ValueError if an image is missing."""
     return Trajectory(
         token_ids=episode.token_ids.numpy(),
         loss_mask=episode.loss_mask.numpy(),
@@ -161,37 +198,39 @@ def trajectory_of(episode: Episode, folder: Path) -> Trajectory:
         reward=episode.reward,
         images=tuple(Image(read_image(folder, image), image.hash) for image in episode.images),
         ending=episode.ending,
+        segments=episode.segments,
     )
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m learner.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recording", type=Path, metavar="RECORDING")
     parser.add_argument("--checkpoint", default="", help="a checkpoint's folder, or a model's")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args(argv)
     try:
-        found = replay(options.recording, init_ranks(options.device), options.checkpoint)
+        result = replay(options.recording, init_ranks(options.device), options.checkpoint)
     except (ValueError, OSError) as error:
         return fail(error)
     finally:
         close_ranks()
-    tell(found)
+    tell(result)
     return 0
 
 
-def tell(found: Replayed) -> None:
-    for reason, count in found.skipped.items():
+def tell(result: Replayed) -> None:
+    for reason, count in result.skipped.items():
         print(f"{count} episodes are left out: {' '.join(reason.split())}", file=sys.stderr)
-    for line in found.damages:
+    for line in result.damages:
         print(line, file=sys.stderr)
-    print("\n".join(found.mismatch.lines()))
-    left_out = {"skipped": found.skipped.total(), "damaged": len(found.damages)}
-    print(json.dumps(found.mismatch.as_dict() | left_out))
+    print(f"with the weights of {result.weights}")
+    print("\n".join(result.mismatch.lines()))
+    left_out = {"skipped": result.skipped.total(), "damaged": len(result.damages)}
+    verdict = result.verdict()
+    print(json.dumps(result.mismatch.as_dict() | left_out | {"weights": result.weights, "verdict": verdict}))
+    print(verdict)
 
 
 if __name__ == "__main__":

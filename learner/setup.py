@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a learner: trainer, publisher, coordinator."""
+"""Construction of a learner's parts from a recipe: trainer, publisher, coordinator."""
 
 from __future__ import annotations
 
@@ -10,41 +10,47 @@ from threading import Event
 
 import torch
 
-from learner.batch import is_uninformative
+from learner.batch.episodes import check_group, is_uninformative
+from learner.checkpoints import lora_files
 from learner.checkpoints.restoring import Restored
-from learner.coordinator import Coordinator, Follower
+from learner.coordinator import Coordinator, MainCoordinator, RemoteCoordinator
 from learner.distributed import Ranks
-from learner.guards.bad_groups import check_group
-from learner.lora import files
-from learner.lora.attach import attach, initialise
-from learner.lora.base import base_hash
-from learner.lora.reference import BasePolicy
+from learner.mesh_check import check_shared
 from learner.model import attention_backend
+from learner.model.lora_attach import attach, initialise
+from learner.model.lora_base import base_hash
+from learner.model.lora_reference import BasePolicy
 from learner.model.policy import Policy, empty_policy, load_weights
 from learner.model.sharding import parallelize
-from learner.parallel.check import check_shared
-from learner.recording.recorder import Recorder
-from learner.tickets.book import BookSettings
-from learner.tickets.server import TicketServer, TicketServerSettings
+from learner.recording.recorder import RECORDED_FAILURES, Recorder
 from learner.tickets.sources import SampleSource
-from learner.trainer import Trainer
+from learner.tickets.ticket_book import BookSettings
+from learner.tickets.ticket_server import TicketServer, TicketServerSettings
+from learner.training.trainer import Trainer
+from learner.weights.engine_claims import RunIdentity
 from learner.weights.publisher import Publisher, PublishSettings
-from learner.weights.verify import VerifierSettings, WeightVerifier
-from shared.codec import TokenRules
-from shared.config import Recipe
-from shared.guards.refusals import Refusals
-from shared.keys import learner_security, read_api_key
+from learner.weights.verify import WeightVerifier
+from shared.agreement import settings_of
+from shared.config.objective_section import ObjectiveConfig
+from shared.config.recipe import Recipe
+from shared.engine.weight_group_names import backend_of
+from shared.keys import learner_keys, read_api_key
 from shared.log import get_logger
-from shared.settings.objective import ObjectiveConfig
-from shared.transport import SocketSettings
 from shared.types import Group, Sample
+from shared.util.refusals import Refusals
 from shared.vision import VisionSpec
-from shared.weights.group import backend_of
+from shared.wire.codec import TokenRules
+from shared.wire.endpoints import EndpointSettings
 
 
 def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
-    """The policy on its device, sharded where there are several ranks, with its optimizer. ValueError where ranks that
-    share microbatches do not compute what one does."""
+    """Return the trainer: the policy on its device, sharded if there are several ranks, with its optimizer.
+
+    Raise ValueError if the objective or the optimizer cannot be imported, before a weight is read, and if ranks that
+    share microbatches or experts do not compute what one rank does.
+    """
+    recipe.learner.objective.spec.load_loss()
+    recipe.learner.optimizer.spec.load_optimizer()
     attention_backend.activate(recipe.learner.parallel.attention, recipe.model.dtype, ranks.device)
     slow = slow_dtype(recipe.model.dtype, ranks.device)
     if slow and ranks.is_main:
@@ -58,13 +64,12 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     rejected = Path(recipe.run.dir) / recipe.run.name / "rejected" / f"rank_{ranks.rank}"
     trainer.decoder.refusals = Refusals("an image", get_logger("learner"), rejected)
     if recipe.learner.parallel.check:
-        trainer.router.counting = False
         check_shared(policy, ranks, min(recipe.learner.parallel.microbatch_tokens, recipe.model.max_context))
     return trainer
 
 
 def slow_dtype(dtype: str, device: torch.device) -> str | None:
-    """What to tell a user whose products a GPU's fast units cannot compute; None where all is well."""
+    """Return a warning if products in this dtype cannot use the GPU's fast units; None otherwise."""
     if device.type != "cuda" or dtype != "float32":
         return None
     return (
@@ -74,7 +79,8 @@ def slow_dtype(dtype: str, device: torch.device) -> str | None:
 
 
 def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
-    """The model of `model.path`, also where a checkpoint is to be resumed from. No rank holds more than its shards."""
+    """Return the policy with the weights of `model.path`, also if a checkpoint will be loaded afterwards. No rank holds
+    more than its shards."""
     model = recipe.model
     spec = VisionSpec.load(model.path, min_pixels=model.min_pixels, max_pixels=model.max_pixels)
     policy, lora = empty_policy(model.path, spec, critic_width), recipe.learner.lora
@@ -86,37 +92,45 @@ def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
         policy.adapters.base = base_hash(policy.vlm, model.path, (ranks.rank, ranks.size), ranks.on_cpu)
         initialise(policy.adapters, recipe.run.seed)
         if lora.adapter:
-            files.load(lora.adapter, policy.adapters)
+            lora_files.load(lora.adapter, policy.adapters)
     return policy
 
 
 def publish_settings(recipe: Recipe) -> PublishSettings:
-    config = recipe.learner.publish
     return PublishSettings(
-        backend_of(recipe.learner.device, recipe.engine.device, shared=recipe.engine.shares_gpu),
-        config.bucket_bytes,
-        config.timeout_s,
-        pause_mode=config.pause_mode,
+        config=recipe.learner.publish,
+        backend=backend_of(recipe.learner.device, recipe.engine.device, shared=recipe.engine.shares_gpu),
         give_up_s=recipe.learner.wait_timeout_s,
-        senders=config.senders,
     )
 
 
 def collective_limit_s(recipe: Recipe) -> float:
-    """Longer than rank 0 may keep the other ranks waiting in a collective: for groups, or for engines at a publication,
-    of which one that hangs is left out and must not end them."""
+    """Return a time limit in seconds for collectives, longer than rank 0 can keep the other ranks waiting.
+
+    Rank 0 waits for groups, and for engines at a publication; an engine that hangs is left out and must not end the
+    run.
+    """
     return max(recipe.learner.wait_timeout_s, publish_settings(recipe).longest_s) + 600
 
 
-def build_publisher(recipe: Recipe, trainer: Trainer, process_id: str) -> Publisher:
-    """With what verifies the engines' weights at a publication, unless the recipe wants none."""
+def build_publisher(
+    recipe: Recipe,
+    trainer: Trainer,
+    process_id: str,
+    refuse: Callable[[str, int, int], None] = lambda *_: None,
+    is_process: Callable[[str], bool] = lambda _: False,
+) -> Publisher:
+    """Return the publisher, with a verifier of the engines' weights unless the recipe turns it off. `refuse`: what is
+    to be done with the tokens of an engine with wrong weights, see Publisher. `is_process`: tells whether a process is
+    an earlier one of this run."""
     config, policy, ranks = recipe.learner.publish, trainer.policy, trainer.ranks
     verifier = None
     if config.verify_every:
-        limits = VerifierSettings(config.verify_every, config.canary_tolerance)
-        verifier = WeightVerifier(policy, recipe.model.path, ranks, limits)
+        verifier = WeightVerifier(policy, recipe.model.path, ranks, config)
     api_key = read_api_key(recipe.engine.api_key_file) if ranks.is_main else ""
-    return Publisher(policy, ranks, publish_settings(recipe), verifier, api_key, process_id)
+    folder = Path(recipe.run.dir) / recipe.run.name
+    identity = RunIdentity.of(folder, lambda process: process == process_id or is_process(process))
+    return Publisher(policy, ranks, publish_settings(recipe), verifier, api_key, process_id, refuse, identity)
 
 
 def build_coordinator(
@@ -126,33 +140,33 @@ def build_coordinator(
     trainer: Trainer,
     restored: Restored,
     shutdown: Event,
-) -> Follower:
-    """On rank 0 the coordinator, whose ticket socket is open at once."""
+) -> Coordinator:
+    """Return this rank's coordinator. That of rank 0 opens its ticket socket at once."""
     ranks, learner, state = trainer.ranks, recipe.learner, restored.coordinator
     if not ranks.is_main:
-        return Follower(ranks)
+        return RemoteCoordinator(ranks)
     run_id = str(state.get("run_id") or uuid.uuid4().hex)
     settings = TicketServerSettings(
         learner.bind,
         Path(recipe.run.dir) / recipe.run.name,
         run_id,
         token_rules(trainer),
-        learner.actor_timeout_s,
-        sockets=SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages),
-        secure=learner_security(recipe.transport, learner.bind),
+        endpoint=EndpointSettings(recipe.transport.max_message_bytes),
+        keys=learner_keys(recipe.transport, learner.bind),
         check=partial(check_group, decoder=trainer.decoder, max_context=recipe.model.max_context),
         max_failure_share=recipe.env.max_failure_share,
-        keep_failed=recipe.record.failures,
+        keep_failed=RECORDED_FAILURES if recipe.record.every else 0,
+        agreed=settings_of(recipe),
     )
     ticket_server = TicketServer(source, BookSettings.of(recipe, refusal(learner.objective)), settings)
-    if "tickets" in state:  # training on a recording has none
+    if "tickets" in state:  # a run that trained on a recording has no tickets
         ticket_server.load_state(state["tickets"])
     recorder, at = Recorder(recipe, trainer.decoder.spec), (trainer.num_steps, restored.version)
-    return Coordinator(recipe, ranks, ticket_server, run_id, held_out, state, shutdown, recorder, at)
+    return MainCoordinator(recipe, ranks, ticket_server, run_id, held_out, state, shutdown, recorder, at)
 
 
 def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:
-    """What names the reason why a group is replaced by a fresh one; None where every group is trained on."""
+    """Return a function that gives the reason to replace a group by a fresh one; None if every group is trained on."""
     if not config.dynamic_sampling:
         return None
     return lambda group: "uninformative" if is_uninformative(group, config) else ""

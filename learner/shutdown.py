@@ -1,10 +1,12 @@
-"""How a learner ends before its run is complete: at SIGTERM or SIGINT it ends its step, writes a checkpoint, exits.
-Where the checkpoint that it has written last is still being evaluated, it leaves that one to go on from.
+"""The end of a learner before its run is complete: at SIGTERM or SIGINT it finishes its step, writes a checkpoint and
+exits.
 
-After SIGTERM, and after a failure that torchrun answers with a restart, actors are told nothing: they keep their groups
+If the last checkpoint is still being evaluated, the learner writes no new one, and the run resumes from that one.
+
+After SIGTERM, and after a failure that torchrun answers with a restart, actors are sent nothing: they keep their groups
 and wait for the learner to return. After SIGINT, and after any other failure, they are told to stop.
 
-A thread of its own counts the time: a rank that waits in a collective for a dead one runs no signal handler in Python.
+A separate thread counts the time: a rank that waits in a collective for a dead rank runs no Python signal handler.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from shared.types import Stop
 
 EXIT_LATE = 1
 EARLY_S = 3.0
-PROGRESS_S = 5.0  # in which a checkpoint that is being written makes progress
+PROGRESS_S = 5.0  # a checkpoint that is being written makes progress within this time
 
 
 class ShutdownRequested(Exception):
@@ -31,10 +33,10 @@ class ShutdownRequested(Exception):
 
 
 class Shutdown:
-    """While entered, the first SIGTERM or SIGINT sets `requested`; a process still there `within_s` later is ended, or
-    as soon as the checkpoint that it writes by then makes no progress.
+    """A context in which the first SIGTERM or SIGINT sets `requested`.
 
-    `requested` is set by a signal handler, so the main thread may ask it but never wait for it.
+    If the process still runs `within_s` later, it is ended as soon as it is not writing a checkpoint or that writing
+    makes no progress. `requested` is set by a signal handler, so the main thread may read it but never wait for it.
     """
 
     def __init__(self, within_s: float) -> None:
@@ -44,18 +46,23 @@ class Shutdown:
         self._limit_s = min(EARLY_S, within_s)
         self._before: dict[signal.Signals, Any] = {}
         self._guarded = False
-        self.progress: Callable[[], object] = lambda: None  # what changes while something is still being saved
+        self._progress: Callable[[], object] = lambda: None
 
     def guard(self) -> None:
-        """From here on a signal ends the process in time; within `EARLY_S` before this is entered: nothing is to
-        be saved then."""
+        """Start the thread that ends the process in time after a signal. Until the context is entered the limit is
+        `EARLY_S`, since there is nothing to save."""
         if self._guarded or threading.current_thread() is not threading.main_thread():
             return
         self._guarded = True
-        heard, told = socket.socketpair()
-        told.setblocking(False)
-        signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(heard,), name="shutdown", daemon=True).start()
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(receiver,), name="shutdown", daemon=True).start()
+
+    def watch_progress(self, progress: Callable[[], object]) -> None:
+        """Set the progress of saving, for which the end of the process waits: `progress` returns a new value as long as
+        saving goes on."""
+        self._progress = progress
 
     def __enter__(self) -> Shutdown:
         self.guard()
@@ -66,30 +73,32 @@ class Shutdown:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self.requested.is_set() else handler)
+            # No SIG_IGN: Python prints a traceback where a signal that has arrived meets it.
+            signal.signal(number, self._request if self.requested.is_set() else handler)
 
     def _request(self, number: int, _frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal = signal.Signals(number)
             self.requested.set()
 
-    def _watch(self, heard: socket.socket) -> None:
-        """The kernel's end of the handlers writes each signal's number here, whatever the main thread is doing."""
-        while heard.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
+    def _watch(self, receiver: socket.socket) -> None:
+        """Wait for a signal, and end the process when its time is up. The signal's number arrives here through the
+        wakeup socket, whatever the main thread is doing."""
+        while receiver.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
             pass
         limit_s = self._limit_s
         time.sleep(limit_s)
-        seen, now = None, self.progress()
+        seen, now = None, self._progress()
         while now != seen:
             get_logger("learner").warning("a checkpoint is still being written after %g s: waiting for it", limit_s)
             time.sleep(PROGRESS_S)
-            seen, now = now, self.progress()
+            seen, now = now, self._progress()
         limit = "learner.leave_timeout_s =" if limit_s == self._within_s else "the seconds that a start has:"
         get_logger("learner").error("not gone within %s %g; ending at once", limit, limit_s)
         os._exit(EXIT_LATE)
 
-    def farewell(self, *, complete: bool) -> Stop | None:
-        """What to tell the actors; None = they are to wait for its return."""
+    def stop_message(self, *, complete: bool) -> Stop | None:
+        """Return the message to the actors; None if they should wait for this learner's return."""
         if complete:
             return Stop("the run is complete")
         if self.signal is signal.SIGTERM or (self.signal is None and restarts_left()):
@@ -98,6 +107,6 @@ class Shutdown:
 
 
 def restarts_left() -> bool:
-    """Whether torchrun starts the ranks again when they fail."""
+    """Tell whether torchrun starts the ranks again when they fail."""
     done = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return done < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

@@ -10,7 +10,6 @@ call adds actors and keeps the existing files. Files with secrets are readable b
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import re
 import secrets
@@ -19,57 +18,52 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-import zmq
-
-from shared.auth import AllowList, ClientKeys, ServerKeys
-from shared.config import fail
-from shared.sections import TransportConfig
-from shared.transport import Secure
+from shared.config.recipe import fail
+from shared.config.reward_section import JudgeConfig
+from shared.config.sections import TransportConfig
+from shared.wire.auth import make_key_pair, public_key_of
+from shared.wire.endpoints import ActorKeys, AllowList, HalfWritten, LearnerKeys
+from shared.wire.transports import transport_of
 
 LEARNER, ALLOWED, ENGINE = "learner", "allowed", "engine"
 MAX_KEY_FILE_BYTES = 2**20
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KEY = re.compile(r"[!-~]{40}")  # Z85, whose alphabet needs no quoting in TOML
-_API_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")  # what RFC 6750 lets a bearer token be made of
+_API_KEY = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")  # characters that RFC 6750 allows in a bearer token
 _MAKE = "make keys with python -m shared.keys"
 
 
-# ------------------------------------------------------------------ a socket's keys
+# ------------------------------------------------------------------ an endpoint's keys
 
 
 def is_local(address: str) -> bool:
-    """Whether `address` stays on this machine: loopback in numbers, localhost, ipc. No name is resolved."""
-    scheme, _, rest = address.partition("://")
-    if scheme == "ipc":
-        return True
-    host = rest.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    """Tell whether `address` stays on this machine: a numeric loopback address, localhost or ipc. No name is
+    resolved."""
+    return transport_of("address", address).is_local(address)
 
 
-def learner_security(transport: TransportConfig, bind: str) -> Secure | None:
-    """The keys of the learner's socket; None = plain. ValueError, in one line: they are missing or open to others."""
-    if not _wanted(transport, "learner.bind", bind):
+def learner_keys(transport: TransportConfig, bind: str) -> LearnerKeys | None:
+    """Return the keys of the learner's endpoint; None = no encryption. Raise ValueError, in one line, for key files
+    that are missing or open to others."""
+    if not _needs_keys(transport, "learner.bind", bind):
         return None
     folder = Path(transport.keys)
     pair = _read_pair(folder / f"{LEARNER}.key")
-    return ServerKeys(pair["public"].encode(), pair["secret"].encode(), AllowList(folder / ALLOWED, read_allowed))
+    return LearnerKeys(pair["public"].encode(), pair["secret"].encode(), AllowList(folder / ALLOWED, read_allowed))
 
 
-def actor_security(transport: TransportConfig, learner: str) -> Secure | None:
-    """The keys of an actor's socket; None = plain. ValueError as for the learner's."""
-    if not _wanted(transport, "actor.learner", learner):
+def actor_keys(transport: TransportConfig, learner: str) -> ActorKeys | None:
+    """Return the keys of an actor's endpoint; None = no encryption. Raise ValueError as `learner_keys` does."""
+    if not _needs_keys(transport, "actor.learner", learner):
         return None
     path = Path(transport.keys) / f"{_checked_name(transport.key_name)}.key"
     pair = _read_pair(path)
     if LEARNER not in pair:
         raise ValueError(f"{path} names no learner's key: it is not an actor's key file; {_MAKE}")
-    return ClientKeys(pair["public"].encode(), pair["secret"].encode(), pair[LEARNER].encode())
+    return ActorKeys(pair["public"].encode(), pair["secret"].encode(), pair[LEARNER].encode())
 
 
-def _wanted(transport: TransportConfig, field: str, address: str) -> bool:
+def _needs_keys(transport: TransportConfig, field: str, address: str) -> bool:
     if transport.keys:
         return True
     if is_local(address) or transport.allow_plain:
@@ -81,8 +75,8 @@ def _wanted(transport: TransportConfig, field: str, address: str) -> bool:
 
 
 def read_api_key(path: str, field: str = "engine.api_key_file") -> str:
-    """The engines' API key in the file `path`, which `field` names; "" for an empty path. ValueError, in one line, for
-    a file that is missing, open to others or without a key."""
+    """Return the engines' API key in the file `path`, which `field` names; "" for an empty path. Raise ValueError, in
+    one line, for a file that is missing, open to others or without a key."""
     if not path:
         return ""
     key = _read(Path(path), forbidden=0o077, cure="chmod 600", field=field).strip()
@@ -94,16 +88,26 @@ def read_api_key(path: str, field: str = "engine.api_key_file") -> str:
     return key
 
 
+def judge_key(judge: JudgeConfig) -> str:
+    """Return the API key of a judge's server; "" for none. Raise ValueError, in one line, if it cannot be read."""
+    if judge.api_key_env:
+        if key := os.environ.get(judge.api_key_env, "").strip():
+            return key
+        raise ValueError(f"reward.judge.api_key_env = {judge.api_key_env!r}: there is no such environment variable")
+    return read_api_key(judge.api_key_file, "reward.judge.api_key_file")
+
+
 # ------------------------------------------------------------------ files
 
 
 def read_allowed(path: Path) -> dict[bytes, str]:
-    """Public keys and their names, one `KEY NAME` a line. ValueError for a file others may write, or a bad line."""
+    """Read public keys and their names, one `KEY NAME` a line. Raise HalfWritten for a bad line, ValueError for a file
+    that is missing, names nobody, or may be written by others."""
     allowed: dict[bytes, str] = {}
     for number, line in enumerate(_read(path, forbidden=0o022, cure="chmod 644").splitlines(), 1):
         key, _, name = line.strip().partition(" ")
         if key and not (_KEY.fullmatch(key) and _NAME.fullmatch(name)):
-            raise ValueError(f"{path}, line {number}: {line[:60]!r} is no public key and name; {_MAKE}")
+            raise HalfWritten(f"{path}, line {number}: {line[:60]!r} is no public key and name; {_MAKE}")
         if key:
             allowed[key.encode()] = name
     if not allowed:
@@ -121,7 +125,7 @@ def _read_pair(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is no key file: it holds {', '.join(pair) or 'nothing'}; {_MAKE}")
     if not all(isinstance(value, str) and _KEY.fullmatch(value) for value in pair.values()):
         raise ValueError(f"{path} is no key file: a key is not of 40 characters; {_MAKE}")
-    if zmq.curve_public(pair["secret"].encode()).decode() != pair["public"]:
+    if public_key_of(pair["secret"]) != pair["public"]:
         raise ValueError(f"{path} is damaged: its public key does not belong to its secret; {_MAKE}")
     return pair
 
@@ -134,7 +138,7 @@ def _read(path: Path, *, forbidden: int, cure: str, field: str = "transport.keys
                 raise ValueError(f"{path} is open to others (mode {mode:04o}): {cure} {path}")
             return file.read(MAX_KEY_FILE_BYTES)
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no key file; {_MAKE}") from None
+        raise HalfWritten(f"{path} is no key file; {_MAKE}") from None
     except OSError as error:
         raise ValueError(f"{field}: cannot read {path}: {error.strerror}; {_MAKE}") from None
 
@@ -146,7 +150,8 @@ def _checked_name(name: str) -> str:
 
 
 def make_keys(folder: Path, actors: Sequence[str]) -> list[Path]:
-    """Makes the missing ones of the learner's pair, the actors' pairs and the allow-list; returns the new files."""
+    """Make those of the learner's pair, the actors' pairs and the allow-list that are missing; return the new key
+    files."""
     names = [_checked_name(name) for name in actors]
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     learner = folder / f"{LEARNER}.key"
@@ -164,7 +169,7 @@ def make_keys(folder: Path, actors: Sequence[str]) -> list[Path]:
 
 
 def make_api_key(folder: Path) -> list[Path]:
-    """Makes the engines' API key if it is missing; returns the new file."""
+    """Make the engines' API key if it is missing; return the new file."""
     path = folder / f"{ENGINE}.key"
     if path.exists():
         return []
@@ -174,15 +179,16 @@ def make_api_key(folder: Path) -> list[Path]:
 
 
 def _write_pair(path: Path, **more: str) -> str:
-    """The public key of the pair that now is in `path`."""
-    public, secret = (key.decode() for key in zmq.curve_keypair())
+    """Write a new pair to `path`; return its public key."""
+    public, secret = make_key_pair()
     keys = {"public": public, "secret": secret, **more}
     write_secret(path, "".join(f'{name} = "{value}"\n' for name, value in keys.items()))
     return public
 
 
 def write_secret(path: Path, text: str, *, anew: bool = False) -> None:
-    """Creates the file with mode 0600; `anew` replaces an existing one, else FileExistsError."""
+    """Create the file with mode 0600. With `anew` replace an existing file; without it raise FileExistsError if there
+    is one."""
     if anew:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -199,11 +205,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(arguments.folder)
     try:
         made = make_keys(folder, arguments.actors) + (make_api_key(folder) if arguments.engine else [])
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        return fail(ValueError(f"no keys can be made in {str(folder)!r} ({error.strerror}): name a folder of your own"))
+    except ValueError as error:
         return fail(error)
     print(f"made {', '.join(map(str, made))}" if made else "nothing to make: all of these exist")
-    kept = f"{folder / 'learner.key'} and {folder / ALLOWED}"
-    print(f"{kept} stay with the learner; an actor needs its own .key file only")
+    secret = f"{folder / 'learner.key'} and {folder / ALLOWED}"
+    print(f"{secret} stay with the learner; an actor needs its own .key file only")
     return 0
 
 

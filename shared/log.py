@@ -6,21 +6,24 @@ import logging
 import re
 import sys
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them; tab and line feed are kept
+from shared.redaction import redact_text
+
+TIME = "%Y-%m-%d %H:%M:%S"  # a run may last for weeks
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would execute them; tab and line feed stay
 
 
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        text = _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", super().format(record))
+        text = _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", redact_text(super().format(record)))
         return text.replace("\n", "\n    ")
 
 
 def get_logger(process_name: str) -> logging.Logger:
-    """The logger of a process (or of a part of it), such as `learner[0]`; made once for each name."""
+    """Return the logger of a process (or of a part of it), such as `learner[0]`; it is made once for each name."""
     logger = logging.getLogger(f"pronk.{process_name}")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(_OneLine(f"%(asctime)s {process_name} %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(_OneLine(f"%(asctime)s {process_name} %(levelname)s %(message)s", TIME))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         logger.propagate = False

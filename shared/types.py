@@ -1,6 +1,6 @@
 """The vocabulary: every record that crosses a process boundary, with the bounds of its fields, and nothing else.
 
-`shared.codec` holds every message against these types and bounds, when it is sent and when it is received.
+`shared.wire.codec` holds every message against these types and bounds, when it is sent and when it is received.
 Shape suffixes: T = tokens of one episode's compact stream (one placeholder per image).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -16,16 +17,18 @@ import xxhash
 from msgspec import Meta, Struct, field
 from numpy.typing import NDArray
 
-from shared.engines.urls import ENGINE_URL, ENGINES
+from shared.engine_urls import ENGINE_URL, MAX_ENGINES
 
 Item = TypeVar("Item")
-ITEMS = 2**16  # of one list or dict
-INFO_CHARACTERS = 2**12  # of what an environment said of one turn
+ITEMS = 2**16  # items of one list or dict
+INFO_CHARACTERS = 2**12  # length limit of what an environment reports about one turn
 _INT31 = 2**31 - 1
-Text = Annotated[str, Meta(max_length=2**22)]
-Id = Annotated[str, Meta(max_length=2**8)]  # of a ticket or a process: the learner sends it back, many at once
+TEXT_CHARACTERS = 2**22  # length limit of a text
+Text = Annotated[str, Meta(max_length=TEXT_CHARACTERS)]
+# The id of a ticket or a process. It is short because the learner sends many of them back in one message.
+Id = Annotated[str, Meta(max_length=2**8)]
 Url = Annotated[str, Meta(max_length=2**11)]
-EngineUrls = Annotated[tuple[Annotated[Url, Meta(pattern=ENGINE_URL)], ...], Meta(max_length=ENGINES)]
+EngineUrls = Annotated[tuple[Annotated[Url, Meta(pattern=ENGINE_URL)], ...], Meta(max_length=MAX_ENGINES)]
 Many = Annotated[tuple[Item, ...], Meta(max_length=ITEMS)]
 Natural = Annotated[int, Meta(ge=0, le=_INT31)]
 Positive = Annotated[int, Meta(ge=1, le=_INT31)]
@@ -40,9 +43,9 @@ restart undoes versions and uses their numbers again; of each process a number s
 
 
 class Ending(StrEnum):
-    """Why an episode stopped. Everything but the first four is a failure, and is never trained on."""
+    """Why an episode stopped. All but the first four are failures, which are never trained on."""
 
-    COMPLETED = "completed"  # the environment said done
+    COMPLETED = "completed"  # the environment reported the end of the episode
     MAX_TURNS = "max_turns"  # the turn limit was reached
     OUT_OF_TOKENS = "out_of_tokens"  # the model's token budget ran out (or one turn hit its length limit)
     CONTEXT_FULL = "context_full"  # the next observation or turn does not fit in the context
@@ -58,6 +61,10 @@ class Ending(StrEnum):
 TRAINABLE_ENDINGS = frozenset({Ending.COMPLETED, Ending.MAX_TURNS, Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})
 
 
+CUT_OFF = frozenset({Ending.OUT_OF_TOKENS, Ending.CONTEXT_FULL})
+"""Endings of episodes that a token limit has cut off."""
+
+
 IMAGE_NAME = "sha256:"  # the beginning of an image's name; hexadecimal digits follow
 
 
@@ -66,12 +73,12 @@ def image_name(data: bytes | memoryview) -> str:
 
 
 class Image:
-    """One image, as the very bytes the engine was given (an encoded file such as PNG); received large ones are
-    read-only views, equal to their bytes. Never changed after it is made."""
+    """One image: the exact bytes that the engine was given (an encoded file such as PNG). The data of a large received
+    image is a read-only view, equal to its bytes. An image never changes after it is made."""
 
     __slots__ = ("_name", "content_hash", "data")
     data: bytes | memoryview
-    content_hash: str  # XXH3 (128 bits) of `data`, 32 hex digits: it tells damage, not forgery
+    content_hash: str  # XXH3 (128 bits) of `data`, 32 hex digits: it detects damage, not forgery
 
     def __init__(self, data: bytes | memoryview, content_hash: str = "") -> None:
         self.data, self.content_hash = data, content_hash
@@ -79,7 +86,8 @@ class Image:
 
     @property
     def name(self) -> str:
-        """What engines call it: no two files have the same name, whoever makes them. Computed once."""
+        """The name by which engines know the image: the SHA-256 of the file, so that no two files share a name, not
+        even ones made to do so. Computed once."""
         self._name = self._name or image_name(self.data)
         return self._name
 
@@ -102,10 +110,12 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
 
 class Sample(Record, frozen=True):
-    """One prompt: from a dataset row or from a seed. `build_env` reads only `label` and `metadata`.
+    """One prompt: from a dataset row or from a seed. `build_env` may read all of it.
 
     `prompt` holds chat messages that come before the environment's first observation (usually a system message);
-    `images` the images that the prompt's messages refer to, in order.
+    `images` the images that the prompt's messages refer to, in order; `tools` the schemas of the tools that the model
+    may call, for the chat template. `task`: the name of its task, "" in a run of one; `held_out`: the set that it
+    belongs to if there are several held-out sets.
     """
 
     id: Text
@@ -113,6 +123,9 @@ class Sample(Record, frozen=True):
     images: Many[Image] = ()
     label: Text | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    tools: Many[dict[str, Any]] = ()
+    task: Id = ""
+    held_out: Id = ""
 
 
 class Sampling(Record, frozen=True):
@@ -130,7 +143,7 @@ class Ticket(Record, frozen=True):
     id: Id
     sample: Sample
     group_size: Annotated[int, Meta(ge=1, le=2**16)]
-    version: PolicyVersion  # the version at which the ticket was issued
+    version: PolicyVersion  # the policy version when the ticket was issued
     sampling: Sampling
     lease_s: NonNegative
     evaluation: Text = ""  # "" = training; otherwise the name of the evaluation it belongs to
@@ -138,8 +151,8 @@ class Ticket(Record, frozen=True):
 
 
 class VersionSpan(Record, frozen=True, array_like=True):
-    """Tokens [start, end) of one completion were sampled by `version`, that of the learner process `process`; empty
-    where the engine names none."""
+    """Tokens [start, end) of one completion, and what sampled them: the policy `version` that the learner process
+    `process` published. `process` is empty where the engine names none."""
 
     version: PolicyVersion
     start: int
@@ -165,17 +178,22 @@ class Turn(Record, frozen=True, array_like=True):
 
 
 class TurnNote(Record, frozen=True, array_like=True):
-    """Where a turn's time went, in seconds, and what the environment's step said of its answer."""
+    """Where the time of a turn went, in seconds, and what the environment reported about the turn's answer."""
 
-    begin_s: NonNegative = 0.0  # after the episode's start, when the engine was asked
-    generate_s: NonNegative = 0.0  # until its answer was there
-    wait_s: NonNegative = 0.0  # for a free thread of the environment
-    env_s: NonNegative = 0.0  # that the environment took
-    info: Annotated[str, Meta(max_length=INFO_CHARACTERS)] = ""  # as bounded JSON
+    begin_s: NonNegative = 0.0  # when the request to the engine began, counted from the start of the episode
+    generate_s: NonNegative = 0.0  # from the request until the engine's answer
+    wait_s: NonNegative = 0.0  # wait for a free thread of the environment
+    env_s: NonNegative = 0.0  # time in the environment
+    info: Annotated[str, Meta(max_length=INFO_CHARACTERS)] = ""  # JSON of bounded length
 
 
 class Trajectory(Record, frozen=True, eq=False):
-    """One episode. All arrays have length T; `token_ids` holds one image placeholder per image, in order."""
+    """One episode. All arrays have length T; `token_ids` holds one image placeholder per image, in order.
+
+    The compact stream may be of several segments, one after another: token streams that the model reads each by itself,
+    from a prompt on, and that share the episode's reward. Most episodes have one. `segments` are the positions in the
+    stream at which the others begin.
+    """
 
     token_ids: NDArray[np.int32]  # [T]
     loss_mask: NDArray[np.uint8]  # [T], 1 = sampled by the policy
@@ -188,9 +206,15 @@ class Trajectory(Record, frozen=True, eq=False):
     metrics: Annotated[dict[str, Finite], Meta(max_length=ITEMS)] = field(default_factory=dict)
     text: Text = ""  # the readable transcript, for logs
     error: Text = ""  # the reason, when the ending is a failure
-    weights: Many[WeightName] = ()  # that sampled the tokens, by their full names, as far as the engine told them
-    notes: Many[TurnNote] = ()  # of the turns; none where nobody took any
+    weights: Many[WeightName] = ()  # full names of the weights that sampled the tokens, where the engine named them
+    notes: Many[TurnNote] = ()  # one for each turn; empty if no notes were taken
     started: NonNegative = 0.0  # seconds since 1970, by the actor's clock
+    segments: Many[Positive] = ()  # where the second and later segments begin
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """The segments as (first position, position after the last one) in the compact stream."""
+        return tuple(pairwise((0, *self.segments, len(self.token_ids))))
 
     @property
     def trainable(self) -> bool:
@@ -198,7 +222,7 @@ class Trajectory(Record, frozen=True, eq=False):
 
 
 class Message(Record, frozen=True, tag_field="kind", tag=True):
-    """A record that travels alone, with the name of its class as its `kind`."""
+    """A record that is sent as a message of its own, with the name of its class as its `kind`."""
 
 
 class Group(Message, frozen=True, eq=False, weakref=True):
@@ -213,19 +237,31 @@ class Group(Message, frozen=True, eq=False, weakref=True):
 # ------------------------------------------------------------------ messages, actor -> learner
 
 
+class AgreedSetting(Record, frozen=True, array_like=True):
+    """A setting that must agree between actor and learner: its value, or a digest of it, and where the value is long,
+    words that show a person where it comes from."""
+
+    digest: Annotated[str, Meta(max_length=2**8)]
+    shown: Annotated[str, Meta(max_length=2**9)] = ""
+
+
 class Hello(Message, frozen=True):
-    """An actor introduces itself and its own engines, which may be none; repeated as a heartbeat, with the held
-    tickets."""
+    """An actor introduces itself and its own engines, if it has any. It repeats the message as a heartbeat, with the
+    tickets that it holds."""
 
     actor: Id
     engine_urls: Many[Url]
     vocab_size: Positive
     held: Many[Id] = ()  # ids of tickets being played or waiting for acknowledgment
     idle_frac: Share = 0.0  # share of the last interval in which no episode was running
+    # What must agree with the learner's, see shared/agreement.py.
+    settings: Annotated[dict[Annotated[str, Meta(max_length=2**8)], AgreedSetting], Meta(max_length=2**9)] = field(
+        default_factory=dict
+    )
 
 
 class Request(Message, frozen=True):
-    """An actor plays `slots` groups at once; the learner fills the places that are free."""
+    """An actor plays `slots` groups at once; the learner fills the free slots."""
 
     slots: Annotated[int, Meta(ge=0, le=2**16)]
 
@@ -241,7 +277,7 @@ class Bye(Message, frozen=True):
 
 class Welcome(Message, frozen=True):
     """The learner knows the actor. `run_id` is new with each run, `process_id` also with each restart of a run.
-    `engines`: all engines of the run, for an actor that has none of its own; an engine that is gone is not named."""
+    `engines`: all engines of the run, for an actor that has none of its own; lost engines are left out."""
 
     run_id: Id
     version: PolicyVersion
@@ -254,26 +290,27 @@ class Tickets(Message, frozen=True):
 
 
 class Receipt(Message, frozen=True):
-    """The groups of these tickets came and are taken; to be kept until their Ack."""
+    """The learner has received and accepted the groups of these tickets; the actor keeps them until their Ack."""
 
     ticket_ids: Many[Id]
 
 
 class Refusal(Message, frozen=True):
-    """The group of `ticket_id` came and is of no use; to be forgotten."""
+    """The learner has received the group of `ticket_id` and cannot use it; the actor forgets it."""
 
     ticket_id: Id
     reason: Text
 
 
 class Ack(Message, frozen=True):
-    """The groups of these tickets are trained and in the ledger (or their evaluation has them): to be forgotten."""
+    """The groups of these tickets are trained and in the ledger (or counted in their evaluation); the actor forgets
+    them."""
 
     ticket_ids: Many[Id]
 
 
 class Cancel(Message, frozen=True):
-    """These tickets are void; an actor stops playing them and discards what it holds of them."""
+    """These tickets are void; an actor stops playing them and discards their episodes."""
 
     ticket_ids: Many[Id]
     reason: Text

@@ -1,4 +1,4 @@
-"""What images become: placeholder expansion, M-RoPE positions, resizing arithmetic and patches, in NumPy alone.
+"""From images to model inputs: placeholder expansion, positions, sizes after resizing, and patches, in NumPy alone.
 
 E = tokens of the expanded stream (one placeholder per visual token), T = tokens of the compact stream (one per
 image). A grid (t, h, w) counts the patches of one image; its visual tokens are t * h * w / merge_size**2.
@@ -6,29 +6,30 @@ image). A grid (t, h, w) counts the patches of one image; its visual tokens are 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from shared.weights.families import check_family
+from shared.families.model_family import ModelFamily
+from shared.families.mrope import Grid
+from shared.families.registry import family_of, read_json
 
-Grid = tuple[int, int, int]
 MAX_ASPECT_RATIO = 200
 
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # the decoders that data from outside may reach
-MAX_IMAGE_PIXELS = 1 << 26  # a file that claims more is refused before it is decoded
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")  # formats that untrusted data may be decoded as
+MAX_IMAGE_PIXELS = 1 << 26  # a file whose header claims more is refused before decoding
 
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """How a model looks at images; `min_pixels` and `max_pixels` bound an image's area after resizing."""
+    """How a model's images are cut into patches and tokens; `min_pixels` and `max_pixels` bound an image's area after
+    resizing."""
 
     image_token_id: int
+    family: ModelFamily
     patch_size: int = 16
     merge_size: int = 2
     temporal_patch_size: int = 2
@@ -37,38 +38,32 @@ class VisionSpec:
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     banned_ids: tuple[int, ...] = ()  # the vision tokens, sorted: no policy may sample them
-    position_side: int = 0  # of the square of learned positions; 0 = the tower has none, or the learner tells it
-    window_tokens: int = 0  # visual tokens of a window's side; 0 = as above
+    position_side: int = 0  # side of the square of learned positions; 0 = none, or set later by the learner
+    window_tokens: int = 0  # side of a window in visual tokens; 0 = none, or set later by the learner
 
     @staticmethod
     def load(model_dir: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> VisionSpec:
-        """From a model folder's config.json and preprocessor_config.json; ValueError if one is missing or unfit."""
-        config = _read_json(Path(model_dir) / "config.json")
-        check_family(model_dir, config)
-        images = _read_json(Path(model_dir) / "preprocessor_config.json")
-        if "vision_config" not in config or "image_token_id" not in config:
-            raise ValueError(f"{model_dir} is not a vision-language model: config.json has no vision_config")
-        size = images.get("size") or {}
-        vision = config["vision_config"]
-        return VisionSpec(
-            image_token_id=config["image_token_id"],
-            patch_size=vision["patch_size"],
-            merge_size=vision["spatial_merge_size"],
-            temporal_patch_size=vision["temporal_patch_size"],
-            min_pixels=min_pixels or images.get("min_pixels") or size.get("shortest_edge") or 65536,
-            max_pixels=max_pixels or images.get("max_pixels") or size.get("longest_edge") or 16777216,
-            mean=tuple(images.get("image_mean") or (0.5, 0.5, 0.5)),
-            std=tuple(images.get("image_std") or (0.5, 0.5, 0.5)),
-            banned_ids=tuple(sorted({config[name] for name in _VISION_IDS if config.get(name) is not None})),
-        )
+        """Read a model folder's config.json and preprocessor_config.json; raise ValueError if one is missing or not
+        usable."""
+        config = read_json(Path(model_dir) / "config.json")
+        family = family_of(config, model_dir)
+        images = read_json(Path(model_dir) / "preprocessor_config.json")
+        try:
+            fields = family.vision_fields(config, images)
+        except ValueError as error:
+            raise ValueError(f"{model_dir} is not a vision-language model: {error}") from None
+        fields["min_pixels"] = min_pixels or fields["min_pixels"]
+        fields["max_pixels"] = max_pixels or fields["max_pixels"]
+        return VisionSpec(family=family, **fields)
 
     def grid(self, width: int, height: int) -> Grid:
-        """The patch grid of an image of `width` × `height` pixels. ValueError if it is too narrow."""
+        """Return the patch grid of an image of `width` × `height` pixels. ValueError if it is too narrow."""
         new_height, new_width = self.resized(width, height)
         return (1, new_height // self.patch_size, new_width // self.patch_size)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """(height, width) to which the image is resized: multiples of a visual token, area within the bounds."""
+        """Return (height, width) after resizing: multiples of a visual token's side, with the area within the
+        bounds."""
         if min(width, height) < 1 or max(width, height) > MAX_ASPECT_RATIO * min(width, height):
             raise ValueError(
                 f"an image of {width}x{height} pixels: its sides may differ {MAX_ASPECT_RATIO}-fold at most"
@@ -85,69 +80,42 @@ class VisionSpec:
         return rows * unit, columns * unit
 
     def num_tokens(self, grid: Grid) -> int:
-        """Visual tokens of one image."""
+        """Return the number of visual tokens of one image."""
         return grid[0] * grid[1] * grid[2] // self.merge_size**2
 
-
-_VISION_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    def position_ids(self, expanded_ids: np.ndarray, grids_thw: Sequence[Grid]) -> np.ndarray:
+        """Return int64[3, E], the positions (time, height, width) of an expanded stream, as the family counts them.
+        ValueError if the number of placeholders is not that of the images' visual tokens."""
+        return self.family.position_ids(
+            expanded_ids, grids_thw, image_token_id=self.image_token_id, merge_size=self.merge_size
+        )
 
 
 def expand(
     token_ids: Sequence[int] | np.ndarray, grids_thw: Sequence[Grid], spec: VisionSpec
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(expanded_ids int64[E], compact_index int32[E]): each placeholder repeated once per visual token.
+    """Return (expanded_ids int64[E], compact_index int32[E]): each placeholder is repeated once per visual token.
 
-    `compact_index` gives every expanded position's place in the compact stream. ValueError if the number of
-    placeholders is not the number of grids.
+    `compact_index` holds, for each expanded token, its index in the compact stream. Raise ValueError if the number of
+    placeholders differs from the number of grids.
     """
     ids = np.asarray(token_ids, dtype=np.int64)
-    places = np.flatnonzero(ids == spec.image_token_id)
-    if len(places) != len(grids_thw):
-        raise ValueError(f"{len(places)} image placeholders but {len(grids_thw)} images")
+    indices = np.flatnonzero(ids == spec.image_token_id)
+    if len(indices) != len(grids_thw):
+        raise ValueError(f"{len(indices)} image placeholders but {len(grids_thw)} images")
     repeats = np.ones(len(ids), dtype=np.int64)
-    repeats[places] = [spec.num_tokens(grid) for grid in grids_thw]
+    repeats[indices] = [spec.num_tokens(grid) for grid in grids_thw]
     compact_index = np.repeat(np.arange(len(ids), dtype=np.int32), repeats)
     return ids[compact_index], compact_index
 
 
-def mrope_positions(expanded_ids: np.ndarray, grids_thw: Sequence[Grid], spec: VisionSpec) -> np.ndarray:
-    """int64[3, E] positions (time, height, width) of the multimodal rotary embedding.
-
-    Text advances all three axes by one per token; an image of h × w visual tokens spans its rows and columns from
-    the position it starts at, and the next text follows after max(h, w).
-    """
-    ids = np.asarray(expanded_ids)
-    positions = np.empty((3, len(ids)), dtype=np.int64)
-    place = position = 0
-    for at, (t, h, w) in zip(_image_starts(ids, grids_thw, spec), grids_thw, strict=True):
-        positions[:, place:at] = np.arange(position, position + at - place)
-        position += at - place
-        rows, columns = h // spec.merge_size, w // spec.merge_size
-        block = positions[:, at : at + t * rows * columns].reshape(3, t, rows, columns)
-        block[0] = np.arange(position, position + t)[:, None, None]
-        block[1] = np.arange(position, position + rows)[None, :, None]
-        block[2] = np.arange(position, position + columns)[None, None, :]
-        place = at + t * rows * columns
-        position += max(rows, columns)
-    positions[:, place:] = np.arange(position, position + len(ids) - place)
-    return positions
-
-
 def next_position(positions: np.ndarray) -> int:
-    """The position of the token that follows int64[3, E] `positions`."""
+    """Return the position of the token that follows int64[3, E] `positions`."""
     return int(positions.max()) + 1 if positions.size else 0
 
 
-def _image_starts(ids: np.ndarray, grids: Sequence[Grid], spec: VisionSpec) -> list[int]:
-    places = np.flatnonzero(ids == spec.image_token_id)
-    sizes = [spec.num_tokens(grid) for grid in grids]
-    if len(places) != sum(sizes):
-        raise ValueError(f"{len(places)} visual tokens in the stream, but the images have {sum(sizes)}")
-    return [int(places[offset]) for offset in np.cumsum([0, *sizes])[:-1]]
-
-
 def patchify(rgb: np.ndarray, spec: VisionSpec) -> np.ndarray:
-    """uint8 [H, W, 3] -> uint8 [patches, 3, patch, patch], patches in merge-block order.
+    """Cut uint8 [H, W, 3] into uint8 [patches, 3, patch, patch], patches in merge-block order.
 
     H and W must be multiples of patch_size * merge_size (see `VisionSpec.resized`).
     """
@@ -157,7 +125,7 @@ def patchify(rgb: np.ndarray, spec: VisionSpec) -> np.ndarray:
 
 
 def pixel_values(patches: np.ndarray, spec: VisionSpec) -> np.ndarray:
-    """uint8 [patches, 3, patch, patch] -> float32 [patches, 3 * temporal * patch * patch], normalised.
+    """Normalise uint8 [patches, 3, patch, patch]; return float32 [patches, 3 * temporal * patch * patch].
 
     A still image fills the temporal patch with copies of itself, as the image processor does.
     """
@@ -165,20 +133,3 @@ def pixel_values(patches: np.ndarray, spec: VisionSpec) -> np.ndarray:
     values = (patches.astype(np.float32) * np.float32(1 / 255) - mean) / std
     values = np.repeat(values[:, :, None], spec.temporal_patch_size, axis=2)
     return values.reshape(len(patches), -1)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file of a model's folder holds. ValueError, in one line, if it is no file that holds an object."""
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"no {path.name} in {path.parent}: give the folder of a Qwen-VL model") from None
-    except NotADirectoryError:
-        raise ValueError(f"{path.parent} is a file: give the folder of a Qwen-VL model") from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read as a file: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not a JSON object: it is no Qwen-VL model's")
-    return found

@@ -1,11 +1,15 @@
-"""What many tests start from: a tiny model's folder, its vision settings, and one learner rank in this process."""
+"""Fixtures of many tests: a tiny model's folder, its vision settings, one learner rank in this process, and processes
+that are forked instead of started; and the order and time limits of tests."""
 
 from __future__ import annotations
 
 import gc
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from subprocess import PIPE, STDOUT
 
 import pytest
 import torch
@@ -13,21 +17,22 @@ import torch
 from launch.processes.children import cpu_env
 from learner.distributed import close_ranks, init_ranks
 from shared.vision import VisionSpec
+from tests.support.forked import ForkingPopen, Seed, start_seed
+from tests.support.paths import ROOT
 from tests.support.runs import LEARNING_S
-from tests.support.starts.forked import ForkingPopen, Seed, start_seed
 from tests.support.tiny import tiny_model_dir
 
 gc.disable()  # until all is collected: what is imported stays, and is not looked through again and again
 
-# Two tests run at a time, and products as small as theirs take longest where threads wait for one another.
+# Several tests run at a time, and products as small as theirs take longest where threads wait for one another.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that a test starts
 os.environ["TORCH_WARM_POOL"] = "0"  # nothing is compiled for a GPU, for which torch.compile would start processes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of which all tests are fast come last, so that no worker is busy long after the other has ended. Whole
-    trainings have more time than pyproject.toml gives: they take three times as long on some machines as on others."""
+    """Put files whose tests are all fast last, so that no worker is busy long after the others have ended. Give whole
+    trainings more time than pyproject.toml does: they take three times as long on some machines as on others."""
     for item in items:
         if item.get_closest_marker("learning"):
             item.add_marker(pytest.mark.timeout(LEARNING_S + 60))
@@ -69,8 +74,37 @@ def seed() -> Iterator[Seed]:
     process.wait(60)
 
 
+@contextmanager
+def forking(seed: Seed) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForkingPopen, "seed", seed, raising=False)
+        patch.setattr(subprocess, "Popen", ForkingPopen)
+        yield
+
+
 @pytest.fixture
-def forked_starts(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test starts of Pronk need not import torch and transformers; see tests/support/starts/forked.py"""
-    monkeypatch.setattr(ForkingPopen, "seed", seed, raising=False)
-    monkeypatch.setattr(subprocess, "Popen", ForkingPopen)
+def forked_starts(seed: Seed) -> Iterator[None]:
+    """Fork the programs of Pronk that the test starts, without importing torch and transformers again; see
+    tests/support/forked.py."""
+    with forking(seed):
+        yield
+
+
+@pytest.fixture(scope="module")
+def all_starts_forked(seed: Seed) -> Iterator[None]:
+    """Do as `forked_starts` for all tests and fixtures of a module."""
+    with forking(seed):
+        yield
+
+
+@pytest.fixture(scope="session")
+def run_ranks(seed: Seed) -> Callable[..., None]:
+    """Run a module of tests/support that computes on ranks, with these arguments."""
+
+    def run(module: str, *arguments: object) -> None:
+        command = [sys.executable, "-m", f"tests.support.{module}", *map(str, arguments)]
+        with forking(seed):
+            ended = subprocess.run(command, cwd=ROOT, text=True, stdout=PIPE, stderr=STDOUT, timeout=280)
+        assert ended.returncode == 0, ended.stdout[-3000:]
+
+    return run

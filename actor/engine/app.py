@@ -15,26 +15,27 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from actor.engine.generate_request import GenerateBody, GenerateRequest
 from actor.engine.http import AnyObject, Handler, HttpError
-from actor.engine.images import ImageCache
-from actor.engine.request import GenerateBody, Request
+from actor.engine.request_images import ImageCache
 from actor.engine.runner import Runner
 from actor.engine.scheduler import Scheduler
-from actor.engine.settings import EngineSettings
+from actor.engine.server_settings import EngineSettings
 from actor.engine.weight_loader import nccl_version
 from actor.engine.weight_routes import WeightUpdates
-from shared.engines.images import IMAGES_ROUTE
-from shared.guards.refusals import Refusals
+from shared.engine.sent_images import IMAGES_ROUTE
+from shared.families.registry import family_in
+from shared.util.refusals import Refusals
 from shared.vision import VisionSpec
 
 log = logging.getLogger("engine")
 MAX_OPEN_REQUESTS = 4096
-MAX_TEXT = 2**16  # characters to tokenise
+MAX_TEXT = 2**16  # characters of a text to tokenise
 
 
 def load_model(settings: EngineSettings) -> Any:
-    """The model in `settings.model_path`, one of TOWERS. ValueError if the device is missing or the weights are cut
-    short."""
+    """Load the model in `settings.model_path`. Raise ValueError for an unknown family, a missing device, or weight
+    files that cannot be read."""
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {settings.device}, but torch sees no GPU: use --device cpu")
     if settings.device.startswith("cuda") and settings.mem_fraction:
@@ -43,6 +44,7 @@ def load_model(settings: EngineSettings) -> Any:
     torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.dtype)
     path = settings.model_path
+    family_in(path).prepare()
     try:
         model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, use_safetensors=True)
     except SafetensorError as error:
@@ -51,18 +53,18 @@ def load_model(settings: EngineSettings) -> Any:
 
 
 def eos_ids(settings: EngineSettings, config: Any) -> frozenset[int]:
-    """Tokens that end a turn: those of generation_config.json, else the text config's."""
+    """Return the tokens that end a turn, from generation_config.json, else from the text config."""
     folder = Path(settings.model_path)
-    found = None
+    ids = None
     if (folder / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(folder).eos_token_id
-    found = config.get_text_config().eos_token_id if found is None else found
-    return frozenset([found] if isinstance(found, int) else found or [])
+        ids = GenerationConfig.from_pretrained(folder).eos_token_id
+    ids = config.get_text_config().eos_token_id if ids is None else ids
+    return frozenset([ids] if isinstance(ids, int) else ids or [])
 
 
 @cache
 def tokenizer_of(model_path: str) -> Tokenizer:
-    """HttpError where the model has none."""
+    """Load the model's tokenizer. Raise HttpError if the model has none."""
     file = Path(model_path) / "tokenizer.json"
     if not file.is_file():
         raise HttpError(404, f"no tokenizer.json in {model_path!r}")
@@ -128,7 +130,6 @@ class EngineApp:
             f"POST {IMAGES_ROUTE}": self.add_image,
             "POST /abort_request": self.abort,
             "POST /flush_cache": self.flush_cache,
-            "GET /flush_cache": self.flush_cache,
             "POST /pause_generation": self.pause,
             "POST /continue_generation": self.resume,
             "POST /tokenize": self.tokenize,
@@ -148,10 +149,10 @@ class EngineApp:
             raise HttpError(503, f"{MAX_OPEN_REQUESTS} requests are open already")
         body.check(self.vocab_size)
         images, unknown = self.images.get(body.images)
-        if unknown:  # no refusal: the client sends them and asks again
+        if unknown:  # not an error: the client sends them and repeats the request
             return {"unknown_images": unknown}
-        request = Request(body, images, self.spec, max_context=self.settings.max_context, eos_ids=self.eos_ids)
-        del body  # the images' texts, and the request may be open for long
+        request = GenerateRequest(body, images, self.spec, max_context=self.settings.max_context, eos_ids=self.eos_ids)
+        del body  # frees the images' text while the request is open
         done = asyncio.Event()
         request.on_done = lambda: self._loop.call_soon_threadsafe(done.set)
         self.scheduler.submit(request)
@@ -163,7 +164,7 @@ class EngineApp:
         return request.answer()
 
     async def add_image(self, file: bytes) -> dict[str, Any]:
-        """Takes the file of an image; answers the name by which requests may show it, as long as it is kept."""
+        """Store the file of an image; answer the name by which requests may refer to it, as long as it is cached."""
         return {"image": self.images.add(file)}
 
     async def abort(self, body: AbortBody) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class EngineApp:
         return {"success": True, "aborted": await self._on_model(lambda: self.scheduler.abort(rid))}
 
     async def flush_cache(self, _: AnyObject) -> dict[str, Any]:
-        """Idle KV is forgotten now, that of running requests as soon as they end."""
+        """Drop the KV cache of idle slots now, and that of running requests as soon as they end."""
         return {"success": True, "running": await self._on_model(self.scheduler.slots.flush)}
 
     async def pause(self, body: PauseBody) -> dict[str, Any]:
@@ -201,7 +202,7 @@ class EngineApp:
         }
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
-        """The tokens of a text, by which a client tells whether the engine has its vocabulary."""
+        """Answer the tokens of a text, so that a client can check that the engine has the same vocabulary."""
         if len(body.prompt) > MAX_TEXT:
             raise ValueError(f"a prompt of {len(body.prompt)} characters, the limit is {MAX_TEXT}")
         tokenizer = await asyncio.to_thread(tokenizer_of, self.settings.model_path)
@@ -219,6 +220,7 @@ class EngineApp:
             "updates_beside_generation": True,
             "names_updates": True,
             "takes_adapters": True,
+            "takes_claims": True,
             "max_context": self.settings.max_context,
             "max_batch": self.settings.max_batch,
             "paused": s.paused,
@@ -231,5 +233,5 @@ class EngineApp:
         }
 
     async def _on_model(self, function: Any) -> Any:
-        """Runs it on the scheduler's thread between two steps; a step takes well under a second."""
+        """Run a function on the scheduler's thread between two steps; a step takes well below a second."""
         return await asyncio.wait_for(asyncio.wrap_future(self.scheduler.call(function)), 60.0)

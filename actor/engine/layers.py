@@ -1,5 +1,5 @@
-"""One decoder layer of the embedded engine over packed tokens and a slotted KV cache: by torch, anywhere, and by
-kernels/cpu/layer.py, on a CPU in float32.
+"""One decoder layer of the embedded engine over packed tokens and a slotted KV cache: one version in torch for any
+device, and one with kernels/cpu/layer.py for float32 on a CPU.
 
 Suffixes: N = new tokens of all sequences, R = sequences, H = query heads, K = key heads, D = head size.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cpu import layer as cpu_layer
-from kernels.cpu.library import fits as fits_library
+from kernels.cpu.library import supports_layer
 from kernels.cpu.linear import linear
 
 Cache = tuple[Tensor, Tensor]
@@ -24,7 +24,7 @@ Cache = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens [start, end) of the batch attend over slots [slot, slot + count), the first `length` entries of each."""
+    """Tokens [start, end) of the batch, which attend to the first `length` entries of slots [slot, slot + count)."""
 
     start: int
     end: int
@@ -36,13 +36,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Where the tokens of a step stand. `angles`: cosine and sine float[N, D] of their positions.
+    """Positions of a step's tokens, in the sequences and in the cache. `angles`: cosine and sine float[N, D] of the
+    rotary angles.
 
-    `entry`: int64[N], where a token's K and V of the first head go in a layer's cache, seen as
-    [slots * K * max_context, D]; -1 for padding, which comes after the `stored` tokens. Sequences that add one token
-    come first: `first` and `length`, int64 each, are where their slots begin, counted likewise, and the entries that
-    they see, the new one among them. `singles` are segments of these sequences, empty for CpuLayer, `longer` those of
-    all others, without a mask for CpuLayer.
+    `entry`: int64[N], the row at which the first head's K and V of a token are stored in a layer's cache, seen as
+    [slots * K * max_context, D]; -1 for padding, which comes after the `stored` tokens.
+    Sequences that add one token come first. For these, `first` (int64) is the row at which their slot begins, `length`
+    (int64) the number of entries that they attend to, including the new one. `singles` are the segments of these
+    sequences (empty for CpuLayer), `longer` those of all other sequences (without a mask for CpuLayer).
     """
 
     angles: tuple[Tensor, Tensor]
@@ -55,7 +56,7 @@ class Batch:
 
 
 class Layer:
-    """A text layer with its parallel projections fused; the module's own parameters become views of the fused."""
+    """A text layer with its parallel projections fused; the module's own parameters become views of the fused ones."""
 
     def __init__(self, module: Any, num_heads: int, num_kv_heads: int, eps: float) -> None:
         attention, mlp = module.self_attn, module.mlp
@@ -65,21 +66,22 @@ class Layer:
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.qkv_weight = _concatenate([p.weight for p in projections])
         self.qkv_bias = None if attention.q_proj.bias is None else _concatenate([p.bias for p in projections])
-        dense = hasattr(mlp, "gate_proj")  # a mixture of experts runs as it is
+        dense = hasattr(mlp, "gate_proj")  # a mixture of experts is run by its own module
         self.gate_up_weight = _concatenate([mlp.gate_proj.weight, mlp.up_proj.weight]) if dense else None
         self._norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         self.qk_norm: Tensor | None = None  # weights of these norms, [H + K, D]
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Copies the norms' weights anew: they are laid out by head."""
+        """Copy the norms' weights again, repeated for each head."""
         if self._norms is not None:
             heads = (self.num_heads, self.num_kv_heads)
             weights = [norm.weight.detach().expand(n, -1) for norm, n in zip(self._norms, heads, strict=True)]
             self.qk_norm = torch.cat(weights)
 
     def forward(self, hidden: Tensor, cache: Cache, batch: Batch) -> Tensor:
-        """[N, hidden] -> the same; the tokens' K and V are in the cache afterwards. May write to `hidden`."""
+        """Compute the layer: [N, hidden] -> [N, hidden], and store the tokens' K and V in the cache. May write to
+        `hidden`."""
         normed = self.add_norm(hidden, None, self.input_norm.weight)
         heads = linear(normed, self.qkv_weight, self.qkv_bias).view(len(hidden), -1, self.head_dim)
         heads = self.rotate_and_store(heads, cache, batch)
@@ -91,13 +93,14 @@ class Layer:
         return hidden.add_(self.mlp.down_proj(gated))
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """Adds `delta` to `hidden` in place; the RMS norm of the sum."""
+        """Add `delta` to `hidden` in place; return the RMS norm of the sum."""
         if delta is not None:
             hidden.add_(delta)
         return F.rms_norm(hidden, hidden.shape[-1:], weight, self.eps)
 
     def rotate_and_store(self, heads: Tensor, cache: Cache, batch: Batch) -> Tensor:
-        """[N, H + 2 K, D] -> the same with queries normed and turned; keys, so treated, and values go to the cache."""
+        """Norm and rotate the queries and keys in `heads` [N, H + 2 K, D]; store keys and values in the cache. Return
+        heads whose first H are the queries."""
         num_qk = self.num_heads + self.num_kv_heads
         qk = heads[:, :num_qk]
         if self.qk_norm is not None:
@@ -113,7 +116,7 @@ class Layer:
         return qk
 
     def attend(self, heads: Tensor, cache: Cache, batch: Batch) -> Tensor:
-        """Attention of each token to its sequence: the first H of `heads` -> [N, H * D]."""
+        """Attend from each token to its sequence: the first H of `heads` -> [N, H * D]."""
         query = heads[:, : self.num_heads]
         out = torch.zeros((len(query), self.num_heads, self.head_dim), dtype=query.dtype, device=query.device)
         for segment in batch.singles:
@@ -123,12 +126,13 @@ class Layer:
         return out.view(len(query), -1)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """SwiGLU (or what the model has instead): [N, 2 * width] -> [N, width]."""
+        """Apply the gated activation, SwiGLU or the model's own: [N, 2 * width] -> [N, width]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self.mlp.act_fn(gate) * up
 
     def _attend_one_each(self, query: Tensor, cache: Cache, s: Segment, out: Tensor) -> None:
-        """Neighbouring slots with one query token each; the heads that share keys are the queries of one product."""
+        """Attend from one query token in each of several neighbouring slots; heads that share keys are queries of one
+        product."""
         first, last = s.slot, s.slot + s.count
         q = query[s.start : s.end].view(s.count, self.num_kv_heads, -1, self.head_dim)
         k, v = (stored[first:last, :, : s.length] for stored in cache)
@@ -136,7 +140,8 @@ class Layer:
         out[s.start : s.end] = part.view(s.count, self.num_heads, self.head_dim)
 
     def _attend_causally(self, query: Tensor, cache: Cache, s: Segment, out: Tensor) -> None:
-        """Several tokens of one sequence: query [N, H, D] -> their rows of out [N, H, D]."""
+        """Attend from several tokens of one sequence: their rows of query [N, H, D] -> the same rows of out [N, H,
+        D]."""
         q = query[s.start : s.end].transpose(0, 1)[None]
         k, v = (stored[s.slot, None, :, : s.length] for stored in cache)
         grouped = self.num_heads > self.num_kv_heads
@@ -145,7 +150,8 @@ class Layer:
 
 
 class CpuLayer(Layer):
-    """The same by kernels/cpu/layer.py, which takes the cache of each sequence as it is: no neighbours, no masks."""
+    """The same layer with kernels/cpu/layer.py, which reads each sequence's cache by itself, so that it needs no
+    neighbouring slots and no masks."""
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         return cpu_layer.add_rms_norm(hidden, delta, weight, self.eps)
@@ -167,16 +173,16 @@ class CpuLayer(Layer):
 
 
 def make_layers(text: Any, config: Any) -> list[Layer]:
-    """The layers of a text model of transformers, of the faster kind that fits them."""
+    """Make the layers of transformers' text model: CpuLayer if it supports them, else Layer."""
     heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = text.layers[0].self_attn.head_dim
-    fits = fits_library(text.embed_tokens.weight, *heads, head_dim) and config.hidden_act == "silu"
-    kind = CpuLayer if fits else Layer
+    supported = supports_layer(text.embed_tokens.weight, *heads, head_dim) and config.hidden_act == "silu"
+    kind = CpuLayer if supported else Layer
     return [kind(module, *heads, config.rms_norm_eps) for module in text.layers]
 
 
 def _concatenate(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor that the parameters share from now on: writing to a parameter writes to it."""
+    """Return one tensor with all parameters, which become views of it: writing to a parameter writes to the tensor."""
     fused = torch.cat([p.detach() for p in parameters])
     start = 0
     for parameter in parameters:

@@ -1,8 +1,7 @@
-"""The model of the embedded engine: modules of transformers' Qwen-VL models, run with a slotted KV cache over packed
-tokens.
+"""The embedded engine's model: modules of transformers, run over packed tokens with a slotted KV cache.
 
 One call computes the new tokens of many sequences laid end to end: one token for a sequence that decodes, a whole
-prompt for one that begins. All linear layers see one [N, hidden] matrix without padding; attention runs per segment.
+prompt for one that starts. All linear layers see one [N, hidden] matrix without padding; attention runs per segment.
 
 Suffixes: N = new tokens of all sequences, R = sequences, D = head size, V = vocabulary.
 """
@@ -19,18 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actor.engine.layers import Batch, Cache, CpuLayer, Segment, make_layers
-from actor.engine.towers.families import TOWERS
 from kernels.cpu.gelu import use_fast_gelu
 from kernels.cpu.linear import padded, use_fast_linear, uses_onednn
+from shared.families.registry import family_named
 from shared.vision import VisionSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """What one sequence adds: `token_ids` int64[n] and `positions` int64[3, n], after `past` tokens in `slot`.
-
-    `visual` int64[m] says which of the n tokens are visual tokens, `features` (level 0 is the embedding, then one
-    tensor per deepstack layer, each [m, hidden]) what they are.
+    """The new tokens of one sequence: `token_ids` int64[n] and `positions` int64[3, n], after `past` tokens in `slot`.
+    `visual` int64[m] are the indices of the visual tokens among the n; `features` are their embeddings (level 0), then
+    one tensor per deepstack layer, each [m, hidden].
     """
 
     slot: int
@@ -50,12 +48,13 @@ class Runner:
         use_fast_gelu(model)
         self.num_slots, self.max_context = num_slots, max_context
         text = model.config.get_text_config()
-        self.text, self.lm_head = model.model.language_model, model.lm_head
+        family = family_named(model.config.model_type, "the engine")
+        self.text, self.lm_head = family.decoder(model), model.lm_head
         self.head_dim = self.text.layers[0].self_attn.head_dim
         self.num_kv_heads = text.num_key_value_heads
         weight = self.text.embed_tokens.weight
         self.device, self.dtype, self.vocab_size = weight.device, weight.dtype, text.vocab_size
-        self.tower = TOWERS[model.config.model_type](model.model.visual, spec)
+        self.tower = family.engine_tower(family.tower(model), spec.mean, spec.std)
         shape = (num_slots, self.num_kv_heads, max_context, self.head_dim)
         self.cache: list[Cache] = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in self.text.layers]
         self.layers = make_layers(self.text, text)
@@ -64,28 +63,27 @@ class Runner:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Recomputes what is derived from the parameters; call it after writing to them."""
+        """Recompute all tensors derived from the parameters. Call it after writing to the parameters."""
         for layer in self.layers:
             layer.weights_changed()
         self.tower.weights_changed()
 
     @torch.inference_mode()
     def encode(self, patches: Sequence[np.ndarray], grids: Sequence[tuple[int, int, int]]) -> list[tuple[Tensor, ...]]:
-        """Features of images: per image the embedding and the deepstack levels, each [tokens, hidden]."""
+        """Return the features of each image: the embedding and the deepstack levels, each [tokens, hidden]."""
         return self.tower.encode(patches, grids)
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` KV entries of one slot to another."""
+        """Copy the first `length` KV entries of one slot to another."""
         for keys, values in self.cache:
             keys[target, :, :length] = keys[source, :, :length]
             values[target, :, :length] = values[source, :, :length]
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> Tensor:
-        """Computes and caches the rows' tokens; fp32 logits [R, V] after the last token of each.
-
-        Rows of one token must come first and be sorted by slot: neighbours in the cache are then computed together.
+        """Compute the rows' tokens and store their K and V; return float32 logits [R, V] after each row's last token.
+        Rows of one token must come first, sorted by slot, so that neighbouring slots are computed together.
         """
         counts = [len(row.token_ids) for row in rows]
         num_tokens = sum(counts)
@@ -129,7 +127,7 @@ class Runner:
         )
 
     def _singles(self, rows: Sequence[Row]) -> list[Segment]:
-        """Runs of neighbouring slots, of rows of one token."""
+        """Group rows of one token into segments of neighbouring slots."""
         segments: list[Segment] = []
         first = 0
         while first < len(rows):
@@ -141,7 +139,7 @@ class Runner:
         return segments
 
     def _longer(self, rows: Sequence[Row], start: int) -> list[Segment]:
-        """A segment for each row of several tokens, which begin at token `start` of the batch."""
+        """Make a segment for each row of several tokens; the first row begins at token `start` of the batch."""
         segments = []
         for row in rows:
             n = len(row.token_ids)
@@ -160,7 +158,8 @@ class Runner:
         return Segment(first, last, rows[first].slot, last - first, longest, mask)
 
     def _causal_mask(self, past: int, n: int) -> Tensor | None:
-        """[n, past + n] additive, or None where plain causality is enough (nothing past, or one token)."""
+        """Return an additive mask [n, past + n], or None where no mask or a plain causal one is enough (no past tokens,
+        or one new token)."""
         if past == 0 or n == 1:
             return None
         mask = torch.zeros((n, past + n), dtype=self.dtype, device=self.device)
@@ -168,17 +167,18 @@ class Runner:
         return mask
 
     def _visual(self, rows: Sequence[Row], starts: np.ndarray) -> tuple[Tensor | None, list[Tensor]]:
-        found = [
+        with_images = [
             (row, start) for row, start in zip(rows, starts, strict=True) if row.visual is not None and row.features
         ]
-        if not found:
+        if not with_images:
             return None, []
-        index = np.concatenate([row.visual + start for row, start in found])
-        levels = zip(*(row.features for row, _ in found), strict=True)
+        index = np.concatenate([row.visual + start for row, start in with_images])
+        levels = zip(*(row.features for row, _ in with_images), strict=True)
         return self._tensor(index), [torch.cat(level).to(self.dtype) for level in levels]
 
     def _rows(self, rows: int) -> int:
-        """How many are computed for `rows`, which come first."""
+        """Return the number of rows to compute for `rows` rows: padded on a CPU with oneDNN; the real ones come
+        first."""
         return padded(rows) if self._pads else rows
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -1,7 +1,7 @@
-"""From logits to tokens. Suffixes: R = sequences, V = vocabulary.
+"""Sampling tokens from logits. Suffixes: R = sequences, V = vocabulary.
 
 The logprob of a token is that of softmax((logits + bias) / temperature) over the whole vocabulary; top-p and top-k
-narrow the choice but are not renormalised into it. A bias of -100 or less bans the token.
+narrow the choice, but the logprob is not renormalised to it. A bias of -100 or less bans the token.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from random import Random
 import torch
 from torch import Tensor
 
-from shared.engine_messages import BAN
+from shared.engine.engine_messages import BAN
 
 
 @dataclass(slots=True, eq=False)
 class Sampler:
-    """How one request samples. `temperature` 0 is greedy, its logprobs those of temperature 1."""
+    """How one request samples. `temperature` 0 is greedy; the logprobs are then those of temperature 1."""
 
     temperature: float
     top_p: float
     top_k: int
     bias: tuple[tuple[int, float], ...]
     random: Random
-    watched: tuple[int, ...] = ()  # ids whose logprobs are told at every position
+    watched: tuple[int, ...] = ()  # ids whose logprobs are returned at every position
 
     @property
     def narrowed(self) -> bool:
@@ -33,31 +33,30 @@ class Sampler:
 
 
 class BiasCache:
-    """Dense bias vectors float32[V] by their sparse form: nearly all requests ban the same ids."""
+    """A cache of dense bias vectors float32[V] by their sparse form; nearly all requests ban the same ids."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._vectors: dict[tuple[tuple[int, float], ...], Tensor] = {}
 
     def vector(self, bias: tuple[tuple[int, float], ...]) -> Tensor:
-        found = self._vectors.get(bias)
-        if found is None:
+        vector = self._vectors.get(bias)
+        if vector is None:
             if len(self._vectors) >= 64:
                 self._vectors.clear()
-            found = torch.zeros(self._vocab_size, device=self._device)
+            vector = torch.zeros(self._vocab_size, device=self._device)
             for token, value in bias:
-                found[token] = -torch.inf if value <= BAN else value
-            self._vectors[bias] = found
-        return found
+                vector[token] = -torch.inf if value <= BAN else value
+            self._vectors[bias] = vector
+        return vector
 
 
 @torch.inference_mode()
 def sample(
     logits: Tensor, samplers: Sequence[Sampler], biases: BiasCache
 ) -> tuple[list[int], list[float], list[list[float]]]:
-    """One token per row of float32[R, V] `logits`, its logprob, and those of the row's watched ids.
-
-    Each row draws from its own generator.
+    """Sample one token per row of float32[R, V] `logits`; return the tokens, their logprobs, and each row's logprobs of
+    its watched ids. Each row uses its own random generator.
     """
     device = logits.device
     first = samplers[0].bias
@@ -82,14 +81,15 @@ def sample(
     if greedy:
         rows = torch.tensor(greedy, device=device)
         tokens[rows] = logits[rows].argmax(dim=-1)
-    tokens = tokens.clamp_(max=logprobs.shape[-1] - 1)  # of a row without a distribution: its logprob is NaN
+    tokens = tokens.clamp_(max=logprobs.shape[-1] - 1)  # a row of NaN has no valid token; its logprob is NaN
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     watched = [logprobs[row, list(s.watched)].tolist() if s.watched else [] for row, s in enumerate(samplers)]
     return tokens.tolist(), chosen.tolist(), watched
 
 
 def _narrow(probs: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-    """Zero outside the top k and outside the smallest set of likeliest tokens whose mass reaches top_p."""
+    """Set the probabilities to 0 outside the top k and outside the smallest set of most likely tokens whose mass
+    reaches top_p."""
     ranked, order = probs.sort(dim=-1, descending=True)
     top_p = torch.tensor([s.top_p for s in samplers], device=probs.device)[:, None]
     top_k = torch.tensor([s.top_k if s.top_k > 0 else probs.shape[-1] for s in samplers], device=probs.device)[:, None]

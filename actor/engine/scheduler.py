@@ -1,7 +1,7 @@
 """Continuous batching: one thread owns the model, requests join and leave at every step.
 
-Consumes requests and calls from other threads (`submit`, `call`), produces results by callback. It waits only for
-new work, at most a second at a time, and while paused; whoever submits or resumes wakes it.
+It takes requests and calls from other threads (`submit`, `call`) and reports results by callback. It waits only when
+there is no work or while paused, at most a second at a time; any new request or call wakes it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from actor.engine.request import Request, finished
+from actor.engine.generate_request import GenerateRequest, finished
 from actor.engine.runner import Row, Runner
 from actor.engine.sampling import BiasCache, sample
 from actor.engine.slots import SlotTable
 
 log = logging.getLogger("engine")
 MAX_STEP_TOKENS = 8192
-MAX_FAILURES = 64  # requests in a row that fail by themselves; one more is the failure of the model
+MAX_FAILURES = 64  # failed requests in a row, each computed alone; one more means that the model has failed
 
 
 class Scheduler:
-    """`generation` counts weight updates; `weight_version` is the name that the learner gave to the last one."""
+    """The scheduler of one model. `generation` counts weight updates; `weight_version` is the learner's name of the
+    last one."""
 
     def __init__(
         self,
@@ -50,10 +51,10 @@ class Scheduler:
         self._max_batch, self._timeout_s, self._on_failure = max_batch, request_timeout_s, on_failure
         self._biases = BiasCache(runner.vocab_size, runner.device)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: deque[Request] = deque()
-        self._running: dict[int, Request] = {}  # by slot
+        self._waiting: deque[GenerateRequest] = deque()
+        self._running: dict[int, GenerateRequest] = {}  # by slot
         self._stopping = False
-        self._failures = 0  # requests in a row that failed by themselves
+        self._failures = 0  # requests in a row that failed, each computed alone
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     # ------------------------------------------------------------------ from other threads
@@ -68,20 +69,21 @@ class Scheduler:
         self._inbox.put(stop)
         self._thread.join(timeout_s)
 
-    def submit(self, request: Request) -> None:
-        """`request.on_done` is called on the scheduler's thread when it has a finish reason."""
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request. `request.on_done` is called on the scheduler's thread when the request has a finish
+        reason."""
         self._inbox.put(lambda: self._accept(request))
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Runs `function` between two steps, on the thread that owns the model."""
+        """Run `function` between two steps, on the thread that owns the model."""
         future: Future[Any] = Future()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():  # the client that asked is gone
+            if not future.set_running_or_notify_cancel():  # the caller has given up
                 return
             try:
                 future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - handed to the caller, who raises it
+            except Exception as error:  # noqa: BLE001 - raised in the caller
                 future.set_exception(error)
 
         self._inbox.put(run)
@@ -94,7 +96,8 @@ class Scheduler:
     # ------------------------------------------------------------------ on the scheduler's thread
 
     def pause(self, mode: str) -> None:
-        """`in_place` keeps requests and their KV, `retract` recomputes them later, `abort` ends them."""
+        """Pause generation: `in_place` keeps requests and their KV, `retract` recomputes them later, `abort` ends
+        them."""
         self.paused = True
         if mode == "abort":
             self.abort(None)
@@ -109,14 +112,15 @@ class Scheduler:
         self.paused = False
 
     def abort(self, rid: str | None) -> int:
-        """Ends the request `rid` (None: all) with finish reason `abort`; returns how many."""
+        """End the request `rid` (None: all requests) with the finish reason `abort`; return the number of ended
+        requests."""
         doomed = [r for r in (*self._waiting, *self._running.values()) if rid is None or r.rid == rid]
         for request in doomed:
             self._finish(request, "abort")
         return len(doomed)
 
     def weights_changed(self, weight_version: str | None, flush: bool) -> None:
-        """New weights are in the model: what was derived from the old ones is forgotten."""
+        """Note that the model has new weights: recompute derived tensors, and with `flush` drop the KV cache."""
         self.runner.weights_changed()
         self.generation += 1
         if weight_version is not None:
@@ -124,7 +128,7 @@ class Scheduler:
         if flush:
             self.slots.flush()
 
-    def _accept(self, request: Request) -> None:
+    def _accept(self, request: GenerateRequest) -> None:
         if self.failed is not None:
             request.end(f"abort: the model thread failed: {self.failed}")
             return
@@ -164,7 +168,8 @@ class Scheduler:
             self._finish(request, "abort")
 
     def _admit(self) -> None:
-        """Gives waiting requests a slot, in order of arrival, as far as batch, slots and step size allow."""
+        """Give waiting requests a slot, in order of arrival, within the limits of batch size, slots and tokens per
+        step."""
         tokens = 0
         while self._waiting and len(self._running) < self._max_batch:
             request = self._waiting[0]
@@ -185,21 +190,22 @@ class Scheduler:
             tokens += len(keys) - reused
 
     def _step(self) -> None:
-        """One forward over all running requests, then one sampled token for each."""
+        """Run one forward over all running requests, then sample one token for each."""
         batch = sorted(self._running.values(), key=lambda r: (r.num_new() > 1, r.slot))
         if not batch:
             return
         try:
             self._compute(batch)
             self._failures = 0
-        except Exception as error:  # noqa: BLE001 - of one request, which is found by computing each alone
+        except Exception as error:  # noqa: BLE001 - one request may be the cause; computing each alone shows which
             log.error("a step of %d requests failed: %s: %s", len(batch), type(error).__name__, _line(error))
             for request in batch:
                 if not request.finish_reason:
                     self._compute_alone(request)
 
-    def _compute_alone(self, request: Request) -> None:
-        """A request that fails by itself is aborted. The failure of many in a row is the model's, and is raised."""
+    def _compute_alone(self, request: GenerateRequest) -> None:
+        """Compute one request alone, and abort it if it fails. If many fail in a row, the model is the cause and the
+        error is raised."""
         try:
             self._compute([request])
             self._failures = 0
@@ -209,9 +215,9 @@ class Scheduler:
                 raise
             self._finish(request, f"abort: {type(error).__name__}: {_line(error)}")
 
-    def _compute(self, batch: list[Request]) -> None:
+    def _compute(self, batch: list[GenerateRequest]) -> None:
         images = [r.new_images() for r in batch]
-        distinct = [*{id(image): image for own in images for image in own}.values()]  # a group's episodes share some
+        distinct = [*{id(image): image for own in images for image in own}.values()]  # episodes of a group share images
         encoded = self.runner.encode([p.patches for p in distinct], [p.grid for p in distinct])
         features = {id(image): found for image, found in zip(distinct, encoded, strict=True)}
         rows = [_row(r, [features[id(p)] for p in own]) for r, own in zip(batch, images, strict=True)]
@@ -222,7 +228,7 @@ class Scheduler:
             num_new = request.num_new()
             self.tokens_in += num_new
             self.slots.append(request.slot, request.new_keys())
-            if not math.isfinite(logprob):  # of weights or a request that make no distribution
+            if not math.isfinite(logprob):  # the weights or the request give no valid distribution
                 self._finish(request, "abort: the logprob of the sampled token is not finite")
                 continue
             request.advance(token, logprob, self.weight_version, seen)
@@ -230,7 +236,7 @@ class Scheduler:
             if reason:
                 self._finish(request, reason)
 
-    def _finish(self, request: Request, reason: str) -> None:
+    def _finish(self, request: GenerateRequest, reason: str) -> None:
         if request.slot >= 0:
             self.slots.release(request.slot, answered=len(request.tokens) > 1)
             self._running.pop(request.slot, None)
@@ -243,7 +249,7 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _row(request: Request, features: list[tuple[torch.Tensor, ...]]) -> Row:
+def _row(request: GenerateRequest, features: list[tuple[torch.Tensor, ...]]) -> Row:
     ids, positions = request.new_tokens()
     if not features:
         return Row(request.slot, request.cached, ids, positions)

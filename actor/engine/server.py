@@ -1,4 +1,4 @@
-"""The embedded engine: a server of our own for the part of SGLang's HTTP API that actors and publisher use.
+"""The embedded engine: Pronk's own server for the part of SGLang's HTTP API that actors and publisher use.
 
     python -m actor.engine.server --model-path DIR --port 31000 --device cpu --threads 1 --max-batch 64
 
@@ -14,18 +14,18 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from actor.engine.settings import EngineSettings, parse_arguments  # first: it notes the parent
-from shared.guards.memory import kept_for_ever
+from actor.engine.server_settings import EngineSettings, parse_arguments  # first: it notes the parent
 from shared.keys import is_local, read_api_key
+from shared.log import TIME
+from shared.util.process_memory import kept_for_ever
 
 log = logging.getLogger("engine")
 
 
 async def serve(settings: EngineSettings) -> int:
-    """Runs until SIGINT, SIGTERM, the parent's death (0) or the model thread's failure (1).
-
-    OSError if the port is taken, ValueError if the model cannot be served or the host be listened on without a key;
-    both before a request is accepted.
+    """Serve until SIGINT, SIGTERM or the parent's death (return 0), or until the model thread fails (return 1). Raise
+    OSError if the port is taken, ValueError if the model cannot be served or if the host needs an API key; both before
+    the first request is accepted.
     """
     api_key = read_api_key(settings.api_key_file, "--api-key-file")
     if not api_key and not is_local(f"tcp://{settings.host}:{settings.port}"):
@@ -51,7 +51,7 @@ async def serve(settings: EngineSettings) -> int:
     watch = asyncio.create_task(_watch_parent(settings.parent_pid, stop))
     try:
         await stop.wait()
-        await asyncio.sleep(0.1)  # answers to aborted requests go out
+        await asyncio.sleep(0.1)  # time to send the answers to aborted requests
     finally:
         watch.cancel()
         server.close()
@@ -68,8 +68,10 @@ async def _watch_parent(pid: int, stop: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 after a stop by signal, 2 for a mistake in the arguments, 1 if the model thread failed."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    """Serve; return 0 after a stop by signal, 2 for a mistake in the arguments, 1 if the model thread failed."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", datefmt=TIME, stream=sys.stderr
+    )
     settings = parse_arguments(argv)
     try:
         return asyncio.run(serve(settings))
@@ -81,4 +83,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # a collective that waits for a dead peer must not keep the process
+    os._exit(code)  # a collective that waits for a dead peer must not keep the process alive

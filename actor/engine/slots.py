@@ -1,7 +1,7 @@
-"""Which tokens are in which slot of the KV cache: reuse between the turns of an episode.
+"""Keeps track of the tokens in each slot of the KV cache, for reuse between the turns of an episode.
 
-A stream of keys stands for a sequence: the token id, or -(content hash) at the visual tokens of an image, so that
-equal keys mean equal inputs. The keys of a slot are exactly the tokens whose K and V it holds.
+A sequence is represented by a stream of keys: the token id, or -(content hash) at the visual tokens of an image, so
+that equal keys mean equal inputs. A slot's keys are exactly those of the tokens whose K and V it holds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ MIN_COPIED_PREFIX = 16
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Use `slot`, whose first `reused` entries are right once copied from slot `donor` (-1 = they are there)."""
+    """The slot for a sequence: its first `reused` entries can be reused, after copying them from slot `donor` (-1 =
+    already there)."""
 
     slot: int
     reused: int
@@ -23,25 +24,24 @@ class Placement:
 
 
 class SlotTable:
-    """Bookkeeping of the cache's slots; knows nothing of tensors."""
+    """The bookkeeping of the cache's slots; it holds no tensors."""
 
     def __init__(self, num_slots: int, max_context: int) -> None:
         self.keys = np.zeros((num_slots, max_context), dtype=np.int64)
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         self.busy = np.zeros(num_slots, dtype=bool)
-        self._version = np.zeros(num_slots, dtype=np.int64)  # weights generation of the oldest entry
-        self._answered = np.zeros(num_slots, dtype=bool)  # holds sampled tokens, which no other episode begins with
+        self._version = np.zeros(num_slots, dtype=np.int64)  # generation of the weights of the oldest entry
+        self._answered = np.zeros(num_slots, dtype=bool)  # holds sampled tokens, so it belongs to one episode
         self._last_used = np.zeros(num_slots, dtype=np.int64)
-        self._doomed = np.zeros(num_slots, dtype=bool)  # flush as soon as it is idle
+        self._doomed = np.zeros(num_slots, dtype=bool)  # to be flushed as soon as it is idle
         self._clock = 0
 
     def place(self, keys: np.ndarray, generation: int) -> Placement | None:
-        """A slot for the stream int64[E] `keys`, marked busy; None when all are busy.
-
-        Continues the idle slot whose whole content begins the stream; what older weights computed only if the stream
-        is that episode's, which the sampled tokens in it tell. Else takes the least recently used one, with the
-        longest common prefix copied from any slot computed wholly by the present weights. At least the last key is
-        always left to compute.
+        """Find a slot for the stream `keys` int64[E] and mark it busy; return None if all are busy.
+        Preferred is an idle slot whose whole content is a prefix of the stream. If older weights have computed it, it
+        is used only if it holds sampled tokens, since then it belongs to the same episode. Otherwise take the least
+        recently used slot, with the longest common prefix copied from any slot that the present weights have computed
+        entirely. At least the last key is always left to compute.
         """
         idle = np.flatnonzero(~self.busy)
         if not len(idle):
@@ -52,10 +52,10 @@ class SlotTable:
             np.where(differs.any(axis=1), differs.argmax(axis=1), usable) if usable else np.zeros_like(self.lengths)
         )
         common = np.minimum(common, self.lengths)
-        whole = idle[(common[idle] == self.lengths[idle]) & (self.lengths[idle] > 0)]
-        whole = whole[self._answered[whole] | (self._version[whole] == generation)]
-        if len(whole):
-            slot = int(whole[common[whole].argmax()])
+        complete = idle[(common[idle] == self.lengths[idle]) & (self.lengths[idle] > 0)]
+        complete = complete[self._answered[complete] | (self._version[complete] == generation)]
+        if len(complete):
+            slot = int(complete[common[complete].argmax()])
             return self._take(slot, int(common[slot]), -1, int(self._version[slot]))
         slot = int(idle[np.where(self.lengths[idle] > 0, self._last_used[idle], -1).argmin()])
         donors = np.where((self._version == generation) & ~self._doomed, common, 0)
@@ -78,14 +78,14 @@ class SlotTable:
         self.lengths[slot] = min(length, self.lengths[slot])
 
     def append(self, slot: int, keys: np.ndarray) -> None:
-        """The K and V of these keys are now in the slot."""
+        """Record that the K and V of these keys are now in the slot."""
         start = self.lengths[slot]
         self.keys[slot, start : start + len(keys)] = keys
         self.lengths[slot] = start + len(keys)
 
     def release(self, slot: int, *, answered: bool = False, keep: bool = True) -> None:
-        """The slot is idle; its content stays for reuse unless `keep` is false or it was flushed meanwhile. `answered`:
-        the content goes beyond the request's prompt."""
+        """Mark the slot idle; its content stays for reuse, unless `keep` is false or the slot was flushed meanwhile.
+        `answered`: the content includes sampled tokens."""
         self._clock += 1
         self.busy[slot], self._answered[slot] = False, answered
         self._last_used[slot] = self._clock
@@ -94,7 +94,7 @@ class SlotTable:
             self._doomed[slot] = False
 
     def flush(self) -> int:
-        """Forgets all idle slots now and the busy ones as soon as they are idle; returns the number of the latter."""
+        """Empty all idle slots now, and the busy ones as soon as they are idle; return the number of busy ones."""
         self.lengths[~self.busy] = 0
         self._doomed |= self.busy
         return int(self.busy.sum())

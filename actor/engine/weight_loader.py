@@ -1,4 +1,5 @@
-"""Receives weights: a process group beside any default one, and flattened buckets broadcast from its rank 0."""
+"""Receives weights: joins a process group, independent of torch's default group, and receives flattened buckets that
+its rank 0 broadcasts."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.weights.checksums import engine_name
-from shared.weights.families import FAMILIES
-from shared.weights.group import DEVICES, watchdog_s
+from shared.engine.checksums import engine_name
+from shared.engine.weight_group_names import DEVICES, watchdog_s
+from shared.families.registry import FAMILIES
 
 MAX_BUCKET_BYTES = 8 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter in a bucket: its place is that in the list, one after the other."""
+    """One parameter in a bucket. Parameters lie in the bucket in the order of the list of entries, without gaps."""
 
     name: str
     dtype: torch.dtype
@@ -35,8 +36,8 @@ class Entry:
 def join_group(
     *, address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
 ) -> Any:
-    """This process's end of the group `name`, whose rank 0 hosts the store. The keys in the store are those of
-    torch's own group constructor, so that the other end may be built by that. RuntimeError when nobody answers."""
+    """Join the group `name`, whose rank 0 hosts the store; return this process's end of it. The store's keys are those
+    of torch's own group constructor, so that the other end may use that. Raise RuntimeError if nobody answers."""
     timeout = timedelta(seconds=timeout_s)
     tcp = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     store = dist.PrefixStore(f"{DEVICES[backend]}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, tcp)))
@@ -49,12 +50,12 @@ def join_group(
 
 
 def nccl_version() -> str:
-    """The one that this process's torch uses."""
+    """Return the version of NCCL that this process's torch uses."""
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def broadcast(group: Any, tensor: Tensor, timeout_s: float) -> None:
-    """From rank 0 to all of the group, in place. RuntimeError after `timeout_s`."""
+    """Receive a tensor from rank 0, in place. Raise RuntimeError after `timeout_s`."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     work = group.broadcast([tensor], options)
@@ -65,7 +66,8 @@ def broadcast(group: Any, tensor: Tensor, timeout_s: float) -> None:
 
 
 def parse_entries(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[Entry]:
-    """The bucket's entries, checked. ValueError if the lists disagree or a dtype is unknown."""
+    """Return the bucket's entries. Raise ValueError if the lists differ in length, a dtype is unknown, or the bucket is
+    too large."""
     if not (len(names) == len(dtypes) == len(shapes)) or not names:
         raise ValueError(f"names, dtypes and shapes have {len(names)}, {len(dtypes)} and {len(shapes)} entries")
     entries = []
@@ -81,7 +83,7 @@ def parse_entries(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[
 
 
 def unflatten(flat: Tensor, entries: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters in uint8 `flat`, as views."""
+    """Yield the names and values of the parameters in `flat` (uint8), as views where the alignment allows it."""
     start = 0
     for entry in entries:
         part = flat[start : start + entry.nbytes]
@@ -91,17 +93,17 @@ def unflatten(flat: Tensor, entries: Sequence[Entry]) -> Iterator[tuple[str, Ten
 
 
 def check_finite(flat: Tensor, entries: Sequence[Entry]) -> None:
-    """ValueError for a parameter in uint8 `flat` that holds what is no finite number."""
-    held = dict(unflatten(flat, entries))
-    largest = torch.stack([value.float() for value in torch._foreach_norm(list(held.values()), math.inf)])
-    for name, sound in zip(held, largest.isfinite().tolist(), strict=True):
+    """Raise ValueError if a parameter in `flat` (uint8) holds a value that is not finite."""
+    received = dict(unflatten(flat, entries))
+    largest = torch.stack([value.float() for value in torch._foreach_norm(list(received.values()), math.inf)])
+    for name, sound in zip(received, largest.isfinite().tolist(), strict=True):
         if not sound:
             raise ValueError(f"{name} holds what is no finite number: the update is not installed")
 
 
 class WeightLoader:
-    """Writes parameters, named and laid out as in the published checkpoints, into a model; tied ones are reached by
-    either name."""
+    """Writes parameters, with names and layout of the published checkpoints, into a model. Tied parameters are accepted
+    under either name."""
 
     def __init__(self, model: Any) -> None:
         self._family = family = FAMILIES[model.config.model_type]
@@ -109,54 +111,55 @@ class WeightLoader:
         self._parameters: dict[str, Tensor] = {family.published_name(name): parameter for name, parameter in every}
         self._own_names = [family.published_name(name) for name, _ in model.named_parameters()]
         self.device = next(model.parameters()).device
-        self.changed = set[str]()  # what was loaded since the start
+        self.changed = set[str]()  # names of the parameters loaded since the start
 
     @property
     def names(self) -> Collection[str]:
         return self._parameters.keys()
 
     def own(self, name: str) -> Tensor:
-        """The parameter with this published name, as the model holds it."""
+        """Return the parameter with this published name, in the model's own layout."""
         return self._parameters[name].detach()
 
     def published(self, name: str) -> Tensor | None:
-        """A view of the model's parameter, laid out as in the published checkpoints; None if there is none."""
-        own = self._parameters.get(name)
-        if own is None:
+        """Return a view of a parameter in the layout of the published checkpoints; None if the model has none of this
+        name."""
+        parameter = self._parameters.get(name)
+        if parameter is None:
             return None
-        return own.detach().mT if self._family.is_turned(name) else own.detach()
+        return parameter.detach().mT if self._family.is_transposed(name) else parameter.detach()
 
     def check(self, entries: Sequence[Entry]) -> None:
-        """ValueError for a name that the model does not have, or another shape."""
+        """Raise ValueError for a name that the model does not have, or a wrong shape."""
         for entry in entries:
-            own = self.published(entry.name)
-            if own is None:
+            parameter = self.published(entry.name)
+            if parameter is None:
                 raise ValueError(f"the model has no parameter {entry.name!r}")
-            if own.shape != entry.shape:
-                raise ValueError(f"{entry.name} has the shape {list(own.shape)}, not {list(entry.shape)}")
+            if parameter.shape != entry.shape:
+                raise ValueError(f"{entry.name} has the shape {list(parameter.shape)}, not {list(entry.shape)}")
 
     @torch.no_grad()
     def load(self, flat: Tensor, entries: Sequence[Entry]) -> None:
-        held = dict(unflatten(flat, entries))
-        own = {name: parameter for name in held if (parameter := self.published(name)) is not None}
-        assert own.keys() == held.keys()  # `check` has seen them
-        torch._foreach_copy_(list(own.values()), list(held.values()))
-        self.changed |= held.keys()
+        received = dict(unflatten(flat, entries))
+        parameters = {name: parameter for name in received if (parameter := self.published(name)) is not None}
+        assert parameters.keys() == received.keys()  # ensured by `check`
+        torch._foreach_copy_(list(parameters.values()), list(received.values()))
+        self.changed |= received.keys()
 
     def get(self, name: str, limit: int) -> list[Any]:
-        """The first `limit` rows of a parameter as nested lists of floats. ValueError if there is none."""
-        own = self.published(name)
-        if own is None:
+        """Return the first `limit` rows of a parameter as nested lists of floats. Raise ValueError if there is none."""
+        parameter = self.published(name)
+        if parameter is None:
             raise ValueError(f"the model has no parameter {name!r}")
-        return own[:limit].float().cpu().tolist()
+        return parameter[:limit].float().cpu().tolist()
 
     def snapshot(self, skip: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Copies of the parameters whose server name holds none of the fragments, in the model's order, laid out as the
-        model holds them."""
+        """Return copies of the parameters whose server name contains no fragment in `skip`, in the model's order and
+        layout."""
         names = [name for name in self._own_names if not any(part in engine_name(name) for part in skip)]
         return [(name, self._parameters[name].detach().clone()) for name in names]
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's values as they lie in memory."""
+    """Return the tensor's values as raw bytes, copied to the CPU if needed."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

@@ -1,28 +1,30 @@
-"""The embedded engine's routes for weights: groups, updates, and what the model holds.
+"""The embedded engine's routes for weights: joining groups, receiving updates, and reading the model's weights.
 
-One learner publishes to an engine, over one group at a time: it gives its group up before it builds another, and never
-uses it again. So whoever joins leaves all earlier groups, also those of a learner that was killed and has not left.
+One learner publishes to an engine, over one group at a time: it gives up its group before it builds another. So the
+engine leaves all earlier groups when it joins a new one, including those of a learner that was killed. A learner claims
+the engine first, and again every few seconds; while it does, the claim of another run is refused.
 
-An update is received beside generation, into memory of its own; `end_weight_update` installs all of it between two
-steps. So no token is ever computed by a mixture, and an update that is discarded leaves no trace, such as one with
-weights that are not finite. An update holds weights, or an adapter alone, which is merged then.
+An update is received during generation into separate memory; `end_weight_update` installs all of it between two steps.
+So no token is ever computed by a mixture of weights, and a discarded update (because of weights that are not finite,
+for example) has no effect. An update holds either weights or an adapter, which is then merged.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 from torch import Tensor
 
-from actor.engine.adapters import AdapterLoader
-from actor.engine.http import Handler
+from actor.engine.http import Handler, HttpError
+from actor.engine.merged_adapter import AdapterLoader
 from actor.engine.scheduler import Scheduler
 from actor.engine.weight_loader import (
     Entry,
@@ -33,14 +35,15 @@ from actor.engine.weight_loader import (
     parse_entries,
     raw_bytes,
 )
-from shared.engine_messages import NO_WEIGHTS
-from shared.guards.threads import in_thread
-from shared.weights.adapters import is_of_adapter
-from shared.weights.checksums import checksums
-from shared.weights.group import DEVICES
+from shared.engine.adapter_names import is_of_adapter
+from shared.engine.checksums import checksums
+from shared.engine.engine_messages import CLAIM_ROUTE, UNTRAINED
+from shared.engine.weight_group_names import DEVICES
+from shared.util.threads import in_thread
 
 log = logging.getLogger("engine")
-LEAVE_S = 10.0  # for breaking earlier groups up, which may itself wait for the network
+CLAIM_S = 30.0  # a learner that has not been heard of for this long has no claim any more
+LEAVE_S = 10.0  # time limit for breaking up earlier groups, which may wait for the network
 
 
 class GroupBody(Struct, frozen=True, kw_only=True):
@@ -55,8 +58,18 @@ class InitGroupBody(GroupBody, frozen=True, kw_only=True):
     backend: Literal["gloo", "nccl"] = "nccl"
 
 
+class ClaimBody(Struct, frozen=True):
+    """A learner's claim to an engine: the run's name, and a token that its processes share and no other run has.
+    `ends`: the learner is over."""
+
+    run: Annotated[str, Meta(max_length=256)]
+    token: Annotated[str, Meta(min_length=1, max_length=64)]
+    ends: bool = False
+
+
 class BeginBody(Struct, frozen=True):
-    """An update with a name takes the place of one that is open; all that belongs to it must name it."""
+    """The body that opens an update. A named update replaces one that is open; all its buckets and its end must carry
+    the name."""
 
     update: str = ""
 
@@ -72,11 +85,17 @@ class BucketBody(GroupBody, frozen=True, kw_only=True):
 
 
 class EndBody(Struct, frozen=True):
-    """`weight_version` None: as the buckets say. What is received can be thrown away instead: `discard`."""
+    """The body that ends an update. `weight_version` None: the version in the buckets. `discard` drops what was
+    received instead of installing it."""
 
     weight_version: str | None = None
     discard: bool = False
     update: str = ""
+
+
+class RenameBody(Struct, frozen=True):
+    new_version: Annotated[str, Meta(max_length=100)]
+    abort_all_requests: Literal[False] = False
 
 
 class NameBody(Struct, frozen=True):
@@ -91,7 +110,7 @@ class CheckBody(Struct, frozen=True):
 
 @dataclass(slots=True)
 class OpenUpdate:
-    """What has come of an update."""
+    """The received part of an update."""
 
     name: str
     received: list[tuple[Tensor, list[Entry]]] = field(default_factory=list)
@@ -100,13 +119,14 @@ class OpenUpdate:
     version: str | None = None
 
     def check(self, name: str) -> None:
-        """ValueError for what belongs to another update."""
+        """Raise ValueError if `name` is not this update's name."""
         if self.name and name != self.name:
             raise ValueError(f"the update under way is {self.name[:100]!r}, not {name[:100]!r}")
 
 
 class WeightUpdates:
-    """`on_model` runs a function on the thread that owns the model, between two steps."""
+    """Handlers of the routes for weights. `on_model` runs a function on the thread that owns the model, between two
+    steps."""
 
     def __init__(
         self, model: Any, scheduler: Scheduler, on_model: Callable[[Any], Awaitable[Any]], *, timeout_s: float
@@ -116,14 +136,18 @@ class WeightUpdates:
         self._scheduler, self._on_model, self._timeout_s = scheduler, on_model, timeout_s
         self._groups: dict[str, Any] = {}
         self._open: OpenUpdate | None = None
+        self._claim: ClaimBody | None = None
+        self._claimed_at = 0.0
 
     def routes(self) -> dict[str, Handler]:
         return {
+            f"POST {CLAIM_ROUTE}": self.claim,
             "POST /init_weights_update_group": self.init_group,
             "POST /destroy_weights_update_group": self.destroy_group,
             "POST /begin_weight_update": self.begin,
             "POST /update_weights_from_distributed": self.update,
             "POST /end_weight_update": self.end,
+            "POST /update_weight_version": self.rename,
             "POST /get_weights_by_name": self.get,
             "POST /weights_checker": self.check,
         }
@@ -131,11 +155,25 @@ class WeightUpdates:
     def close(self) -> None:
         self._groups.clear()
 
+    async def claim(self, body: ClaimBody) -> dict[str, Any]:
+        """Let a learner publish to this engine, unless another run's learner is alive."""
+        heard_s, held = time.monotonic() - self._claimed_at, self._claim
+        if held is not None and held.token != body.token and heard_s < CLAIM_S:
+            raise HttpError(
+                409,
+                f"run {held.run!r} publishes to this engine, and was heard of {heard_s:.0f} s ago: end it, or give run "
+                f"{body.run!r} engines of its own",
+            )
+        if held is not None and held.token != body.token:
+            log.warning("run %r publishes to this engine now; run %r did before", body.run, held.run)
+        self._claim, self._claimed_at = (None if body.ends else body), time.monotonic()
+        return {"success": True, "message": f"run {body.run}"}
+
     async def init_group(self, body: InitGroupBody) -> dict[str, Any]:
         name = body.group_name
         if name in self._groups:
             raise ValueError(f"the group {name!r} exists: destroy it first")
-        earlier = tuple(self._groups)  # not what joins meanwhile: it is newer
+        earlier = tuple(self._groups)  # groups joined meanwhile are newer and stay
         try:
             self._groups[name] = await in_thread(
                 lambda: join_group(
@@ -155,7 +193,7 @@ class WeightUpdates:
         return {"success": True, "message": f"joined {name}"}
 
     async def _leave(self, names: Iterable[str]) -> None:
-        """Breaks them up on another thread: that may wait for the network, and so would freeing them."""
+        """Break up groups on another thread, since aborting or freeing a group may wait for the network."""
         groups = [group for name in names if (group := self._groups.pop(name, None)) is not None]
         if groups:
             breaking = asyncio.create_task(in_thread(lambda: [group.abort() for group in groups]))
@@ -179,7 +217,7 @@ class WeightUpdates:
         if update is None:
             raise ValueError("weights must come between begin_weight_update and end_weight_update")
         update.check(msgspec.json.decode(raw, type=BeginBody).update)
-        update.broken = True  # until this bucket is there; also if its body cannot be read
+        update.broken = True  # until the bucket is received; it stays so if the body cannot be read
         body = msgspec.json.decode(raw, type=BucketBody)
         group = self._groups.get(body.group_name)
         if group is None:
@@ -204,11 +242,11 @@ class WeightUpdates:
         return {"success": True, "message": f"{len(entries)} parameters"}
 
     def _place(self, group: Any) -> torch.device:
-        """Where this group's buckets arrive: gloo's in the host's memory, also those for a model on a GPU."""
+        """Return the device for this group's buckets: gloo's arrive in the host's memory, even for a model on a GPU."""
         return torch.device("cpu") if DEVICES[group.name()] == "cpu" else self.loader.device
 
     async def end(self, body: EndBody) -> dict[str, Any]:
-        """Installs what was received; an update that failed, or is ended with `discard`, changes nothing."""
+        """Install the update; one that failed, or is ended with `discard`, changes nothing."""
         update = self._open
         if update is None:
             raise ValueError("no update is open: call begin_weight_update first")
@@ -230,19 +268,25 @@ class WeightUpdates:
                 else:
                     for flat, entries in update.received:
                         self.loader.load(flat, entries)
-            except BaseException:  # some of the weights are new ones: no version names the mixture
-                self._scheduler.weights_changed(NO_WEIGHTS, flush=True)
+            except BaseException:  # some weights are new and some old: no version describes this mixture
+                self._scheduler.weights_changed(UNTRAINED, flush=True)
                 raise
             self._scheduler.weights_changed(version, update.flush)
 
         await self._on_model(install)
         return {"success": True, "message": f"weights {self._scheduler.weight_version}"}
 
+    async def rename(self, body: RenameBody) -> dict[str, Any]:
+        """Give the weights another name. The KV cache is dropped: nobody knows who gives the name, and why."""
+        await self._on_model(lambda: self._scheduler.weights_changed(body.new_version, flush=True))
+        return {"success": True, "message": f"weights {self._scheduler.weight_version}"}
+
     async def get(self, body: NameBody) -> list[Any]:
         return await self._on_model(lambda: self.loader.get(body.name, body.truncate_size))
 
     async def check(self, body: CheckBody) -> dict[str, Any]:
-        """SGLang's checksums: of every parameter whose name holds no fragment in `skip_tensor_list`."""
+        """Answer checksums as SGLang computes them, for every parameter whose name contains no fragment in
+        `skip_tensor_list`."""
         taken = await self._on_model(lambda: self.loader.snapshot(body.skip_tensor_list or ()))
-        found = await in_thread(lambda: checksums((name, raw_bytes(values)) for name, values in taken))
-        return {"success": True, "message": "Success.", "ranks": [{"checksums": found}]}
+        checksums_by_name = await in_thread(lambda: checksums((name, raw_bytes(values)) for name, values in taken))
+        return {"success": True, "message": "Success.", "ranks": [{"checksums": checksums_by_name}]}

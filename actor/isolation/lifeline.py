@@ -1,4 +1,4 @@
-"""A process that does not outlive its parent."""
+"""Let the kernel end a child process when its parent ends."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM, parent: int | None = None) -> None:
-    """In a child: the kernel sends it this signal when its parent is gone. Only Linux offers that. A child whose
-    `parent`, a process id, has ended before that ends at once."""
+    """Let the kernel send this process the signal when its parent is gone. Only Linux supports this. If `parent`, a
+    process id, is given and that process has already ended, exit at once."""
     _on_parents_death(number)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def tied_to_this_process(number: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
-    """`die_with_parent` as the `preexec_fn` of a child that this process starts."""
+    """Return `die_with_parent` as the `preexec_fn` of a child that this process starts."""
     return partial(die_with_parent, number, os.getpid())
 
 
 def may_outlive_parent() -> None:
-    """In a child: takes `die_with_parent` back."""
+    """Undo `die_with_parent`; call it in the child."""
     _on_parents_death(0)
 
 

@@ -1,4 +1,4 @@
-"""The actor's side of its user processes: one for each episode that is open, used again for the next one."""
+"""The actor's side of its user processes: one for each open episode, reused for later episodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from typing import Any
 import msgspec
 
 from actor.env_threads import EnvTimeout
-from actor.isolation.nursery import ANSWER, END, FORK, NOT_ENDED, REQUEST, Order, Ready
+from actor.isolation.fork_server import ANSWER, END, FORK, NOT_ENDED, REQUEST, ForkConfig, Ready
+from actor.isolation.process_messages import UserAnswer, UserCall, pack, receive, send, unpack, unpack_plain
 from actor.isolation.served import EXIT_MEMORY
-from actor.isolation.wire import Answer, Call, pack, receive, send, unpack, unpack_plain
 from shared.types import Sample
+from shared.util.user_errors import RaisedElsewhere
 
-START_LIMIT_S = 120.0  # of a nursery, which imports the user's modules
-ASK_LIMIT_S = 20.0  # of one fork or one end
-GRACE_S = 2 * ASK_LIMIT_S  # what a thread may take beyond a call's limit: a fork before it, an end after it
+START_LIMIT_S = 120.0  # time limit for a fork server to import the user's modules
+ASK_LIMIT_S = 20.0  # time limit for one fork or one end
+# Time that a thread may take beyond a call's limit: for a fork before it and an end after it.
+GRACE_S = 2 * ASK_LIMIT_S
 ROOT = Path(__file__).resolve().parents[2]
 SILENT_S = 60.0
 NOTHING = b"\xc0"  # None in msgpack
@@ -34,11 +36,11 @@ log = logging.getLogger("actor")
 
 
 class ProcessEnded(Exception):
-    """A user process ended during a call, by a crash of its own or from outside."""
+    """A user process ended during a call: it crashed, or was killed from outside."""
 
 
-class Raised(Exception):
-    """What the user's code raised. Its classes are made with the names of the originals."""
+class Raised(RaisedElsewhere):
+    """An exception of the user's code. Each is raised as a subclass with the name of the original class."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,10 +49,10 @@ class UserProcess:
 
     pid: int
     link: socket.socket
-    nursery: Nursery
+    server: ForkServer
 
-    def alive(self) -> bool:
-        """While it is idle: whether it has not hung up."""
+    def is_alive(self) -> bool:
+        """Tell whether an idle process still holds its end of the socket."""
         poll = select.poll()
         poll.register(self.link, select.POLLIN)
         return not poll.poll(0)
@@ -60,54 +62,57 @@ class UserProcesses:
     """Forks user processes, calls them, and ends those that overrun their limit. All methods may be called from any
     thread, and block."""
 
-    def __init__(self, order: Order) -> None:
-        """ValueError, as the nursery found it, for a module or function that is missing or broken."""
-        self._order, self._lock = order, threading.Lock()
+    def __init__(self, config: ForkConfig) -> None:
+        """Start the fork server. Raise ValueError, with the server's message, for a module or function that is missing
+        or broken."""
+        self._config, self._lock = config, threading.Lock()
         self._idle: list[UserProcess] = []
-        self._left: deque[UserProcess] = deque()  # of episodes that were given up; to be ended
-        self._told_s: dict[str, float] = {}  # when a line was last logged, by what it says
-        self._nursery = Nursery(order)
-        self.episode_reward = self._nursery.ready.episode_reward  # whether the environment's module has one
+        self._left: deque[UserProcess] = deque()  # processes of given-up episodes, still to be ended
+        self._logged_s: dict[str, float] = {}  # when each text was last logged
+        self._fork_server = ForkServer(config)
+        # True if the environment's module has an episode_reward.
+        self.episode_reward = self._fork_server.ready.episode_reward
 
     def lease(self) -> UserProcess:
-        """A process without an episode."""
+        """Return a process without an episode."""
         with self._lock:
             while self._left:
                 self._end(self._left.popleft())
             while self._idle:
                 process = self._idle.pop()
-                if process.alive():
+                if process.is_alive():
                     return process
                 self._warn(f"an idle user process {self._end(process)}")
             try:
-                return self._nursery.fork()
+                return self._fork_server.fork()
             except (EOFError, ConnectionError, TimeoutError):
-                self._warn(f"the parent of the user processes {self._nursery.close()}; a new one is started")
-                self._nursery = Nursery(self._order)
-                return self._nursery.fork()
+                self._warn(f"the parent of the user processes {self._fork_server.close()}; a new one is started")
+                self._fork_server = ForkServer(self._config)
+                return self._fork_server.fork()
 
     def give_back(self, process: UserProcess) -> None:
-        """The process for the next episode."""
+        """Keep a process for a later episode."""
         with self._lock:
             self._idle.append(process)
 
     def leave(self, process: UserProcess) -> None:
-        """Ends a process when there is time; does not block."""
-        process.link.close()  # upon which it ends by itself, unless it hangs
+        """Mark a process to be ended later, without blocking."""
+        process.link.close()  # then it ends by itself, unless it hangs
         self._left.append(process)
 
     def end(self, process: UserProcess) -> str:
-        """Kills a process; says how it ended."""
+        """Kill a process; return how it ended, in words."""
         with self._lock:
             return self._end(process)
 
     def call(self, process: UserProcess, name: str, body: bytes, limit_s: float) -> msgspec.Raw:
-        """What the process answers. EnvTimeout after `limit_s`, MemoryError, ProcessEnded: the process is gone then.
-        An exception of the user's is raised as `Raised`; TimeoutError as itself."""
+        """Call the process and return its answer. Raise EnvTimeout after `limit_s`, MemoryError if it exceeds its
+        memory, ProcessEnded if it ends otherwise; in all three cases the process is gone. An exception of the user's
+        code is raised as `Raised`, a TimeoutError as itself."""
         deadline = time.monotonic() + limit_s
         try:
-            send(process.link, pack(Call(name, msgspec.Raw(body))), limit_s)
-            answer = unpack(receive(process.link, max(1e-3, deadline - time.monotonic())), Answer)
+            send(process.link, pack(UserCall(name, msgspec.Raw(body))), limit_s)
+            answer = unpack(receive(process.link, max(1e-3, deadline - time.monotonic())), UserAnswer)
         except TimeoutError:
             self.end(process)
             self._warn(f"a user process overran its {limit_s:g} s in {name}; it was ended")
@@ -116,49 +121,49 @@ class UserProcesses:
             how = self.end(process)
             self._warn(f"a user process {how} in {name}")
             if how == f"ended with exit code {EXIT_MEMORY}":
-                memory = f"more memory than env.memory_mb = {self._order.memory_mb}"
+                memory = f"more memory than env.memory_mb = {self._config.memory_mb}"
                 raise MemoryError(f"{memory} in {name}; its process was ended") from None
             raise ProcessEnded(f"its process {how} in {name}") from None
         if answer.error == "TimeoutError":
             raise TimeoutError(answer.text)
         if answer.error:
-            raise type(answer.error, (Raised,), {})(answer.text)
+            raise type(answer.error, (Raised,), {})(answer.text, answer.place, answer.trace)
         return answer.value
 
     def close(self) -> None:
-        """Ends all of them."""
+        """End all user processes."""
         with self._lock:
-            self._nursery.close()
+            self._fork_server.close()
             for process in (*self._idle, *self._left):
                 process.link.close()
 
     def _warn(self, text: str) -> None:
-        """Logs a line, once a minute at most; each is counted as an episode's ending anyway."""
+        """Log a text once a minute at most; every case is counted as an episode's ending anyway."""
         now = time.monotonic()
-        if now - self._told_s.get(text, -SILENT_S) >= SILENT_S:
-            self._told_s[text] = now
+        if now - self._logged_s.get(text, -SILENT_S) >= SILENT_S:
+            self._logged_s[text] = now
             log.warning("%s", text)
 
     def _end(self, process: UserProcess) -> str:
         process.link.close()
         try:
-            return process.nursery.end(process.pid)
-        except (EOFError, OSError):  # it has ended, and all of its own with it
+            return process.server.end(process.pid)
+        except (EOFError, OSError):  # the fork server is gone, and all its processes with it
             return "ended with its parent"
 
 
 class Session:
-    """A user process on loan, from here to `close`. See `UserProcesses.call` for what a call raises."""
+    """A leased user process, from construction to `close`. `UserProcesses.call` describes what a call raises."""
 
     def __init__(self, processes: UserProcesses, limit_s: float) -> None:
-        """`limit_s` is the time limit of a call that has none of its own."""
+        """Lease a process. `limit_s` is the default time limit of a call."""
         self._processes, self._limit_s = processes, limit_s
         self._process: UserProcess | None = processes.lease()
         self._left = weakref.finalize(self, processes.leave, self._process)
         self._left.atexit = False
 
     def call(self, name: str, body: bytes = NOTHING, limit_s: float = 0.0) -> msgspec.Raw:
-        """What the process answers."""
+        """Call the process and return its answer."""
         if self._process is None:
             raise ProcessEnded("its process has ended")
         try:
@@ -168,7 +173,7 @@ class Session:
             raise
 
     def close(self) -> None:
-        """Ends the episode, unless the process has ended before; gives the process back."""
+        """End the episode and give the process back, unless the process has already ended."""
         if self._process is None:
             return
         process = self._process
@@ -190,24 +195,24 @@ class Session:
 
 
 class RemoteEnv(Session):
-    """An environment in a user process, as an episode sees it; it is built at its first `reset`."""
+    """An environment in a user process, with the methods that an episode needs; it is built at its first `reset`."""
 
     def __init__(self, processes: UserProcesses, sample: Sample, limit_s: float) -> None:
         super().__init__(processes, limit_s)
         self._sample = pack(sample)
 
-    def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return unpack(self.call("reset", self._sample), dict), {}
+    def reset(self) -> tuple[dict[str, Any], Any]:
+        return unpack(self.call("reset", self._sample), tuple[dict, Any])
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, Any]:
         return unpack(self.call("step", pack(response_text)), tuple[dict, bool, Any])
 
-    def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:
-        """The message that the environment itself has made of the observation."""
-        return observation["message"]
+    def format_observation(self, observation: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages that the environment has already made of the observation, in its process."""
+        return observation["messages"]
 
     def episode_reward(self) -> Any:
-        """The module's `episode_reward(env)`."""
+        """Return the module's `episode_reward(env)`."""
         return unpack_plain(self.call("episode_reward"))
 
     def __getattr__(self, name: str) -> Any:
@@ -216,40 +221,40 @@ class RemoteEnv(Session):
 
 
 @dataclass(slots=True)
-class Nursery:
-    """The process that forks user processes, from here."""
+class ForkServer:
+    """The actor's handle of the process that forks user processes."""
 
-    order: Order
+    config: ForkConfig
     ready: Ready = field(init=False)
     _control: socket.socket = field(init=False)
     _process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         self._control, theirs = socket.socketpair()
-        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from actor.isolation.nursery import main; main()"
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from actor.isolation.fork_server import main; main()"
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C is the actor's
+                start_new_session=True,  # Ctrl-C must reach only the actor
             )
         try:
-            send(self._control, pack(self.order), START_LIMIT_S)
+            send(self._control, pack(self.config), START_LIMIT_S)
             self.ready = unpack(receive(self._control, START_LIMIT_S), Ready)
         except (EOFError, OSError) as error:
             late = isinstance(error, TimeoutError)
             how = f"was not imported within {START_LIMIT_S:g} s" if late else f"{self.close()} at its import"
             self.close()
-            raise ValueError(f"the process of {self.order.env or self.order.reward!r} {how}") from None
+            raise ValueError(f"the process of {self.config.env or self.config.reward!r} {how}") from None
         if self.ready.mistake:
             self.close()
             raise ValueError(self.ready.mistake)
         self._control.settimeout(ASK_LIMIT_S)
 
     def fork(self) -> UserProcess:
-        """A new user process. OSError where the system allows none; EOFError, ConnectionError or TimeoutError: this
-        nursery is gone."""
+        """Fork a user process. Raise OSError if the system allows no further process; EOFError, ConnectionError or
+        TimeoutError if this server is gone."""
         link, theirs = socket.socketpair()
         with theirs:
             try:
@@ -262,35 +267,36 @@ class Nursery:
         return UserProcess(pid, link, self)
 
     def end(self, pid: int) -> str:
-        """Kills a user process; says how it ended. EOFError, ConnectionError or TimeoutError: this nursery is gone."""
-        return _how(self._ask(END, pid))
+        """Kill a user process; return how it ended. Raise EOFError, ConnectionError or TimeoutError if this server is
+        gone."""
+        return _describe_exit(self._ask(END, pid))
 
     def close(self) -> str:
-        """Ends this process, and with it all that it has forked; says how it ended."""
+        """End the fork server, and with it all processes that it has forked; return how it ended."""
         self._control.close()
         try:
-            return _how(self._process.wait(ASK_LIMIT_S))
+            return _describe_exit(self._process.wait(ASK_LIMIT_S))
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return _how(self._process.wait())
+            return _describe_exit(self._process.wait())
 
     def _ask(self, what: bytes, pid: int, descriptors: list[int] | None = None) -> int:
-        """EOFError, ConnectionError or TimeoutError, after which nothing more is asked: a late answer would be taken
-        for the next."""
+        """Send the server a request and return its answer. Raise EOFError, ConnectionError or TimeoutError if it gives
+        none; the connection is then closed, since a late answer would be taken for that of the next request."""
         if self._control.fileno() < 0:
-            raise EOFError("the nursery is gone")
+            raise EOFError("the fork server is gone")
         try:
             socket.send_fds(self._control, [REQUEST.pack(what, pid)], descriptors or [])
             data = self._control.recv(ANSWER.size)
             if len(data) < ANSWER.size:
-                raise EOFError("the nursery is gone")
+                raise EOFError("the fork server is gone")
         except (EOFError, ConnectionError, TimeoutError):
             self._control.close()
             raise
         return ANSWER.unpack(data)[0]
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code == NOT_ENDED:
         return "was killed and has not ended"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -1,4 +1,5 @@
-"""What runs inside a user process: one environment at a time, and rewards, at the actor's call."""
+"""The code that runs inside a user process: it serves the actor's calls of one environment at a time, and of
+rewards."""
 
 from __future__ import annotations
 
@@ -17,16 +18,27 @@ from typing import Any, NamedTuple
 import msgspec
 
 from actor.isolation.lifeline import die_with_parent
-from actor.isolation.wire import Answer, Call, pack, pack_plain, receive, send, unpack
+from actor.isolation.process_messages import (
+    UserAnswer,
+    UserCall,
+    pack,
+    pack_plain,
+    pack_with_info,
+    receive,
+    send,
+    unpack,
+)
 from envs.base import Info, Played
+from envs.env_calls import close_env, make_env, messages_of, reset_env, reward_of, step_env
 from shared.types import Sample
+from shared.util.user_errors import name_of, place_of, text_of, trace_of
 
-EXIT_MEMORY = 77  # of a process that came to its limit of memory
+EXIT_MEMORY = 77  # exit code of a process that reached its memory limit
 MIB = 2**20
 
 
 class Code(NamedTuple):
-    """The user's functions, where there are any, and the settings of `build_env`."""
+    """The user's functions (None for those that the recipe does not have), and the settings of `build_env`."""
 
     build_env: Callable[..., Any] | None
     episode_reward: Callable[[Any], Any] | None
@@ -35,15 +47,15 @@ class Code(NamedTuple):
     memory_mb: int
 
 
-def live(link: socket.socket, code: Code, parent: int) -> None:
-    """The whole life of a freshly forked process, from which it does not return: ends when the actor hangs up."""
+def run_child(link: socket.socket, code: Code, parent: int) -> None:
+    """Run a freshly forked process until the actor hangs up, then exit; never returns."""
     status = 1
     try:
-        os.setsid()  # what it starts is ended with it
+        os.setsid()  # so that processes that it starts are ended with it
         die_with_parent(signal.SIGKILL, parent)
         faulthandler.enable()
         _limit(code.memory_mb)
-        _throw_dice_anew()
+        _reseed()
         _serve(link, code)
         status = 0
     except MemoryError:
@@ -53,7 +65,7 @@ def live(link: socket.socket, code: Code, parent: int) -> None:
 
 
 def _limit(memory_mb: int) -> None:
-    """Bounds the private memory (RLIMIT_DATA; Linux alone counts all of it), and leaves no core file."""
+    """Limit the private memory (RLIMIT_DATA, which counts all of it only on Linux), and disable core files."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -61,8 +73,8 @@ def _limit(memory_mb: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
-def _throw_dice_anew() -> None:
-    """Forked processes have the same state of global generators; `random` seeds its own anew by itself."""
+def _reseed() -> None:
+    """Reseed the global random generators, whose state forked processes share; `random` does so by itself."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
@@ -70,32 +82,34 @@ def _throw_dice_anew() -> None:
 
 
 def _serve(link: socket.socket, code: Code) -> None:
-    episode = Episode(code)
+    episode = ServedEpisode(code)
     while True:
         try:
-            call = unpack(receive(link, None), Call)
+            call = unpack(receive(link, None), UserCall)
         except EOFError:
             return
         try:
-            answer = Answer(msgspec.Raw(episode.handle(call)))
-        except MemoryError:  # to tell about it may take more memory than there is
+            answer = UserAnswer(msgspec.Raw(episode.handle(call)))
+        except MemoryError:  # an answer about it may need more memory than there is
             os._exit(EXIT_MEMORY)
-        except Exception as error:  # noqa: BLE001 - whatever the user's code raises is told to the actor
-            answer = Answer(error=type(error).__name__, text=str(error))
+        except SystemExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - any exception of the user's code is reported to the actor
+            answer = UserAnswer(error=name_of(error), text=text_of(error), place=place_of(error), trace=trace_of(error))
         send(link, pack(answer), None)
 
 
 @dataclass(slots=True)
-class Episode:
-    """One environment from its first `reset` to its `close`, then the next."""
+class ServedEpisode:
+    """Serves one environment from its first `reset` to its `close`, then the next one."""
 
     code: Code
     env: Any = None
     infos: list[Info] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 
-    def handle(self, call: Call) -> bytes:
-        """The packed result of a call."""
+    def handle(self, call: UserCall) -> bytes:
+        """Return the packed result of a call."""
         match call.name:
             case "reset":
                 return self.reset(unpack(call.body, Sample))
@@ -103,7 +117,7 @@ class Episode:
                 return self.step(unpack(call.body, str))
             case "episode_reward":
                 assert self.code.episode_reward is not None
-                return pack_plain(self.code.episode_reward(self.env), "the reward")
+                return pack_plain(reward_of(self.code.episode_reward, self.env), "the reward")
             case "reward":
                 return self.reward(unpack(call.body, Played))
             case "close":
@@ -111,24 +125,27 @@ class Episode:
         raise AssertionError(call.name)
 
     def reset(self, sample: Sample) -> bytes:
-        """Builds the environment if there is none yet: {"message": what the model sees first}, or {} for nothing."""
+        """Build the environment if there is none yet; return [{"messages": the first observation}, or {} if there is
+        none, info]."""
         if self.env is None:
             assert self.code.build_env is not None
-            self.env = self.code.build_env(sample=sample, args=self.code.args)
-        observation, _ = self.env.reset()
-        seen = {"message": self.env.format_observation(observation)} if observation else {}
-        return pack_plain(seen, "the observation")
+            self.env = make_env(self.code.build_env, sample=sample, args=self.code.args)
+        observation, info = reset_env(self.env)
+        seen = {"messages": messages_of(self.env, observation)} if observation else {}
+        return pack_with_info([seen], info, "the observation")
 
     def step(self, text: str) -> bytes:
-        """[{"message": what the model sees next, unless it is over}, over, info]."""
-        observation, done, info = self.env.step(text)
+        """Return [{"messages": the next observation} or {} if the episode is over, over, info]."""
+        observation, done, info = step_env(self.env, text)
         self.infos.append(info)
-        seen = {} if done else {"message": self.env.format_observation(observation)}
-        return pack_plain([seen, bool(done), info], "what step returned")
+        seen = {} if done else {"messages": messages_of(self.env, observation)}
+        return pack_with_info([seen, done], info, "what step returned")
 
     def reward(self, played: Played) -> bytes:
-        """The user's reward, which sees the environment itself and its own infos where they are in this process."""
+        """Return the user's reward. If the environment is in this process, the reward function gets the environment
+        itself and its original infos."""
         assert self.code.reward is not None
+        played = replace(played, images=played.images or played.trajectory.images)
         if self.env is not None:
             played = replace(played, env=self.env, infos=tuple(self.infos))
         value = self.code.reward(played)
@@ -138,11 +155,9 @@ class Episode:
         return pack_plain(value, "the reward")
 
     def close(self) -> bool:
-        """Ends the episode. False if the process had better not serve another one: it took much memory."""
+        """End the episode; return False if the process has used so much memory that it should serve no other one."""
         env, self.env = self.env, None
         self.infos.clear()
-        close = getattr(env, "close", None)
-        if close is not None:
-            close()
+        close_env(env)
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return not self.code.memory_mb or used < self.code.memory_mb * MIB / 2

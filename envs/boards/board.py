@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from envs.boards.tile_sets import Grid
+
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
 SYMBOLS = "#_O√XPS"
 XSB = {"#": WALL, " ": FLOOR, "-": FLOOR, "_": FLOOR, ".": TARGET, "*": BOX_ON_TARGET, "$": BOX, "@": PLAYER,
        "+": PLAYER_ON_TARGET}  # fmt: skip
 MOVES = ("up", "down", "left", "right")
+STEPS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # rows down, columns to the right
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,21 @@ class Board:
         return all(self.cells[box] == TARGET for box in self.boxes)
 
     def codes(self) -> bytes:
-        """What is seen in each cell, as codes 0 to 6."""
-        shown = bytearray(self.cells)
+        """Return the code, 0 to 6, of what is visible in each cell."""
+        codes = bytearray(self.cells)
         for box in self.boxes:
-            shown[box] = BOX_ON_TARGET if self.cells[box] == TARGET else BOX
-        shown[self.player] = PLAYER_ON_TARGET if self.cells[self.player] == TARGET else PLAYER
-        return bytes(shown)
+            codes[box] = BOX_ON_TARGET if self.cells[box] == TARGET else BOX
+        codes[self.player] = PLAYER_ON_TARGET if self.cells[self.player] == TARGET else PLAYER
+        return bytes(codes)
 
     def text(self) -> str:
-        """The board in symbols, cells padded with spaces and joined by tabs."""
+        """Return the board in symbols, cells padded with spaces and joined by tabs."""
         codes = self.codes()
         rows = [codes[start : start + self.width] for start in range(0, len(codes), self.width)]
         return "\n".join("\t".join(f" {SYMBOLS[code]} " for code in row) for row in rows)
 
     def moved(self, move: str) -> Board:
-        """The board after one move; itself where the move is blocked."""
+        """Return the board after one move; the board itself if the move is blocked."""
         step = (-self.width, self.width, -1, 1)[MOVES.index(move)]
         to, behind = self.player + step, self.player + 2 * step
         if self.cells[to] == WALL:
@@ -66,7 +69,7 @@ class Board:
         return Board(self.height, self.width, self.cells, boxes, to)
 
     def env_config(self) -> dict[str, Any]:
-        """The board in the fields of the public dataset (rows of codes, [row, column] pairs)."""
+        """Return the board in the fields of the public dataset (rows of codes, [row, column] pairs)."""
         width = self.width
         return {
             "grid_size": [self.height, width],
@@ -78,7 +81,8 @@ class Board:
 
 
 def board_of(height: int, width: int, codes: bytes) -> Board:
-    """A board from codes 0 to 6. ValueError unless it is closed, with one player and as many boxes as targets."""
+    """Return a board from codes 0 to 6. Raise ValueError unless it is closed, with one player and a target for each
+    box."""
     players = [cell for cell, code in enumerate(codes) if code in (PLAYER, PLAYER_ON_TARGET)]
     if len(players) != 1:
         raise ValueError(f"a board needs exactly one player, found {len(players)}")
@@ -91,7 +95,8 @@ def board_of(height: int, width: int, codes: bytes) -> Board:
 
 
 def board_from_config(config: dict[str, Any]) -> Board:
-    """A board from `initial_base_grid`, `initial_boxes` and `initial_player` (rows of codes, [row, column] pairs)."""
+    """Return a board from `initial_base_grid`, `initial_boxes` and `initial_player` (rows of codes, [row, column]
+    pairs)."""
     grid = [[int(code) for code in row] for row in config["initial_base_grid"]]
     height, width = len(grid), len(grid[0])
     if any(len(row) != width for row in grid):
@@ -103,7 +108,7 @@ def board_from_config(config: dict[str, Any]) -> Board:
 
 
 def checked(board: Board) -> Board:
-    """`board` itself; ValueError where it is no Sokoban board."""
+    """Return `board` itself. Raise ValueError if it is not a valid Sokoban board."""
     size = board.height * board.width
     if not all(0 <= cell < size and board.cells[cell] != WALL for cell in (*board.boxes, board.player)):
         raise ValueError("a box or the player stands in a wall or outside the board")
@@ -119,14 +124,14 @@ def checked(board: Board) -> Board:
 
 
 def edge(height: int, width: int) -> set[int]:
-    """The outermost cells of a board."""
+    """Return the outermost cells of a board."""
     return {
         cell for cell in range(height * width) if cell // width in (0, height - 1) or cell % width in (0, width - 1)
     }
 
 
 def reached(codes: bytes, width: int, starts: Iterable[int]) -> set[int]:
-    """The cells without a wall that can be walked to from `starts`."""
+    """Return the cells without a wall that can be walked to from `starts`."""
     seen: set[int] = set()
     stack, last_row = list(starts), len(codes) // width - 1
     while stack:
@@ -140,13 +145,14 @@ def reached(codes: bytes, width: int, starts: Iterable[int]) -> set[int]:
     return seen
 
 
-def canonical(board: Board) -> bytes:
-    """The same bytes for a board and all its rotations and mirror images; different for any other board."""
+def canonical(board: Grid) -> bytes:
+    """Return the same bytes for a board and all its rotations and mirror images; different for any other board."""
     grid = np.frombuffer(board.codes(), np.uint8).reshape(board.height, board.width)
     forms = [form for each in (grid, grid.T) for form in (each, each[::-1], each[:, ::-1], each[::-1, ::-1])]
     return min(bytes(form.shape) + form.tobytes() for form in forms)
 
 
-def split_of(board: Board) -> str:
-    """ "heldout" for one class of symmetric boards in eight, "train" for the others: a property of the board alone."""
+def split_of(board: Grid) -> str:
+    """Return the split that a board belongs to: "heldout" for one class of symmetric boards in eight, else "train".
+    It depends on the board alone."""
     return "heldout" if hashlib.sha256(canonical(board)).digest()[0] < 32 else "train"

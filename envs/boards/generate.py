@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from envs.boards.board import FLOOR, TARGET, Board, split_of
+from envs.boards.reverse_play import reverse_played
 from envs.boards.solver import solve
 
 MAX_TRIES = 20_000
@@ -13,7 +14,7 @@ MAX_TRIES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class BoardSpec:
-    """What random boards look like. Several sizes or box numbers: each board draws one of them."""
+    """How random boards are drawn. Of several sizes or box numbers each board draws one."""
 
     sizes: tuple[tuple[int, int], ...] = ((6, 6),)
     num_boxes: tuple[int, ...] = (1,)
@@ -21,6 +22,7 @@ class BoardSpec:
     min_solution: int = 1  # moves of the shortest known solution
     max_solution: int = 1_000_000
     split: str = ""  # "", "train" or "heldout"
+    played_backwards: bool = False  # as gym-sokoban draws them; without wall_chance
 
     def __post_init__(self) -> None:
         if self.split not in ("", "train", "heldout"):
@@ -36,11 +38,16 @@ class BoardSpec:
 
 
 def make_board(seed: int | str, spec: BoardSpec) -> Board:
-    """The solvable board of `seed`; the same on every machine. ValueError if `spec` admits none in MAX_TRIES tries."""
+    """Return the solvable board of `seed`; the same on every machine. Raise ValueError if none of MAX_TRIES boards fits
+    `spec`."""
     rng = random.Random(seed)
     for _ in range(MAX_TRIES):
         height, width = spec.sizes[rng.randrange(len(spec.sizes))]
-        board = draw_board(rng, height, width, spec.num_boxes[rng.randrange(len(spec.num_boxes))], spec.wall_chance)
+        boxes = spec.num_boxes[rng.randrange(len(spec.num_boxes))]
+        if spec.played_backwards:
+            board = reverse_played(rng, height, width, boxes)
+        else:
+            board = draw_board(rng, height, width, boxes, spec.wall_chance)
         if board is None or board.solved or (spec.split and split_of(board) != spec.split):
             continue
         moves = solve(board, max_nodes=3_000)
@@ -50,7 +57,7 @@ def make_board(seed: int | str, spec: BoardSpec) -> Board:
 
 
 def draw_board(rng: random.Random, height: int, width: int, num_boxes: int, wall_chance: float) -> Board | None:
-    """A random board, which may have no solution; None where the walls leave too little room."""
+    """Return a random board, which may have no solution; None if the walls leave too little room."""
     cells = bytearray(height * width)
     inside = [row * width + column for row in range(1, height - 1) for column in range(1, width - 1)]
     free = []

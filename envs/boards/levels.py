@@ -13,7 +13,7 @@ _ROW = re.compile(r"^[#@+$*.\-_ ]+$")
 
 
 def iter_levels(path: str | Path) -> Iterator[Board | ValueError]:
-    """Each level of a file in order: its board, or what is wrong with it."""
+    """Yield each level of a file in order: its board, or the error if it is invalid."""
     for rows in _blocks(Path(path).read_text(encoding="utf-8", errors="replace")):
         try:
             yield parse_level(rows)
@@ -22,20 +22,21 @@ def iter_levels(path: str | Path) -> Iterator[Board | ValueError]:
 
 
 def parse_level(rows: list[str]) -> Board:
-    """One level from its rows. Short rows are filled with walls, as are floor cells the player cannot see."""
+    """Return one level from its rows. Short rows are filled with walls, and so is the floor outside the outer wall."""
     width = max(len(row) for row in rows)
     codes = bytes(code for row in rows for code in (*(XSB[symbol] for symbol in row), *[WALL] * (width - len(row))))
     return board_of(len(rows), width, _outside_filled(codes, width))
 
 
 def _blocks(text: str) -> list[list[str]]:
-    """Runs of lines that look like rows of a level; titles, comments and empty lines separate them."""
+    """Return the blocks of lines that look like rows of a level; titles, comments and empty lines separate them."""
     runs = groupby(text.splitlines(), lambda line: bool(_ROW.match(line) and "#" in line))
     return [[line.rstrip() for line in lines] for is_level, lines in runs if is_level]
 
 
 def _outside_filled(codes: bytes, width: int) -> bytes:
-    """`codes` with the floor outside the outer wall turned into wall; unchanged where the level is not closed."""
+    """Turn the floor outside the outer wall of `codes` into wall; return `codes` unchanged if the level is not
+    closed."""
     outside = reached(codes, width, edge(len(codes) // width, width))
     if any(codes[cell] != FLOOR for cell in outside):
         return codes

@@ -1,7 +1,7 @@
 """Sokoban solver: shortest in moves for one box, A* over pushes for several.
 
 Sets of cells are Python integers used as bit boards (bit c = cell c), so that a flood fill is a few shifts. The walls
-around the board stop shifted bits from running over its edge.
+around the board keep shifted bits from wrapping over its edge.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ FAR = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a search found: the moves or None; `proven` says that None means unsolvable, not that it gave up."""
+    """The result of a search: the moves, or None. If `proven`, None means that the board cannot be solved; else the
+    search has reached its limit."""
 
     moves: list[str] | None
     proven: bool = True
 
 
 def solve(board: Board, *, max_nodes: int = 200_000, weight: float = 2.0) -> list[str] | None:
-    """Moves that solve `board`, [] if it is solved, None if there are none or none was found within the limit.
-    One box: as few moves as possible. Several: A* over pushes; weight 1 gives as few pushes as possible.
+    """Return moves that solve `board`: [] if it is solved, None if there are none or none was found within the limit.
+    For one box they are as few moves as possible. For several boxes the search is A* over pushes, and weight 1 gives as
+    few pushes as possible.
     """
     return search(board, max_nodes=max_nodes, weight=weight).moves
 
 
 def optimal_first_moves(board: Board) -> list[str]:
-    """A shortest solution from any state, the next best move first; [] where the board is solved or cannot be."""
+    """Return a shortest solution from any state, the next best move first; [] if the board is solved or cannot be
+    solved."""
     return solve(board, weight=1.0) or []
 
 
 def search(board: Board, *, max_nodes: int = 200_000, weight: float = 2.0) -> Search:
-    """As `solve`, with whether a None is a proof."""
+    """Search as `solve` does; the result also says whether None proves that there is no solution."""
     if board.solved:
         return Search([])
     if len(board.boxes) == 1:
@@ -46,7 +49,7 @@ def search(board: Board, *, max_nodes: int = 200_000, weight: float = 2.0) -> Se
 
 
 def _one_box(board: Board) -> list[str] | None:
-    """Breadth first over (player, box): exact, and the whole space of a 6x6 board is 256 states."""
+    """Search breadth first over (player, box). This is exact, and a 6x6 board has only 256 states."""
     cells, size = board.cells, len(board.cells)
     steps = (-board.width, board.width, -1, 1)
     table = _maze(board.height, board.width, cells).pull_distance
@@ -89,7 +92,8 @@ def _trace(parents: dict[int, tuple[int, int]], start: int, state: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class Maze:
-    """What walls and targets alone say. `to_target[t][c]` = pushes a lone box needs from cell c to target t, or FAR."""
+    """Facts that depend only on walls and targets. `to_target[t][c]` is the number of pushes that a lone box needs from
+    cell c to target t, or FAR. `floor`, `live` and `targets` are sets of cells."""
 
     to_target: tuple[tuple[int, ...], ...]
     pull_distance: tuple[int, ...]  # pushes to the nearest target, FAR on dead cells and walls
@@ -172,7 +176,7 @@ class _PushSearch:
         return Search(None)
 
     def reach(self, player: int, boxes: int) -> int:
-        """All cells the player can walk to."""
+        """Return all cells that the player can walk to."""
         width, free = self.width, self.maze.floor & ~boxes
         region = player
         while True:
@@ -182,12 +186,12 @@ class _PushSearch:
             region = grown
 
     def successors(self, state: tuple[int, int]) -> list[tuple[tuple[int, int], int, int]]:
-        """(new state, box before the push, step) for each push that leaves no obvious deadlock."""
+        """Return (new state, box before the push, step) for each push that leaves no obvious deadlock."""
         boxes, player = state
         region = self.reach(player, boxes)
         open_cells = self.maze.live & ~boxes
         width = self.width
-        found = []
+        states = []
         for step in (-width, width, -1, 1):
             if step > 0:
                 movable = boxes & (region << step) & (open_cells >> step)
@@ -201,17 +205,17 @@ class _PushSearch:
                 if self.frozen(to, pushed):
                     continue
                 grown = self.reach(bit, pushed)
-                found.append(((pushed, grown & -grown), bit.bit_length() - 1, step))
-        return found
+                states.append(((pushed, grown & -grown), bit.bit_length() - 1, step))
+        return states
 
     def frozen(self, bit: int, boxes: int) -> bool:
-        """Whether the box just pushed can never move again while it, or a box that holds it, is off its target."""
+        """Tell whether the box just pushed can never move again, and it or a box that blocks it is not on a target."""
         stuck: list[int] = []
         return self._stuck(bit, boxes, self.walls, stuck) and any(not cell & self.maze.targets for cell in stuck)
 
     def _stuck(self, bit: int, boxes: int, walls: int, stuck: list[int]) -> bool:
-        """Whether box `bit` is blocked along both axes; `stuck` then gains it and the boxes that block it."""
-        walls |= bit  # a box already under question counts as a wall
+        """Tell whether box `bit` is blocked along both axes; if so, add it and the boxes that block it to `stuck`."""
+        walls |= bit  # a box already being examined counts as a wall
         mark = len(stuck)
         stuck.append(bit)
         for shift in (1, self.width):
@@ -227,14 +231,14 @@ class _PushSearch:
         return True
 
     def bound(self, boxes: int) -> int:
-        """Fewest pushes if no box were in another's way: the cheapest assignment of boxes to targets."""
-        known = self.bounds.get(boxes)
-        if known is None:
-            known = self.bounds[boxes] = _assignment(_bits(boxes), self.maze.to_target)
-        return known
+        """Return the fewest pushes if boxes did not block each other: the cheapest assignment of boxes to targets."""
+        cached = self.bounds.get(boxes)
+        if cached is None:
+            cached = self.bounds[boxes] = _assignment(_bits(boxes), self.maze.to_target)
+        return cached
 
     def moves(self, parents: dict, start: tuple[int, int], state: tuple[int, int]) -> list[str]:
-        """The pushes with the shortest walks between them."""
+        """Return the moves: the pushes, with the shortest walks between them."""
         pushes = []
         while state != start:
             state, box, step = parents[state]
@@ -247,7 +251,7 @@ class _PushSearch:
         return moves
 
     def walk(self, start: int, goal: int, boxes: int) -> list[int]:
-        """Steps of a shortest walk from `start` to `goal` around the boxes."""
+        """Return the steps of a shortest walk from `start` to `goal` around the boxes."""
         came = {start: 0}
         queue = deque((start,))
         while goal not in came:
@@ -274,7 +278,8 @@ def _bits(value: int) -> list[int]:
 
 
 def _assignment(boxes: list[int], to_target: tuple[tuple[int, ...], ...]) -> int:
-    """Cheapest one-to-one assignment, exact up to 8 boxes (dynamic programme over sets of used targets)."""
+    """Return the cost of the cheapest one-to-one assignment. Exact up to 8 boxes (dynamic programming over sets of used
+    targets); a lower bound beyond."""
     if len(boxes) > 8:
         return sum(min(table[box] for table in to_target) for box in boxes)
     best = {0: 0}

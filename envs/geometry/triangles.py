@@ -1,4 +1,4 @@
-"""Drawn triangle problems: an endless small geometry set of the project's own, each with its image and answer."""
+"""Drawn triangle problems: an endless supply of simple geometry problems, each with its image and answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from pydantic import Field
 
 from envs.datasets import data_uri
-from envs.settings import EnvSettings
+from envs.env_settings import EnvSettings
 
 Kind = Literal["angle_sum", "isosceles", "exterior", "right_angle", "pythagoras"]
 KIND_NAMES: tuple[Kind, ...] = get_args(Kind)
@@ -43,7 +43,8 @@ DEFAULT = TriangleSettings()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`text` asks, `answer` is the label, `image` the drawing, `numbers` what is written in it, ascending."""
+    """A drawn problem: `text` is the question, `answer` the label, `image` the drawing, `numbers` the numbers written
+    in it, ascending."""
 
     text: str
     answer: str
@@ -53,7 +54,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """Angles of the drawn triangle in degrees at its corners A and B, and what is written where."""
+    """A problem before it is drawn: question, answer, the triangle's angles in degrees at its corners A and B, and the
+    texts at its corners and sides."""
 
     text: str
     answer: str
@@ -67,7 +69,7 @@ class _Figure:
 
 
 def make_problem(seed: int | str, settings: TriangleSettings = DEFAULT, split: str = "") -> Problem:
-    """The problem of `seed`; "train" and "heldout" never share a question with the same numbers."""
+    """Return the problem of `seed`; "train" and "heldout" never share a question with the same numbers."""
     if split not in ("", "train", "heldout"):
         raise ValueError(f"split is {split!r}: use train, heldout or leave it out")
     rng, kinds, step = Random(seed), settings.kinds, settings.angle_step
@@ -80,7 +82,7 @@ def make_problem(seed: int | str, settings: TriangleSettings = DEFAULT, split: s
 
 
 def rows(count: int, split: str = "", seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Problems as rows of a geometry dataset: `problem`, `answer`, `images`."""
+    """Yield problems as rows of a geometry dataset: `problem`, `answer`, `images`."""
     for number in range(count):
         problem = make_problem(f"{seed}/{number}", split=split)
         buffer = io.BytesIO()
@@ -143,7 +145,7 @@ def _two_angles(rng: Random, step: int) -> tuple[int, int]:
 
 
 def _draw(figure: _Figure, rng: Random, pixels: int, grid: int) -> Image.Image:
-    """A palette image, black on white, the triangle turned at random."""
+    """Return a palette image, black on white, with the triangle rotated at random."""
     corners = _corners(figure.angles, rng.uniform(0, 360), pixels)
     image = Image.new("P", (pixels, pixels), 1)
     image.putpalette(bytes((0, 0, 0, 255, 255, 255)))
@@ -160,14 +162,14 @@ def _draw(figure: _Figure, rng: Random, pixels: int, grid: int) -> Image.Image:
 
 def _corners(angles: tuple[float, float], turn: float, pixels: int) -> list[Point]:
     a, b = (math.radians(angle) for angle in angles)
-    side = math.sin(b) / math.sin(a + b)  # of AC, for AB = 1
+    side = math.sin(b) / math.sin(a + b)  # length of AC, for AB = 1
     shape = [(0.0, 0.0), (1.0, 0.0), (side * math.cos(a), side * math.sin(a))]
     c, s = math.cos(math.radians(turn)), math.sin(math.radians(turn))
-    turned = [(x * c - y * s, x * s + y * c) for x, y in shape]
-    left, top = min(x for x, _ in turned), min(y for _, y in turned)
-    width, height = max(x for x, _ in turned) - left, max(y for _, y in turned) - top
+    rotated = [(x * c - y * s, x * s + y * c) for x, y in shape]
+    left, top = min(x for x, _ in rotated), min(y for _, y in rotated)
+    width, height = max(x for x, _ in rotated) - left, max(y for _, y in rotated) - top
     scale, margin = pixels * 0.72 / max(width, height), pixels / 2
-    return [((x - left - width / 2) * scale + margin, (y - top - height / 2) * scale + margin) for x, y in turned]
+    return [((x - left - width / 2) * scale + margin, (y - top - height / 2) * scale + margin) for x, y in rotated]
 
 
 def _between(a: Point, b: Point, share: float) -> Point:

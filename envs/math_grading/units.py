@@ -1,4 +1,4 @@
-"""The unit after a value: its spellings, and what brings a value from one unit to another."""
+"""Units after a value: their spellings, and conversion factors between them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import sympy
 
-_KNOWN = {  # the words for a unit: what it measures, and its size
+_KNOWN = {  # a unit's words: (what it measures, its size)
     "deg degree": ("angle", 1), "rad radian": ("angle", 180 / sympy.pi),
     "mm millimeter": ("length", 1), "cm centimeter": ("length", 10), "m meter": ("length", 1000),
     "km kilometer": ("length", 10**6), "in inch inche": ("length", sympy.Rational("25.4")),
@@ -17,6 +17,7 @@ _KNOWN = {  # the words for a unit: what it measures, and its size
     "dollar": ("money", 100), **{unit: (unit, 1) for unit in ("lb pound", "L l liter", *"NJWVAKCF")},
 }  # fmt: skip
 _UNITS = {word: unit for words, unit in _KNOWN.items() for word in words.split()}
+_LETTER_UNITS = frozenset("mghsL")  # after a space; 5m is 5 times m
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _WITH_UNIT = re.compile(
     r"(?P<value>.*(?:[\d)}°!\]]|\\pi|(?<=[\d)}\s])[a-z](?= ))) ?"
@@ -25,7 +26,7 @@ _WITH_UNIT = re.compile(
 
 
 class Unit(NamedTuple):
-    """`measures` is "" where there is no unit, or one that is not known."""
+    """A unit of measurement. `measures` is "" for no unit or an unknown one."""
 
     measures: str = ""
     size: sympy.Expr | int = 1
@@ -33,25 +34,26 @@ class Unit(NamedTuple):
 
 
 def split_unit(text: str, letters: bool = True) -> tuple[str, Unit]:
-    """(value, unit); the text itself where no unit follows. Without `letters`, a single letter is a variable."""
-    found = _WITH_UNIT.fullmatch(text)
-    if found is None or (found["words"][0] == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)):
+    """Split a text into (value, unit); the value is the whole text if no unit follows. Without `letters`, a single
+    letter is taken for a variable, unless it is a common unit after a space."""
+    match = _WITH_UNIT.fullmatch(text)
+    if match is None or (match["words"][0] == "°" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)):
         return text, Unit()
-    first, _, rest = found["words"].replace(".", " ").strip().partition(" ")
-    power = _POWERS.get(first.lower(), int(found["power"] or 1))
+    first, _, rest = match["words"].replace(".", " ").strip().partition(" ")
+    power = _POWERS.get(first.lower(), int(match["power"] or 1))
     word = rest.strip() if rest and first.lower() in _POWERS else f"{first} {rest}".strip().replace("°", "deg")
     singular = word.lower().removesuffix("s").replace("metre", "meter") if len(word) > 1 else word
-    known = _UNITS.get(word) or _UNITS.get(singular)
-    if (len(word) == 1 and not letters) or (known is None and len(word) < 3 and word != "''"):
+    unit = _UNITS.get(word) or _UNITS.get(singular)
+    letters = letters or (text[match.start("words") - 1].isspace() and word in _LETTER_UNITS)
+    if (len(word) == 1 and not letters) or (unit is None and len(word) < 3 and word != "''"):
         return text, Unit()
-    measures, size = known or (word if "/" in word else "", 1)
-    return split_unit(found["value"].strip())[0], Unit(measures, size, power)
+    measures, size = unit or (word if "/" in word else "", 1)
+    return split_unit(match["value"].strip())[0], Unit(measures, size, power)
 
 
 def factor(unit: Unit, wanted: Unit, pi: tuple[bool, bool]) -> sympy.Expr | int | None:
-    """What a value in `unit` is multiplied by to be in `wanted`; None if they do not go together.
-
-    `pi` says whether the value and the wanted one hold pi, which marks an angle without a unit as radians.
+    """Return the factor that converts a value from `unit` to `wanted`; None if they measure different things. `pi`:
+    whether the value and the wanted value contain pi, which marks an angle without a unit as radians.
     """
     radians = Unit(*_UNITS["rad"])
     if unit.measures == "angle" and not wanted.measures and pi[1]:

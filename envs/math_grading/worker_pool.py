@@ -1,7 +1,7 @@
 """A few worker processes that can be killed: a call returns its result or fails after a time limit.
 
-The limit is one of processor time, which the process itself keeps, so that a busy machine turns no good answer into a
-timeout; beyond WALL_FACTOR times the limit on the clock the process is killed from here.
+The limit is processor time, which the worker process enforces itself, so that a busy machine does not turn good answers
+into timeouts. After WALL_FACTOR times the limit on the clock, the pool kills the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WorkerTimeout(TimeoutError):
 
 
 class WorkerFailed(RuntimeError):
-    """The process died during the call; the message says why."""
+    """The worker process died during the call; the message says why."""
 
 
 class WorkerPool:
@@ -45,13 +45,12 @@ class WorkerPool:
         atexit.register(self.close)
 
     def call(self, request: Any, limit_s: float) -> Any:
-        """The result; WorkerTimeout or WorkerFailed otherwise, and RuntimeError where no process can be started.
-
-        Waiting for a free process is not counted.
+        """Return the result. Raise WorkerTimeout or WorkerFailed if there is none, RuntimeError if no process can be
+        started. Time spent waiting for a free process does not count.
         """
         process = self._idle.get()
         try:
-            if process is None or process.poll() is not None:  # killed from outside while it was idle
+            if process is None or process.poll() is not None:  # not started yet, or killed while it was idle
                 process = self._start()
             assert process.stdin is not None
             process.stdin.write(json.dumps([limit_s, request]).encode() + b"\n")
@@ -73,7 +72,7 @@ class WorkerPool:
             self._idle.put(None)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """A new process that has said that it is ready."""
+        """Start a process and wait until it reports that it is ready."""
         module = "envs.math_grading.worker_main"
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {module} import main; main({self.module!r})"
         process = None
@@ -90,7 +89,8 @@ class WorkerPool:
 
 
 def _read_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
-    """The line that the process writes; TimeoutError after `limit_s`, EOFError if the process ended."""
+    """Return the next line that the process writes. Raise TimeoutError after `limit_s`, EOFError if the process
+    ended."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -103,9 +103,9 @@ def _read_line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
 
 
 def _kill(process: subprocess.Popen[bytes] | None) -> int | None:
-    """The exit status of the process, which has been ended."""
+    """Kill the process and return its exit status."""
     if process is None:
         return None
-    with contextlib.suppress(OSError), process:  # a request that was never read is lost with the process
+    with contextlib.suppress(OSError), process:  # closing fails if a request was never read
         process.kill()
     return process.returncode

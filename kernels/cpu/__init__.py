@@ -1,1 +1,1 @@
-"""What torch computes slowly on a CPU, in C or by another library."""
+"""Operations that torch computes slowly on a CPU, in C or by another library."""

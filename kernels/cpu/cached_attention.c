@@ -1,15 +1,15 @@
-/* Attention of single tokens to what is in the cache. */
+/* Attention of single tokens to the cache. */
 #include "shared.h"
 
-#define MAX_GROUP 32  /* H / K at most */
+#define MAX_GROUP 32  /* largest H / K */
 #define BLOCK 128     /* keys whose scores are held at once */
-#define FEW 16        /* values that are added at once */
-#define PAIR 2        /* queries that they are read for once */
-#define WIDE 4        /* registers of a query's sums at once */
-#define LINE 16       /* floats that a cache reads at once; values are asked for while scores are computed */
+#define FEW 16        /* rows of values that are added at once */
+#define PAIR 2        /* queries that share one read of the values */
+#define WIDE 4        /* registers for a query's sums at once */
+#define LINE 16       /* floats in a cache line; values are prefetched while scores are computed */
 
-/* score[j] = scale * query . key[j] for LANES keys of d floats, a multiple of LANES: all their sums are folded
- * together, since to fold each by itself would cost more than the products. */
+/* score[j] = scale * query . key[j] for LANES keys of d floats, a multiple of LANES. The lanes of all keys' sums are
+ * added up together; doing it for each key alone would cost more than the products. */
 INLINE void dots(const float *query, const float *key, int64_t d, float scale, float *score) {
     lanes sum[LANES];
 #pragma GCC unroll 16
@@ -29,8 +29,8 @@ INLINE void dots(const float *query, const float *key, int64_t d, float scale, f
     *(lanes *)score = sum[0] * scale;
 }
 
-/* out[g * d + i] = itself * kept[g] + sum over j of scores[g * BLOCK + j] * values[j * d + i], for `many` queries,
- * `count` values and the columns of `wide` registers. */
+/* out[g * d + i] = out[g * d + i] * kept[g] + sum over j of scores[g * BLOCK + j] * values[j * d + i], for `many`
+ * queries, `count` values and the columns of `wide` registers. */
 INLINE void add_columns(const float *scores, const float *kept, int many, int64_t count, const float *values, int64_t d,
                         int wide, float *out) {
     lanes sum[PAIR][WIDE] = {{{0}}};
@@ -45,7 +45,7 @@ INLINE void add_columns(const float *scores, const float *kept, int many, int64_
         }
 }
 
-/* The same of all d columns; `count` is so small that the values stay in the nearest cache meanwhile. */
+/* `add_columns` for all d columns; `count` is so small that the values stay in the first-level cache meanwhile. */
 INLINE void add_values(const float *scores, const float *kept, int many, int64_t count, const float *values, int64_t d,
                        float *out) {
     int64_t i = 0;
@@ -63,8 +63,8 @@ INLINE void add_values(const float *scores, const float *kept, int many, int64_t
         }
 }
 
-/* Softmax attention of `group` queries, which share keys and values [length, D], block by block (Milakov and
- * Gimelshein, 2018): the largest score so far, the sum of the exponentials and the weighted values are kept. */
+/* Softmax attention of `group` queries that share keys and values [length, D], block by block (Milakov and Gimelshein,
+ * 2018), with running values of the largest score, the sum of the exponentials and the weighted sum of values. */
 INLINE void attend_group(const float *query, int64_t group, int64_t d, const float *keys, const float *values,
                          int64_t length, float scale, float *out) {
     float scores[MAX_GROUP][BLOCK], most[MAX_GROUP], sum[MAX_GROUP], kept[MAX_GROUP];
@@ -113,8 +113,8 @@ INLINE void attend_group(const float *query, int64_t group, int64_t d, const flo
         for (int64_t i = 0; i < d; i++) out[g * d + i] /= sum[g];
 }
 
-/* out [N, H * D]: token n, whose queries begin at query + n * stride, attends to the first length[n] entries of the
- * slot that begins at first[n]; `keys` and `values` are [slots, K, C, D]. */
+/* out [N, H * D]: token n, whose queries begin at query + n * stride, attends to the length[n] entries of its
+ * slot that begin at index first[n]; `keys` and `values` are [slots, K, C, D]. */
 void attend(const float *query, int64_t stride, int64_t rows, int64_t num_heads, int64_t num_kv, int64_t d,
             const int64_t *first, const int64_t *length, int64_t context, const float *keys, const float *values,
             float scale, int64_t threads, float *out) {

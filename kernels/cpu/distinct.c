@@ -1,16 +1,17 @@
-/* Which rows are alike. */
+/* Detection of equal rows. */
 #include "shared.h"
 #include <string.h>
 
-#define MAX_TRIED 32 /* other rows that a row is compared with */
+#define MAX_TRIED 32 /* largest number of other rows with which a row is compared */
 
-/* A product carries upwards alone: its upper bits are brought down again. */
+/* Mixes `word` into `sum`. In a product, bits influence only higher bits, so the upper half is folded into the lower.
+ * */
 INLINE uint64_t mixed(uint64_t sum, uint64_t word) {
     sum = (sum ^ word) * 0x9E3779B97F4A7C15u;
     return sum ^ sum >> 32;
 }
 
-/* The bytes of a row as one number, by four sums that do not wait for each other. */
+/* A hash of a row's bytes, by four independent sums. */
 INLINE uint64_t digest(const uint8_t *row, int64_t width) {
     uint64_t sums[4] = {1, 2, 3, 4}, words[4];
     int64_t i = 0;
@@ -22,9 +23,10 @@ INLINE uint64_t digest(const uint8_t *row, int64_t width) {
     return mixed(mixed(mixed(sums[0], sums[1]), sums[2]), sums[3]);
 }
 
-/* Of rows [n, width]: the number of different ones in found[0], where each of those is first met in `first`, and in
- * like[i] which of them row i equals. -1 instead of a number if there are more than `most`, or so many in one place of
- * `table` (slots of them, a power of two, more than `most`, all -1) that looking on is not worth it. */
+/* Finds the distinct rows of rows [n, width]. found[0]: their number; first[k]: index of the first occurrence of the
+ * k-th; like[i]: the number k of row i. found[0] is -1 if there are more than `most`, or too many collisions in the
+ * hash table `table` for the search to be worth it. The table's size `slots` is a power of two above `most`; it starts
+ * with -1 in all slots. */
 void distinct_rows(const uint8_t *rows, int64_t n, int64_t width, int64_t most, int64_t *table, int64_t slots,
                    int64_t *first, int64_t *like, int64_t *found) {
     int64_t count = 0;

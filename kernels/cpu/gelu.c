@@ -4,9 +4,9 @@
 #define TWICE 1.5957691216f /* 2 sqrt(2 / pi) */
 #define CUBIC 0.044715f
 
-#define FAR 20.0f /* beyond this it is 0 or x, with a slope of 0 or 1 */
+#define FAR 20.0f /* for larger |x| the GELU is 0 or x, with a slope of 0 or 1 */
 
-/* sigmoid(2 a) of x, and x itself, or what lies nearest to it within FAR. */
+/* sigmoid(2 a) for x; `near` gets x, limited to [-FAR, FAR]. */
 INLINE float share_of(float x, float *near) {
     *near = x < -FAR ? -FAR : x > FAR ? FAR : x;
     float share = sigmoid(TWICE * *near * (1.0f + CUBIC * *near * *near));

@@ -10,15 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kernels.cpu.library import built, takes
+from kernels.cpu.library import built, is_supported
 
-_CLASSES = ("GELUTanh", "PytorchGELUTanh")  # of transformers
+_CLASSES = ("GELUTanh", "PytorchGELUTanh")  # class names in transformers
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 (Hendrycks and Gimpel, 2016, section 2) of any shape; in C for
-    float32 on a CPU, else and in graphs that torch compiles by torch. An element is computed alike wherever it is."""
-    if torch.compiler.is_compiling() or not takes(x):
+    """Return x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 (Hendrycks and Gimpel, 2016, section 2), of any shape.
+
+    It is computed in C for float32 on a CPU, otherwise and in graphs that torch compiles by torch. An element's result
+    does not depend on its position.
+    """
+    if torch.compiler.is_compiling() or not is_supported(x):
         return F.gelu(x, approximate="tanh")
     if torch.is_grad_enabled() and x.requires_grad:
         out: Tensor = _Gelu.apply(x)
@@ -27,7 +30,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def use_fast_gelu(model: nn.Module) -> None:
-    """Makes every GELU of this kind in a model of transformers compute so."""
+    """Make every GELU of this kind in a model of transformers use `gelu_tanh`."""
     for module in model.modules():
         if type(module).__name__ in _CLASSES and _is_known(module):
             module.forward = MethodType(_replaced, module)
@@ -66,6 +69,6 @@ def _forward(x: Tensor) -> Tensor:
 
 
 def _shape(x: Tensor) -> tuple[int, int, int]:
-    """Rows, their width and threads."""
+    """Return the number of rows, their width, and the number of threads."""
     width = x.shape[-1] if x.ndim else 1
     return x.numel() // max(width, 1), width, torch.get_num_threads()

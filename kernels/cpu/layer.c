@@ -1,7 +1,7 @@
 /* Norms and rotation; all tensors are contiguous. */
 #include "shared.h"
 
-/* hidden [N, width] += delta (where there is one); normed = RMS norm of it, times weight [width]. */
+/* hidden [N, width] += delta, if given; normed = RMS norm of the result, times weight [width]. */
 void add_rms_norm(float *hidden, const float *delta, const float *weight, float eps, int64_t rows, int64_t width,
                   int64_t threads, float *normed) {
     SHARED
@@ -22,8 +22,9 @@ INLINE void rotate(float *head, const float *weight, float eps, const float *cos
     turn(head, cosine, sine, d, out);
 }
 
-/* heads [N, H + 2 K, D]: queries and keys are normed (where norms [H + K, D] are given) and turned by cosine and sine
- * [N, D]; queries in place, keys and values into the cache at entry[n] + head * C, nowhere where entry is negative. */
+/* heads [N, H + 2 K, D]: queries and keys are normalised, if norms [H + K, D] are given, and rotated by cosine and sine
+ * [N, D]. Queries stay in place; keys and values go to the cache at entry[n] + head * C, unless entry[n] is negative.
+ * */
 void rotate_and_store(float *heads, int64_t rows, int64_t num_heads, int64_t num_kv, int64_t d, const float *norms,
                       float eps, const float *cosine, const float *sine, const int64_t *entry, int64_t context,
                       int64_t threads, float *keys, float *values) {
@@ -41,8 +42,8 @@ void rotate_and_store(float *heads, int64_t rows, int64_t num_heads, int64_t num
     }
 }
 
-/* The first `num_turned` of the `num_heads` of each token of heads [N, num_heads, D] are turned in place; token n stands
- * at place n % period of cosine and sine [period, D]. */
+/* Rotates the first `num_turned` of the `num_heads` heads of each token of heads [N, num_heads, D] in place. Token n
+ * has position n % period in cosine and sine [period, D]. */
 void rotate_heads(float *heads, int64_t rows, int64_t num_heads, int64_t num_turned, int64_t d, const float *cosine,
                   const float *sine, int64_t period, int64_t threads) {
     SHARED

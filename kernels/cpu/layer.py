@@ -1,5 +1,6 @@
-"""The parts of a decoder layer that torch computes slowly on a CPU, in C, for the embedded engine: attention of single
-tokens to their cache, norms, rotation, SwiGLU; float32, no gradient.
+"""The parts of a decoder layer that torch computes slowly on a CPU, in C, for the embedded engine.
+
+They are attention of single tokens to their cache, norms, rotation and SwiGLU; float32, no gradient.
 
 Suffixes: N = tokens, H = query heads, K = key heads, D = head size, C = entries of a slot.
 """
@@ -15,7 +16,7 @@ from kernels.cpu.library import built
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds `delta` to `hidden` [..., width] in place; the RMS norm of the sum, times weight [width]."""
+    """Add `delta` to `hidden` [..., width] in place; return the RMS norm of the sum, times weight [width]."""
     normed = torch.empty_like(hidden)
     added = None if delta is None else delta.data_ptr()
     pointers = hidden.data_ptr(), added, weight.data_ptr()
@@ -25,7 +26,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
 
 
 def silu_mul(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up of [N, width], whose rows are equally far apart in both; [N, width], contiguous."""
+    """Return silu(gate) * up, [N, width], contiguous. The rows of gate and up [N, width] must have the same stride."""
     if out is None:
         out = gate.new_empty(gate.shape)
     pointers = gate.data_ptr(), up.data_ptr()
@@ -41,11 +42,12 @@ def rotate_and_store(
     entry: Tensor,
     cache: tuple[Tensor, Tensor],
 ) -> None:
-    """Queries of `heads` [N, H + 2 K, D] are normed and turned in place, keys likewise and values into the cache.
+    """Normalise and rotate the queries of `heads` [N, H + 2 K, D] in place; write the normalised and rotated keys, and
+    the values, to the cache.
 
     `norms`: weights [H + K, D] of the norms of queries and keys, None for a family without them; `angles`: cosine and
-    sine [N, D]; `entry`: int64 [N], where a token's first head goes in the cache [slots, K, C, D] seen as
-    [slots * K * C, D], -1 for a token that is not kept.
+    sine [N, D]; `entry`: int64 [N], the index of a token's first head in the cache [slots, K, C, D] viewed as [slots *
+    K * C, D], -1 for a token that is not kept.
     """
     keys, values = cache
     num_kv, context, size = keys.shape[1:]
@@ -57,19 +59,21 @@ def rotate_and_store(
 
 
 def rotate_heads(heads: Tensor, num_turned: int, angles: tuple[Tensor, Tensor]) -> None:
-    """Turns the first `num_turned` heads of each token of `heads` [B, P, heads, D] in place; `angles`: cosine and sine
-    of the P places, [P, D]."""
+    """Rotate the first `num_turned` heads of each token of `heads` [B, P, heads, D] in place. `angles`: cosine and sine
+    of the P positions, [P, D]."""
     cos, sin = angles
-    batch, places, num_heads, size = heads.shape
-    shape = batch * places, num_heads, num_turned, size
-    where = cos.data_ptr(), sin.data_ptr(), places
+    batch, positions, num_heads, size = heads.shape
+    shape = batch * positions, num_heads, num_turned, size
+    where = cos.data_ptr(), sin.data_ptr(), positions
     built().rotate_heads(heads.data_ptr(), *shape, *where, torch.get_num_threads())
 
 
 def attend(heads: Tensor, first: Tensor, length: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> None:
-    """Attention of the first R tokens of rotated `heads` [N, H + 2 K, D] to their slots, into `out` [N, H, D].
+    """Compute attention of the first R tokens of rotated `heads` [N, H + 2 K, D] to their slots; write it to `out` [N,
+    H, D].
 
-    Token r sees `length[r]` entries from `first[r]` on, both int64 [R], counted as in `rotate_and_store`.
+    Token r attends to `length[r]` entries from index `first[r]` on, both int64 [R], with indices as in
+    `rotate_and_store`.
     """
     keys, values = cache
     num_kv, context, size = keys.shape[1:]
@@ -81,15 +85,18 @@ def attend(heads: Tensor, first: Tensor, length: Tensor, cache: tuple[Tensor, Te
 
 
 def attend_causally(heads: Tensor, slot: int, past: int, cache: tuple[Tensor, Tensor], out: Tensor) -> None:
-    """Attention of the tokens of one sequence, rotated `heads` [N, H + 2 K, D], to what is in its slot: `past` others
-    and themselves, each to its own end; into `out` [N, H, D]."""
+    """Compute causal attention of one sequence's tokens, rotated `heads` [N, H + 2 K, D], to its slot; write it to
+    `out` [N, H, D].
+
+    The slot holds `past` earlier tokens, then these tokens; each attends up to itself.
+    """
     keys, values = (stored[slot].transpose(0, 1) for stored in cache)
     _attend_together(heads, keys, values, (past + 1, 1), 1 / math.sqrt(heads.shape[2]), out)
 
 
 def attend_all(heads: Tensor, scale: float) -> Tensor:
-    """Attention of each of an image's patches to all of them: `heads` [P, 3 H, D], queries, keys and values, rotated;
-    [P, H * D]."""
+    """Compute attention of an image's patches to all of its patches: return [P, H * D]. `heads` [P, 3 H, D]: rotated
+    queries and keys, and values."""
     query, keys, values = heads.chunk(3, dim=1)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     _attend_together(query, keys, values, (len(heads), 0), scale, out)
@@ -99,8 +106,11 @@ def attend_all(heads: Tensor, scale: float) -> Tensor:
 def _attend_together(
     query: Tensor, keys: Tensor, values: Tensor, seen: tuple[int, int], scale: float, out: Tensor
 ) -> None:
-    """query [N, H or more, D], keys and values [at least as many as are seen, K, D], out [N, H, D]. `seen`: by the
-    first token, and how many more by each next one."""
+    """Compute attention of query [N, H or more, D] to keys and values [as many as are seen, or more, K, D]; write it to
+    out [N, H, D].
+
+    `seen`: number of keys that the first token attends to, and how many more each next token does.
+    """
     shape = query.stride(0), *out.shape[:2], keys.shape[1], out.shape[2]
     stored = keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]
     threads = torch.get_num_threads()

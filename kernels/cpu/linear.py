@@ -1,9 +1,9 @@
-"""Matrix products on CPUs by oneDNN instead of MKL, where that is faster in float32: on AMD with AVX-512.
+"""Matrix products on CPUs by oneDNN instead of MKL where that is faster in float32: on AMD with AVX-512.
 
-MKL does not use AVX-512 on AMD, where it is half as fast. On Intel, and with AVX2 alone, both multiply large matrices
-alike and MKL small ones faster: a layer's products of 64 tokens in three quarters of the time (tests/bench/KERNELS.md).
-oneDNN compiles a kernel for each new shape, which takes 0.5 ms and about 0.4 MB, kept for the next time: so rows are
-padded to few different numbers.
+MKL does not use AVX-512 on AMD and is half as fast there. On Intel, and with only AVX2, both are equally fast for large
+matrices, and MKL is faster for small ones: a layer's products for 64 tokens take three quarters of the time
+(docs/figures/kernels.md). oneDNN compiles and caches a kernel for each new shape, which takes 0.5 ms and about 0.4 MB;
+therefore numbers of rows are padded to few different values.
 """
 
 from __future__ import annotations
@@ -30,30 +30,32 @@ def _can_use_onednn() -> bool:
 
 @functools.cache
 def _linear_pointwise() -> Any:
-    """One overload: to choose it anew would cost each of some thousand products a second."""
+    """Return the operator's only overload; looking it up for every one of some thousand products per second would cost
+    time."""
     return torch.ops.mkldnn._linear_pointwise.default
 
 
 def uses_onednn(x: Tensor) -> bool:
-    """Whether products of `x` are oneDNN's: it is the faster one, is there and switched on, and x is float32 on a
-    CPU."""
+    """Tell whether oneDNN computes products of `x`: it is the faster library here, available and switched on, and x is
+    float32 on a CPU."""
     fits = _ON_AMD and x.device.type == "cpu" and x.dtype == torch.float32 and _can_use_onednn()
     return fits and bool(torch.backends.mkldnn.enabled)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias, by oneDNN's private operator; no gradient."""
+    """Return x [..., in] times weight [out, in] transposed, plus bias, by oneDNN's private operator; no gradient."""
     return _linear_pointwise()(x, weight, bias, "none", [], "")
 
 
 def padded(rows: int) -> int:
-    """The number of rows that oneDNN computes instead of `rows`: a multiple of 8, above 64 of 32, above 512 of 128."""
+    """Return the number of rows that oneDNN computes for `rows`: the next multiple of 8; of 32 above 64; of 128 above
+    512."""
     step = 8 if rows <= 64 else 32 if rows <= 512 else 128
     return -(-rows // step) * step
 
 
 def _pad(x: Tensor) -> Tensor:
-    """Zeros below the rows [N, D]."""
+    """Return rows [N, D] padded with rows of zeros."""
     extra = padded(len(x)) - len(x)
     return F.pad(x, (0, 0, 0, extra)) if extra else x.contiguous()
 
@@ -61,7 +63,7 @@ def _pad(x: Tensor) -> Tensor:
 class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)  # as it is: layers that read the same keep it once
+        ctx.save_for_backward(x, weight)  # x itself, not padded: layers with the same input share it
         ctx.has_bias = bias is not None
         return product(_pad(x), weight.contiguous(), bias)[: len(x)]
 
@@ -80,7 +82,7 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, differentiable; by oneDNN where that is faster."""
+    """Compute `F.linear`, differentiable, by oneDNN where that is faster."""
     if not uses_onednn(x) or weight.dtype != torch.float32:
         return F.linear(x, weight, bias)
     if torch.is_inference_mode_enabled():
@@ -89,7 +91,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Linears(torch.autograd.Function):
-    """What several weights give of one x: its gradient is summed by the products."""
+    """Products of one x with several weights; the matrix products themselves sum the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -110,22 +112,21 @@ class _Linears(torch.autograd.Function):
 
 
 def linears(x: Tensor, *modules: nn.Linear) -> tuple[Tensor, ...]:
-    """What each of the modules gives of x [..., in]. `are_plain` says whether this can be had."""
-    found = _Linears.apply(x.flatten(0, -2), *(module.weight for module in modules))
-    return tuple(out.unflatten(0, x.shape[:-1]) for out in found)
+    """Return the outputs of all modules for x [..., in]. Call it only if `supports_linears`."""
+    outputs = _Linears.apply(x.flatten(0, -2), *(module.weight for module in modules))
+    return tuple(out.unflatten(0, x.shape[:-1]) for out in outputs)
 
 
-def are_plain(x: Tensor, *modules: nn.Linear) -> bool:
-    """Whether they give products of float32 on a CPU and nothing else, which is MKL's work: without a bias, an adapter
-    or anybody who looks on."""
+def supports_linears(x: Tensor, *modules: nn.Linear) -> bool:
+    """Tell whether the modules are plain float32 products on a CPU that MKL computes: no bias, adapter or hooks."""
     plain = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return plain and not uses_onednn(x) and all(map(_is_plain, modules))
 
 
 def _is_plain(module: nn.Linear) -> bool:
-    own = vars(module).get("forward")
-    known = own is None or getattr(own, "__func__", None) is _forward
-    plain = type(module) is nn.Linear and module.bias is None and module.weight.dtype == torch.float32 and known
+    forward = vars(module).get("forward")
+    is_known = forward is None or getattr(forward, "__func__", None) is _forward
+    plain = type(module) is nn.Linear and module.bias is None and module.weight.dtype == torch.float32 and is_known
     return plain and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
@@ -134,14 +135,14 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
 
 
 def use_fast_linear(model: nn.Module) -> None:
-    """Makes every plain nn.Linear of the model compute with `linear`."""
+    """Make every plain nn.Linear of the model compute with `linear`."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
 def use_plain_linear(model: nn.Module) -> None:
-    """Undoes `use_fast_linear`, for torch.compile, which knows oneDNN itself."""
+    """Undo `use_fast_linear`, for torch.compile, which uses oneDNN itself."""
     for module in model.modules():
         if getattr(vars(module).get("forward"), "__func__", None) is _forward:
             del module.forward

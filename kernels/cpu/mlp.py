@@ -1,5 +1,5 @@
-"""SwiGLU's MLP on a CPU, with gradients: its products and its gate for some tokens after the others, so that what lies
-between them stays in the processor's caches. Of all tokens only the two inputs of the gate are kept.
+"""SwiGLU's MLP on a CPU, with gradients, computed block by block of tokens, so that intermediate tensors stay in the
+processor's caches. For the backward only the gate's two inputs are kept for all tokens.
 
 Suffixes: T = tokens, H = hidden size, I = intermediate size, B = tokens of a block.
 """
@@ -15,20 +15,20 @@ from torch.autograd.function import once_differentiable
 
 from kernels.cpu import linear
 from kernels.cpu.layer import silu_mul
-from kernels.cpu.library import built, takes
+from kernels.cpu.library import built, is_supported
 
 BLOCK_FLOATS, MIN_BLOCK = 1 << 18, 256
 """A block's gates; fewer tokens than `MIN_BLOCK` would read the weights too often."""
 
 
-def fits(hidden: Tensor, *projections: nn.Linear) -> bool:
-    """Whether `swiglu_mlp` computes what these linear layers (gate, up and down) would."""
-    return linear.are_plain(hidden, *projections) and takes(hidden, *(p.weight for p in projections))
+def supports_swiglu_mlp(hidden: Tensor, *projections: nn.Linear) -> bool:
+    """Tell whether `swiglu_mlp` can replace these linear layers (gate, up and down)."""
+    return linear.supports_linears(hidden, *projections) and is_supported(hidden, *(p.weight for p in projections))
 
 
 def swiglu_mlp(hidden: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
-    """(silu(hidden gate^T) * (hidden up^T)) down^T of hidden [..., H] (Shazeer, 2020, equation 6); float32. `fits` says
-    whether this can be had."""
+    """Return (silu(hidden gate^T) * (hidden up^T)) down^T of hidden [..., H] (Shazeer, 2020, equation 6); float32. Call
+    it only if `supports_swiglu_mlp`."""
     x_TH, weights = hidden.flatten(0, -2), (gate_IH, up_IH, down_HI)
     tracked = torch.is_grad_enabled() and any(part.requires_grad for part in (x_TH, *weights))
     out: Tensor = _Mlp.apply(x_TH, *weights) if tracked else _forward(x_TH, *weights, None)
@@ -36,7 +36,7 @@ def swiglu_mlp(hidden: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) 
 
 
 def _step(width: int) -> int:
-    """Tokens of a block."""
+    """Return the number of tokens in a block."""
     return max(MIN_BLOCK, BLOCK_FLOATS // width)
 
 
@@ -46,12 +46,12 @@ def _blocks(tokens: int, width: int) -> Iterator[slice]:
 
 
 def _room(count: int, x_TH: Tensor, width: int) -> Tensor:
-    """What every block writes to anew, so that it stays in the caches: [count, B, I]."""
+    """Return buffers that every block overwrites, so that they stay in the caches: [count, B, I]."""
     return x_TH.new_empty(count, min(_step(width), len(x_TH)), width)
 
 
 def _forward(x_TH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, kept_2TI: Tensor | None) -> Tensor:
-    """[T, H]; `kept_2TI`, where there is one, gets the inputs of the gate."""
+    """Compute the MLP: [T, H]. The gate's inputs are written to `kept_2TI`, if given."""
     out_TH, room = x_TH.new_empty(len(x_TH), len(down_HI)), _room(3, x_TH, len(gate_IH))
     for block in _blocks(len(x_TH), len(gate_IH)):
         x_BH = x_TH[block]
@@ -93,6 +93,6 @@ class _Mlp(torch.autograd.Function):
 
 
 def _gate_grad(gate: Tensor, up: Tensor, grad: Tensor, *out: Tensor) -> None:
-    """Writes the gradients of gate and up, and silu(gate) * up, all [B, I], to `out`."""
+    """Write the gradients of gate and up, and silu(gate) * up, all [B, I], to `out`."""
     pointers = (tensor.data_ptr() for tensor in (gate, up, grad))
     built().silu_mul_backward(*pointers, *gate.shape, torch.get_num_threads(), *(each.data_ptr() for each in out))

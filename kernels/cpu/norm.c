@@ -1,9 +1,9 @@
-/* RMS norm of rows, turned by a rotary embedding where one is given, rotary embeddings alone, and their gradients. */
+/* RMS norms of rows, followed by a rotary embedding if angles are given; rotary embeddings alone; and the gradients. */
 #include "shared.h"
 
-#define BLOCK_ROWS 64 /* whose part of the weight's gradient is summed together */
+#define BLOCK_ROWS 64 /* tokens over which one part of the weight's gradient is summed */
 
-/* `beside`, where there is one, is added to the gradient. */
+/* `beside`, if given, is added to the gradient. */
 INLINE void norm_row_backward(const float *row, const float *weight, float by, const float *given, int64_t width,
                               const float *beside, float *out, float *sums) {
     float dot = 0;
@@ -17,7 +17,7 @@ INLINE void norm_row_backward(const float *row, const float *weight, float by, c
     }
 }
 
-/* A token's heads, normed and then turned. */
+/* A token's heads, normalised and then rotated. */
 INLINE void turned_heads(const float *x, const float *weight, float eps, const float *cosine, const float *sine,
                          int64_t heads, int64_t d, float *out, float *scale) {
     for (int64_t h = 0; h < heads; h++) {
@@ -37,9 +37,9 @@ INLINE void turned_heads_backward(const float *x, const float *weight, const flo
     }
 }
 
-/* All contiguous: out [N, H, D] = x * scale * weight [D], where scale [N, H] is one over the root of a head's mean square
- * and eps; then turned by the token's cosine and sine [N, D], where there are any. With `delta` x is `total` = x + delta,
- * which is written. */
+/* All arrays are contiguous. out [N, H, D] = x * scale * weight [D], where scale [N, H] = 1 / sqrt(a head's mean square
+ * + eps); then rotated by the token's cosine and sine [N, D], if given. If `delta` is given, x + delta is written to
+ * `total` and takes the place of x. */
 void rms_norm(const float *x, const float *delta, const float *weight, float eps, const float *cosine,
               const float *sine, int64_t rows, int64_t heads, int64_t d, int64_t threads, float *total, float *out,
               float *scale) {
@@ -60,8 +60,8 @@ void rms_norm(const float *x, const float *delta, const float *weight, float eps
     }
 }
 
-/* for_x [N, H, D], to which `beside` is added where there is one and nothing was turned; for_weight [blocks of BLOCK_ROWS
- * tokens, D], to be summed over the blocks. */
+/* for_x [N, H, D], plus `beside` if that is given and there is no rotation; for_weight [blocks of BLOCK_ROWS tokens,
+ * D], which the caller sums over the blocks. */
 void rms_norm_backward(const float *x, const float *weight, const float *scale, const float *cosine, const float *sine,
                        const float *grad, const float *beside, int64_t rows, int64_t heads, int64_t d, int64_t threads,
                        float *for_x, float *for_weight) {
@@ -85,8 +85,8 @@ void rms_norm_backward(const float *x, const float *weight, const float *scale, 
     }
 }
 
-/* out [N, H, D], contiguous = heads x, a token's `stride` after those of the one before, turned by their token's cosine
- * and sine [N, D], or `back`: the gradient of x from that of the result. */
+/* out [N, H, D], contiguous = the heads of x, where tokens have distance `stride`, rotated by their token's cosine and
+ * sine [N, D]; with `back` the gradient of x from that of the result. */
 void turn_tokens(const float *x, int64_t stride, const float *cosine, const float *sine, int64_t rows, int64_t heads,
                  int64_t d, int64_t threads, int64_t back, float *out) {
     SHARED

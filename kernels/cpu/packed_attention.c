@@ -1,11 +1,12 @@
-/* Attention of the tokens of sequences, each to its own sequence, and its gradients. */
+/* Attention of sequences' tokens, each to its own sequence, and the gradients. */
 #include "tiles.h"
 
-#define TILE_KEYS 64  /* keys whose scores are held at once, of the queries of a tile */
+#define TILE_KEYS 64  /* keys whose scores, for a tile's queries, are held at once */
 
 INLINE float larger(float a, float b) { return a > b ? a : b; }
 
-/* top[l] = the largest of itself and of lane l of `count` scores; four at once, as each waits for the one before. */
+/* top[l] = the maximum of top[l] and lane l of `count` scores. Four scores are combined first, since each update of top
+ * waits for the one before. */
 INLINE void raise(const float *score, int64_t across, int64_t count, float *top) {
     int64_t j = 0;
     for (; j + 4 <= count; j += 4, score += 4 * across)
@@ -20,9 +21,10 @@ INLINE void raise(const float *score, int64_t across, int64_t count, float *top)
         for (int64_t l = 0; l < across; l++) top[l] = larger(score[l], top[l]);
 }
 
-/* Softmax attention of a tile's queries, block of keys by block (Milakov and Gimelshein, 2018). Nothing is folded: a
- * key's score is a lane's own, in base 2. `log_sum`, where there is one, gets the base-2 logarithm of the sum of the
- * exponentials. Heads of queries lie query_head apart, those of out d, those of log_sum 1. */
+/* Softmax attention of a tile's queries, one block of keys after the other (Milakov and Gimelshein, 2018). No sums
+ * across lanes are needed: each lane has the scores of its own query, in base 2. `log_sum`, if given, gets the base-2
+ * logarithm of the sum of the exponentials. The distance between heads is query_head for queries, d for out and 1 for
+ * log_sum. */
 INLINE void attend_tile(const Tile *tile, int64_t w, int64_t d, const float *query, int64_t query_row,
                         int64_t query_head, const float *keys, int64_t key_row, const float *values, int64_t value_row,
                         float scale, float *out, int64_t out_row, float *log_sum, int64_t log_row) {
@@ -60,8 +62,9 @@ INLINE void attend_tile(const Tile *tile, int64_t w, int64_t d, const float *que
     }
 }
 
-/* The gradients of `attend_tile`: that of the queries is written, those of keys and values are added to. The weights
- * are computed again from the scores and `log_sum`; `out` is what the forward gave (Dao et al., 2022, algorithm 4). */
+/* The gradients of `attend_tile`: those of the queries are written, those of keys and values are added to the arrays.
+ * The weights are computed again from the scores and `log_sum`; `out` is the forward's result (Dao et al., 2022,
+ * algorithm 4). */
 INLINE void attend_tile_backward(const Tile *tile, int64_t w, int64_t d, const float *query, int64_t query_row,
                                  int64_t query_head, const float *keys, int64_t key_row, const float *values,
                                  int64_t value_row, float scale, const float *out, const float *grad_out,
@@ -107,7 +110,8 @@ INLINE void attend_tile_backward(const Tile *tile, int64_t w, int64_t d, const f
         turn_out(moved + v, w, d, all[v], tile->valid[v], grad_query + BEGIN(v, out_row, d), out_row);
 }
 
-/* The compiler knows the number of registers, and the usual head sizes where there are two. */
+/* Calls attend_tile with the number of registers as a compile-time constant and, for SIDE registers, the usual head
+ * sizes too. */
 static void tile_of_size(const Tile *tile, int64_t d, const float *query, int64_t query_row, int64_t query_head,
                          const float *keys, int64_t key_row, const float *values, int64_t value_row, float scale,
                          float *out, int64_t out_row, float *log_sum, int64_t log_row) {
@@ -121,8 +125,8 @@ static void tile_of_size(const Tile *tile, int64_t d, const float *query, int64_
         FORWARD(1, d);
 }
 
-/* The tile of some of `left` queries and the first of `heads` that share keys, which see seen[0], seen[1]... keys: two
- * heads side by side, or two runs of queries, or one. */
+/* The next tile of `left` queries of the first of `heads` heads, which share keys; its queries attend to seen[0],
+ * seen[1], ... keys. It holds two heads side by side, or two runs of queries, or one run. */
 INLINE Tile tile_at(int64_t left, int64_t heads, const int64_t *seen) {
     int64_t first = left < LANES ? left : LANES, next = left - first < LANES ? left - first : LANES;
     Tile tile = {.registers = 1, .valid = {first}, .seen = seen};
@@ -139,11 +143,11 @@ INLINE Tile tile_at(int64_t left, int64_t heads, const int64_t *seen) {
     return tile;
 }
 
-#define ROWS_OF(tile) ((tile).row[1] + LANES) /* how many rows after a tile the next one begins */
+#define ROWS_OF(tile) ((tile).row[1] + LANES) /* number of rows from a tile to the next one */
 
-/* out [N, H * D]: attention of the N tokens of one sequence. Token n sees `first` + n * `more` keys; its queries begin
- * at query + n * query_row; key j of head h is at keys + j * key_row + h * key_head, values likewise; D is a multiple
- * of 8. */
+/* out [N, H * D]: attention of the N tokens of one sequence. Token n attends to `first` + n * `more` keys. Its queries
+ * begin at query + n * query_row; key j of head h is at keys + j * key_row + h * key_head, values likewise; D is a
+ * multiple of 8. */
 void attend_together(const float *query, int64_t query_row, int64_t rows, int64_t num_heads, int64_t num_kv, int64_t d,
                      int64_t first, int64_t more, const float *keys, int64_t key_row, int64_t key_head,
                      const float *values, int64_t value_row, int64_t value_head, float scale, int64_t threads,
@@ -164,10 +168,10 @@ void attend_together(const float *query, int64_t query_row, int64_t rows, int64_
     }
 }
 
-/* Attention of packed documents. `pieces` [P, 3] has each document's first query, the number of its queries and its
- * first key; query n sees seen[n] of its document's keys, no fewer than the one before. A head's queries begin at
- * query + h * query_head and are query_row apart; keys and values likewise. out [N, H, D], log_sum [N, H], which only
- * the gradients read. */
+/* Attention of packed documents. `pieces` [P, 3]: each document's first query, number of queries and first key. Query n
+ * attends to the first seen[n] keys of its document, never fewer than the document's previous query. A head's queries
+ * begin at query + h * query_head with distance query_row; keys and values likewise. out [N, H, D], log_sum [N, H],
+ * which only the gradients need. */
 void attend_pieces(const float *query, int64_t query_row, int64_t query_head, int64_t num_heads, int64_t num_kv,
                    int64_t d, const int64_t *pieces, int64_t num_pieces, const int64_t *seen, const float *keys,
                    int64_t key_row, int64_t key_head, const float *values, int64_t value_row, int64_t value_head,
@@ -191,7 +195,7 @@ void attend_pieces(const float *query, int64_t query_row, int64_t query_head, in
 }
 
 /* The gradients of `attend_pieces`: grad_query [N, H, D] is written, grad_keys and grad_values [T, K, D] are added to.
- * Each document's keys are one thread's alone, so that sums do not depend on the number of threads. */
+ * A document's keys are processed by one thread only, so that sums do not depend on the number of threads. */
 void attend_pieces_backward(const float *query, int64_t query_row, int64_t query_head, int64_t num_heads,
                             int64_t num_kv, int64_t d, const int64_t *pieces, int64_t num_pieces, const int64_t *seen,
                             const float *keys, int64_t key_row, int64_t key_head, const float *values,

@@ -1,5 +1,5 @@
-"""Attention of packed documents on a CPU, with gradients, in C: in float32 it takes half to three quarters of the time
-of torch's (tests/bench/KERNELS.md).
+"""Attention of packed documents on a CPU, with gradients, in C. In float32 it takes half to three quarters of torch's
+time (docs/figures/kernels.md).
 
 Suffixes: N = queries, T = keys, H = query heads, K = key heads, D = head size, P = documents.
 """
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.cpu.library import built, fits
+from kernels.cpu.library import built, supports_layer
 
-__all__ = ["Documents", "attend", "fits", "whole_documents"]
+__all__ = ["Documents", "attend", "supports_layer", "whole_documents"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """Which keys a query sees: the first `seen` of its document's, no fewer than the query before it there."""
+    """The keys that each query attends to: the first `seen` of its document, never fewer than for the document's
+    previous query."""
 
     borders: Tensor  # int64 [P, 3]: first query, number of queries, first key
     seen: Tensor  # int64 [N]
@@ -29,8 +30,10 @@ class Documents:
 
 @functools.lru_cache(maxsize=64)
 def whole_documents(runs: tuple[tuple[int, int], ...], causal: bool) -> Documents:
-    """All tokens of documents that lie one after another ask; `runs` has neighbours of equal length, (how many,
-    length)."""
+    """Return the description of consecutive documents in which every token has a query.
+
+    `runs`: (number of documents, their length) for each run of neighbours with equal length.
+    """
     counts = torch.tensor([length for many, length in runs for _ in range(many)], dtype=torch.int64)
     first = counts.cumsum(0) - counts
     seen = counts.repeat_interleave(counts)
@@ -40,9 +43,12 @@ def whole_documents(runs: tuple[tuple[int, int], ...], causal: bool) -> Document
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float) -> Tensor:
-    """query [H, N, D], key and value [K, T, D], float32, D a multiple of 8, in any strides; [N, H, D]. Each query and
-    head is computed alike whatever lies beside its document, and with any number of threads. `fits` says whether this
-    can be had."""
+    """Compute attention of query [H, N, D] to key and value [K, T, D], float32, with any strides; D is a multiple of 8.
+    Return [N, H, D].
+
+    A query's and head's result does not depend on other documents or the number of threads. Call it only if
+    `supports_layer`.
+    """
     out: Tensor = _Attention.apply(query, key, value, documents.borders, documents.seen, scale)
     return out
 
@@ -75,7 +81,7 @@ class _Attention(torch.autograd.Function):
 def _arguments(
     query: Tensor, key: Tensor, value: Tensor, borders: Tensor, seen: Tensor, scale: float
 ) -> tuple[int | float, ...]:
-    """As both C functions have them."""
+    """Return the common arguments of the two C functions."""
     heads, _, size = query.shape
     queries = query.data_ptr(), query.stride(1), query.stride(0), heads, len(key), size
     packing = borders.data_ptr(), len(borders), seen.data_ptr()

@@ -1,7 +1,7 @@
-/* What the C functions of this folder share. library.py compiles them; what they compute, torch computes where they are
- * not to be had: actor/engine/layers.py, learner/model/attention.py, learner/model/forwards.py. They compute in float32.
- * N = tokens, H = query heads, K = key heads, D = head size, C = entries of a slot. `threads` share the tokens. Nothing
- * here allocates or fails; a NaN that comes in goes out. */
+/* Functions that all C files of this folder share. library.py compiles them. Where they are not available, torch
+ * computes the same: actor/engine/layers.py, learner/model/attention.py, learner/model/forwards.py. All is float32. N =
+ * tokens, H = query heads, K = key heads, D = head size, C = entries of a slot. `threads` share the tokens. Nothing
+ * here allocates or fails; a NaN in the input gives a NaN in the output. */
 #include <math.h>
 #include <stdint.h>
 
@@ -9,8 +9,8 @@
 #define NOT_INLINE __attribute__((noinline))
 #define SHARED _Pragma("omp parallel for num_threads(threads) if (threads > 1 && rows > 16)")
 
-/* 2^(n + r), n a whole number, r at most a half and n + r at most 0: a polynomial of degree 5, 1 at 0, of the least
- * relative error, which is below 4e-7 with what is rounded. */
+/* 2^(n + r), for an integer n, |r| <= 1/2 and n + r <= 0: a polynomial of degree 5 that is 1 at 0, with the least
+ * relative error, below 4e-7 including rounding. */
 INLINE float power_of_two(float n, float r) {
     union { float value; uint32_t bits; } power = {1.3264727e-3f};
     power.value = power.value * r + 9.671513e-3f;
@@ -22,7 +22,7 @@ INLINE float power_of_two(float n, float r) {
     return power.value;
 }
 
-/* 2^x of x <= 0, at least 2^-125. */
+/* 2^x for x <= 0; the result is at least 2^-125. */
 INLINE float exp2_negative(float x) {
     x = x < -125.0f ? -125.0f : x;
     float n = rintf(x);
@@ -31,14 +31,14 @@ INLINE float exp2_negative(float x) {
 
 #define LOG2_E 1.44269504f
 
-/* What is computed before it is added to anything, although -fassociative-math may choose another order. */
+/* `sum`, computed before it is added to anything, although -fassociative-math allows other orders. */
 #if defined(__has_builtin) && __has_builtin(__builtin_assoc_barrier)
 #define FIRST(sum) __builtin_assoc_barrier(sum)
 #else
 #define FIRST(sum) (sum)
 #endif
 
-/* e^x of x <= 0, at least e^-86, by Cody and Waite's reduction. */
+/* e^x for x <= 0, by Cody and Waite's reduction; the result is at least e^-86. */
 INLINE float exp_negative(float x) {
     x = x < -86.0f ? -86.0f : x;
     float n = rintf(x * LOG2_E);
@@ -51,9 +51,9 @@ INLINE float sigmoid(float x) {
     return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 
-#define MAX_HEAD 256  /* D at most */
+#define MAX_HEAD 256  /* largest D */
 
-/* `call` with the head size, which the compiler knows where it is a usual one. */
+/* `call` with the head size, as a compile-time constant for the usual sizes. */
 #define BY_SIZE(call)       \
     switch (d) {            \
         case 16:            \
@@ -72,7 +72,7 @@ INLINE float sigmoid(float x) {
             call(d);        \
     }
 
-/* As many floats as a register has. */
+/* LANES: number of floats in a vector register. */
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
@@ -82,8 +82,8 @@ INLINE float sigmoid(float x) {
 #endif
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* The even and the odd ones of two registers laid end to end: of each 128 bits by themselves where a register has 256,
- * as shuffles across them take AVX2 three instructions. */
+/* The elements with even, or odd, index of two registers laid end to end. With registers of 256 bits, each half of 128
+ * bits by itself: shuffles across halves take three instructions with AVX2. */
 #if LANES == 16
 #define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
 #define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
@@ -96,9 +96,9 @@ typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 #define EVEN(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6)
 #define ODD(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7)
 #endif
-#define TOGETHER (LANES == 8 ? 4 : LANES) /* lanes among which EVEN and ODD move */
+#define TOGETHER (LANES == 8 ? 4 : LANES) /* number of lanes within which EVEN and ODD move elements */
 
-/* out = row / root of (its mean square + eps) * weight; it may be the row itself. The factor of the row. */
+/* out = row / sqrt(its mean square + eps) * weight; `out` may be `row`. Returns the row's factor. */
 INLINE float norm_row(const float *row, const float *weight, float eps, int64_t width, float *out) {
     float squares = 0;
 #pragma omp simd reduction(+ : squares)
@@ -109,8 +109,8 @@ INLINE float norm_row(const float *row, const float *weight, float eps, int64_t 
     return by;
 }
 
-/* out = a head of d floats turned by the rotary embedding (Su et al., 2021, equation 34, with halves for pairs); it may
- * be the head itself. */
+/* out = a head of d floats rotated by the rotary embedding (Su et al., 2021, equation 34, with pairs formed from the
+ * two halves); `out` may be `head`. */
 INLINE void turn(const float *head, const float *cosine, const float *sine, int64_t d, float *out) {
     int64_t half = d / 2;
 #pragma omp simd

@@ -1,7 +1,7 @@
 /* SwiGLU's product (Shazeer, 2020) and its gradients. */
 #include "shared.h"
 
-/* out [N, width] = silu(gate) * up; `stride` floats lie between the rows of each. */
+/* out [N, width] = silu(gate) * up; `stride` is the distance between rows in both gate and up. */
 void silu_mul(const float *gate, const float *up, int64_t stride, int64_t rows, int64_t width, int64_t threads,
               float *out) {
     SHARED
@@ -13,7 +13,7 @@ void silu_mul(const float *gate, const float *up, int64_t stride, int64_t rows, 
     }
 }
 
-/* Gradients of gate and up [N, width], and in `out`, where there is one, what silu_mul gives; all contiguous. */
+/* The gradients of gate and up [N, width]; `out`, if given, gets the result of silu_mul. All arrays are contiguous. */
 void silu_mul_backward(const float *gate, const float *up, const float *grad, int64_t rows, int64_t width,
                        int64_t threads, float *for_gate, float *for_up, float *out) {
     SHARED

@@ -1,9 +1,9 @@
-/* Products of attention between queries, one in each lane of some registers, and rows of keys or values. A factor of a
- * row serves all registers that are side by side, so that loads do not limit the products. */
+/* Matrix products of attention between queries, one in each lane of some registers, and rows of keys or values. Each
+ * element of a row is loaded once for all registers that are side by side, so that loads do not limit the products. */
 #include "shared.h"
 
-#define SIDE 2 /* registers side by side at most */
-/* How many rows or columns are summed at once: SIDE times as many registers hold sums. */
+#define SIDE 2 /* largest number of registers side by side */
+/* Number of rows or columns that are summed at once; SIDE times as many registers hold the sums. */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define AT_ONCE 8
 #else
@@ -12,7 +12,7 @@
 #define UNROLL_ROWS _Pragma("GCC unroll 8")
 #define UNROLL_SIDE _Pragma("GCC unroll 2")
 
-/* A value that is loaded once: a compiler would rather load it again for each product than keep a register for it. */
+/* Keeps a value in a register: otherwise compilers load it again for each product. */
 INLINE lanes in_register(lanes value) {
 #if defined(__AVX512F__)
     __asm__("" : "+v"(value));
@@ -24,18 +24,18 @@ INLINE lanes in_register(lanes value) {
     return value;
 }
 
-/* The queries of a tile: register v has valid[v] of them in its first lanes, one after another from row[v] and head[v]
- * on, which count from where the tile begins. Query r of the tile's rows sees the first seen[r] keys, none sees more
- * than `length`. */
+/* The queries of a tile. Register v has valid[v] of them in its first lanes: consecutive rows from row[v] on, of head
+ * head[v], both counted from the tile's start. The tile's query row r attends to the first seen[r] keys; `length` is
+ * the largest of these numbers. */
 typedef struct {
     int64_t registers, valid[SIDE], row[SIDE], head[SIDE], length;
     const int64_t *seen;
 } Tile;
 
-/* Where register v begins, in something whose rows and heads are so far apart. */
+/* Offset of register v's first query in an array with these distances between rows and heads. */
 #define BEGIN(v, rows_apart, heads_apart) (tile->row[v] * (rows_apart) + tile->head[v] * (heads_apart))
 
-/* Rows become columns. */
+/* Transposes LANES rows of LANES floats in place. */
 INLINE void transpose(lanes *rows) {
     lanes read[LANES];
 #pragma GCC unroll 2
@@ -60,7 +60,7 @@ INLINE void transpose(lanes *rows) {
 #endif
 }
 
-/* turned[i * w], lane l = rows[l][i] * by; nothing in the lanes beyond `valid`. */
+/* turned[i * w], lane l = rows[l][i] * by; 0 in the lanes from `valid` on. */
 INLINE void turn_in(const float *rows, int64_t stride, int64_t valid, int64_t w, int64_t d, float by, lanes *turned) {
     int64_t whole = d - d % LANES;
     for (int64_t i = 0; i < whole; i += LANES) {
@@ -73,7 +73,7 @@ INLINE void turn_in(const float *rows, int64_t stride, int64_t valid, int64_t w,
         for (int l = 0; l < LANES; l++) ((float *)(turned + i * w))[l] = l < valid ? rows[l * stride + i] * by : 0;
 }
 
-/* rows[l][i] = turned[i * w], lane l, * by, for `valid` rows. */
+/* rows[l][i] = lane l of turned[i * w], times lane l of `by`, for `valid` rows. */
 INLINE void turn_out(const lanes *turned, int64_t w, int64_t d, lanes by, int64_t valid, float *rows, int64_t stride) {
     int64_t whole = d - d % LANES;
     for (int64_t i = 0; i < whole; i += LANES) {
@@ -129,7 +129,8 @@ INLINE void add_rows(const lanes *weights, int64_t w, int64_t count, const float
     }
 }
 
-/* The sum of a[i] * b[i], in whole registers: within the gradients a compiler adds them one by one, if asked or not. */
+/* The sum of a[i] * b[i], in whole registers: inside the gradient functions compilers would add the products one by
+ * one. */
 INLINE float dot_of(const float *a, const float *b, int64_t d) {
     lanes sums = {0};
     int64_t i = 0;
@@ -140,7 +141,7 @@ INLINE float dot_of(const float *a, const float *b, int64_t d) {
     return sum;
 }
 
-/* own[v * LANES + l] = the row of register v's query l, nothing in the rows beyond the valid ones. */
+/* own[v * LANES + l] = the row of register v's query l; 0 in the rows from valid[v] on. */
 INLINE void gather(const Tile *tile, int64_t w, const float *rows, int64_t rows_apart, int64_t heads_apart, int64_t d,
                    float *own) {
     for (int v = 0; v < w; v++, own += LANES * d) {
@@ -171,8 +172,8 @@ INLINE void add_outer_tile(const float *weights, int64_t across, const float *ro
         UNROLL_SIDE for (int v = 0; v < registers; v++) *(lanes *)(sums + u * sum_stride + v * LANES) = part[u][v];
 }
 
-/* sums[j][i] += sum over l of weights[j][l] * rows[l][i], for `count` sums and the gathered rows of w registers. A
- * function of its own: within another one a compiler keeps addresses on the stack, and reads them for each few sums. */
+/* sums[j][i] += sum over l of weights[j][l] * rows[l][i], for `count` sums and the gathered rows of w registers. Not
+ * inlined: inside another function compilers keep addresses on the stack and read them again for every few sums. */
 static NOT_INLINE void add_outer(const lanes *weights, int64_t w, int64_t count, const float *rows, int64_t d,
                                  float *sums, int64_t sum_stride) {
     const float *weight = (const float *)weights;
@@ -192,7 +193,7 @@ static NOT_INLINE void add_outer(const lanes *weights, int64_t w, int64_t count,
                 sums[from * sum_stride + i] += rows[l * d + i] * weight[from * across + l];
 }
 
-/* scores[j] = `fill` in the lanes whose queries do not see key start + j; scores [count, w]. */
+/* scores[j] = `fill` in the lanes whose queries do not attend to key start + j; scores [count, w]. */
 INLINE void hide(float fill, const Tile *tile, int64_t w, int64_t start, int64_t count, lanes *scores) {
     int64_t first = tile->seen[0];
     for (int64_t j = first > start ? first - start : 0; j < count; j++)

@@ -1,6 +1,7 @@
-"""Layer norms of rows on a GPU, with gradients, as Triton kernels: one pass over memory in each direction, where
-torch's backward makes two, and the one for the weights takes longer than the one for the rows. All is computed in
-float32 and rounded once to the dtype of x.
+"""Layer norms of rows on a GPU, with gradients, as Triton kernels: one pass over memory in each direction.
+
+Torch's backward makes two, of which the one for weight and bias takes longer than the one for the rows. All is computed
+in float32 and rounded once to the dtype of x.
 
 Suffixes: N = rows, W = their width.
 """
@@ -16,34 +17,34 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.gpu.launches import MAX_PROGRAMS, MAX_WIDTH, jit, takes
+from kernels.gpu.launches import MAX_PROGRAMS, MAX_WIDTH, is_supported, jit
 
-__all__ = ["centred", "layer_norm"]
-NUMBERS = 2048  # at once in a program, of whole rows
+__all__ = ["layer_norm", "supports_layer_norm"]
+NUMBERS = 2048  # numbers per program, in whole rows
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """x [..., W] less its mean, over the root of its variance and eps, times weight [W] plus bias [W] (Ba et al., 2016,
-    equation 4). `centred` says whether this can be had."""
-    out: Tensor = _Centred.apply(x, weight, bias, eps)
+    """Return the layer norm of x [..., W]: (x - mean) / sqrt(variance + eps) * weight [W] + bias [W] (Ba et al., 2016,
+    equation 4). Call it only if `supports_layer_norm`."""
+    out: Tensor = _LayerNorm.apply(x, weight, bias, eps)
     return out
 
 
-def centred(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether `layer_norm` can be had."""
+def supports_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Tell whether `layer_norm` supports these tensors."""
     if weight is None or bias is None or weight.shape != x.shape[-1:]:
         return False
-    return x.shape[-1] <= MAX_WIDTH and takes(x, weight, bias)
+    return x.shape[-1] <= MAX_WIDTH and is_supported(x, weight, bias)
 
 
-class _Centred(torch.autograd.Function):
+class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         x_NW = x.reshape(-1, x.shape[-1]).contiguous()
         (num_rows, width), rows = x_NW.shape, _rows_of_a_program(x.shape[-1])
         out, (mean, scale) = torch.empty_like(x_NW), x.new_empty(2, num_rows, dtype=torch.float32)
         with torch.cuda.device_of(x):
-            _centre[(max(1, triton.cdiv(num_rows, rows["ROWS"])),)](
+            _layer_norm[(max(1, triton.cdiv(num_rows, rows["ROWS"])),)](
                 x_NW, weight, bias, out, mean, scale, num_rows, width, eps, **rows
             )
         ctx.save_for_backward(x_NW, weight, mean, scale)
@@ -52,34 +53,34 @@ class _Centred(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_NW, weight, mean, scale = ctx.saved_tensors  # once: recomputed activations are given no second time
+        x_NW, weight, mean, scale = ctx.saved_tensors  # accessed once: recomputed activations cannot be read twice
         (num_rows, width), rows = x_NW.shape, _rows_of_a_program(x_NW.shape[1])
         blocks = max(1, triton.cdiv(num_rows, rows["ROWS"]))
         programs, for_x = min(blocks, MAX_PROGRAMS), torch.empty_like(x_NW)
         trained = any(ctx.needs_input_grad[1:3])
         sums = grad.new_empty(2, programs, width, dtype=torch.float32) if trained else (None, None)
         with torch.cuda.device_of(grad):
-            _centre_grad[(programs,)](
+            _layer_norm_grad[(programs,)](
                 x_NW, weight, mean, scale, grad.reshape(x_NW.shape).contiguous(), for_x, *sums, num_rows, width,
                 triton.cdiv(blocks, programs), **rows,
             )  # fmt: skip
-        found = sums.sum(1).to(weight.dtype) if isinstance(sums, Tensor) else (None, None)
-        return for_x.view(grad.shape), *found, None
+        for_weights = sums.sum(1).to(weight.dtype) if isinstance(sums, Tensor) else (None, None)
+        return for_x.view(grad.shape), *for_weights, None
 
 
 def _rows_of_a_program(width: int) -> dict[str, int]:
-    whole = triton.next_power_of_2(width)
-    return {"ROWS": max(1, NUMBERS // whole), "WIDTH": whole, "num_warps": max(4, whole // 512)}
+    padded_width = triton.next_power_of_2(width)
+    return {"ROWS": max(1, NUMBERS // padded_width), "WIDTH": padded_width, "num_warps": max(4, padded_width // 512)}
 
 
 @triton.jit
 def _load(ptr, at, inside):
-    """In float32, 0 outside."""
+    """Load in float32; 0 outside."""
     return tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @jit("num_rows")
-def _centre(
+def _layer_norm(
     x_ptr, weight_ptr, bias_ptr, out_ptr, mean_ptr, scale_ptr, num_rows, width, eps,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -97,11 +98,11 @@ def _centre(
 
 
 @jit("num_rows", "blocks")
-def _centre_grad(
+def _layer_norm_grad(
     x_ptr, weight_ptr, mean_ptr, scale_ptr, grad_ptr, for_x_ptr, for_weight_ptr, for_bias_ptr, num_rows, width, blocks,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes so many blocks of rows, and keeps the sums of the weight's and bias's gradients over them."""
+    """Compute `blocks` blocks of rows in each program, which sums the gradients of weight and bias over them."""
     program, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     here = column < width
     weight = _load(weight_ptr, column, here)[None, :]

@@ -1,1 +1,2 @@
-"""A run on several hosts: the scripts or manifests of a cluster's own scheduler, and what starts, shows and ends it."""
+"""A run on several hosts of a cluster: scripts or manifests for the cluster's scheduler, and starting, showing and
+ending the run."""

@@ -1,33 +1,33 @@
-"""Kubernetes: an indexed Job for the learner's hosts, one for the engine hosts and one for those with actors alone,
-which come and go by themselves.
+"""Kubernetes: an indexed Job for the learner's hosts, one for the engine hosts and one for hosts with only actors;
+engine and actor hosts may come and go independently.
 
-The pods get the recipe from a ConfigMap and the keys from a Secret, find the learner's first host by a headless
-Service, and share one volume, with the runs' folders and the logs.
+The pods get the recipe from a ConfigMap and the keys from a Secret, find the learner's first host through a headless
+Service, and share one volume for the runs' folders and the logs.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from launch.clusters.layout import Layout, call, make_missing_keys, write
+from launch.clusters.host_layout import ClusterLayout, call, make_missing_keys, write
 from launch.clusters.manifests import manifest
-from launch.task_run.recipe_file import recipe_toml
-from shared.config import EXIT_USER_ERROR, ConfigError
+from launch.recipe_fields import recipe_toml
+from shared.config.recipe import EXIT_USER_ERROR, ConfigError
 
 CURE = "install kubectl, and let its current context be the cluster's (kubectl config get-contexts)"
 FILE = "manifest.yaml"
 LABEL, PART = "pronk/run", "pronk/part"
 
 
-def render(made: Layout) -> dict[str, str]:
-    """File name -> text."""
+def render(made: ClusterLayout) -> dict[str, str]:
+    """Return the manifests: file name -> text."""
     secret = f"kubectl -n {_namespace(made)} create secret generic {made.job}-keys --from-file=keys"
     comment = f"The hosts of {made.job}. Their keys are not here; submit makes them, as this does:\n{secret}"
     jobs = [_learner(made), _engines(made), *([_actors(made)] if made.recipe.cluster.actor_nodes else [])]
     return {FILE: manifest(_config_map(made), _service(made), *jobs, comment=comment)}
 
 
-def submit(made: Layout) -> str:
+def submit(made: ClusterLayout) -> str:
     space, claim = _namespace(made), made.recipe.cluster.kubernetes.claim
     names = call("kubectl", "get", "namespaces", "--output=name", cure=CURE)
     _choose("cluster.kubernetes.namespace", space, names)
@@ -40,19 +40,20 @@ def submit(made: Layout) -> str:
     write(files, made)
     secret = f"{made.job}-keys"
     _call(made, "delete", "secret", secret, "--ignore-not-found")
-    _call(made, "create", "secret", "generic", secret, f"--from-file={keys}")  # their names alone are in `ps`
+    _call(made, "create", "secret", "generic", secret, f"--from-file={keys}")  # `ps` shows only file names
     _call(made, "label", "secret", secret, f"{LABEL}={made.job}")
     _call(made, "apply", "--filename", str(made.folder / FILE))
     return f"{made.job} is in namespace {space}; logs in {_logs(made)} of the volume {claim}"
 
 
-def status(made: Layout) -> str:
-    said = _call(made, "get", "jobs,pods", f"--selector={LABEL}={made.job}", "--output=wide").rstrip()
-    return said or f"no job of {made.job} is in namespace {_namespace(made)}"
+def status(made: ClusterLayout) -> str:
+    output = _call(made, "get", "jobs,pods", f"--selector={LABEL}={made.job}", "--output=wide").rstrip()
+    return output or f"no job of {made.job} is in namespace {_namespace(made)}"
 
 
-def stop(made: Layout) -> str:
-    """The learner's pods get the time to end their step and write a checkpoint; they are not waited for."""
+def stop(made: ClusterLayout) -> str:
+    """Delete the run's jobs. The learner's pods get time to end their step and write a checkpoint; this call does not
+    wait for them."""
     jobs = _jobs(made)
     if not jobs:
         return f"no job of {made.job} is in namespace {_namespace(made)}"
@@ -60,24 +61,24 @@ def stop(made: Layout) -> str:
     return f"asked {', '.join(jobs)} to end"
 
 
-def _namespace(made: Layout) -> str:
+def _namespace(made: ClusterLayout) -> str:
     return made.recipe.cluster.kubernetes.namespace
 
 
-def _logs(made: Layout) -> str:
-    return f"{made.seen.runs}/{made.recipe.run.name}.cluster/logs"
+def _logs(made: ClusterLayout) -> str:
+    return f"{made.paths.runs}/{made.recipe.run.name}.cluster/logs"
 
 
-def _call(made: Layout, *words: str) -> str:
+def _call(made: ClusterLayout, *words: str) -> str:
     return call("kubectl", "--namespace", _namespace(made), *words, cure=CURE)
 
 
-def _jobs(made: Layout) -> list[str]:
+def _jobs(made: ClusterLayout) -> list[str]:
     return _call(made, "get", "jobs", f"--selector={LABEL}={made.job}", "--output=name").split()
 
 
 def _choose(field: str, name: str, named: str) -> None:
-    """`named`: KIND/NAME, a line each. ConfigError if `name` is none of them."""
+    """Raise ConfigError unless `name` is in the list `named` (one KIND/NAME per line)."""
     known = [each.rpartition("/")[2] for each in named.split()]
     if name not in known:
         raise ConfigError(
@@ -88,13 +89,13 @@ def _choose(field: str, name: str, named: str) -> None:
 # ------------------------------------------------------------------ manifests
 
 
-def _meta(made: Layout, name: str, part: str = "") -> dict[str, Any]:
+def _meta(made: ClusterLayout, name: str, part: str = "") -> dict[str, Any]:
     labels = {LABEL: made.job, **({PART: part} if part else {})}
     return {"name": name, "namespace": _namespace(made), "labels": labels}
 
 
-def _config_map(made: Layout) -> dict[str, Any]:
-    name = made.seen.config.rpartition("/")[2]
+def _config_map(made: ClusterLayout) -> dict[str, Any]:
+    name = made.paths.config.rpartition("/")[2]
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -103,8 +104,9 @@ def _config_map(made: Layout) -> dict[str, Any]:
     }
 
 
-def _service(made: Layout) -> dict[str, Any]:
-    """Gives the learner's pods names, which hold while they start, and when they start again elsewhere."""
+def _service(made: ClusterLayout) -> dict[str, Any]:
+    """Return the headless service that gives the learner's pods host names, which are valid also while a pod starts,
+    and after it moves to another node."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -118,21 +120,21 @@ def _service(made: Layout) -> dict[str, Any]:
     }
 
 
-def _head(made: Layout) -> str:
+def _head(made: ClusterLayout) -> str:
     return f"{made.job}-learner-0.{made.job}"
 
 
-def _address(made: Layout) -> str:
+def _address(made: ClusterLayout) -> str:
     return f"tcp://{_head(made)}:{made.learner_port}"
 
 
-def _learner(made: Layout) -> dict[str, Any]:
+def _learner(made: ClusterLayout) -> dict[str, Any]:
     pod = _pod(made, "learner", made.learner_command(_head(made)), made.learner_gpus, made.learner_leave_s)
     pod["spec"]["subdomain"] = made.job
     return _job(made, "learner", made.recipe.cluster.learner_nodes, pod)
 
 
-def _engines(made: Layout) -> dict[str, Any]:
+def _engines(made: ClusterLayout) -> dict[str, Any]:
     cluster, called = made.recipe.cluster, made.engines_command(_address(made), "$PRONK_HOST", "JOB_COMPLETION_INDEX")
     pod = _pod(made, "engines", called, made.engine_gpus, leave_s=30, before=made.wait_for_learner(_head(made)))
     if cluster.kubernetes.engine_labels:
@@ -140,14 +142,15 @@ def _engines(made: Layout) -> dict[str, Any]:
     return _job(made, "engines", cluster.engine_nodes, pod)
 
 
-def _actors(made: Layout) -> dict[str, Any]:
+def _actors(made: ClusterLayout) -> dict[str, Any]:
     called, before = made.actors_command(_address(made)), made.wait_for_learner(_head(made))
     pod = _pod(made, "actors", called, 0, leave_s=30, before=before)
     return _job(made, "actors", made.recipe.cluster.actor_nodes, pod)
 
 
-def _job(made: Layout, part: str, hosts: int, pod: dict[str, Any]) -> dict[str, Any]:
-    """A pod that fails is started again; a mistake in the recipe ends the job; a lost node does not count."""
+def _job(made: ClusterLayout, part: str, hosts: int, pod: dict[str, Any]) -> dict[str, Any]:
+    """Return a job. A failed pod is started again, up to `cluster.restarts` times; a pod on a lost node does not count;
+    a mistake in the recipe ends the job."""
     rules = [
         {"action": "FailJob", "onExitCodes": {"containerName": part, "operator": "In", "values": [EXIT_USER_ERROR]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -163,8 +166,8 @@ def _job(made: Layout, part: str, hosts: int, pod: dict[str, Any]) -> dict[str, 
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _meta(made, f"{made.job}-{part}", part), "spec": spec}
 
 
-def _pod(made: Layout, part: str, command: str, gpus: int, leave_s: int, before: str = "") -> dict[str, Any]:
-    cluster, seen = made.recipe.cluster, made.seen
+def _pod(made: ClusterLayout, part: str, command: str, gpus: int, leave_s: int, before: str = "") -> dict[str, Any]:
+    cluster, paths = made.recipe.cluster, made.paths
     logs = _logs(made)
     script = f"""\
 . {cluster.environment}/bin/activate || exit {EXIT_USER_ERROR}
@@ -177,24 +180,24 @@ mkdir -p {logs} && exec > >(tee -a {logs}/{part}-$JOB_COMPLETION_INDEX.log) 2>&1
         **({"nvidia.com/gpu": str(gpus)} if gpus else {}),
     }
     volumes: dict[str, tuple[str, dict[str, Any]]] = {
-        "recipe": (seen.config.rpartition("/")[0], {"configMap": {"name": f"{made.job}-recipe"}}),
-        "keys": (seen.keys, {"secret": {"secretName": f"{made.job}-keys", "defaultMode": 0o400}}),
-        "runs": (seen.runs, {"persistentVolumeClaim": {"claimName": cluster.kubernetes.claim}}),
+        "recipe": (paths.config.rpartition("/")[0], {"configMap": {"name": f"{made.job}-recipe"}}),
+        "keys": (paths.keys, {"secret": {"secretName": f"{made.job}-keys", "defaultMode": 0o400}}),
+        "runs": (paths.runs, {"persistentVolumeClaim": {"claimName": cluster.kubernetes.claim}}),
         "memory": ("/dev/shm", {"emptyDir": {"medium": "Memory"}}),  # NCCL and torch share memory there
     }
     container = {
         "name": part,
         "image": cluster.kubernetes.image,
-        "workingDir": seen.project,
+        "workingDir": paths.project,
         "command": ["bash", "-c", script],
         "env": [{"name": "PRONK_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
         "resources": {"requests": dict(takes), "limits": takes},
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
     }
     spec = {
-        "restartPolicy": "Never",  # the job starts another pod, which may go to another node
+        "restartPolicy": "Never",  # the job starts a new pod instead, perhaps on another node
         "terminationGracePeriodSeconds": leave_s,
-        **({"activeDeadlineSeconds": round(cluster.hours * 3600)} if cluster.hours else {}),  # of one start
+        **({"activeDeadlineSeconds": round(cluster.hours * 3600)} if cluster.hours else {}),  # limit of one start
         "containers": [container],
         "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         **({"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}]} if gpus else {}),

@@ -1,4 +1,4 @@
-"""YAML that a person can read: texts of several lines stay so, and fields keep their order."""
+"""Readable YAML: multi-line texts are written as blocks, and fields keep their order."""
 
 from __future__ import annotations
 

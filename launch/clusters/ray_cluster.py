@@ -1,7 +1,7 @@
-"""Ray: a supervisor inside the cluster, detached, that takes nodes for the run's hosts and watches over them.
+"""Ray: a detached supervisor inside the cluster reserves nodes for the run's hosts and watches over them.
 
-All hosts share a file system: the project, the run's folder and the cluster folder lie where they lie here. The
-learner's hosts have nodes of their own and start again together; every other host comes and goes by itself.
+All hosts share a file system: the project, the run's folder and the cluster folder have the same paths as here. Each
+learner host has a node to itself, and they restart together; all other hosts come and go independently.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from actor.isolation import lifeline
 from launch.clusters import ray_hosts
-from launch.clusters.layout import Layout, call, make_missing_keys, write
+from launch.clusters.host_layout import ClusterLayout, call, make_missing_keys, write
 from launch.clusters.ray_plan import commands, cpus_of_a_host, plan
-from shared.config import ConfigError
+from shared.config.recipe import ConfigError
 
 NAMESPACE = "pronk"
 INSTALL = "pip install --group ray, which is ray==2.60.0, into the environment of this command"
@@ -29,8 +29,8 @@ OTHERS_LEAVE_S = 20.0
 _COLUMNS = ("part", "number", "address", "state", "since", "restarts")
 
 
-def render(made: Layout) -> dict[str, str]:
-    """File name -> text. ConfigError for a time limit, which Ray does not know."""
+def render(made: ClusterLayout) -> dict[str, str]:
+    """Return the files: name -> text. Raise ConfigError if the recipe sets a time limit, which Ray does not have."""
     cluster = made.recipe.cluster
     made.refuse_hours("Ray")
     cpus = f"{cluster.cpus_per_node} CPUs" if cluster.cpus_per_node else "all CPUs of a node"
@@ -48,7 +48,7 @@ def render(made: Layout) -> dict[str, str]:
     return {"hosts.txt": text}
 
 
-def submit(made: Layout) -> str:
+def submit(made: ClusterLayout) -> str:
     files = render(made)
     with _connected(made) as ray:
         if _supervisor(ray, made) is not None:
@@ -59,7 +59,7 @@ def submit(made: Layout) -> str:
         from launch.clusters import ray_supervisor
 
         (made.folder / ray_hosts.ENDED).unlink(missing_ok=True)
-        for module in (lifeline, ray_hosts, ray_supervisor):  # Ray's workers need nothing of Pronk
+        for module in (lifeline, ray_hosts, ray_supervisor):  # so that Ray's workers need not have Pronk
             ray.cloudpickle.register_pickle_by_value(module)
         detached = {"name": made.job, "namespace": NAMESPACE, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
         actor = ray.remote(ray_supervisor.Supervisor).options(max_task_retries=-1, **detached).remote(plan(made, cpus))
@@ -67,15 +67,15 @@ def submit(made: Layout) -> str:
     return f"{made.job} is on Ray at {made.recipe.cluster.ray.address}; logs in {made.folder / 'logs'}"
 
 
-def status(made: Layout) -> str:
+def status(made: ClusterLayout) -> str:
     with _connected(made) as ray:
         actor = _supervisor(ray, made)
         rows = actor and _rows(ray, actor.status.remote())
     return _table(rows) if rows else _none(made)
 
 
-def stop(made: Layout) -> str:
-    """The learner ends its step and writes a checkpoint; then all others end."""
+def stop(made: ClusterLayout) -> str:
+    """End the run and wait for it: the learner ends its step and writes a checkpoint, then all other hosts end."""
     limit = made.learner_leave_s + OTHERS_LEAVE_S + ANSWER_S
     with _connected(made) as ray:
         actor, deadline = _supervisor(ray, made), time.monotonic() + limit
@@ -90,14 +90,15 @@ def stop(made: Layout) -> str:
     return f"{made.job} has ended; logs in {made.folder / 'logs'}"
 
 
-# What a head node says whose process for this client died as it was forked, was late, or died while Ray looked at it.
+# Error messages of a head node whose process for this client died at its fork, was late, or died while Ray examined it.
 NOT_STARTED = ("Starting Ray client server failed", "Proxy failed to Connect to backend", "psutil.")
 TRIES = 3
 
 
 @contextlib.contextmanager
-def _connected(made: Layout) -> Iterator[Any]:
-    """Ray ends the process that finds no cluster, after minutes: another one tries first."""
+def _connected(made: ClusterLayout) -> Iterator[Any]:
+    """Connect to the cluster. If Ray finds none, it ends the calling process after minutes; so another process tries
+    first."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(f"ray is not installed: {INSTALL}")
     import ray
@@ -121,9 +122,9 @@ def _connected(made: Layout) -> Iterator[Any]:
     try:
         _try(lambda: call(sys.executable, "-c", trial, cure=CURE))
         _try(lambda: ray.init(**options))
-    except Exception as error:  # noqa: BLE001 - Ray raises of many kinds
-        said = " ".join(str(error).partition(" failed: ")[2].split())[-300:] or error
-        raise ConfigError(f"cluster.ray.address = {address!r}: {said}; {CURE}") from None
+    except Exception as error:  # noqa: BLE001 - Ray raises exceptions of many kinds
+        reason = " ".join(str(error).partition(" failed: ")[2].split())[-300:] or error
+        raise ConfigError(f"cluster.ray.address = {address!r}: {reason}; {CURE}") from None
     try:
         yield ray
     finally:
@@ -131,7 +132,7 @@ def _connected(made: Layout) -> Iterator[Any]:
 
 
 def _try(reach: Callable[[], object]) -> None:
-    """Again where the head node started no process for this client, as happens to it by chance."""
+    """Call `reach`; repeat it if the head node has not started the process for this client, as happens at random."""
     for left in reversed(range(TRIES)):
         try:
             reach()
@@ -141,8 +142,8 @@ def _try(reach: Callable[[], object]) -> None:
                 raise
 
 
-def _supervisor(ray: Any, made: Layout) -> Any:
-    """None if nothing runs under this name."""
+def _supervisor(ray: Any, made: ClusterLayout) -> Any:
+    """Return the run's supervisor; None if nothing runs under this name."""
     try:
         return ray.get_actor(made.job, namespace=NAMESPACE)
     except ValueError:
@@ -157,7 +158,7 @@ def _answer(ray: Any, reference: Any, whose: str) -> Any:
 
 
 def _rows(ray: Any, reference: Any) -> list[tuple[str, ...]]:
-    """Empty once the supervisor has ended."""
+    """Return the table's rows; empty once the supervisor has ended."""
     try:
         return list(_answer(ray, reference, "the supervisor"))
     except ray.exceptions.RayActorError:
@@ -172,7 +173,7 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     )
 
 
-def _none(made: Layout) -> str:
+def _none(made: ClusterLayout) -> str:
     ended = made.folder / ray_hosts.ENDED
     last = f"; the last run: {ended.read_text(encoding='utf-8').strip()}" if ended.exists() else ""
     return f"nothing runs as {made.job} on this cluster{last}; logs in {made.folder / 'logs'}"

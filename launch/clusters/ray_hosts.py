@@ -1,7 +1,7 @@
-"""A run's hosts inside Ray: what they are to do, and the actor that does it on each. Nothing here needs Ray.
+"""A run's hosts inside Ray: what each has to do, and the Ray actor that does it. Nothing here imports Ray.
 
-Ray's workers get these classes by value, so that their Python needs nothing of Pronk; the hosts' commands start the
-run's own environment.
+Ray's workers get these classes pickled by value, so that their Python environment need not have Pronk; the hosts'
+commands activate the run's own environment.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from dataclasses import dataclass
 
 from actor.isolation.lifeline import tied_to_this_process
 
-ENDED = "ray.ended"  # in the cluster folder: how the last run under this name has ended
+ENDED = "ray.ended"  # file in the cluster folder: how the last run of this name ended
 ADDRESS_S = 30.0
-LEAVE_S = 10.0  # between SIGTERM and SIGKILL, for all but a learner that is to write a checkpoint
+LEAVE_S = 10.0  # between SIGTERM and SIGKILL, except for a learner that writes a checkpoint
 
 
 @dataclass
-class Part:
-    """Hosts that come and go together: the learner's, or one with engines or actors. The command's shell knows
-    PRONK_HEAD, the learner's address, PRONK_HOST, the host's own, and PRONK_NUMBER."""
+class HostRole:
+    """Hosts that start and end together: all learner hosts, or a single host with engines or actors. The command runs
+    in a shell with the variables PRONK_HEAD (the learner's address), PRONK_HOST (the host's own address) and
+    PRONK_NUMBER."""
 
-    name: str  # its kind, and the number of the host where it is one
+    name: str  # its kind, and for a single host its number
     command: str
-    numbers: tuple[int, ...]  # of its hosts
-    bundle: dict[str, float]  # what one host takes of its node
+    numbers: tuple[int, ...]  # numbers of its hosts
+    bundle: dict[str, float]  # resources that one host takes from its node
     leave_s: float  # between SIGTERM and SIGKILL when the run is stopped
 
     @property
@@ -44,36 +45,36 @@ class Part:
 
 
 @dataclass
-class Plan:
-    """A run, as its supervisor is told of it."""
+class RayPlan:
+    """The description of a run for its supervisor."""
 
     job: str
     folder: str
-    address: str  # shell command that prints a host's
+    address: str  # shell command that prints a host's address
     restarts: int
-    parts: list[Part]
+    parts: list[HostRole]
 
 
 class Host:
-    """One host of the run: a command in a process group of its own, which ends with this process."""
+    """One host of the run: runs a command in its own process group, which ends with this process."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
 
     def address(self, command: str) -> tuple[str, str]:
-        """What the command prints, and in words what is wrong with it; one of them is empty."""
+        """Run the command that prints the host's address; return (address, error), one of which is empty."""
         try:
             ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=ADDRESS_S)
         except subprocess.TimeoutExpired:
             return "", f"cluster.address = {command!r} has printed nothing in {ADDRESS_S:g} s"
         words = ended.stdout.split()
         if ended.returncode or len(words) != 1:
-            said = " ".join((ended.stdout + ended.stderr).split())[-200:]
-            return "", f"cluster.address = {command!r} shall print one address, and said {said!r}"
+            output = " ".join((ended.stdout + ended.stderr).split())[-200:]
+            return "", f"cluster.address = {command!r} shall print one address, and said {output!r}"
         return words[0], ""
 
     def start(self, command: str, env: dict[str, str], log: str) -> None:
-        # Ray sets as many threads as the host has cores; how many a process takes is the recipe's matter.
+        # Ray sets OMP_NUM_THREADS to the host's cores; here the recipe decides the number of threads.
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "ab") as output:
@@ -88,12 +89,12 @@ class Host:
             )
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         assert self.process is not None
         return self.process.poll()
 
     def end(self, leave_s: float) -> None:
-        """SIGTERM to the command, and SIGKILL to what is left of its process group then."""
+        """Send SIGTERM to the command, and after `leave_s` SIGKILL to what is left of its process group."""
         if self.process is None:
             return
         if self.process.poll() is None:

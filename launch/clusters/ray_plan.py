@@ -1,33 +1,33 @@
-"""What a run takes of a Ray cluster, and what its hosts call there."""
+"""The resources that a run takes from a Ray cluster, and the commands of its hosts."""
 
 from __future__ import annotations
 
 import shlex
 
-from launch.clusters.layout import Layout
-from launch.clusters.ray_hosts import LEAVE_S, Part, Plan
+from launch.clusters.host_layout import ClusterLayout
+from launch.clusters.ray_hosts import LEAVE_S, HostRole, RayPlan
 from launch.processes.children import ROOT
-from shared.config import ConfigError
+from shared.config.recipe import ConfigError
 
 
-def plan(made: Layout, cpus: float) -> Plan:
-    """`cpus`: of a host."""
+def plan(made: ClusterLayout, cpus: float) -> RayPlan:
+    """Return the plan of the hosts to start. `cpus` is the number of CPUs of each host."""
     cluster, called = made.recipe.cluster, commands(made)
     memory = {"memory": float(cluster.memory_gb * 2**30)} if cluster.memory_gb else {}
 
-    def part(name: str, kind: str, numbers: range, gpus: int, leave_s: float) -> Part:
+    def part(name: str, kind: str, numbers: range, gpus: int, leave_s: float) -> HostRole:
         bundle = {"CPU": cpus, **({"GPU": float(gpus)} if gpus else {}), **memory}
-        return Part(name, called[kind], tuple(numbers), bundle, leave_s)
+        return HostRole(name, called[kind], tuple(numbers), bundle, leave_s)
 
     parts = [part("learner", "learner", range(cluster.learner_nodes), made.learner_gpus, made.learner_leave_s)]
     for kind, count, gpus in (("engines", cluster.engine_nodes, made.engine_gpus), ("actors", cluster.actor_nodes, 0)):
         for number in range(count):
             parts.append(part(f"{kind}-{number}", kind, range(number, number + 1), gpus, LEAVE_S))
-    return Plan(made.job, str(made.folder), cluster.address, cluster.restarts, parts)
+    return RayPlan(made.job, str(made.folder), cluster.address, cluster.restarts, parts)
 
 
-def commands(made: Layout) -> dict[str, str]:
-    """What each host's shell becomes. An environment that is not there is a mistake of the user's."""
+def commands(made: ClusterLayout) -> dict[str, str]:
+    """Return the shell command by kind of host. A missing environment ends it with code 2, a mistake of the user's."""
     start = f"cd {shlex.quote(str(ROOT))} && . {shlex.quote(made.recipe.cluster.environment)}/bin/activate || exit 2\n"
     head = f"tcp://$PRONK_HEAD:{made.learner_port}"
     return {
@@ -37,8 +37,9 @@ def commands(made: Layout) -> dict[str, str]:
     }
 
 
-def cpus_of_a_host(made: Layout, nodes: list[dict[str, float]]) -> float:
-    """Of one host. ConfigError, in one line, if the hosts do not fit on these nodes even when they are idle."""
+def cpus_of_a_host(made: ClusterLayout, nodes: list[dict[str, float]]) -> float:
+    """Return the number of CPUs of one host. Raise ConfigError, in one line, if the hosts do not fit on these nodes
+    even when all are idle."""
     cluster, left = made.recipe.cluster, [dict(node) for node in nodes if node.get("CPU", 0) >= 1]
     count = cluster.learner_nodes + cluster.engine_nodes + cluster.actor_nodes
     largest = sorted((node["CPU"] for node in left), reverse=True)
@@ -58,7 +59,7 @@ def cpus_of_a_host(made: Layout, nodes: list[dict[str, float]]) -> float:
     for number, gpus in enumerate(kinds):
         takes = {"CPU": cpus, "GPU": float(gpus), "memory": float(cluster.memory_gb * 2**30)}
         fits = [node for node in left if all(node.get(name, 0) >= much for name, much in takes.items())]
-        if number < cluster.learner_nodes:  # these have nodes of their own
+        if number < cluster.learner_nodes:  # each learner host needs its own node
             fits = [node for node in fits if not any(node is other for other in taken)]
         if not cpus or not fits:
             raise short

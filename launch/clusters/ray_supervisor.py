@@ -1,7 +1,8 @@
-"""A run's supervisor inside Ray: takes nodes for the hosts, starts them, and starts them again when they fail.
+"""A run's supervisor inside Ray: reserves nodes for the hosts, starts them, and restarts them when they fail.
 
-Hosts die with the supervisor that has made them: one that Ray starts again, on another node, makes them anew, and the
-learner goes on from its last checkpoint. As its hosts do, it reaches Ray's workers by value.
+Hosts end with the supervisor that started them. If Ray restarts the supervisor on another node, it starts them again,
+and the learner continues from its last checkpoint. Like the hosts' classes, this code is pickled by value for Ray's
+workers.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from ray.exceptions import RayError
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from launch.clusters.ray_hosts import ENDED, LEAVE_S, Host, Part, Plan
+from launch.clusters.ray_hosts import ENDED, LEAVE_S, Host, HostRole, RayPlan
 
 USER_ERROR = 2  # exit code
 POLL_S = 0.5
-OTHERS_END_S = 60.0  # longest between the learner's end and that of engines and actors
-SETTLE_S = 5.0  # after one host of several has failed: until the others have said why
+OTHERS_END_S = 60.0  # time for engines and actors to end after the learner
+SETTLE_S = 5.0  # wait after one of several hosts has failed, for the exit codes of the others
 RAN_WELL_S = 60.0
 LONGEST_PAUSE_S = 60.0
 
 
 def now() -> str:
-    """For people."""
+    """Return the time, for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
 class Failed(Exception):
-    """A part that is not started again; the text says why."""
+    """A part has failed and is not restarted; the text says why."""
 
 
 class Head:
-    """Of the learner's first host."""
+    """The address of the learner's first host, shared by all parts."""
 
-    address = ""  # while there is none
+    address = ""  # "" while the learner does not run
 
 
 class Life:
-    """One part through all its starts."""
+    """Runs one part of the run, through all its restarts."""
 
-    def __init__(self, part: Part, plan: Plan, head: Head) -> None:
-        """`head`: all parts share it."""
+    def __init__(self, part: HostRole, plan: RayPlan, head: Head) -> None:
+        """Prepare to run one part; all parts share `head`."""
         self.part, self.plan, self.head = part, plan, head
         self.starts, self.restarts = 0, 0
         self.say("waits for room")
@@ -59,8 +60,8 @@ class Life:
         self.state, self.since = state, now()
 
     async def live(self) -> None:
-        """Until its commands have ended well. Failed if they cannot, or not after so many restarts. Cancelled, it lets
-        them leave in their time."""
+        """Run the part until its commands have ended successfully. Raise Failed if they cannot, or after too many
+        restarts. If cancelled, give the commands their time to end."""
         early, leave_s = 0, LEAVE_S
         while True:
             began = time.monotonic()
@@ -80,7 +81,7 @@ class Life:
             if failure is None:
                 self.say("has ended")
                 return
-            if failure == "":  # the learner has moved
+            if failure == "":  # the learner has a new address
                 continue
             self.restarts += 1
             if self.restarts > self.plan.restarts:
@@ -91,7 +92,8 @@ class Life:
             await asyncio.sleep(min(LONGEST_PAUSE_S, 2.0 ** (early - 1)) if early else 0.0)
 
     async def once(self) -> str | None:
-        """One start: None if all ended well, else in words what failed; empty if the learner has moved."""
+        """Run the part once. Return None if all commands succeeded, "" if the learner has a new address, else what
+        failed, in words."""
         part = self.part
         await self.take_room()
         head = self.addresses[0]
@@ -122,7 +124,7 @@ class Life:
             await asyncio.sleep(POLL_S)
 
     async def take_room(self) -> None:
-        """Nodes, and a `Host` on each."""
+        """Reserve nodes, and start a `Host` on each."""
         part, bundles = self.part, [self.part.bundle] * len(self.part.numbers)
         self.say("waits for room")
         strategy = "STRICT_SPREAD" if part.is_learner else "SPREAD"
@@ -130,11 +132,11 @@ class Life:
         await self.group.ready()
         self.say("starts")
         self.hosts = [self.host(index) for index in range(len(bundles))]
-        found = await asyncio.gather(*(host.address.remote(self.plan.address) for host in self.hosts))
-        wrong = [reason for _, reason in found if reason]
+        answers = await asyncio.gather(*(host.address.remote(self.plan.address) for host in self.hosts))
+        wrong = [reason for _, reason in answers if reason]
         if wrong:
             raise Failed(wrong[0])
-        self.addresses = [address for address, _ in found]
+        self.addresses = [address for address, _ in answers]
 
     def host(self, index: int) -> Any:
         bundle, place = self.part.bundle, PlacementGroupSchedulingStrategy(self.group, index)
@@ -145,7 +147,7 @@ class Life:
         return list(await asyncio.gather(*(host.poll.remote() for host in self.hosts)))
 
     def failure(self, codes: list[int | None]) -> str:
-        """In words. Failed for a mistake of the user's, which a restart would not cure."""
+        """Return what failed, in words. Raise Failed for a mistake of the user's, which a restart would not cure."""
         part = self.part
         logs = ", ".join(
             f"logs/{part.log(number)}.log" for number, code in zip(part.numbers, codes, strict=True) if code
@@ -155,7 +157,7 @@ class Life:
         return f"ended with exit code {next(code for code in codes if code)} ({logs})"
 
     async def clear(self, leave_s: float) -> None:
-        """Its commands have ended, and its nodes are free, when this returns."""
+        """End the commands and free the nodes; both are done when this returns."""
         if self.part.is_learner:
             self.head.address = ""
         ends = asyncio.gather(*(host.end.remote(leave_s) for host in self.hosts), return_exceptions=True)
@@ -170,7 +172,7 @@ class Life:
             self.hosts, self.group, self.addresses = [], None, []
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Of the table: part, number, address, state, since, restarts."""
+        """Return the rows of the status table: part, number, address, state, since, restarts."""
         addresses = self.addresses or ["-"] * len(self.part.numbers)
         return [
             (self.part.kind, str(number), address, self.state, self.since, str(self.restarts))
@@ -179,9 +181,10 @@ class Life:
 
 
 class Supervisor:
-    """Named and detached, so that it outlives the command that submits; Ray starts it again if its node is lost."""
+    """The Ray actor that runs all parts. It is named and detached, so that it outlives the command that submits it; Ray
+    restarts it if its node is lost."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RayPlan) -> None:
         self.plan, self.stopping = plan, False
         head = Head()
         self.lives = [Life(part, plan, head) for part in plan.parts]
@@ -192,7 +195,7 @@ class Supervisor:
         return [row for life in self.lives for row in life.rows()]
 
     def stop(self) -> list[tuple[str, ...]]:
-        """Asks for the end of the run, as often as one likes."""
+        """Request the end of the run; may be called repeatedly. Return the rows of the status table."""
         self.stopping = True
         return self.status()
 
@@ -200,15 +203,15 @@ class Supervisor:
         ended = Path(self.plan.folder) / ENDED
         if not ended.exists():
             try:
-                said = await self.run()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the run must not hang on unwatched
-                said = f"its supervisor has failed: {type(error).__name__}: {error}"
-            ended.write_text(f"{now()} {' '.join(said.split())}\n", encoding="utf-8")
+                ending = await self.run()
+            except Exception as error:  # noqa: BLE001 - after any error the run must not continue unwatched
+                ending = f"its supervisor has failed: {type(error).__name__}: {error}"
+            ended.write_text(f"{now()} {' '.join(ending.split())}\n", encoding="utf-8")
         ray.kill(self.me, no_restart=True)
 
     async def run(self) -> str:
-        """How the run has ended."""
-        for life in self.lives:  # room that a supervisor on a lost node has taken
+        """Run all parts; return how the run has ended."""
+        for life in self.lives:  # free nodes reserved by an earlier supervisor on a lost node
             with contextlib.suppress(ValueError):
                 remove_placement_group(get_placement_group(f"{self.plan.job}-{life.part.name}"))
         learner, *others = [asyncio.create_task(life.live()) for life in self.lives]
@@ -230,7 +233,7 @@ class Supervisor:
         return over
 
     def without(self, others: list[asyncio.Task[None]]) -> str:
-        """Which kind of hosts has none left that is started again, and why; empty while each has one."""
+        """Return a message if all hosts of one kind have failed for good; "" while each kind has a host left."""
         of_kind: dict[str, list[asyncio.Task[None]]] = {}
         for life, task in zip(self.lives[1:], others, strict=True):
             of_kind.setdefault(life.part.kind, []).append(task)

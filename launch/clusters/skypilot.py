@@ -1,7 +1,8 @@
-"""SkyPilot: one managed job over all of the run's hosts: the learner's first, those with engines, those with actors.
+"""SkyPilot: one managed job over all hosts of the run: first the learner's, then those with engines, then those with
+actors.
 
-SkyPilot finds the machines, copies the project to them and installs it. When it loses one it starts all of them anew,
-and the learner goes on from its last checkpoint, which lies in a bucket.
+SkyPilot finds the machines, copies the project to them and installs it. When it loses a machine, it starts all of them
+again, and the learner continues from its last checkpoint in the bucket.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from launch.clusters.layout import Layout, call, make_missing_keys, write
+from launch.clusters.host_layout import ClusterLayout, call, make_missing_keys, write
 from launch.clusters.manifests import manifest
+from launch.engines.kinds.engine_kind import engine_kind
 from launch.processes.children import ROOT
-from shared.config import ConfigError
+from shared.config.recipe import ConfigError
 
 CURE = "pip install skypilot into an environment on the PATH, then sky check"
 FILE, SECRETS, SECRET = "task.yaml", "secrets.env", "PRONK_KEYS"
 NOT_ENDED = ("PENDING", "STARTING", "RUNNING", "RECOVERING", "CANCELLING")
 
 
-def render(made: Layout) -> dict[str, str]:
-    """File name -> text. ConfigError for a time limit, which SkyPilot does not know."""
+def render(made: ClusterLayout) -> dict[str, str]:
+    """Return the files: name -> text. Raise ConfigError if the recipe sets a time limit, which SkyPilot does not
+    have."""
     cluster = made.recipe.cluster
     made.refuse_hours("SkyPilot")
     task: dict[str, Any] = {
@@ -33,8 +36,8 @@ def render(made: Layout) -> dict[str, str]:
         "resources": _resources(made),
         "workdir": str(ROOT),
         "file_mounts": {
-            made.seen.config: str(made.folder / "recipe.toml"),
-            made.seen.runs: {"name": cluster.skypilot.bucket, "mode": "MOUNT_CACHED"},
+            made.paths.config: str(made.folder / "recipe.toml"),
+            made.paths.runs: {"name": cluster.skypilot.bucket, "mode": "MOUNT_CACHED"},
         },
         "secrets": {SECRET: None},
         "setup": _setup(made),
@@ -46,7 +49,7 @@ def render(made: Layout) -> dict[str, str]:
     return {FILE: manifest(task, comment=comment)}
 
 
-def submit(made: Layout) -> str:
+def submit(made: ClusterLayout) -> str:
     if any(state in line for line in _lines(made) for state in NOT_ENDED):
         raise ConfigError(f"{made.job} is in SkyPilot's queue: stop it first (launch/cluster.py stop)")
     files = render(made)
@@ -60,25 +63,26 @@ def submit(made: Layout) -> str:
     return f"{made.job} is with SkyPilot: sky jobs queue shows it, sky jobs logs --name {made.job} what it prints"
 
 
-def status(made: Layout) -> str:
+def status(made: ClusterLayout) -> str:
     return "\n".join(_lines(made)) or f"no job {made.job} is in SkyPilot's queue"
 
 
-def stop(made: Layout) -> str:
-    """SkyPilot takes the machines away: the run can go on from the last checkpoint that it wrote on its schedule."""
+def stop(made: ClusterLayout) -> str:
+    """Cancel the run's job. SkyPilot removes the machines at once: the run can later continue from its last regular
+    checkpoint."""
     if not _lines(made):
         return f"no job {made.job} is in SkyPilot's queue"
     call("sky", "jobs", "cancel", "--yes", "--name", made.job, cure=CURE)
     return f"asked {made.job} to end"
 
 
-def _lines(made: Layout) -> list[str]:
+def _lines(made: ClusterLayout) -> list[str]:
     queue = call("sky", "jobs", "queue", cure=CURE).splitlines()
     return [line for line in queue if made.job in line.split()]
 
 
 def _packed(keys: Path) -> str:
-    """All key files, as one word."""
+    """Return all key files as one word."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for path in sorted(keys.iterdir()):
@@ -86,7 +90,7 @@ def _packed(keys: Path) -> str:
     return base64.b64encode(packed.getvalue()).decode()
 
 
-def _resources(made: Layout) -> dict[str, Any]:
+def _resources(made: ClusterLayout) -> dict[str, Any]:
     cluster, sky = made.recipe.cluster, made.recipe.cluster.skypilot
     gpus = max(made.learner_gpus, made.engine_gpus)
     return {
@@ -98,28 +102,29 @@ def _resources(made: Layout) -> dict[str, Any]:
     }
 
 
-def _setup(made: Layout) -> str:
-    """The README's steps, with a Python that is new enough: Ubuntu 24.04 and 22.04 have one each."""
-    sglang = "make sglang-env\n" if made.recipe.engine.kind == "sglang" else ""
+def _setup(made: ClusterLayout) -> str:
+    """Return the installation steps of the README, with a Python that is new enough: 3.12 on Ubuntu 24.04, 3.11 on
+    22.04."""
+    engine = f"{command}\n" if (command := engine_kind(made.recipe.engine.kind).setup_command) else ""
     return (
-        f"set -e\nsudo ln -sfn ~/sky_workdir {made.seen.project}\ncd {made.seen.project}\n"
-        f'sudo install -d -m 700 -o "$(id -un)" {made.seen.keys}\n'
+        f"set -e\nsudo ln -sfn ~/sky_workdir {made.paths.project}\ncd {made.paths.project}\n"
+        f'sudo install -d -m 700 -o "$(id -un)" {made.paths.keys}\n'
         "sudo apt-get update -qq\n"
         "sudo apt-get install -qq -y make python3.12-venv || sudo apt-get install -qq -y make python3.11-venv\n"
-        f"export PYTHON=$(command -v python3.12 || command -v python3.11)\nmake env\n{sglang}"
+        f"export PYTHON=$(command -v python3.12 || command -v python3.11)\nmake env\n{engine}"
     )
 
 
-def _run(made: Layout) -> str:
+def _run(made: ClusterLayout) -> str:
     cluster = made.recipe.cluster
     address = f"tcp://$head:{made.learner_port}"
     engines, actors = made.engines_command(address, "$host", "number"), made.actors_command(address)
     return f"""\
 set -uo pipefail
-cd {made.seen.project}
+cd {made.paths.project}
 . {cluster.environment}/bin/activate
-(umask 077 && mkdir -p {made.seen.keys}) || exit 2
-echo "${SECRET}" | base64 -d | tar -xzC {made.seen.keys}
+(umask 077 && mkdir -p {made.paths.keys}) || exit 2
+echo "${SECRET}" | base64 -d | tar -xzC {made.paths.keys}
 unset {SECRET}
 mapfile -t hosts <<< "$SKYPILOT_NODE_IPS"
 head=${{hosts[0]}} host=${{hosts[$SKYPILOT_NODE_RANK]}} number=$((SKYPILOT_NODE_RANK - {cluster.learner_nodes}))

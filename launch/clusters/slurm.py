@@ -1,8 +1,6 @@
-"""Slurm: one job for the learner's hosts, and arrays with one job an engine host and one a host with actors alone,
-which come and go by themselves.
-
-The jobs find one another in the run's cluster folder, on the file system that all hosts share: the learner's job writes
-its address there, and takes it away when the run is over.
+"""Slurm: one job for the learner's hosts, and job arrays with one job for each engine host and for each host with only
+actors; these jobs may come and go independently. The jobs find one another through the run's cluster folder, on the
+file system that all hosts share: the learner's job writes its address there, and removes it when the run is over.
 """
 
 from __future__ import annotations
@@ -11,9 +9,9 @@ import json
 import shlex
 from pathlib import Path
 
-from launch.clusters.layout import FIND_S, Layout, call, make_missing_keys, write
+from launch.clusters.host_layout import FIND_S, ClusterLayout, call, make_missing_keys, write
 from launch.processes.children import ROOT
-from shared.config import ConfigError
+from shared.config.recipe import ConfigError
 
 CURE = "call this on a login node of the cluster, or install Slurm's commands"
 ADDRESS = "learner.address"
@@ -21,13 +19,13 @@ MISTAKE = "learner.mistake"
 JOBS = "jobs.json"
 
 
-def render(made: Layout) -> dict[str, str]:
-    """File name -> text."""
+def render(made: ClusterLayout) -> dict[str, str]:
+    """Return the scripts: file name -> text."""
     files = {"learner.sbatch": _learner(made), "engines.sbatch": _engines(made)}
     return files | ({"actors.sbatch": _actors(made)} if made.recipe.cluster.actor_nodes else {})
 
 
-def submit(made: Layout) -> str:
+def submit(made: ClusterLayout) -> str:
     cluster, folder = made.recipe.cluster, made.folder
     running = _live(folder)
     if running:
@@ -47,29 +45,30 @@ def submit(made: Layout) -> str:
     return f"jobs {', '.join(f'{job} ({part})' for part, job in jobs.items())}; logs in {folder / 'logs'}"
 
 
-def status(made: Layout) -> str:
+def status(made: ClusterLayout) -> str:
     jobs = _jobs(made.folder)
     form = "%.18i %.24j %.10T %.12M %.8D %R"
     lines = call("squeue", "--jobs", ",".join(jobs.values()), "--format", form, cure=CURE) if _live(made.folder) else ""
     return lines.rstrip() or f"no job of {made.job} is in the queue; its logs are in {made.folder / 'logs'}"
 
 
-def stop(made: Layout) -> str:
-    """The learner ends its step and writes a checkpoint, then its job ends; all other jobs end at once."""
+def stop(made: ClusterLayout) -> str:
+    """Cancel the run's jobs: the learner ends its step and writes a checkpoint, then its job ends; all other jobs end
+    at once."""
     jobs = _jobs(made.folder)
-    (made.folder / ADDRESS).unlink(missing_ok=True)  # without it no job starts itself again
+    (made.folder / ADDRESS).unlink(missing_ok=True)  # without this file no job restarts itself
     live = _live(made.folder)
     if others := [job for part, job in jobs.items() if part != "learner" and job in live]:
         call("scancel", *others, cure=CURE)
     if jobs["learner"] in live:
         call("scancel", "--state=PENDING", jobs["learner"], cure=CURE)
-        if jobs["learner"] in _live(made.folder):  # it has started
+        if jobs["learner"] in _live(made.folder):  # it was started meanwhile
             call("scancel", "--signal=TERM", jobs["learner"], cure=CURE)
     return f"asked {', '.join(live)} to end" if live else "no job of this run is in the queue"
 
 
 def _check_partition(field: str, name: str) -> None:
-    """ConfigError with those that are there; an empty name is the cluster's own choice."""
+    """Raise ConfigError, which lists the partitions, for an unknown one; "" is the cluster's default partition."""
     if name and not call("sinfo", "-h", "-p", name, "-o", "%P", cure=CURE).strip():
         known = call("sinfo", "-h", "-o", "%R", cure=CURE).split()
         raise ConfigError(f"cluster.slurm.{field} = {name!r} is not there; choose one of {', '.join(known)}")
@@ -87,17 +86,17 @@ def _jobs(folder: Path) -> dict[str, str]:
 
 
 def _live(folder: Path) -> list[str]:
-    """Those of the run's jobs that are in the queue."""
+    """Return the run's jobs that are in the queue."""
     if not (folder / JOBS).exists():
         return []
-    mine = set(call("squeue", "--me", "--noheader", "--format", "%A %F", cure=CURE).split())
-    return [job for job in _jobs(folder).values() if job in mine]
+    queued = set(call("squeue", "--me", "--noheader", "--format", "%A %F", cure=CURE).split())
+    return [job for job in _jobs(folder).values() if job in queued]
 
 
 # ------------------------------------------------------------------ scripts
 
 
-def _head(made: Layout, part: str, nodes: int, gpus: int, *more: str) -> str:
+def _head(made: ClusterLayout, part: str, nodes: int, gpus: int, *more: str) -> str:
     cluster, slurm = made.recipe.cluster, made.recipe.cluster.slurm
     minutes, partition = round(cluster.hours * 60), slurm.partition
     if part == "actors" and slurm.actor_partition:
@@ -111,7 +110,6 @@ def _head(made: Layout, part: str, nodes: int, gpus: int, *more: str) -> str:
         *([f"--mem={cluster.memory_gb}G"] if cluster.memory_gb else []),
         *([f"--time={minutes}"] if minutes else []),
         *([f"--partition={partition}"] if partition else []),
-        *([f"--account={slurm.account}"] if slurm.account else []),
         "--requeue",
         "--open-mode=append",
         *more,
@@ -127,9 +125,9 @@ host=$({cluster.address})
     return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + start
 
 
-def _learner(made: Layout) -> str:
+def _learner(made: ClusterLayout) -> str:
     cluster, logs = made.recipe.cluster, f"{made.folder}/logs"
-    more = (f"--output={logs}/learner.log", f"--signal=TERM@{made.learner_leave_s}")  # before the time limit
+    more = (f"--output={logs}/learner.log", f"--signal=TERM@{made.learner_leave_s}")  # sent before the time limit
     task = f"""trap : TERM  # which the learner has too, and answers
 {made.learner_command("$host")}
 code=$?
@@ -159,20 +157,20 @@ exit "$code"
 """
 
 
-def _engines(made: Layout) -> str:
+def _engines(made: ClusterLayout) -> str:
     command = made.engines_command(_FOUND, "$host", "SLURM_ARRAY_TASK_ID")
     return _array(made, "engines", made.recipe.cluster.engine_nodes, made.engine_gpus, command)
 
 
-def _actors(made: Layout) -> str:
+def _actors(made: ClusterLayout) -> str:
     return _array(made, "actors", made.recipe.cluster.actor_nodes, 0, made.actors_command(_FOUND))
 
 
 _FOUND = f'$(cat "$folder/{ADDRESS}")'
 
 
-def _array(made: Layout, part: str, nodes: int, gpus: int, command: str) -> str:
-    """One job a host."""
+def _array(made: ClusterLayout, part: str, nodes: int, gpus: int, command: str) -> str:
+    """Return the script of an array of jobs, one for each host."""
     restarts = made.recipe.cluster.restarts
     more = (f"--array=0-{nodes - 1}", f"--output={made.folder}/logs/{part}-%a.log")
     return f"""\

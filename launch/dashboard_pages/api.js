@@ -15,7 +15,8 @@ export const hasEpisode = (run, step, id) => !report || episodePath(run, step, i
 // The text of base64 of gzip.
 async function unpacked(text) {
   if (!globalThis.DecompressionStream) {
-    document.getElementById("page").textContent = "This browser is too old for the report, which is packed; one of 2023 or later opens it.";
+    document.getElementById("page").textContent =
+      "This browser is too old for the report, which is packed; one of 2023 or later opens it.";
     throw new Error("no DecompressionStream");
   }
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -24,7 +25,8 @@ async function unpacked(text) {
 
 async function get(path) {
   if (report) {
-    if (!(path in report.answers)) throw new Error("this is not in the report; start the dashboard on the run's folder");
+    if (!(path in report.answers))
+      throw new Error("this is not in the report; start the dashboard on the run's folder");
     return report.answers[path];
   }
   const response = await fetch(`api/${path}`);
@@ -45,8 +47,16 @@ export async function getSeries(run, names) {
   if (report) return get(`runs/${enc(run)}/series`);
   let whole = null;
   for (let at = 0; at < names.length || !whole; at += NAMES) {
-    const part = await get(`runs/${enc(run)}/series?names=${names.slice(at, at + NAMES).map(enc).join(",")}`);
-    if (whole) { Object.assign(whole.values, part.values); Object.assign(whole.evaluations, part.evaluations); } else whole = part;
+    const part = await get(
+      `runs/${enc(run)}/series?names=${names
+        .slice(at, at + NAMES)
+        .map(enc)
+        .join(",")}`,
+    );
+    if (whole) {
+      Object.assign(whole.values, part.values);
+      Object.assign(whole.evaluations, part.evaluations);
+    } else whole = part;
   }
   return whole;
 }

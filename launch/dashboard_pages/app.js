@@ -5,8 +5,10 @@ import { h, show } from "./dom.js";
 import { current, link } from "./route.js";
 
 const LOOK_AGAIN_MS = 3000;
-const page = document.getElementById("page"), top = document.getElementById("top");
-const PAGES = { // loaded when first shown; a report has only some of them
+const page = document.getElementById("page");
+const top = document.getElementById("top");
+const PAGES = {
+  // loaded when first shown; a report has only some of them
   overview: async () => (await import("./overview.js")).overviewPage,
   metrics: async () => (await import("./metrics.js")).metricsPage,
   step: async () => (await import("./step.js")).stepPage,
@@ -17,33 +19,78 @@ const home = api.hasPage("overview") ? link([]) : api.start;
 const state = { runs: null, seen: "", view: null, turn: 0, lost: false };
 
 function theme(next) {
-  if (next) try { localStorage.setItem("theme", next); } catch { /* a report has no storage */ }
+  if (next)
+    try {
+      localStorage.setItem("theme", next);
+    } catch {
+      /* a report has no storage */
+    }
   let chosen = next;
-  if (!chosen) try { chosen = localStorage.getItem("theme"); } catch { chosen = null; }
+  if (!chosen)
+    try {
+      chosen = localStorage.getItem("theme");
+    } catch {
+      chosen = null;
+    }
   chosen ||= matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   document.documentElement.dataset.theme = chosen;
   return chosen;
 }
 
+const isLive = () => (state.runs?.runs || []).some((run) => run.state === "running");
+
 function navigation() {
-  const { parts } = current(), name = parts[0] || "overview", runs = state.runs?.runs || [];
+  const { parts } = current();
+  const name = parts[0] || "overview";
+  const runs = state.runs?.runs || [];
   const run = runs.find((r) => r.name === parts[1]) || runs.find((r) => r.recorded) || runs[0];
-  const step = parts[1] === run?.name && parts[2] ? parts[2] : run?.recorded_last ?? run?.evaluation_last;
-  const tabs = [["overview", "Overview", home], ["metrics", "Metrics", link(["metrics"])]];
+  const step = parts[1] === run?.name && parts[2] ? parts[2] : (run?.recorded_last ?? run?.evaluation_last);
+  const tabs = [
+    ["overview", "Overview", home],
+    ["metrics", "Metrics", link(["metrics"])],
+  ];
   if (run) {
     tabs.push(["step", "Step", link(["step", run.name, ...(step === null || step === undefined ? [] : [step])])]);
     if (name === "episode") tabs.push(["episode", "Episode", location.hash]);
     tabs.push(["health", "Health", link(["health", run.name])]);
   }
-  const pick = runs.length > 1 && parts[1] ? h("select", { "aria-label": "run", onchange: (e) => {
-    location.hash = name === "health" ? link(["health", e.target.value]) : link(["step", e.target.value]);
-  } }, runs.map((r) => h("option", { value: r.name, selected: r.name === parts[1] }, r.name))) : parts[1] ? h("span", { class: "run-name" }, parts[1]) : "";
-  show(top,
+  const pick =
+    runs.length > 1 && parts[1]
+      ? h(
+          "select",
+          {
+            "aria-label": "run",
+            onchange: (e) => {
+              location.hash = name === "health" ? link(["health", e.target.value]) : link(["step", e.target.value]);
+            },
+          },
+          runs.map((r) => h("option", { value: r.name, selected: r.name === parts[1] }, r.name)),
+        )
+      : parts[1]
+        ? h("span", { class: "run-name" }, parts[1])
+        : "";
+  show(
+    top,
     h("a", { class: "brand", href: home }, "Pronk"),
-    h("nav", {}, tabs.filter(([key]) => api.hasPage(key)).map(([key, text, href]) => h("a", { href, "aria-current": key === name ? "page" : null }, text))),
+    h(
+      "nav",
+      {},
+      tabs
+        .filter(([key]) => api.hasPage(key))
+        .map(([key, text, href]) => h("a", { href, "aria-current": key === name ? "page" : null }, text)),
+    ),
     pick,
     h("span", { class: "grow" }),
-    api.isReport ? h("span", { class: "quiet" }, api.title) : h("span", { class: state.lost ? "live lost" : "live", title: "looks again every three seconds" }, state.lost ? "server not reached" : "live"),
+    api.isReport
+      ? h("span", { class: "quiet" }, api.title)
+      : h(
+          "span",
+          {
+            class: state.lost ? "live lost" : isLive() ? "live" : "live still",
+            title: "looks again every three seconds",
+          },
+          state.lost ? "server not reached" : isLive() ? "live" : "no run is running",
+        ),
     h("button", { type: "button", class: "plain", title: "light or dark (d)", onclick: toggle }, "◐"),
     h("button", { type: "button", class: "plain", title: "keys (?)", onclick: help }, "?"),
   );
@@ -55,7 +102,8 @@ function toggle() {
 }
 
 async function draw() {
-  const turn = ++state.turn, { parts, query } = current();
+  const turn = ++state.turn;
+  const { parts, query } = current();
   navigation();
   const name = parts[0] || "overview";
   state.view?.leave?.();
@@ -69,19 +117,37 @@ async function draw() {
     show(page, view.element);
     document.title = `${view.title || "Overview"} · Pronk`;
   } catch (error) {
-    if (turn === state.turn) show(page, h("section", { class: "damaged" }, h("h1", {}, "This cannot be shown"), h("p", {}, error.message), h("p", {}, h("a", { href: home }, api.hasPage("overview") ? "To the overview" : "To the episode"))));
+    if (turn === state.turn)
+      show(
+        page,
+        h(
+          "section",
+          { class: "damaged" },
+          h("h1", {}, "This cannot be shown"),
+          h("p", {}, error.message),
+          h("p", {}, h("a", { href: home }, api.hasPage("overview") ? "To the overview" : "To the episode")),
+        ),
+      );
   }
 }
 
 // What of the runs would change a page.
-const signature = (runs) => JSON.stringify(runs.runs.map((r) => [r.name, r.step, r.state, r.alarm_count, r.recorded, r.evaluations, r.damaged]));
+const signature = (runs) =>
+  JSON.stringify(
+    runs.runs.map((r) => [r.name, r.step, r.state, r.words, r.alarm_count, r.recorded, r.evaluations, r.damaged]),
+  );
 
 async function look() {
   try {
-    const runs = await api.getRuns(), seen = signature(runs), changed = seen !== state.seen;
+    const runs = await api.getRuns();
+    const seen = signature(runs);
+    const changed = seen !== state.seen;
     const was = state.lost;
     Object.assign(state, { runs, seen, lost: false });
-    if (changed || was) { navigation(); if (changed) state.view?.update?.(runs); }
+    if (changed || was) {
+      navigation();
+      if (changed) state.view?.update?.(runs);
+    }
   } catch {
     state.lost = true;
     navigation();
@@ -91,8 +157,33 @@ async function look() {
 function help() {
   const open = document.querySelector("dialog");
   if (open) return open.close();
-  const keys = [["o m s h", "overview, metrics, step, health"], ["← →", "the previous, the next episode"], ["↑ ↓", "the previous, the next of its group"], ["j k", "the next, the previous turn"], ["t", "what colours the tokens"], ["r", "the stream as the model reads it, or as text"], ["g", "its group side by side"], ["d", "light or dark"]];
-  const dialog = h("dialog", { onclick: () => dialog.close(), onclose: () => dialog.remove() }, h("h2", {}, "Keys"), h("dl", { class: "keys" }, keys.map(([key, text]) => [h("dt", {}, key.split(" ").map((k) => h("kbd", {}, k))), h("dd", {}, text)])));
+  const keys = [
+    ["o m s h", "overview, metrics, step, health"],
+    ["← →", "the previous, the next episode"],
+    ["↑ ↓", "the previous, the next of its group"],
+    ["j k", "the next, the previous turn"],
+    ["t", "what colours the tokens"],
+    ["r", "the stream as the model reads it, or as text"],
+    ["g", "its group side by side"],
+    ["d", "light or dark"],
+  ];
+  const dialog = h(
+    "dialog",
+    { onclick: () => dialog.close(), onclose: () => dialog.remove() },
+    h("h2", {}, "Keys"),
+    h(
+      "dl",
+      { class: "keys" },
+      keys.map(([key, text]) => [
+        h(
+          "dt",
+          {},
+          key.split(" ").map((k) => h("kbd", {}, k)),
+        ),
+        h("dd", {}, text),
+      ]),
+    ),
+  );
   document.body.append(dialog);
   dialog.showModal();
 }
@@ -103,14 +194,23 @@ addEventListener("keydown", (event) => {
   if (event.key === "d") return toggle();
   const tab = { o: "Overview", m: "Metrics", s: "Step", h: "Health" }[event.key];
   const to = tab && [...top.querySelectorAll("nav a")].find((a) => a.textContent === tab);
-  if (to) { location.hash = to.getAttribute("href"); return; }
+  if (to) {
+    location.hash = to.getAttribute("href");
+    return;
+  }
   if (state.view?.key?.(event.key)) event.preventDefault();
 });
-addEventListener("hashchange", () => { draw(); scrollTo(0, 0); });
+addEventListener("hashchange", () => {
+  draw();
+  scrollTo(0, 0);
+});
 
 theme();
 if (api.isReport && !location.hash && api.start) history.replaceState(null, "", api.start);
 state.runs = await api.getRuns().catch((error) => ({ runs: [], recipes: [], error: error.message }));
 state.seen = signature(state.runs);
 await draw();
-if (!api.isReport) setInterval(() => { if (!document.hidden) look(); }, LOOK_AGAIN_MS);
+if (!api.isReport)
+  setInterval(() => {
+    if (!document.hidden) look();
+  }, LOOK_AGAIN_MS);

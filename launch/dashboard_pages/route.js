@@ -6,7 +6,9 @@ export function current() {
 }
 
 export function link(parts, query = {}) {
-  const said = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+  const said = new URLSearchParams(
+    Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined),
+  );
   return `#/${parts.map((part) => encodeURIComponent(part)).join("/")}${[...said].length ? `?${said}` : ""}`;
 }
 

@@ -1,4 +1,3 @@
-"""The local web page over run folders: what it reads of them, how it answers, and whom it refuses.
-
-Files alone are read, none is written, and nothing is kept but what can be read again.
+"""The local web page over run folders: reading runs, answering requests, and refusing unauthorised ones. It only reads
+files, writes none, and keeps nothing in memory but caches.
 """

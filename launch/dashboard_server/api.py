@@ -1,4 +1,4 @@
-"""Paths and what they answer: the same values for the page that is served and for a report that stands alone."""
+"""The API's paths and their answers, for the served pages and for standalone reports alike."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.dashboard_server.catalogue import LAG, described
-from launch.dashboard_server.health import health
 from launch.dashboard_server.overview import events, overview
 from launch.dashboard_server.recorded import episode_page, listed, recorded, step_page
+from launch.dashboard_server.run_health import health
 from launch.dashboard_server.runs import Run, Runs, Unknown
-from shared.recordings.reading import Place
+from shared.recordings.reader import RecordingId
 
-MAX_NAMES = 64  # of metrics in one question
+MAX_NAMES = 64  # metrics in one request
 AXES = ("step", "time", "progress/minutes", "progress/episodes")
 
 
 def answer(runs: Runs, path: str, query: Mapping[str, str]) -> Any:
-    """JSON values. Unknown: there is no such thing; RecordingError: it is damaged."""
+    """Return the answer as JSON values. Raise Unknown if there is no such page, RecordingError if the recording is
+    damaged."""
     parts = path.strip("/").split("/")
     if parts == ["runs"]:
         known = [runs.get(run.name) for run in runs.all()]
@@ -41,28 +42,28 @@ def answer(runs: Runs, path: str, query: Mapping[str, str]) -> Any:
     raise Unknown(f"no page {path}")
 
 
-def place(text: str) -> Place:
+def place(text: str) -> RecordingId:
     try:
-        return Place.parse(text)
+        return RecordingId.parse(text)
     except ValueError as error:
         raise Unknown(str(error)) from None
 
 
 def names(run: Run) -> dict[str, Any]:
-    """Every metric with its meaning; those split by lag under the name that they split."""
+    """Return every metric with its meaning. Metrics split by lag are listed under the metric that they split."""
     known = {*run.metrics.steps.columns, *run.metrics.evaluations.columns} - {"step", "time"}
-    found: dict[str, dict[str, Any]] = {}
+    metrics: dict[str, dict[str, Any]] = {}
     for name in sorted(known):
         split = LAG.match(name)
         if split and split[1] in known:
-            found.setdefault(split[1], {"name": split[1], "lags": [], **described(split[1])})["lags"].append(name)
+            metrics.setdefault(split[1], {"name": split[1], "lags": [], **described(split[1])})["lags"].append(name)
         else:
-            found.setdefault(name, {"name": name, "lags": [], **described(name)})
-    return {"metrics": sorted(found.values(), key=lambda metric: (metric["place"], metric["name"]))}
+            metrics.setdefault(name, {"name": name, "lags": [], **described(name)})
+    return {"metrics": sorted(metrics.values(), key=lambda metric: (metric["place"], metric["name"]))}
 
 
 def series(run: Run, wanted: list[str], limit: int = MAX_NAMES) -> dict[str, Any]:
-    """Columns by name, each beside its axes; those of evaluations have axes of their own."""
+    """Return columns by name, with their axes; columns of evaluations have separate axes."""
     steps, evaluations = run.metrics.steps, run.metrics.evaluations
     return {
         "axes": {name: steps.show(name) for name in AXES if name in steps.columns},

@@ -1,4 +1,4 @@
-"""What the catalogue says of a metric's name, and the bound of its healthy range where it names one."""
+"""Looks up metrics in the catalogue: their texts, and the bounds of their healthy range if it has any."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ LAG = re.compile(r"^(.+)/lag_(\w+)$")
 
 @cache
 def entries() -> tuple[tuple[str, str, re.Pattern[str], dict[str, Any]], ...]:
-    """(section, name, pattern, what is said and its place in the catalogue), names without braces first."""
-    found: list[tuple[str, str, re.Pattern[str], dict[str, Any]]] = []
+    """Return all entries as (section, name, pattern, texts with the position in the catalogue), names without braces
+    first."""
+    rows: list[tuple[str, str, re.Pattern[str], dict[str, Any]]] = []
     for section, metrics in tomllib.loads(CATALOGUE.read_text(encoding="utf-8")).items():
-        for name, said in metrics.items():
+        for name, texts in metrics.items():
             pattern = re.compile(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(name)))
-            found.append((section, name, pattern, {**said, **bounds(said["healthy"]), "place": len(found)}))
-    return tuple(sorted(found, key=lambda entry: entry[1].count("{")))
+            rows.append((section, name, pattern, {**texts, **bounds(texts["healthy"]), "place": len(rows)}))
+    return tuple(sorted(rows, key=lambda entry: entry[1].count("{")))
 
 
 def bounds(healthy: str) -> dict[str, float]:
-    """`low` and `high` where the text begins with a plain bound or range."""
-    if found := _BOUND.match(healthy):
-        return {"high" if found[1] in ("below", "at most") else "low": float(found[2])}
-    if found := _RANGE.match(healthy):
-        return {"low": float(found[1]), "high": float(found[2])}
+    """Return the bounds `low` and `high` if the text begins with a plain bound or range; {} otherwise."""
+    if match := _BOUND.match(healthy):
+        return {"high" if match[1] in ("below", "at most") else "low": float(match[2])}
+    if match := _RANGE.match(healthy):
+        return {"low": float(match[1]), "high": float(match[2])}
     return {}
 
 
 def described(name: str) -> dict[str, Any]:
-    """The section and the texts of a metric; of one that the catalogue lacks, empty ones."""
-    for section, _, pattern, said in entries():
+    """Return the section and the texts of a metric; empty texts if it is not in the catalogue."""
+    for section, _, pattern, texts in entries():
         if pattern.fullmatch(name):
-            return {"section": section, **said}
+            return {"section": section, **texts}
     return {"section": "other", "meaning": "", "healthy": "", "cure": "", "place": len(entries())}

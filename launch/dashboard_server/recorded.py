@@ -1,5 +1,5 @@
-"""A run's recordings as the pages show them: steps and evaluations, summaries, episodes with their tokens, images that
-were checked."""
+"""A run's recordings in the form that the pages need: steps and evaluations, summaries, episodes with their tokens, and
+images that were checked."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from launch.dashboard_server.metric_columns import clean, from_json
 from launch.dashboard_server.runs import Run, Unknown, modified, size_of
-from launch.dashboard_server.series import clean, from_json
-from learner.images import rgb_of
-from shared.guards.kept import Kept
-from shared.recordings.reading import (
+from learner.batch.image_decoder import rgb_of
+from shared.recordings.episode_format import COLUMNS, ImageRef, RecordedEpisode, Summary
+from shared.recordings.reader import (
     FOLDER,
     IMAGES,
     INDEX_SUFFIX,
-    Place,
     RecordedStep,
     RecordingError,
+    RecordingId,
     read_image,
     read_step,
     recordings,
 )
-from shared.recordings.records import COLUMNS, Episode, ImageRef, Summary
 from shared.types import Image
+from shared.util.lru_cache import LruCache
 
 IMAGE = re.compile(r"([0-9a-f]{32})\.(png|jpeg|webp)")
 MAX_KEPT_BYTES = 32 << 20
 MAX_SHOWN_TOKENS = 1 << 17
-SUMMARY_BYTES = 2000  # that one takes in memory, about
-_steps: Kept[tuple[str, object], RecordedStep] = Kept(
+SUMMARY_BYTES = 2000  # approximate memory of one summary
+_steps: LruCache[tuple[str, object], RecordedStep] = LruCache(
     MAX_KEPT_BYTES, lambda _, step: 1000 + SUMMARY_BYTES * len(step.summaries)
 )
-_checked: Kept[str, bool] = Kept(1 << 20, lambda _, __: 100)  # images that were decoded without a fault
+_checked: LruCache[str, bool] = LruCache(1 << 20, lambda _, __: 100)  # images that were decoded without an error
 
 
-def recorded(run: Run) -> list[Place]:
-    """By step; those that cannot be read have none."""
+def recorded(run: Run) -> list[RecordingId]:
+    """Return the run's recordings by step; empty if they cannot be read."""
     try:
         return recordings(run.inside(run.folder / FOLDER))
     except (OSError, Unknown):
         return []
 
 
-def listed(places: list[Place]) -> dict[str, Any]:
-    """As the pages name them: steps by their numbers, evaluations as `STEP-NAME`."""
+def listed(places: list[RecordingId]) -> dict[str, Any]:
+    """Return the recordings by the pages' names: numbers for steps, `STEP-NAME` for evaluations."""
     return {
         "steps": [place.step for place in places if not place.evaluation],
         "evaluations": [str(place) for place in places if place.evaluation],
     }
 
 
-def opened(run: Run, place: Place) -> RecordedStep:
-    """Unknown where there is no such recording; RecordingError where its file is none."""
+def opened(run: Run, place: RecordingId) -> RecordedStep:
+    """Open a recording. Raise Unknown if there is none, RecordingError if its file is not a valid recording."""
     try:
         path = run.file(place.path(run.folder / FOLDER))
         state = tuple((modified(each), size_of(each)) for each in (path, path.with_suffix(INDEX_SUFFIX)))
@@ -63,7 +63,7 @@ def opened(run: Run, place: Place) -> RecordedStep:
     return _steps.get((str(path), state), lambda: read_step(path))
 
 
-def step_page(run: Run, place: Place) -> dict[str, Any]:
+def step_page(run: Run, place: RecordingId) -> dict[str, Any]:
     known = opened(run, place)
     return {
         "header": msgspec.structs.asdict(known.header),
@@ -77,7 +77,7 @@ def shown(summary: Summary) -> dict[str, Any]:
     return {**values, "id": summary.id, "has_failed": summary.failed, "ending": str(summary.ending)}
 
 
-def summary_of(run: Run, place: Place, episode_id: str) -> tuple[RecordedStep, Summary]:
+def summary_of(run: Run, place: RecordingId, episode_id: str) -> tuple[RecordedStep, Summary]:
     known = opened(run, place)
     for summary in known.summaries:
         if summary.id == episode_id:
@@ -85,7 +85,7 @@ def summary_of(run: Run, place: Place, episode_id: str) -> tuple[RecordedStep, S
     raise Unknown(f"step {place} of run {run.name} has no episode {episode_id}")
 
 
-def episode_page(run: Run, place: Place, episode_id: str) -> dict[str, Any]:
+def episode_page(run: Run, place: RecordingId, episode_id: str) -> dict[str, Any]:
     known, summary = summary_of(run, place, episode_id)
     episode = known.episode(summary)
     return {
@@ -97,8 +97,9 @@ def episode_page(run: Run, place: Place, episode_id: str) -> dict[str, Any]:
     }
 
 
-def episode_values(episode: Episode) -> dict[str, Any]:
-    """Columns stand at their tokens in the whole stream, null where a token was not sampled."""
+def episode_values(episode: RecordedEpisode) -> dict[str, Any]:
+    """Return an episode in the form that the pages need. Columns have one value per token of the whole stream, None
+    where the token was not sampled."""
     mask = episode.loss_mask.numpy()
     if len(mask) > MAX_SHOWN_TOKENS:
         raise RecordingError(
@@ -121,6 +122,7 @@ def episode_values(episode: Episode) -> dict[str, Any]:
         "mask": mask.tolist(),
         "pieces": list(episode.pieces),
         "tokens": tokens,
+        "segments": episode.segments,
         "turns": [{**msgspec.structs.asdict(turn), "info": parsed(turn.info)} for turn in episode.turns],
         "tail": episode.tail,
         "images": [{**msgspec.structs.asdict(ref), "file": ref.file_name} for ref in episode.images],
@@ -143,7 +145,7 @@ def spread(values: np.ndarray, places: np.ndarray, length: int) -> list[float | 
 
 
 def parsed(text: str) -> Any:
-    """The value of a recording's JSON; the text itself where it was cut off."""
+    """Return the value of a recording's JSON; the text itself if it cannot be parsed, since it may be cut off."""
     try:
         return from_json(text) if text else None
     except ValueError:
@@ -151,18 +153,19 @@ def parsed(text: str) -> Any:
 
 
 def image_file(run: Run, name: str) -> tuple[bytes, str]:
-    """(content, media type) of a recorded image that decodes within the usual limits. Unknown, RecordingError."""
-    if not (found := IMAGE.fullmatch(name)):
+    """Return (content, media type) of a recorded image, after decoding it within the usual limits. Raise Unknown or
+    RecordingError."""
+    if not (match := IMAGE.fullmatch(name)):
         raise Unknown(f"{name[:100]!r} is no name of a recorded image")
     run.file(run.folder / FOLDER / IMAGES / name)
-    data = read_image(run.folder / FOLDER, ImageRef(hash=found[1], format=found[2]))  # type: ignore[arg-type]
+    data = read_image(run.folder / FOLDER, ImageRef(hash=match[1], format=match[2]))  # type: ignore[arg-type]
 
     def check() -> bool:
         try:
-            rgb_of(Image(data, found[1]))
+            rgb_of(Image(data, match[1]))
         except ValueError as error:
             raise RecordingError(f"{name} is not shown: {error}") from error
         return True
 
     _checked.get(name, check)
-    return data, f"image/{found[2]}"
+    return data, f"image/{match[2]}"

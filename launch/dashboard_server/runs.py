@@ -1,4 +1,4 @@
-"""Run folders: which there are, and what each says of itself. Nothing outside of the given folders is read."""
+"""Finds run folders and reads their files. Nothing outside of the given folders is read."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.dashboard_server.series import MetricsFile, from_json
+from launch.dashboard_server.metric_columns import MetricsFile, from_json
+from shared.redaction import redact, redact_text
+from shared.run_status import STATUS, TRAINING, RunStatus, read_status
 
-MARKS = ("metrics.jsonl", "recipe.json", "recordings")  # any of them makes a folder a run's
+MARKS = ("metrics.jsonl", "recipe.json", "recordings")  # a folder with any of these is a run's
 MAX_RUNS = 200
 MAX_JSON_BYTES = 4 << 20
 MAX_ALARMS = 500
 MAX_ALARM_BYTES = 1 << 20
 CHECKPOINT = re.compile(r"step_(\d{1,12})")
-SECRET = re.compile(r"webhook|password|secret|(api_key|token)$")
-RECENT = 10  # steps over which an overview's numbers are means
-QUIET_S = 120.0  # a run that wrote nothing for so long, and for ten of its steps, is not running
+RECENT = 10  # steps over which the overview averages
+# A run that has written nothing for this time, and for ten of its steps, counts as stopped.
+QUIET_S = 120.0
+ENDED = {"complete": "finished", "stopped": "stopped", "failed": "failed"}
 
 
 class Unknown(LookupError):
@@ -28,7 +31,7 @@ class Unknown(LookupError):
 
 @dataclass(slots=True)
 class Run:
-    """One run's folder. `given` is the folder of the command line that it is, or is in."""
+    """One run's folder. `given` is the folder from the command line: the run's own or the one that contains it."""
 
     name: str
     folder: Path
@@ -39,19 +42,20 @@ class Run:
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
 
     def inside(self, path: Path) -> Path:
-        """The path, if it leads to something inside of the given folder; Unknown otherwise."""
+        """Return the path if it resolves to something inside the given folder; raise Unknown otherwise."""
         if not path.resolve().is_relative_to(self.given):
             raise Unknown(f"{path} is outside of {self.given}")
         return path
 
     def file(self, path: Path) -> Path:
-        """The same for a plain file alone: what else there may be could keep a reader waiting."""
+        """Return the path if it is a regular file inside the given folder; raise Unknown otherwise (a pipe could block
+        the reader)."""
         if not self.inside(path).is_file():
             raise Unknown(f"{path} is no file")
         return path
 
     def json(self, name: str) -> Any:
-        """A small JSON file of the folder; None where there is none that can be read."""
+        """Read a small JSON file in the folder; None if it is missing or cannot be read."""
         path = self.folder / name
         try:
             with self.file(path).open("rb") as file:
@@ -60,8 +64,8 @@ class Run:
             return None
 
     def recipe(self) -> dict[str, Any]:
-        said = self.json("recipe.json")
-        return hushed(said) if isinstance(said, dict) else {}
+        recipe = self.json("recipe.json")
+        return redact(recipe) if isinstance(recipe, dict) else {}
 
     def total_steps(self) -> int:
         learner = self.recipe().get("learner")
@@ -71,9 +75,27 @@ class Run:
     def checkpoints(self) -> list[int]:
         return numbered(self.folder / "checkpoints", CHECKPOINT)
 
+    def status(self) -> RunStatus | None:
+        """Return what the run wrote about itself last; None if there is nothing that can be read."""
+        try:
+            self.file(self.folder / STATUS)
+        except (OSError, Unknown):
+            return None
+        return read_status(self.folder)
+
+    def words(self) -> str:
+        """Return in words how the run ended, or what it is doing."""
+        status = self.status()
+        if status is None:
+            return ""
+        if status.ended:
+            return "" if status.ended == "complete" else redact_text(status.reason)
+        return status.in_words() if status.phase != TRAINING and self.state() == "running" else ""
+
     def alarms(self) -> tuple[list[dict[str, Any]], int]:
-        """The newest ones, oldest first, each with the step at which it was `over`, and how many lines are damaged."""
-        path, found, damaged = self.folder / "alarms.jsonl", deque[dict[str, Any]](maxlen=MAX_ALARMS), 0
+        """Return (the newest alarms, oldest first, each with the step at which it was `over`; the number of damaged
+        lines)."""
+        path, alarms, damaged = self.folder / "alarms.jsonl", deque[dict[str, Any]](maxlen=MAX_ALARMS), 0
         try:
             with self.file(path).open("rb") as file:
                 file.seek(max(0, path.stat().st_size - MAX_ALARM_BYTES))
@@ -86,19 +108,24 @@ class Run:
                 if not isinstance(alarm, dict) or not isinstance(alarm.get("step"), int | float):
                     raise ValueError
                 if alarm.get("level") != "cleared":
-                    found.append(alarm | {"over": None})
+                    alarms.append(alarm | {"over": None})
                     continue
-                for earlier in found:
+                for earlier in alarms:
                     if earlier.get("rule") == alarm.get("rule") and earlier["over"] is None:
                         earlier["over"] = alarm["step"]
             except ValueError:
                 damaged += 1
-        return list(found), damaged
+        return list(alarms), damaged
 
     def state(self) -> str:
-        """running, finished or stopped; by the times of its files, so that it can be told from any machine."""
-        # Metrics come with steps and results of evaluations; who waits for one says so in the log twice a minute.
-        written = max(map(modified, (self.folder / "metrics.jsonl", *self.folder.glob("logs/*.log"))))
+        """Return "running", "finished", "stopped" or "failed": what the run's status says if it has ended, else judged
+        by the times of the run's files, so that this works on any machine."""
+        status = self.status()
+        if status is not None and status.ended:
+            return ENDED.get(status.ended, "stopped")
+        # Metrics are written with each step and evaluation; a learner that waits for one logs this twice a minute.
+        files = (self.folder / "metrics.jsonl", self.folder / STATUS, *self.folder.glob("logs/*.log"))
+        written = max(map(modified, files))
         result = modified(self.folder / "result.json")
         if result and result + 60 >= written:
             return "finished"
@@ -106,25 +133,17 @@ class Run:
         return "running" if time.time() - written < max(QUIET_S, slow) else "stopped"
 
 
-def hushed(section: dict[str, Any]) -> dict[str, Any]:
-    """A recipe without what a page need not show: addresses and keys that let whoever has them in."""
-    return {
-        name: hushed(value) if isinstance(value, dict) else "(not shown)" if value and SECRET.search(name) else value
-        for name, value in section.items()
-    }
-
-
 def numbered(folder: Path, pattern: re.Pattern[str]) -> list[int]:
-    """The numbers of the names in a folder that are like `pattern`, in order."""
+    """Return the sorted numbers in the names in a folder that match `pattern`."""
     try:
-        found = [pattern.fullmatch(path.name) for path in folder.iterdir()]
+        matches = [pattern.fullmatch(path.name) for path in folder.iterdir()]
     except OSError:
         return []
-    return sorted(int(match[1]) for match in found if match)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def modified(path: Path) -> float:
-    """0 where there is no such file."""
+    """Return a file's modification time; 0 if there is no such file."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -139,10 +158,10 @@ def size_of(path: Path) -> int:
 
 
 class Runs:
-    """The runs in the given folders, each of which is a run's own or holds runs; new ones are found as they come."""
+    """The runs in the given folders; a folder is a run's own or contains runs. New runs are found as they appear."""
 
     def __init__(self, folders: list[Path]) -> None:
-        """ValueError where a folder is none, or holds no run."""
+        """Find the runs in some folders. Raise ValueError if a folder does not exist or contains no run."""
         self._given = [folder.resolve() for folder in folders]
         self._runs: dict[str, Run] = {}
         for folder, given in zip(folders, self._given, strict=True):
@@ -155,18 +174,18 @@ class Runs:
 
     def all(self) -> list[Run]:
         known = {run.folder: run for run in self._runs.values()}
-        found: dict[str, Run] = {}
+        runs: dict[str, Run] = {}
         for given in self._given:
             for folder in run_folders(given):
-                if len(found) >= MAX_RUNS or any(run.folder == folder for run in found.values()):
+                if len(runs) >= MAX_RUNS or any(run.folder == folder for run in runs.values()):
                     continue
-                run = known.get(folder) or Run(free_name(folder, self._runs.keys() | found.keys()), folder, given)
-                found[run.name] = run
-        self._runs = found
-        return list(found.values())
+                run = known.get(folder) or Run(free_name(folder, self._runs.keys() | runs.keys()), folder, given)
+                runs[run.name] = run
+        self._runs = runs
+        return list(runs.values())
 
     def get(self, name: str) -> Run:
-        """The run, with all that its metrics say by now."""
+        """Return the run, with its metrics read up to now."""
         if name not in self._runs:
             self.all()
         if name not in self._runs:

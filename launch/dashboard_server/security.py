@@ -1,20 +1,21 @@
-"""Who may look: requests for another host or from another site are refused; beyond this machine a token is asked for.
+"""Access control: requests for another host or from another site are refused; off loopback a token is required.
 
-A page of another site cannot read ours (no Origin of another is answered), nor reach us under a name of its own (no
-foreign Host is). The token comes once in the address, then as a cookie, or as a bearer's; it is compared in constant
-time. What is served may load from this server alone, and no text of a run is ever markup.
+A page of another site can neither read this one (requests with a foreign Origin are refused) nor reach it under another
+name (a foreign Host is refused). The token is given once in the address and then as a cookie, or as a bearer token; it
+is compared in constant time. Served pages may load only from this server, and a run's texts are never treated as
+markup.
 """
 
 from __future__ import annotations
 
 import hmac
 import socket
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+from shared.util.http_connections import ConnectionLimit, is_foreign_host
+
 COOKIE = "pronk_dashboard"
 POLICY = "; ".join(
     (
@@ -31,12 +32,14 @@ HEADERS = {
 }
 
 
-def guard(host: str, token: str) -> Middleware:
-    """The middleware of a server that listens on `host`; without a token it answers whoever reaches it."""
-    names = LOOPBACK | {host.strip("[]").lower(), socket.gethostname().lower()}
+def guard(host: str, token: str, connections: ConnectionLimit) -> Middleware:
+    """Return the middleware of a server that listens on `host`; without a token it answers everybody who reaches it.
+    `connections` is told which connections have sent an authorised request."""
+    names = frozenset({host.strip("[]").lower(), socket.gethostname().lower()})
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        connections.note_request(request)
         if refused := why_refused(request, names):
             return with_headers(web.Response(status=403, text=f"refused: {refused}\n"))
         given = request.query.get("token", "")
@@ -46,8 +49,9 @@ def guard(host: str, token: str) -> Middleware:
             return with_headers(entered)
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if token and not (matches(request.cookies.get(COOKIE, ""), token) or matches(bearer, token)):
-            said = "open the address with ?token=... that the dashboard printed when it started\n"
-            return with_headers(web.Response(status=401, text=said))
+            message = "open the address with ?token=... that the dashboard printed when it started\n"
+            return with_headers(web.Response(status=401, text=message))
+        connections.authorise(request)
         try:
             return with_headers(await handler(request))
         except web.HTTPException as error:
@@ -57,25 +61,15 @@ def guard(host: str, token: str) -> Middleware:
 
 
 def why_refused(request: web.Request, names: frozenset[str]) -> str:
-    """Empty for a request that this server may answer."""
+    """Return why a request is refused; "" if it may be answered."""
     if request.method not in ("GET", "HEAD"):
         return "nothing can be changed here"
-    own = request.transport.get_extra_info("sockname") if request.transport else None
-    known = names | {str(own[0]).lower()} if own else names
-    if host_of(request.headers.get("Host", "")) not in known:
+    if is_foreign_host(request, names):
         return "a foreign Host"
     origin = request.headers.get("Origin")
     if origin is not None and origin != f"http://{request.headers.get('Host')}":
         return "a foreign Origin"
     return ""
-
-
-def host_of(header: str) -> str:
-    """The name without its port; empty for what is none."""
-    try:
-        return (urlsplit(f"//{header}").hostname or "").lower()
-    except ValueError:
-        return ""
 
 
 def matches(given: str, token: str) -> bool:

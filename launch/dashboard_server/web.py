@@ -1,4 +1,4 @@
-"""The server: static pages, JSON of `api`, images. It reads in one thread at a time and writes nothing."""
+"""The server: static pages, JSON of `api`, images. All reading happens in one thread; nothing is written."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from launch.dashboard_server.api import answer
 from launch.dashboard_server.recorded import image_file
 from launch.dashboard_server.runs import Runs, Unknown
 from launch.dashboard_server.security import guard
-from shared.recordings.reading import RecordingError
+from shared.recordings.reader import RecordingError
+from shared.redaction import redact_text
+from shared.util.http_connections import ConnectionLimit
+from shared.util.user_errors import describe
 
 PAGES = Path(__file__).resolve().parents[1] / "dashboard_pages"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 COMPRESS_BYTES = 4096
+MAX_CONNECTIONS, RESERVED_CONNECTIONS = 512, 128  # in all; of them for those who have sent an authorised request
 Result = TypeVar("Result")
 
 
 def page_files() -> dict[str, Path]:
-    """Every file of the pages by its path; no other file is ever served."""
+    """Return the pages' files by path; no other files are served."""
     return {str(path.relative_to(PAGES)): path for path in sorted(PAGES.rglob("*")) if path.suffix in TYPES}
 
 
@@ -32,7 +36,8 @@ class Server:
     def __init__(self, runs: Runs, host: str, token: str) -> None:
         self._runs, self._files = runs, page_files()
         self._reader = ThreadPoolExecutor(1, "reader")
-        self.app = web.Application(middlewares=[guard(host, token)])
+        self.connections = ConnectionLimit(MAX_CONNECTIONS, RESERVED_CONNECTIONS)
+        self.app = web.Application(middlewares=[guard(host, token, self.connections)])
         self.app.router.add_get("/", self._page)
         self.app.router.add_get("/pages/{name:.+}", self._page)
         self.app.router.add_get("/api/runs/{run}/images/{name}", self._image)
@@ -56,7 +61,10 @@ class Server:
             body = await self._read(lambda: msgspec.json.encode(answer(self._runs, path, query)))
         except (Unknown, RecordingError, OSError) as error:
             status = 404 if isinstance(error, Unknown) else 422
-            value = {"error": " ".join(str(error).split())}
+            value = {"error": redact_text(" ".join(str(error).split()))}
+            body = msgspec.json.encode(value)
+        except Exception as error:  # noqa: BLE001 - whatever stands in a file costs its page alone
+            status, value = 422, {"error": f"{path} cannot be shown: {describe(error)}"}
             body = msgspec.json.encode(value)
         response = web.Response(body=body, status=status, content_type="application/json")
         response.headers["Cache-Control"] = "no-store"

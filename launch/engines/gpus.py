@@ -1,4 +1,4 @@
-"""GPUs of engines and learner ranks: who takes which, and a lock so that none is given to two processes by accident."""
+"""GPUs of engines and learner ranks: which process uses which, and locks so that no GPU is used by two by accident."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from shared.config import ConfigError
-from shared.sections import EngineConfig
+from shared.config.recipe import ConfigError
+from shared.config.sections import EngineConfig
+from shared.engine.engine_kinds import capabilities_of
+
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def engine_gpus(engine: EngineConfig, num_visible: int) -> list[tuple[int, ...]]:
-    """The GPUs of each engine, as this process counts them; none on the CPU. The learner's ranks take the first GPUs of
-    a host, so engines take the last ones unless `engine.gpus` says otherwise. ConfigError if they do not suffice."""
+    """Return the GPUs of each engine, as this process counts them; none on the CPU. The learner's ranks use the first
+    GPUs of a host, so engines use the last ones unless `engine.gpus` names others. Raise ConfigError if there are too
+    few."""
     if engine.device == "cpu":
         if engine.gpus:
             raise ConfigError(f"engine.gpus = {list(engine.gpus)}, but engine.device = 'cpu'; set it to cuda")
         return [()] * engine.count
-    each = engine.tensor_parallel if engine.kind == "sglang" else 1
+    each = engine.tensor_parallel if capabilities_of(engine.kind).spans_gpus else 1
     needed = engine.count * each
     last = tuple(range(max(0, num_visible - needed), num_visible))
     gpus = engine.gpus or ((0,) if engine.shares_gpu else last)
@@ -35,7 +39,8 @@ def engine_gpus(engine: EngineConfig, num_visible: int) -> list[tuple[int, ...]]
 
 
 def check_apart(gpus: Sequence[tuple[int, ...]], num_ranks: int) -> None:
-    """ConfigError if an engine has a GPU of the learner's ranks, which take 0 to `num_ranks` - 1 of the same host."""
+    """Raise ConfigError if an engine has a GPU of a learner rank; the ranks use GPUs 0 to `num_ranks` - 1 of the same
+    host."""
     shared = sorted(gpu for own in gpus for gpu in own if gpu < num_ranks)
     if shared:
         raise ConfigError(
@@ -45,23 +50,23 @@ def check_apart(gpus: Sequence[tuple[int, ...]], num_ranks: int) -> None:
 
 
 def check_shared(engine: EngineConfig, learner_device: str, num_ranks: int) -> None:
-    """ConfigError if the engine cannot share the GPU of the learner's one rank, which is the first of the host."""
+    """Raise ConfigError if the engine cannot share the GPU of the learner's only rank, the first GPU of the host."""
     if why := engine.unshareable(learner_device, num_ranks):
         raise ConfigError(why)
     if engine.gpus not in ((), (0,)):
         raise ConfigError(f"engine.shares_gpu with engine.gpus = {list(engine.gpus)}: the learner has GPU 0; set it so")
 
 
-def names(gpus: Sequence[int], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The machine's own names of the GPUs that a process with this environment counts as `gpus`."""
+def gpu_names(gpus: Sequence[int], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the machine's names of the GPUs that a process with this environment numbers `gpus`."""
     visible = [part.strip() for part in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
     return tuple(visible[gpu] if visible else str(gpu) for gpu in gpus)
 
 
-def claim(gpus: Sequence[str], owner: str, shared_as: str = "") -> list[TextIO]:
-    """Takes GPUs, by the machine's names, for as long as the files stay open or the process lives. ConfigError names
-    who has one already; only Pronk's processes know of the locks. `shared_as`: the one of its kind that has a GPU which
-    another kind has too."""
+def lock_gpus(gpus: Sequence[str], owner: str, shared_as: str = "") -> list[TextIO]:
+    """Lock GPUs, given by the machine's names, until the files are closed or the process ends. Raise ConfigError, which
+    names the holder, if one is locked already; only Pronk's processes use these locks. With `shared_as`, the name of a
+    kind of process ("learner" or "engine"), the GPU may also be locked by one process of another kind."""
     held: list[TextIO] = []
     for gpu in gpus:
         lock = Path(tempfile.gettempdir()) / f"pronk-gpu-{gpu}.lock"
@@ -85,7 +90,8 @@ def _locked(path: Path, kind: int, gpu: str, owner: str) -> TextIO:
 
 
 def _lock_file(path: Path) -> TextIO:
-    """The lock file, which only its owner can write. ConfigError if somebody else has put something there."""
+    """Open the lock file, which only its owner can write. Raise ConfigError if it cannot be opened, since another user
+    has made it."""
     try:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+")
     except OSError as error:
@@ -93,14 +99,14 @@ def _lock_file(path: Path) -> TextIO:
 
 
 def gpu_bytes() -> float:
-    """Memory of the first GPU that this process may use."""
+    """Return the memory, in bytes, of the first GPU that this process may use."""
     import torch
 
     return float(torch.cuda.get_device_properties(0).total_memory)
 
 
 def num_visible() -> int:
-    """GPUs that this process may use."""
+    """Return the number of GPUs that this process may use."""
     import torch
 
     return torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Where the engines of this host listen, and whether the learner, which sends them weights, can reach them there."""
+"""The addresses of this host's engines, and checks that the learner, which sends them weights, can reach them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shared.config import ConfigError, Recipe
+from shared.config.recipe import ConfigError, Recipe
 from shared.keys import is_local
 
-EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # what the kernel gives to whoever asks for any port
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # ports that the kernel assigns to sockets that ask for any
 
 
 def check_reach(recipe: Recipe) -> None:
-    """ConfigError for engines off loopback without an API key, on an address that names no host, or on loopback while
-    the learner is on another host."""
+    """Raise ConfigError for engines off loopback without an API key, for a wildcard address, and for engines on
+    loopback while the learner is on another host."""
     host, learner = recipe.engine.host, recipe.actor.learner
     if not is_local(f"tcp://{host}:0"):
         check_key(host, recipe.engine.api_key_file)
@@ -31,7 +31,7 @@ def check_reach(recipe: Recipe) -> None:
 
 
 def check_key(host: str, api_key: str) -> None:
-    """ConfigError for an address off loopback without an API key."""
+    """Raise ConfigError for an address off loopback without an API key."""
     if not api_key and not is_local(f"tcp://{host}:0"):
         raise ConfigError(
             f"engine.host = {host!r} is not loopback; set engine.api_key_file (python -m shared.keys keys --engine "
@@ -40,13 +40,13 @@ def check_key(host: str, api_key: str) -> None:
 
 
 def check_ports(recipe: Recipe) -> None:
-    """ConfigError for a port that is taken, and for an address that is not this machine's."""
+    """Raise ConfigError for an occupied port, and for an address that is not this machine's."""
     engine = recipe.engine
     try:
-        mine = _is_mine(engine.host)
+        is_ours = _is_mine(engine.host)
     except (socket.gaierror, UnicodeError):
-        mine = False
-    if not mine:
+        is_ours = False
+    if not is_ours:
         raise ConfigError(f"engine.host = {engine.host!r} is no address of this machine")
     for port in range(engine.port, engine.port + engine.count):
         try:
@@ -61,9 +61,10 @@ def check_ports(recipe: Recipe) -> None:
 
 
 def free_port(in_a_row: int = 1) -> int:
-    """The first of this many ports of loopback that nobody listens on. The kernel gives none of them to a socket that
-    asks for any, as those of torchrun and gloo do, before the port is used. OSError if there are none."""
-    chance = random.SystemRandom()  # no seed of a run makes two processes choose alike
+    """Return the first of `in_a_row` consecutive free ports on loopback. They are outside of the range from which the
+    kernel assigns ports to sockets that ask for any (as torchrun's and gloo's do), so that none is taken before it is
+    used. Raise OSError if there are none."""
+    chance = random.SystemRandom()  # independent of seeds, so that two processes choose differently
     below = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else 32768
     low, high = (10000, below - in_a_row) if below > 11000 else (10000, 65536 - in_a_row)
     for first in (chance.randrange(low, high) for _ in range(1000)):
@@ -93,7 +94,8 @@ def _is_any(host: str) -> bool:
 
 
 def _is_elsewhere(host: str) -> bool:
-    """A name that cannot be resolved is nowhere: connecting will say so."""
+    """Tell whether a name belongs to another host. False for a name that cannot be resolved: connecting will report
+    that."""
     try:
         return not _is_mine(host)
     except (socket.gaierror, UnicodeError):

@@ -1,4 +1,4 @@
-"""Whether an engine serves the recipe's model: its kind and its vocabulary, and an answer to an image."""
+"""Checks that an engine serves the recipe's model: by its model type, its vocabulary, and its answer to an image."""
 
 from __future__ import annotations
 
@@ -10,51 +10,54 @@ from pathlib import Path
 from PIL import Image as PILImage
 from tokenizers import Tokenizer
 
-from shared.engine_api import EngineClient, EngineError
+from shared.engine.engine_api import EngineClient, EngineError
 from shared.types import Image
 from shared.vision import VisionSpec
-from shared.weights.families import text_config
 
-PROBE = "Image 12: <answer>up, left</answer> \u00e9\u6f22<|im_end|>"
-SPELLED = "answer"  # one token or a few in any vocabulary; a policy may write it letter by letter
+PROBE = "Image 12: <answer>up, left</answer> \u00e9\u6f22"  # the end of a turn is appended
+SPELLED = "answer"  # one or a few tokens in any vocabulary, but also writable letter by letter
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What an engine can be asked about its model. `probe_ids`: the tokens of PROBE; `image_ids`: those of an image
-    in the compact stream; `spelled_ids`: SPELLED letter by letter, `num_spelled`: its tokens as a tokenizer makes
-    them."""
+    """Facts about the recipe's model that an engine's answers are compared with. `probe_ids`: the tokens of PROBE and
+    the end of a turn. `image_ids`: the tokens of an image in the compact stream. `spelled_ids`: the tokens of SPELLED
+    written letter by letter; `num_spelled`: the number of its tokens when it is tokenized as a word."""
 
     path: str
     model_type: str
     vocab_size: int
     probe_ids: tuple[int, ...]
-    image_ids: tuple[int, int, int]
+    image_ids: tuple[int, ...]
     spelled_ids: tuple[int, ...]
     num_spelled: int
     vision: VisionSpec
 
     @staticmethod
     def load(path: str, vision: VisionSpec) -> ModelFacts:
-        """From a model's folder. ValueError for a tokenizer that is missing or broken."""
-        config = json.loads((Path(path) / "config.json").read_text())
+        """Read the facts from a model's folder. Raise ValueError for a missing or broken tokenizer."""
+        config, family = json.loads((Path(path) / "config.json").read_text()), vision.family
         file = Path(path) / "tokenizer.json"
         if not file.exists():
             raise ValueError(f"model.path = {path!r} has no tokenizer.json")
         try:
             tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers raises no other kind
+        except Exception as error:  # tokenizers raises plain Exceptions
             reason = " ".join(str(error).split())
             raise ValueError(f"{file} cannot be read as a tokenizer ({reason}): copy the model's own anew") from error
-        ids, letters = tuple(tokenizer.encode(PROBE).ids), tuple(i for c in SPELLED for i in tokenizer.encode(c).ids)
-        vocab_size = text_config(config)["vocab_size"]
-        image = (config["vision_start_token_id"], vision.image_token_id, config["vision_end_token_id"])
+        ids, letters = (
+            tuple(tokenizer.encode(PROBE + family.end_of_turn).ids),
+            tuple(i for c in SPELLED for i in tokenizer.encode(c).ids),
+        )
+        vocab_size = family.text_config(config)["vocab_size"]
+        image = family.image_block(config)
         num_spelled = len(tokenizer.encode(SPELLED).ids)
         return ModelFacts(path, config["model_type"], vocab_size, ids, image, letters, num_spelled, vision)
 
 
 async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
-    """Waits until the engine answers an image. EngineError: silent for `timeout_s`, or it serves another model."""
+    """Wait until the engine answers a request with an image. Raise EngineError if it does not within `timeout_s`, or if
+    it serves another model."""
     await client.wait_healthy(timeout_s)
     info = await client.model_info()
     other = f"serves another model ({info['model_path']}) than model.path = {model.path!r}"
@@ -62,15 +65,15 @@ async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float
         raise EngineError(client.url, f"{other}: a {info['model_type']}, not a {model.model_type}")
     if info.get("vocab_size", model.vocab_size) != model.vocab_size:
         raise EngineError(client.url, f"{other}: a vocabulary of {info['vocab_size']} tokens, not {model.vocab_size}")
-    ids = await client.tokenize(PROBE)
+    ids = await client.tokenize(PROBE + model.vision.family.end_of_turn)
     if ids is not None and ids != model.probe_ids:
         raise EngineError(client.url, f"{other}: its vocabulary makes other tokens of the same text")
     await check_answers(client, model, timeout_s)
 
 
 async def check_answers(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
-    """What every way to an engine must keep: an image's size, each of the prompt's tokens, and the bans of tokens.
-    EngineError if it does not."""
+    """Check that requests reach the engine unchanged (directly or through a router): an image's size, each token of the
+    prompt, and banned tokens. Raise EngineError if they do not."""
     width, height = 2 * model.vision.patch_size * model.vision.merge_size, model.vision.patch_size
     image = _image(width, height)
     prompt = (*model.image_ids, *model.spelled_ids)
@@ -88,7 +91,7 @@ async def check_answers(client: EngineClient, model: ModelFacts, timeout_s: floa
         raise EngineError(
             client.url,
             f"makes {num_tokens} tokens of a prompt with an image, the learner {expected}; give it "
-            "the bounds model.min_pixels and model.max_pixels, as launch/engines/commands.py does",
+            "the bounds model.min_pixels and model.max_pixels, as the embedded and the SGLang engine are started with",
         )
     if (await client.warm_up(prompt, [image], timeout_s, (likeliest,)))[1] == likeliest:
         raise EngineError(

@@ -12,25 +12,25 @@ from launch import actors
 from launch.processes.actor_supervisor import ActorFailed
 from launch.processes.own_server import OwnServer
 from launch.terminal.screen import Screen
-from learner.tickets.book import BookSettings, EvaluationResult
-from learner.tickets.evaluations import Plan
-from learner.tickets.patience import result_in_time
+from learner.tickets.evaluations import EvaluationPlan
 from learner.tickets.sources import SeedSource
-from shared.codec import TokenRules
-from shared.config import Recipe
+from learner.tickets.ticket_book import BookSettings, EvaluationResult
+from learner.tickets.ticket_server import wait_for_evaluation
+from shared.config.recipe import Recipe
 from shared.types import Sample
+from shared.wire.codec import TokenRules
 
 NAME = "evaluation"
 
 
 class EvaluationFailed(Exception):
-    """One line: why there is no result."""
+    """There is no result; the message says why, in one line."""
 
 
 class Evaluation(OwnServer):
-    """Issues the samples' tickets and no other; `result` or `failure` is there when the actors are told to stop."""
+    """A server that issues only the samples' tickets. `result` or `failure` is set when the actors are told to stop."""
 
-    def __init__(self, samples: Sequence[Sample], plan: Plan, recipe: Recipe, rules: TokenRules) -> None:
+    def __init__(self, samples: Sequence[Sample], plan: EvaluationPlan, recipe: Recipe, rules: TokenRules) -> None:
         self._samples, self._plan, self._timeout_s = samples, plan, recipe.learner.wait_timeout_s
         self.result: EvaluationResult | None = None
         self.failure: Exception | None = None
@@ -39,7 +39,7 @@ class Evaluation(OwnServer):
 
     def work(self) -> str:
         self.ticket_server.start_evaluation(NAME, self._samples, self._plan.sampling, self._plan.repeats)
-        self.result = result_in_time(self.ticket_server, NAME, self._timeout_s, Event(), lambda: None)
+        self.result = wait_for_evaluation(self.ticket_server, NAME, self._timeout_s, Event(), lambda: None)
         return "the evaluation is complete"
 
     def failed(self, error: Exception) -> None:
@@ -47,12 +47,11 @@ class Evaluation(OwnServer):
 
 
 def play(
-    recipe: Recipe, samples: Sequence[Sample], plan: Plan, screen: Screen | None = None, *, last: bool = True
+    recipe: Recipe, samples: Sequence[Sample], plan: EvaluationPlan, screen: Screen | None = None, *, last: bool = True
 ) -> EvaluationResult:
-    """Starts the recipe's engines and actors on `model.path`, and ends them. `last`: nothing is started afterwards.
-
-    EvaluationFailed, EngineError, ActorFailed, ValueError: it came to nothing, and why.
-    """
+    """Start the recipe's engines and actors on `model.path`, play the samples, and end them; return the result. `last`:
+    no other evaluation follows in this process. Raise EvaluationFailed, EngineError, ActorFailed or ValueError, with
+    the reason, if it fails."""
     made: list[Evaluation] = []
 
     def make(ready: Recipe, rules: TokenRules) -> Evaluation:
@@ -64,7 +63,7 @@ def play(
             actors.run(recipe, cleanup, make, screen, last=last)
         except ActorFailed:
             if made and made[0].failure:
-                raise EvaluationFailed(str(made[0].failure)) from made[0].failure  # which is why
+                raise EvaluationFailed(str(made[0].failure)) from made[0].failure  # the cause
             raise
     (evaluation,) = made
     if evaluation.result is None:

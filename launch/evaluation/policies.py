@@ -1,4 +1,4 @@
-"""What --model and --against name: a checkpoint of a run, or a model's folder or hub name."""
+"""The policies that --model and --against name: a checkpoint of a run, or a model by folder or hub name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from actor.isolation.lifeline import tied_to_this_process
 from launch.engines.probe import ModelFacts
 from launch.hub import local_model
 from launch.processes.children import module_path
-from learner.checkpoints.folder import EXPORT, list_checkpoints
-from shared.config import ConfigError, Recipe
+from learner.checkpoints.checkpoint_folder import EXPORT, list_checkpoints
+from shared.config.recipe import ConfigError, Recipe
 from shared.vision import VisionSpec
 
 EXPORT_LIMIT_S = 7200.0
@@ -23,8 +23,8 @@ EXPORT_LIMIT_S = 7200.0
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A policy as the command line has it. `folder`: of its model; where `checkpoint` is one, the model's that the run
-    began with, as the checkpoint has weights alone."""
+    """A policy named on the command line. `folder` is its model's folder; for a `checkpoint`, which holds only weights,
+    the folder of the model with which the run began."""
 
     option: str
     given: str
@@ -32,8 +32,8 @@ class Named:
     checkpoint: Path | None = None
 
     def export(self, out: Path, dtype: str) -> str:
-        """The folder that engines load: a checkpoint's weights are written to `out` first, in `dtype`. ValueError, in
-        one line, for a damaged checkpoint or one of another model."""
+        """Return the folder to load into engines. A checkpoint's weights are first exported to `out`, in `dtype`. Raise
+        ValueError, in one line, for a checkpoint that is damaged or belongs to another model."""
         if self.checkpoint is None:
             return self.folder
         command = [sys.executable, "-m", "learner.export", str(self.checkpoint), "--out", str(out)]
@@ -57,27 +57,28 @@ class Named:
 
 
 def named(option: str, given: str, recipe: Recipe) -> Named:
-    """What `given` leads to, looked at. ValueError, in one line, for what is neither, or that no engine could load."""
+    """Return the policy that `given` names. Raise ValueError, in one line, if it names none, or one that no engine can
+    load."""
     path = Path(given)
     if (path / "meta.json").exists():
-        found = _checkpoint(option, given, recipe)
+        policy = _checkpoint(option, given, recipe)
     elif (path / "checkpoints").is_dir():
         newest = next(iter(list_checkpoints(path / "checkpoints")[::-1]), path / "checkpoints" / "step_00000050")
         raise ConfigError(f"{option} {given} is the folder of a run: give one of its checkpoints, such as {newest}")
     elif not path.exists() and len(path.parts) > 1 and Path(path.parts[0]).exists():
         raise ConfigError(f"{option} {given}: there is no such folder; give a checkpoint's, a model's, or a hub name")
     else:
-        found = Named(option, given, local_model(given, option))
+        policy = Named(option, given, local_model(given, option))
     try:
-        _check_model(Path(found.folder))
+        _check_model(Path(policy.folder))
     except ValueError as error:
         raise ConfigError(f"{option} {given}: {error}") from error
-    return found
+    return policy
 
 
 def _checkpoint(option: str, given: str, recipe: Recipe) -> Named:
-    """With the folder that it was exported to, if it was; else with its model's, where the run had it or as the recipe
-    says."""
+    """Return a checkpoint's policy: its exported folder if there is one; else the checkpoint with the folder of its
+    model, from its own recipe if that folder exists, else from the given recipe."""
     path = Path(given)
     if (path / EXPORT / "config.json").exists():
         return Named(option, given, str(path / EXPORT))
@@ -91,7 +92,7 @@ def _checkpoint(option: str, given: str, recipe: Recipe) -> Named:
 
 
 def _check_model(folder: Path) -> None:
-    """ValueError for a folder without a vision-language model of a family that engines load."""
+    """Raise ValueError for a folder without a vision-language model of a family that engines load."""
     ModelFacts.load(str(folder), VisionSpec.load(folder))
     if not any(folder.glob("*.safetensors")):
         raise ValueError("no weights: the folder has no .safetensors file")

@@ -1,7 +1,8 @@
-"""The drawing of curves: a panel for each metric, a colour for each label, mean and range over a label's runs."""
+"""Draws curves: a panel for each metric, a colour for each label, and mean and range over a label's runs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -17,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import ArrayLike
 
-from launch.plots.series import AXES, Run, check_metric, smoothed, spread
+from launch.plots.curve_data import AXES, RunCurves, check_metric, smoothed, spread
 
 FORMATS = (".png", ".svg", ".pdf")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, 2008
@@ -26,18 +27,19 @@ DASHES: tuple[Dash, ...] = ("-", "--", ":")
 STYLES = [(colour, dash) for dash in DASHES for colour in COLOURS]
 HELD_OUT = {"eval": ("o", "held-out samples, sampled"), "eval_greedy": ("D", "held-out samples, greedy")}
 LEGEND_LINE = 0.25  # inches
-LOG_FROM = 30.0  # largest over smallest value from which a gap is drawn on a logarithmic axis
+LOG_FROM = 30.0  # ratio of large to small values from which an axis is logarithmic
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`held_out`: its evaluations are marked too."""
+    """One panel of the figure. `held_out`: name of the evaluations' metric whose values are marked in the panel,
+    too."""
 
     metric: str
     title: str
     unit: str = ""
     held_out: str = ""
-    share: bool = False  # between 0 and 1
+    share: bool = False  # values are between 0 and 1
     logarithmic: bool = False
 
 
@@ -54,14 +56,15 @@ PANELS = {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Runs that differ in their seed alone."""
+    """The runs of one label, which differ only in their seed."""
 
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[RunCurves, ...]
 
 
 def draw(curves: Sequence[Curve], out: Path, **how: Any) -> None:
-    """Writes `figure_of(curves, **how)`. ValueError, in one line: as there, or a format that is none of FORMATS."""
+    """Write `figure_of(curves, **how)` to a file. Raise ValueError, in one line, as it does, and for a format that is
+    not in FORMATS."""
     if out.suffix.lower() not in FORMATS:
         raise ValueError(f"--out {out}: give a name that ends in {', '.join(FORMATS)}")
     figure_of(curves, **how).savefig(out, dpi=130)
@@ -70,13 +73,15 @@ def draw(curves: Sequence[Curve], out: Path, **how: Any) -> None:
 def figure_of(
     curves: Sequence[Curve], *, metrics: Sequence[str] = (), axis: str = "steps", window: int = 10, title: str = ""
 ) -> Figure:
-    """`metrics`: names of PANELS or of metrics; empty = all of PANELS that the runs have. `axis`: one of AXES.
-    `window`: steps that are averaged. ValueError, in one line: a metric that no run has."""
+    """Return a figure of curves. `metrics`: names of PANELS or of metrics; empty = all PANELS whose metric a run has.
+    `axis`: one of AXES. `window`: number of steps that are averaged. Raise ValueError, in one line, for a metric that
+    no run has."""
     runs = [run for curve in curves for run in curve.runs]
     panels = [PANELS.get(name) or Panel(name, name) for name in metrics]
     for panel in panels:
         check_metric(panel.metric, runs)
     panels = panels or [panel for panel in PANELS.values() if any(panel.metric in run.metrics for run in runs)]
+    panels += [] if metrics else panels_of_tasks(runs)
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows = ceil(len(panels) / columns)
     below = LEGEND_LINE * (len(curves) + 4) / columns if len(panels) == rows * columns else 0.0
@@ -98,8 +103,16 @@ def figure_of(
     return figure
 
 
+def panels_of_tasks(runs: Sequence[RunCurves]) -> list[Panel]:
+    """Return a panel of the success in each task, if a run has several."""
+    found = (re.fullmatch(r"tasks/([^/]+)/success", name) for run in runs for name in sorted(run.metrics))
+    names = dict.fromkeys(match[1] for match in found if match)
+    unit = "share of episodes"
+    return [Panel(f"tasks/{name}/success", f"Success: {name}", unit, f"sets/{name}/success", True) for name in names]
+
+
 def draw_curve(axes: Axes, panel: Panel, curve: Curve, style: tuple[str, Dash], axis: str, window: int) -> set[str]:
-    """One label in one panel; returns what of `legend`'s kinds it holds."""
+    """Draw one label in one panel; return the kinds of elements drawn, for `legend`."""
     colour, dashes = style
     drawn = {"range"} if len(curve.runs) > 1 else set[str]()
     series = [s for s in (run.series(panel.metric, axis) for run in curve.runs) if len(s.y)]
@@ -113,23 +126,23 @@ def draw_curve(axes: Axes, panel: Panel, curve: Curve, style: tuple[str, Dash], 
             grid, values = spread(smooth)
             axes.fill_between(grid, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
             axes.plot(grid, values.mean(0), dashes, color=colour, linewidth=1.8)
-            for s in smooth:  # where not all runs are
+            for s in smooth:  # beyond the range that all runs cover
                 beyond = s.x >= grid[-1]
                 axes.plot(s.x[beyond], s.y[beyond], dashes, color=colour, alpha=0.5, linewidth=0.8)
     for kind in HELD_OUT:
         metric = panel.metric if marked else f"{kind}/{panel.held_out}"
         if metric.partition("/")[0] != kind or not (marked or panel.held_out):
             continue
-        for found in (run.series(metric, axis) for run in curve.runs):
-            if len(found.y):
+        for run_points in (run.series(metric, axis) for run in curve.runs):
+            if len(run_points.y):
                 drawn.add(kind)
-                axes.add_line(points := marks(kind, colour, found.x, found.y))
+                axes.add_line(points := marks(kind, colour, run_points.x, run_points.y))
                 points.set_linestyle(dashes if marked else "none")
     return drawn | ({"line"} if series and not marked else set())
 
 
 def finish(axes: Axes, panel: Panel, x_label: str) -> None:
-    """Labels, limits and grid."""
+    """Set a panel's labels, limits, scale and grid."""
     axes.autoscale_view()
     axes.set_xlim(left=0)
     axes.set(title=panel.title, xlabel=x_label, ylabel=panel.unit)
@@ -145,7 +158,7 @@ def finish(axes: Axes, panel: Panel, x_label: str) -> None:
 
 
 def marks(kind: str, colour: str, x: ArrayLike = (), y: ArrayLike = (), label: str = "") -> Line2D:
-    """Points of evaluations; greedy ones are hollow."""
+    """Return the marks of evaluations; those of greedy ones are hollow."""
     marker, face = HELD_OUT[kind][0], "white" if kind == "eval_greedy" else colour
     made = Line2D(x, y, linestyle="none", marker=marker, markersize=6, color=colour, markerfacecolor=face, label=label)
     made.set(zorder=3, clip_on=False)
@@ -153,7 +166,7 @@ def marks(kind: str, colour: str, x: ArrayLike = (), y: ArrayLike = (), label: s
 
 
 def legend(curves: Sequence[Curve], drawn: set[str], window: int) -> list[Artist]:
-    """What colours, lines, bands and marks mean."""
+    """Return the legend's entries for colours, lines, bands and marks."""
     handles: list[Artist] = []
     for curve, (colour, dashes) in zip(curves, cycle(STYLES), strict=False):
         label = curve.label if len(curve.runs) == 1 else f"{curve.label} ({len(curve.runs)} runs)"

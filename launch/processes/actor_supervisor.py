@@ -1,19 +1,19 @@
-"""Restarts this host's actor processes when they crash or are killed, but not those that the learner told to stop or
-that cannot work as the recipe says."""
+"""Restarts this host's actor processes when they crash or are killed, but not if the learner told them to stop or if
+the recipe is wrong."""
 
 from __future__ import annotations
 
 import json
 import sys
 
-from actor.loop import EXIT_NO_LEARNER
+from actor.actor_loop import EXIT_NO_LEARNER
 from launch.processes.children import Child, start
 from launch.processes.restarts import Restarts, Supervised, how_it_ended
-from shared.config import EXIT_USER_ERROR, Recipe
+from shared.config.recipe import EXIT_USER_ERROR, WITH_SECRETS, Recipe
 
 
 class ActorFailed(Exception):
-    """An actor process that ends the run; `code` is its exit code."""
+    """An actor process has failed for good, which ends the run; `code` is its exit code."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -22,23 +22,24 @@ class ActorFailed(Exception):
 
 class ActorProcess(Supervised):
     def __init__(self, recipe: Recipe, index: int, engine_urls: tuple[str, ...], journals: str = "") -> None:
-        """`journals`: the folder where this host's actors keep what they go on from; empty for none."""
+        """Prepare one actor process. `journals`: the folder for the journals of this host's actors; "" = no
+        journals."""
         super().__init__(f"actor {index}", Restarts(recipe.actor.max_restarts), "actor.max_restarts")
         self._settings = {
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": recipe.model_dump(mode="json", context=WITH_SECRETS),
             "index": index,
             "engine_urls": engine_urls,
             "journals": journals,
         }
 
     def start(self) -> None:
-        """The process gets its resolved settings through its environment."""
+        """Start the process; it gets its settings through an environment variable."""
         env = {"PRONK_ACTOR": json.dumps(self._settings), "OMP_NUM_THREADS": "1"}
         self.child = start(self.name, [sys.executable, "-m", "actor.worker"], env=env)
         self.restarts.started()
 
     def failure(self, child: Child) -> str:
-        """ActorFailed where a restart would not help."""
+        """Return how the actor has failed, in words. Raise ActorFailed if a restart would not help."""
         how, code = how_it_ended(child), child.process.returncode
         self.done = code == 0
         if code in (EXIT_USER_ERROR, EXIT_NO_LEARNER):

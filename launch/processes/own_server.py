@@ -1,4 +1,4 @@
-"""Tickets without a learner: a ticket server in this process, whose actors play with the engines' own weights."""
+"""A ticket server without a learner, in this process: its actors play with the weights that the engines have loaded."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ import threading
 import uuid
 from pathlib import Path
 
-from learner.tickets.book import BookSettings
-from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SampleSource
-from shared.codec import TokenRules
-from shared.config import Recipe
-from shared.transport import SocketSettings
+from learner.tickets.ticket_book import BookSettings
+from learner.tickets.ticket_server import TicketServer, TicketServerSettings
+from shared.config.recipe import Recipe
+from shared.wire.codec import TokenRules
+from shared.wire.endpoints import EndpointSettings
 
 
 class OwnServer:
-    """Listens on loopback at once; `recipe` leads actors here. A thread does the `work` of the kind that it is, from
-    `begin` on, and tells the actors to stop at its end."""
+    """Base class of such servers. It listens on loopback from construction on; its `recipe` has its address for the
+    actors. From `begin` on, a thread runs `work`, which a subclass defines, and tells the actors to stop at its end."""
 
     def __init__(
         self, recipe: Recipe, source: SampleSource, book: BookSettings, folder: Path, rules: TokenRules
     ) -> None:
-        """`folder`: where messages that break the wire's contract are kept."""
+        """Open the ticket server. `folder` is for refused messages."""
         settings = TicketServerSettings(
             "tcp://127.0.0.1:0",
             folder,
             uuid.uuid4().hex,
             rules,
-            recipe.learner.actor_timeout_s,
-            sockets=SocketSettings(recipe.transport.max_message_bytes, recipe.transport.queue_messages),
+            endpoint=EndpointSettings(recipe.transport.max_message_bytes),
             max_failure_share=recipe.env.max_failure_share,
         )
         self.ticket_server = TicketServer(source, book, settings)
@@ -38,24 +37,26 @@ class OwnServer:
         self._thread = threading.Thread(target=self._run, name="own server", daemon=True)
 
     def begin(self) -> None:
-        """The engines serve: tickets are issued, as of version 0."""
+        """Begin to issue tickets of version 0. Call it when the engines serve."""
         self.ticket_server.open(0)
         self._thread.start()
 
     def work(self) -> str:
-        """Until all is played; what to tell the actors then. Any error: it failed."""
+        """Play everything; return the reason with which the actors are then told to stop. Raise any exception if it
+        fails."""
         raise NotImplementedError
 
     def failed(self, error: Exception) -> None:
-        """The work has ended with this error."""
+        """Handle the error that has ended the work."""
         raise NotImplementedError
 
     def _run(self) -> None:
         try:
             reason = self.work()
-        except Exception as error:  # noqa: BLE001 - whatever it is: actors that are not told wait for ever
+        except Exception as error:  # noqa: BLE001 - after any error the actors must be told, or they wait for ever
             if not isinstance(error, OSError | RuntimeError | ValueError):
-                error = RuntimeError(f"{type(error).__name__}: {error}")  # whose own words may say nothing
+                # The text of another kind of exception may say nothing without its type.
+                error = RuntimeError(f"{type(error).__name__}: {error}")
             try:
                 self.failed(error)
             finally:
@@ -64,7 +65,7 @@ class OwnServer:
             self.ticket_server.stop(reason)
 
     def close(self) -> None:
-        """After the actors have ended, or instead of waiting for them. May be called again."""
+        """Stop the server and its thread. May be called more than once."""
         self.ticket_server.stop("the work is over")
         if self._thread.ident is not None:
             self._thread.join(5.0)

@@ -1,4 +1,4 @@
-"""Restarts failed children with exponential backoff: at once after a long run, and only so often within an hour."""
+"""Restarts failed children with exponential backoff: at once after a long run, and with a limit per hour."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ RAN_WELL_S = 30.0
 
 
 class TooManyRestarts(Exception):
-    """The child has failed more often than it may."""
+    """The child has failed more often than allowed."""
 
 
 @dataclass(slots=True)
 class Restarts:
-    """The pauses before the restarts of one child: none after a long run, doubled with each end soon after a start; at
+    """The pauses before the restarts of one child: no pause after a long run, a doubled one after each early end; at
     most `limit` restarts within an hour."""
 
     limit: int
@@ -38,14 +38,14 @@ class Restarts:
         self.started_at = self.clock()
 
     def __len__(self) -> int:
-        """Ends within the last hour."""
+        """Return the number of ends within the last hour."""
         return len(self._ends)
 
     def started(self) -> None:
         self.started_at = self.clock()
 
     def pause_s(self) -> float:
-        """It has ended: how long to wait before the next start. TooManyRestarts."""
+        """Count an end; return how long to wait before the next start. Raise TooManyRestarts beyond the limit."""
         now = self.clock()
         while self._ends and self._ends[0] < now - HOUR_S:
             self._ends.popleft()
@@ -57,7 +57,7 @@ class Restarts:
 
 
 def how_it_ended(child: Child | None) -> str:
-    """In words; empty while it runs."""
+    """Return how a child has ended, in words; "" while it runs."""
     code = None if child is None else child.process.poll()
     if code is None:
         return ""
@@ -68,22 +68,22 @@ class Supervised(ABC):
     """A child process through all its restarts; `child` is None between an end and the next start."""
 
     def __init__(self, name: str, restarts: Restarts, setting: str) -> None:
-        """`setting`: the field of the recipe that limits the restarts."""
+        """Prepare to supervise one child. `setting`: the field of the recipe that limits the restarts."""
         self.name, self.restarts, self.setting = name, restarts, setting
         self.child: Child | None = None
-        self.done = False  # it has ended well, and is not started again
+        self.done = False  # it has ended successfully and is not restarted
         self._start_at = 0.0
 
     def keep_alive(self) -> None:
-        """To be called again and again: restarts the child when it has failed, after a pause. Raises what `given_up`
-        returns when it failed too often."""
+        """Restart the child if it has failed, after a pause. Call it repeatedly. Raise the exception that `given_up`
+        returns if it has failed too often."""
         if self.child is None:
             if time.monotonic() >= self._start_at:
                 self.start()
             return
         if self.done or not (failure := self.failure(self.child)):
             return
-        self.child.kill()  # itself if it hangs, and what it left behind
+        self.child.kill()  # in case it hangs; and processes that it left behind
         try:
             pause_s = self.restarts.pause_s()
         except TooManyRestarts as error:
@@ -96,11 +96,11 @@ class Supervised(ABC):
 
     @abstractmethod
     def failure(self, child: Child) -> str:
-        """In words; empty while it runs, or when it has ended well."""
+        """Return how the child has failed, in words; "" while it runs, or if it has ended successfully."""
 
     @abstractmethod
     def given_up(self, failure: str, child: Child) -> Exception: ...
 
     def hint(self) -> str:
-        """What may tell why it failed."""
+        """Return text for the log that may explain the failure."""
         return ""

@@ -1,4 +1,5 @@
-"""A run's folder: made, moved aside, and locked, so that no two learners write into one."""
+"""A run's folder: making it, moving an old one aside, and locking it, so that no two learners write into the same
+one."""
 
 from __future__ import annotations
 
@@ -15,26 +16,28 @@ from importlib import metadata
 from pathlib import Path
 from typing import TextIO
 
-from learner.checkpoints.folder import RESUMED
-from shared.config import ConfigError, Recipe
+from learner.checkpoints.checkpoint_folder import RESUMED
+from learner.run_folder_watch import LOCK
+from shared.config.recipe import ConfigError, Recipe
 from shared.log import get_logger
+from shared.redaction import holds_secrets, write_private
 
-LOCK = "learner.lock"
-RUN_PARTS = {"recipe.json", "metrics.jsonl", "checkpoints", "logs"}  # one of which each run's folder has
-PATIENCE_S = 3.0  # a learner that was killed a moment ago may still be on its way out
+RUN_PARTS = {"recipe.json", "metrics.jsonl", "checkpoints", "logs"}  # each run's folder has at least one of them
+PATIENCE_S = 3.0  # a learner that was just killed may need this long to end
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 def take_run_folder(recipe: Recipe) -> TextIO:
-    """Makes the run's folder and locks it until the answer is closed or the process ends. ConfigError, naming the
-    holder, when another learner has it; for a folder that is no run's."""
+    """Make the run's folder and lock it until the returned file is closed or the process ends. Raise ConfigError, which
+    names the holder, if another learner has it, and for a folder that is not a run's."""
     check_is_run(Path(recipe.run.dir) / recipe.run.name)
     return lock(Path(recipe.run.dir) / recipe.run.name)
 
 
 def prepare_run_folder(recipe: Recipe, held: TextIO, *, restarted: bool = False) -> TextIO:
-    """Writes the resolved recipe into the folder that is `held`; what it holds of a run that is not to be resumed is
-    moved aside. Returns the lock from then on. `restarted`: torchrun has started the ranks again."""
+    """Write the resolved recipe into the run's folder, whose lock is `held`; return the lock to hold from now on. If
+    the recipe does not resume, a folder that is not empty is first moved aside. `restarted`: torchrun has restarted the
+    ranks."""
     folder = Path(recipe.run.dir) / recipe.run.name
     if recipe.learner.resume == "never" and any(path.name != LOCK for path in folder.iterdir()):
         asides = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
@@ -45,13 +48,21 @@ def prepare_run_folder(recipe: Recipe, held: TextIO, *, restarted: bool = False)
         held = take_run_folder(recipe)
     if not restarted:
         (folder / "checkpoints" / RESUMED).unlink(missing_ok=True)
-    (folder / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json"), indent=2) + "\n")
+    write_recipe(recipe, folder)
     (folder / "software.json").write_text(json.dumps(software(), indent=2) + "\n")
     return held
 
 
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write `recipe.json`, which holds no secret; only its owner may read it if one was taken out."""
+    values = recipe.model_dump(mode="json")
+    write = write_private if holds_secrets(values) else Path.write_text
+    (folder / "recipe.json").unlink(missing_ok=True)
+    write(folder / "recipe.json", json.dumps(values, indent=2) + "\n")
+
+
 def software() -> dict[str, str]:
-    """The versions of what a run depends on most."""
+    """Return the versions of the software that a run depends on most."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     for name in ("torch", "transformers", "triton", "numpy", "pyzmq"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -60,7 +71,8 @@ def software() -> dict[str, str]:
 
 
 def lock(folder: Path, patience_s: float = PATIENCE_S) -> TextIO:
-    """Takes `folder` for as long as the answer is open. ConfigError, within `patience_s`, names who has it."""
+    """Lock `folder` as long as the returned file is open. Raise ConfigError, which names the holder, if it is not free
+    within `patience_s`."""
     path, deadline = folder / LOCK, time.monotonic() + patience_s
     while True:
         file = _opened(path)
@@ -89,17 +101,18 @@ def lock(folder: Path, patience_s: float = PATIENCE_S) -> TextIO:
 
 
 def check_run_folder(recipe: Recipe) -> None:
-    """ConfigError unless the run's folder, which is made where it is not there, can be written into."""
+    """Raise ConfigError unless the run's folder, which is made if missing, can be written."""
     check_is_run(Path(recipe.run.dir) / recipe.run.name)
     _opened(Path(recipe.run.dir) / recipe.run.name / LOCK).close()
 
 
 def check_is_run(folder: Path) -> None:
-    """ConfigError for a folder that holds something, and nothing of a run: it would be moved aside, or written into."""
+    """Raise ConfigError for a folder that has contents but is no run's, so that it is neither moved aside nor written
+    into."""
     names = set[str]()
-    with contextlib.suppress(OSError):  # whoever writes into it says why it cannot be read
+    with contextlib.suppress(OSError):  # the error shows when something is written into it
         names = {path.name for path in folder.iterdir() if path.suffix != ".log"}
-    if names - {LOCK} and not names & RUN_PARTS:  # logs may be begun before the run
+    if names - {LOCK} and not names & RUN_PARTS:  # logs may be written before the run's folder is ready
         raise ConfigError(
             f"the folder {folder} holds {', '.join(sorted(names)[:3])} and is no run's: it has no recipe.json; choose "
             "another --run.name or --run.dir"
@@ -107,7 +120,7 @@ def check_is_run(folder: Path) -> None:
 
 
 def _opened(path: Path) -> TextIO:
-    """The lock file, in its folder, which whoever had it may have moved aside."""
+    """Open the lock file. Its folder is made if missing: the previous holder may have moved it aside."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
@@ -117,7 +130,8 @@ def _opened(path: Path) -> TextIO:
 
 
 def _is_there(file: TextIO, path: Path) -> bool:
-    """Whether the folder was not moved aside by the one who had the lock."""
+    """Tell whether the open file is still the one at `path`, so that the previous holder of the lock has not moved the
+    folder aside."""
     own = os.fstat(file.fileno())
     try:
         now = path.stat()

@@ -1,4 +1,4 @@
-"""What a run's processes write to stderr, kept in files of the run's folder and passed on as it comes."""
+"""Copies the stderr of a run's processes to files in the run's folder, and passes it on at once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Self
 from shared.log import get_logger
 
 FOLDER = "logs"
-MAX_BYTES = 16 << 20  # of a file; then it becomes NAME.1.log, in place of an older one
-MAX_EARLY_BYTES = 1 << 20  # that are kept in memory until the run's folder is there
+MAX_BYTES = 16 << 20  # limit of a file; then it is renamed to NAME.1.log, replacing an older one
+MAX_EARLY_BYTES = 1 << 20  # output kept in memory until the run's folder is ready
 MAX_LINE_BYTES = 1 << 16
 DRAIN_S = 2.0
 
 
 class RunLogs:
-    """Of one run, whose learner makes its folder ready by writing `recipe.json`: what is said before comes into the
-    files then. A disk that refuses costs the files, and nothing of what is passed on."""
+    """The logs of one run. The run's folder is ready when its learner has written `recipe.json`; earlier output is
+    written to the files then. If the disk cannot be written, the files are lost, but output is still passed on."""
 
     def __init__(self, run: Path) -> None:
         self._run, self._before = run, _written(run)
@@ -32,13 +32,14 @@ class RunLogs:
         return self
 
     def __exit__(self, _type: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
-        """Takes what processes that have ended still said; waits `DRAIN_S` for those that have not."""
+        """Read the remaining output of ended processes; wait at most `DRAIN_S` for processes that still run."""
         for thread in self._threads:
             thread.join(DRAIN_S)
 
     @contextlib.contextmanager
     def stderr(self, name: str) -> Iterator[int]:
-        """A file descriptor for a process that is started meanwhile; it is kept in logs/NAME.log."""
+        """Yield a file descriptor for a process to be started in the body; its output is also written to
+        logs/NAME.log."""
         reading, writing = os.pipe()
         file = LogFile(self._run / FOLDER / f"{name}.log")
         thread = threading.Thread(target=self._pass_on, args=(reading, file), name=f"log of {name}", daemon=True)
@@ -50,7 +51,7 @@ class RunLogs:
             os.close(writing)
 
     def _pass_on(self, reading: int, file: LogFile) -> None:
-        """By whole lines, so that those of two processes do not mix."""
+        """Pass output on in whole lines, so that lines of two processes do not mix."""
         waiting, early = b"", b""
         while part := os.read(reading, MAX_LINE_BYTES):
             lines, end, waiting = (waiting + part).rpartition(b"\n")
@@ -62,18 +63,19 @@ class RunLogs:
         file.close()
 
     def _take(self, text: bytes, early: bytes, file: LogFile) -> bytes:
-        """What is still to be written to the file."""
+        """Pass `text` on, and write it to the file if the run's folder is ready; return what is still to be written to
+        the file."""
         _write(2, text)
         early += text
         if early and _written(self._run) not in (0, self._before):
-            self._before = -1  # from here on it is the run's own
+            self._before = -1  # from here on the folder is this run's
             file.add(early)
             return b""
         return early[-MAX_EARLY_BYTES:]
 
 
 class LogFile:
-    """Appends to `path`, its owner's alone."""
+    """Appends to the file `path`, readable only by its owner."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self._path, self._max_bytes = path, max_bytes
@@ -108,13 +110,13 @@ class LogFile:
 
 
 def before(path: Path) -> Path:
-    """Where what stood in a log that became too long is kept."""
+    """Return the path of the earlier part of a log that became too long."""
     return path.with_suffix(".1.log")
 
 
 def bound_log(path: Path, max_bytes: int = MAX_BYTES) -> None:
-    """Of a log to which another process appends by itself: once it is too long it goes on in an empty file, beside a
-    copy of what it held. A line that is written meanwhile may be lost."""
+    """Bound a log to which another process appends: when it is too long, copy its content to `before(path)` and
+    truncate it. A line written meanwhile may be lost."""
     if not path.exists() or path.stat().st_size <= max_bytes:
         return
     try:
@@ -130,14 +132,14 @@ def _of_its_owner(path: str, flags: int) -> int:
 
 
 def _written(run: Path) -> int:
-    """When the run's recipe was, in nanoseconds; 0 = there is none."""
+    """Return when the run's recipe.json was written, in nanoseconds; 0 if there is none."""
     with contextlib.suppress(OSError):
         return (run / "recipe.json").stat().st_mtime_ns
     return 0
 
 
 def _write(fd: int, text: bytes) -> None:
-    """To whoever may be gone."""
+    """Write to a file descriptor whose reader may be gone."""
     with contextlib.suppress(OSError):
         _write_all(fd, text)
 

@@ -1,1 +1,1 @@
-"""A task by its name: what it is made of, how it is laid out over GPUs, and how it is started."""
+"""Running a task by its name: resolving recipe, model and data, planning its GPUs, and starting it."""

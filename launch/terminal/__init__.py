@@ -1,1 +1,1 @@
-"""What people see in a terminal while a run goes on."""
+"""The display in a terminal during a run."""

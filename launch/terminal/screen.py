@@ -1,4 +1,4 @@
-"""A live table at the bottom of a terminal, with the lines of this process and of its children above it."""
+"""A live table at the bottom of a terminal, with the output of this process and its children above it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WIDEST = 100
 
 
 def is_terminal() -> bool:
-    """Whether stderr is a terminal that can move its cursor."""
+    """Tell whether stderr is a terminal that can move its cursor."""
     return sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
 
 
 def _size_of(fd: int) -> os.terminal_size:
-    """80 by 24 for a terminal that says nothing, or is gone."""
+    """Return a terminal's size; 80 by 24 if it does not report one, or is gone."""
     with contextlib.suppress(OSError):
         size = os.get_terminal_size(fd)
         if size.columns and size.lines:
@@ -35,8 +35,9 @@ def _size_of(fd: int) -> os.terminal_size:
 
 
 class Screen:
-    """From entering on, what goes to stdout and stderr (where they are terminals), also from children that are started
-    meanwhile, goes through a pipe and is printed above the table. A terminal that is gone stops nothing."""
+    """A context manager that shows the table. While it is entered, output to stdout and stderr (if they are terminals),
+    also from children started meanwhile, goes through a pipe and is printed above the table. If the terminal
+    disappears, the process goes on."""
 
     def __enter__(self) -> Self:
         sys.stdout.flush()
@@ -50,7 +51,7 @@ class Screen:
         self._size = self._console.size = _size_of(self._tty)
         self._saved = {fd: os.dup(fd) for fd in (1, 2) if os.isatty(fd)}
         self._content: RenderableType = ""
-        self._lock = threading.RLock()  # of the console
+        self._lock = threading.RLock()  # guards the console
         reading, writing = os.pipe()
         for fd in self._saved:
             os.dup2(writing, fd)
@@ -65,13 +66,13 @@ class Screen:
         return self
 
     def __exit__(self, _type: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
-        """The last table stays where it is; what comes later comes below it."""
+        """Leave the last table on the screen; later output comes below it."""
         sys.stdout.flush()
         sys.stderr.flush()
         for fd, saved in self._saved.items():
             os.dup2(saved, fd)
             os.close(saved)
-        self._thread.join(DRAIN_S)  # until all children have closed the pipe
+        self._thread.join(DRAIN_S)  # ends when all children have closed the pipe
         with self._lock, contextlib.suppress(OSError):
             self._live.stop()
         os.close(self._tty)
@@ -92,8 +93,8 @@ class Screen:
             self._live.update(content, refresh=True)
 
     def _resize(self, size: os.terminal_size) -> None:
-        """Takes the table away as the terminal shows it now, its lines folded where they no longer fit; `Live` knows
-        only how many there were."""
+        """Erase the table as the resized terminal shows it, with lines folded that no longer fit; `Live` only knows the
+        number of lines before."""
         lines = self._console.render_lines(self._content, pad=False)
         folded = sum(-(-max(1, Segment.get_line_length(line)) // size.columns) for line in lines)
         self._console.file.write("\r\x1b[2K" + "\x1b[1A\x1b[2K" * (folded - 1) + "\n" * (len(lines) - 1))
@@ -102,6 +103,7 @@ class Screen:
     def _pass_on(self, reading: int) -> None:
         with os.fdopen(reading, "r", encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:
-                text = _ESCAPES.sub("", line.rstrip("\r\n").rpartition("\r")[2])  # of a bar that is drawn over itself
+                # Of a progress bar that is redrawn in place, keep the last state.
+                text = _ESCAPES.sub("", line.rstrip("\r\n").rpartition("\r")[2])
                 with self._lock, contextlib.suppress(OSError):
                     self._console.print(Text(text), soft_wrap=True)

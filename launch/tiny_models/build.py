@@ -1,6 +1,6 @@
-"""Builds the small model: real Qwen3-VL classes from a small config, a byte-level BPE tokenizer with Qwen's special
-tokens and its chat layout. 1.4 M parameters for Sokoban, 0.3 and 1.3 M for geometry, 0.2 M for the colour task; all run
-on a laptop's CPU."""
+"""Builds a small model: real Qwen3-VL classes with a small config, and a byte-level BPE tokenizer with Qwen's special
+tokens and chat layout. 1.4 M parameters for Sokoban, 0.3 and 1.3 M for geometry, 0.2 M for the colour task; all run on
+a laptop's CPU."""
 
 from __future__ import annotations
 
@@ -41,11 +41,19 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
+TOOLS_TEMPLATE = (
+    "{%- if tools -%}{{- '<|im_start|>system\nTools:' -}}"
+    "{%- for tool in tools -%}{{- ' ' + tool.function.name -}}{%- endfor -%}{{- '<|im_end|>\n' -}}{%- endif -%}"
+) + CHAT_TEMPLATE
+"""The same for models with tools, which are told of by their names."""
 
-def build_tokenizer(phrases: list[str], vocab_size: int = 640) -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose merges span whole phrases, so that a fixed sentence of a task is a token or two.
 
-    `phrases` are the task's recurring texts; every other text still encodes, byte by byte.
+def build_tokenizer(
+    phrases: list[str], vocab_size: int = 640, chat_template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE whose merges span whole phrases, so that a fixed sentence of a task is one or two tokens.
+
+    `phrases` are the task's recurring texts; any other text can still be encoded, byte by byte.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -64,7 +72,7 @@ def build_tokenizer(phrases: list[str], vocab_size: int = 640) -> PreTrainedToke
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         model_max_length=32768,
         clean_up_tokenization_spaces=False,
         additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")],
@@ -80,7 +88,7 @@ def build_config(
     vision_depth: int = 2,
     vocab_size: int = 640,
 ) -> Qwen3VLConfig:
-    """The small Qwen3-VL: `hidden` must be a multiple of 64 (heads of 32)."""
+    """Return the config of the small Qwen3-VL. `hidden` must be a multiple of 64 (heads of size 32)."""
     heads, ids = hidden // 32, tokenizer.get_vocab()
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
     return Qwen3VLConfig(
@@ -127,7 +135,7 @@ def build_model(config: Qwen3VLConfig, seed: int = 0) -> Qwen3VLForConditionalGe
 
 
 def save(folder: str | Path, model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes a folder as the hub has them: config, safetensors, tokenizer with chat template, image processor."""
+    """Write a model folder as on the hub: config, safetensors, tokenizer with chat template, image processor."""
     disable_progress_bar()
     folder = Path(folder)
     model.save_pretrained(folder)

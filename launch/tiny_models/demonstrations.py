@@ -1,78 +1,46 @@
-"""What the small models are taught before any training by reward: episodes shown turn by turn, good and bad ones mixed.
+"""Demonstrations for teaching the small models before any training by reward: episodes turn by turn, good and bad ones
+mixed.
 
-Sokoban: a player that writes down what it sees, then moves and what each move leads to. Its moves are good ones only
-where the solution is within reach, and random ones elsewhere, so the model learns to see, to foresee a move and to play
-the end of the game, and no more. Many images show another board than the moves before would have led to, so that only
-looking helps. Colour: answers drawn at random, so the model learns the format alone. Geometry: tool calls and boxed
-answers of which only a part has the right form. Triangles: a player that writes down the numbers of a drawing and what
-they add up to, and guesses.
+Sokoban: the player writes down what it sees, then moves and the state that each move leads to. Moves are good only if
+the solution is within reach, and random otherwise, so that the model learns to see, to foresee a move and to play the
+end of the game, and no more. Many images show another board than the one that the earlier moves lead to, so that the
+model must look. Colour: answers are random, so that the model learns only the format. Geometry: tool calls and boxed
+answers, only a part of which has the right form. Triangles: the player writes down the numbers in a drawing with their
+sums and differences, then guesses. Games and scenes:
+launch.tiny_models.game_demonstrations and zoom_demonstrations.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from envs import colour, geo3k, geo3k_multi_turn, sokoban
 from envs.boards.board import MOVES, WALL, Board
-from envs.boards.reading import TURNS, moves_with_states, reading, words
+from envs.boards.board_images import TILES
+from envs.boards.board_words import TURNS, moves_with_states, reading, words
 from envs.boards.solver import optimal_first_moves
-from envs.geometry.reading import reading as numbers_reading
+from envs.geometry.triangle_words import reading as numbers_reading
+from launch.tiny_models import game_demonstrations as games
+from launch.tiny_models import zoom_demonstrations as zoom
+from launch.tiny_models.lesson import CELL_PIXELS, DemonstratedAnswer, Demonstration, Lesson, Task
+from launch.tiny_models.tower_lessons import Pictures
 from shared.types import Sample
 
-CELL_PIXELS = 32
 SOKOBAN_PROMPT = "Solve Sokoban."
 COLOUR_PROMPT = "Name the colour."
 TRIANGLE_ARGS = {"picture_pixels": 64}
-WRITTEN = 0.25  # share of guesses at a triangle's answer that repeat what was written down
+WRITTEN = 0.25  # share of guesses of a triangle's answer that repeat a number written down
 READ_KINDS = ("angle_sum", "exterior", "isosceles", "right_angle")
-READ_STEP = 3  # degrees: of numbers 0 to 180, a token for each; few enough to learn, too many pairs to learn by heart
+# Step, in degrees, of the numbers from 0 to 180, with one token each: few enough to learn, but too many pairs to learn
+# by heart.
+READ_STEP = 3
 READ_ARGS = {"picture_pixels": 128, "text_grid": 16, "kinds": READ_KINDS, "angle_step": READ_STEP, "max_turns": 3}
 TOOL_PROMPT = "Call calc_score, then give the answer."
 ANSWER_PROMPT = "Give the answer."
 CALL = ("<tool_call>", '{"name": ', '"calc_score"', ', "arguments": ', '{"answer": ', '"', '"', "}}", "</tool_call>")
-
-
-class Answer(NamedTuple):
-    """A demonstrated answer, and where in it (start and end) the words stand that chance chose."""
-
-    text: str
-    guesses: tuple[tuple[int, int], ...] = ()
-
-
-Demonstration = Iterator[tuple[dict[str, Any], Answer]]
-"""Pairs of an observation message and the answer to it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """What demonstrations are like."""
-
-    expertise: float = 0.4  # share of good answers; Sokoban: of good moves within reach
-    reach: int = 3  # Sokoban: a solution of at most so many moves is within reach
-    jump: float = 0.0  # Sokoban: share of turns that show a fresh board
-    scatter: float = 0.0  # Sokoban: share of turns that begin with player and boxes on cells drawn at random
-    near: float = 0.0  # Sokoban: share of boards that begin within reach
-    turns: int = 8  # Sokoban, triangles: of one episode, at most
-    wall_chances: tuple[float, ...] = (0.05,)  # Sokoban: each board draws one
-    boxes: tuple[int, ...] = (1,)  # Sokoban: each board draws one of these numbers
-    split: str = "train"  # Sokoban: of the boards
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One task's texts for the tokenizer, the size of its model, and its demonstrations; a seed has
-    `prompts[seed % len(prompts)]` as its system message."""
-
-    prompts: tuple[str, ...]
-    phrases: tuple[str, ...]
-    model: dict[str, int]
-    demonstrate: Callable[[int, random.Random, Lesson], Demonstration]
-    """One episode of a seed."""
-    cell_pixels: int = 0  # Sokoban: of the images
 
 
 def seeded(seed: int) -> Sample:
@@ -90,7 +58,7 @@ def play_sokoban(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration
             env = sokoban.SokobanEnv(scattered(env.position, rng), env.settings)
             observation = env.reset()[0] | {"obs_str": observation["obs_str"]}
         answer = sokoban_answer(env.position, rng, lesson)
-        yield env.format_observation(observation), answer
+        yield [env.format_observation(observation)], answer
         observation, done, _ = env.step(answer.text)
         if done and not lesson.jump:
             return
@@ -104,7 +72,7 @@ def _sokoban(seed: int, rng: random.Random, lesson: Lesson) -> sokoban.SokobanEn
 
 
 def scattered(board: Board, rng: random.Random) -> Board:
-    """The board with player and boxes anywhere, in a position that is not solved; often one that cannot be."""
+    """Return the board with player and boxes at random cells, not solved, and often not solvable."""
     free = [cell for cell, code in enumerate(board.cells) if code != WALL]
     while True:
         player, *boxes = rng.sample(free, 1 + len(board.boxes))
@@ -115,7 +83,7 @@ def scattered(board: Board, rng: random.Random) -> Board:
 
 def play_colour(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
     env = colour.build_env(seeded(seed))
-    yield env.format_observation(env.reset()[0]), Answer(rng.choice(list(colour.COLOURS)))
+    yield [env.format_observation(env.reset()[0])], DemonstratedAnswer(rng.choice(list(colour.COLOURS)))
 
 
 def play_geometry(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
@@ -126,14 +94,15 @@ def play_geometry(seed: int, rng: random.Random, lesson: Lesson) -> Demonstratio
     while not done:
         number = env.label if rng.random() < 0.5 else str(5 * rng.randint(1, 30))
         answer = tool_call(number, rng, lesson.expertise) if calls else boxed(number, rng, lesson.expertise)
-        yield env.format_observation(observation), Answer(answer)
+        yield [env.format_observation(observation)], DemonstratedAnswer(answer)
         observation, done, info = env.step(answer)
         calls = with_tool and not info.get("tool_executed") and rng.random() < 0.5
 
 
 def play_triangles(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
-    """Reads and reckons, numbers of held-out problems too, then guesses: what answers the question is never told. The
-    tool is made to call right what chance chose, so that what it says is believed."""
+    """Demonstrate a triangle problem: write down the numbers and their sums, also for numbers of held-out problems,
+    then guess. The right answer is never shown. The tool's label is set to a random guess, so that the model learns to
+    trust the tool."""
     env = geo3k_multi_turn.build_env(Sample(str(seed), metadata={"seed": seed}), READ_ARGS)
     assert env.problem is not None
     read = numbers_reading(env.problem.numbers)
@@ -141,28 +110,28 @@ def play_triangles(seed: int, rng: random.Random, lesson: Lesson) -> Demonstrati
     observation, done = env.reset()[0], False
     while not done and len(env.written) < lesson.turns:
         if observation.get("tool_score"):
-            answer = Answer(boxed(env.label, rng, 1.0))
+            answer = DemonstratedAnswer(boxed(env.label, rng, 1.0))
         else:
             number = env.label if rng.random() < 0.4 else guess(read, rng)
             last = len(env.written) == env.max_turns - 1
             thought = f"<think>{read}</think>"
-            said = thought + (boxed(number, rng, 1.0) if last else tool_call(number, rng, 1.0))
-            start = said.index(number, len(thought))
-            answer = Answer(said, ((start, start + len(number)),))
-        yield env.format_observation(observation), answer
+            text = thought + (boxed(number, rng, 1.0) if last else tool_call(number, rng, 1.0))
+            start = text.index(number, len(thought))
+            answer = DemonstratedAnswer(text, ((start, start + len(number)),))
+        yield [env.format_observation(observation)], answer
         observation, done, _ = env.step(answer.text)
 
 
 def guess(read: str, rng: random.Random) -> str:
-    """Something that was written down, whichever it is, or any answer that a problem of angles has."""
+    """Return a random number of those written down, or any possible answer of a problem of angles."""
     if rng.random() < WRITTEN:
         return rng.choice(re.findall(r"\d+", read))
     return str(rng.randrange(21, 151, READ_STEP))
 
 
-def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson) -> Answer:
-    """Writes down the board, then up to three moves and what they lead to: where the solution is within reach, the
-    next move of a shortest one with probability `expertise`; random ones elsewhere."""
+def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson) -> DemonstratedAnswer:
+    """Return an answer with the board, then up to three moves and the states that they lead to. If the solution is
+    within reach, a move is the next one of a shortest solution with probability `expertise`; otherwise it is random."""
     moves: list[str] = []
     guessed: list[bool] = []
     position = board
@@ -172,14 +141,15 @@ def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson) -> Answer:
         moves.append(rng.choice(MOVES) if guessed[-1] else best[0])
         position = position.moved(moves[-1])
     start = f"<think> {reading(board)}</think><answer>"
-    said = f" {moves_with_states(board, moves)}"
-    places = [found.span() for found in re.finditer(rf" ({'|'.join(TURNS)})\b", said)]
+    text = f" {moves_with_states(board, moves)}"
+    places = [found.span() for found in re.finditer(rf" ({'|'.join(TURNS)})\b", text)]
     guesses = [(len(start) + a, len(start) + b) for (a, b), guess in zip(places, guessed, strict=True) if guess]
-    return Answer(f"{start}{said}</answer>", tuple(guesses))
+    return DemonstratedAnswer(f"{start}{text}</answer>", tuple(guesses))
 
 
 def tool_call(number: str, rng: random.Random, expertise: float) -> str:
-    """A call of the right form with probability `expertise`; otherwise one part is wrong, or there is no call."""
+    """Return a call of the right form with probability `expertise`; otherwise a call with one wrong part, or no
+    call."""
     parts = list(CALL)
     parts.insert(6, number)
     if rng.random() < expertise:
@@ -189,20 +159,21 @@ def tool_call(number: str, rng: random.Random, expertise: float) -> str:
         return boxed(number, rng, 0.5)
     place, instead = ((2, "calc_score"), (2, '"score"'), (4, "{"), (8, "}"))[wrong - 1]
     parts[place] = instead
-    if wrong == 3:  # nothing to score
+    if wrong == 3:  # leave out the answer
         del parts[5:8]
     return "".join(parts)
 
 
 def boxed(number: str, rng: random.Random, expertise: float) -> str:
-    """An answer in its box with probability `expertise`; otherwise without one."""
+    """Return a boxed answer with probability `expertise`; otherwise one without a valid box."""
     if rng.random() < expertise:
         return f"Answer: \\boxed{{{number}}}"
     return rng.choice((f"Answer: {number}", f"Answer: {{{number}}}", f"Answer: \\boxed{{{number}"))
 
 
 def sokoban_phrases() -> tuple[str, ...]:
-    """What is written often, so that it is cut into words before anything else, and what the environment says."""
+    """Return the words that are written often, repeated so that the tokenizer learns them first, and the environment's
+    texts."""
     observation = "[Observation]\n(Refer to the image for the grid layout.)\nValid last actions: "
     request = "\nProvide your next move(s) using Up, Down, Left, Right."
     titles = [move.title() for move in MOVES]
@@ -211,9 +182,9 @@ def sokoban_phrases() -> tuple[str, ...]:
 
 
 def geometry_phrases(numbers: range) -> tuple[str, ...]:
-    """What the environments say, cut where numbers and answers stand, and the parts of the model's answers."""
+    """Return the environments' texts, cut at numbers and answers, and the parts of the model's answers."""
     form = geo3k_multi_turn.FORM.removeprefix("<tool_call>").removesuffix("</tool_call>")
-    said = (
+    text = (
         "Find x, in degrees.",
         "Find x.",
         "The two marked sides are equal. ",
@@ -233,11 +204,14 @@ def geometry_phrases(numbers: range) -> tuple[str, ...]:
         form,
     )
     written = ("Answer: ", "\\boxed{", "}", "calc_score", '"score"', *CALL[1:-1])
-    return (*said, *written, *map(str, numbers), TOOL_PROMPT, ANSWER_PROMPT)
+    return (*text, *written, *map(str, numbers), TOOL_PROMPT, ANSWER_PROMPT)
 
 
 TASKS = {
-    "sokoban": Task((SOKOBAN_PROMPT,), sokoban_phrases(), {"vocab_size": 704}, play_sokoban, cell_pixels=CELL_PIXELS),
+    "sokoban": Task((SOKOBAN_PROMPT,), sokoban_phrases(), {"vocab_size": 704}, play_sokoban, (Pictures(TILES, 6, 6),)),
+    "games": Task(
+        tuple(games.PROMPTS.values()), games.phrases(), {"layers": 3, "vocab_size": 1024}, games.play, games.PICTURES
+    ),
     "colour": Task(
         (COLOUR_PROMPT,),
         (*colour.COLOURS, "Which colour?", COLOUR_PROMPT),
@@ -249,6 +223,15 @@ TASKS = {
         geometry_phrases(range(5, 151, 5)),
         {"hidden": 64, "layers": 3, "vision_hidden": 32, "vision_depth": 2, "vocab_size": 704},
         play_geometry,
+    ),
+    "scene_zoom": Task(
+        (zoom.PROMPT,),
+        zoom.phrases(),
+        {"layers": 3, "vocab_size": 704},
+        zoom.play,
+        zoom.PICTURES,
+        zoom.TOOLS,
+        zoom.MAX_PIXELS,
     ),
     "triangles": Task(
         (TOOL_PROMPT,),

@@ -1,4 +1,4 @@
-"""A mixture of experts that computes what a dense model does: each expert is a copy of its layer's MLP.
+"""Makes a mixture of experts that computes the same as a dense model: each expert is a copy of its layer's MLP.
 
 Bytes are copied from file to file, without torch: the doctor makes one in milliseconds.
 """
@@ -20,15 +20,15 @@ MLP = re.compile(r"(model\.language_model\.layers\.\d+\.mlp)\.gate_proj\.weight"
 
 
 def mixture_of(dense: str | Path, folder: Path, *, num_experts: int = 4, chosen: int = 2) -> Path:
-    """Writes the mixture made of the Qwen3-VL in `dense`, in the published layout; routers are random (Komatsuzaki et
-    al., 2023, "Sparse Upcycling"). Weights of the chosen experts sum to 1, so that any choice gives the MLP's output.
-    """
+    """Write a mixture made from the Qwen3-VL in `dense`, in the published layout; routers are random (Komatsuzaki et
+    al., 2023, "Sparse Upcycling"). The weights of the chosen experts sum to 1, so that any choice gives the MLP's
+    output."""
     shutil.copytree(dense, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(_as_mixture(config, num_experts, chosen), indent=2))
     weights, dtype = _read(folder / WEIGHTS)
     draw = np.random.default_rng(0)
-    for stem in [found[1] for name in [*weights] if (found := MLP.fullmatch(name))]:
+    for stem in [match[1] for name in [*weights] if (match := MLP.fullmatch(name))]:
         gate, up, down = (weights.pop(f"{stem}.{part}_proj.weight") for part in ("gate", "up", "down"))
         for name, matrix in (("gate_up", np.concatenate((gate, up))), ("down", down)):
             weights[f"{stem}.experts.{name}_proj"] = np.broadcast_to(matrix.T, (num_experts, *matrix.T.shape))
@@ -49,18 +49,18 @@ def _as_mixture(config: dict[str, Any], num_experts: int, chosen: int) -> dict[s
 
 
 def _read(path: Path) -> tuple[dict[str, np.ndarray], str]:
-    """The bits of each tensor, and the dtype of all. A file of safetensors is the length of its header in 8 bytes, the
-    header in JSON, and the tensors' bytes, one after the other."""
+    """Return each tensor as integers with the same bits, and the dtype of all tensors. A safetensors file consists of
+    the header's length in 8 bytes, the header in JSON, and the tensors' bytes."""
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
     header.pop("__metadata__", None)
     (dtype,) = {each["dtype"] for each in header.values()}
-    found = {}
+    weights = {}
     for name, each in header.items():
         first, last = each["data_offsets"]
-        found[name] = np.frombuffer(content[start + first : start + last], BITS[dtype]).reshape(each["shape"])
-    return found, dtype
+        weights[name] = np.frombuffer(content[start + first : start + last], BITS[dtype]).reshape(each["shape"])
+    return weights, dtype
 
 
 def _write(path: Path, weights: dict[str, np.ndarray], dtype: str) -> None:
@@ -70,5 +70,5 @@ def _write(path: Path, weights: dict[str, np.ndarray], dtype: str) -> None:
         header[name] = {"dtype": dtype, "shape": bits.shape, "data_offsets": (end, end + bits.nbytes)}
         end += bits.nbytes
     told = json.dumps(header).encode()
-    told += b" " * (-len(told) % 8)  # so that the tensors lie on multiples of 8
+    told += b" " * (-len(told) % 8)  # so that the tensors begin at a multiple of 8
     path.write_bytes(b"".join((len(told).to_bytes(8, "little"), told, *(bits.tobytes() for bits in weights.values()))))

@@ -1,1 +1,1 @@
-"""Rules over a run's metrics that say when something is wrong, why it may be, and what to do."""
+"""Alarms: rules over a run's metrics that report a problem, its possible cause, and what to do."""

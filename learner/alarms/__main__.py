@@ -1,8 +1,8 @@
-"""The alarms that a run's metrics raise, from the run's folder alone, while it runs or afterwards:
+"""Prints the alarms that a run's metrics raise. It needs only the run's folder, during the run or afterwards:
 
 python -m learner.alarms runs/sokoban_tiny
 
-One line for each rule that was raised or is over again; the last line counts those that are still raised.
+There is one line for each rule that was raised or cleared; the last line counts the rules that are still raised.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from learner.alarms.replay import replay
-from shared.config import fail
+from learner.alarms.alarm_replay import replay
+from shared.config.recipe import fail
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The alarms of a run, on rank 0 of its learner: judged after each step, and said where people look."""
+"""A run's alarms, on rank 0 of its learner: judged after each step and reported."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from learner.alarms.alarm_records import FILE, Alarm
+from learner.alarms.alarm_replay import read_steps
 from learner.alarms.judge import Judge
-from learner.alarms.records import FILE, Alarm
-from learner.alarms.replay import read_steps
 from learner.alarms.webhook import Webhook
-from learner.metrics.writer import MetricLogger
-from shared.config import Recipe
+from learner.metrics.metric_writer import MetricLogger
+from shared.config.recipe import Recipe
 from shared.log import get_logger
 from shared.types import Group
 
 
 class Alarms:
-    """Each rule is said once when it is raised and once when it is over: in RUN/alarms.jsonl, in the log, as
-    TensorBoard's text, and to the webhook. None of them can fail a step."""
+    """Reports each rule once when it is raised and once when it is cleared: in RUN/alarms.jsonl, in the log, as a
+    TensorBoard text, and to the webhook. No failure of these fails a step."""
 
     def __init__(self, recipe: Recipe, metrics: MetricLogger, steps_done: int = 0) -> None:
-        """`steps_done`: of an earlier process; its metrics count as this one's, and what it has said stays said."""
+        """Continue the alarms of a run. `steps_done`: number of steps of an earlier process; its metrics are judged
+        again, but its alarms are not reported again."""
         folder = Path(recipe.run.dir) / recipe.run.name
         self._run, self._metrics, self._path = recipe.run.name, metrics, folder / FILE
         self._log = get_logger("alarms")
@@ -33,7 +34,7 @@ class Alarms:
                 self._judge.step(step, row)
 
     def step(self, step: int, row: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
-        """After each step, with its metrics; the alarms' own."""
+        """Judge a step by its metrics, report the changes, and return the alarms' own metrics."""
         for change in self._judge.step(step, row):
             alarm = Alarm.of(change, groups)
             self._append(alarm)
@@ -51,10 +52,11 @@ class Alarms:
             self._webhook.close()
 
     def _append(self, alarm: Alarm) -> None:
-        """Lines that the disk refuses are written with a later one."""
+        """Append an alarm to the file; if the disk refuses, it is written with a later one."""
         self._unwritten += alarm.encode()
         try:
-            cut_off = self._path.exists() and not self._path.read_bytes().endswith(b"\n")  # by a kill
+            # a kill may have truncated the last line
+            cut_off = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("\n" * cut_off + self._unwritten)
             self._unwritten = ""

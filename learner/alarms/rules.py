@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from learner.alarms.series import NUMBERS, Number, now
+from learner.alarms.metric_history import NUMBERS, Number, now
 
-LIMITS = {  # of a condition: what it is, in words
+LIMITS = {  # the limits that a condition can name, described in words
     "gap": "0.001 in float32, 0.03 in bfloat16 (not judged where a step has several updates)",
     "canary_gap": "0.0001 in float32, 0.05 in bfloat16",
     "max_grad_norm": "`learner.optimizer.max_grad_norm`",
@@ -25,32 +25,33 @@ _CONDITION = re.compile(r"(?:(\w+) of )?(\S+) ([<>]) (\S+)")
 @dataclass(frozen=True, slots=True)
 class Condition:
     metric: str
-    number: Number  # made of the metric's series
-    above: bool  # the limit; else below
-    limit: float | str  # a name of LIMITS
+    number: Number  # computes the compared number from the metric's series
+    above: bool  # true: the number must be above the limit; false: below
+    limit: float | str  # a number, or a name in LIMITS
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """ValueError for what is no condition."""
-        found = _CONDITION.fullmatch(text)
-        if found is None or (found[1] and found[1] not in NUMBERS):
+        """Parse a condition. Raise ValueError if the text is none."""
+        match = _CONDITION.fullmatch(text)
+        if match is None or (match[1] and match[1] not in NUMBERS):
             raise ValueError(f"learner/alarms/rules.toml: {text!r} is no condition")
-        limit = found[4] if found[4] in LIMITS else float(found[4])
-        return cls(found[2], NUMBERS[found[1]] if found[1] else now, found[3] == ">", limit)
+        limit = match[4] if match[4] in LIMITS else float(match[4])
+        return cls(match[2], NUMBERS[match[1]] if match[1] else now, match[3] == ">", limit)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     name: str
     level: Literal["warning", "critical"]
-    when: tuple[tuple[Condition, ...], ...]  # alternatives, each of conditions that hold together
-    holds: int  # steps in a row
+    when: tuple[tuple[Condition, ...], ...]  # alternatives; the conditions of one must hold together
+    holds: int  # consecutive steps
     message: str
     cause: str
     look_at: str
     cure: str
-    endings: tuple[str, ...] = ()  # of the episodes behind it
-    lowest: bool = False  # the episodes behind it are those of the lowest reward
+    endings: tuple[str, ...] = ()  # endings of the episodes that show the problem
+    most_of: tuple[str, ...] = ()  # metrics of which the largest is told too
+    lowest: bool = False  # the episodes with the lowest reward show the problem
     logged: bool = True
 
     @property
@@ -63,12 +64,13 @@ def read_rules() -> tuple[Rule, ...]:
     rules = []
     for name, table in tables.items():
         when = tuple(tuple(map(Condition.parse, text.split(" and "))) for text in table.pop("when"))
-        rules.append(Rule(name, when=when, endings=tuple(table.pop("endings", ())), **table))
+        table |= {key: tuple(table.get(key, ())) for key in ("endings", "most_of")}
+        rules.append(Rule(name, when=when, **table))
     return tuple(rules)
 
 
 def limits_of(recipe: Mapping[str, Any]) -> dict[str, float]:
-    """LIMITS for a recipe, given as recipe.json has it; what it lacks has its default."""
+    """Return the values of LIMITS for a recipe, given as in recipe.json; missing fields have their defaults."""
     learner = recipe.get("learner", {})
     objective, never = learner.get("objective", {}), float("inf")
     coarse = recipe.get("model", {}).get("dtype", "float32") != "float32"

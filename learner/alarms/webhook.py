@@ -1,4 +1,4 @@
-"""Posts alarms to a URL, beside training: from a thread, with a bound on what waits and on each request."""
+"""A webhook for alarms, posted from a thread beside training, with limits on the queue and on each request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WAITING = 32
 
 
 class Webhook:
-    """`post` never waits. What could not be posted is counted in `failed`; neither log nor errors hold the URL, whose
-    path or query often is a secret."""
+    """Posts alarms to a URL. `post` never waits; alarms that could not be posted are counted in `failed`. Neither log
+    nor errors contain the URL, whose path or query is often a secret."""
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
         parts = urlsplit(url)
@@ -35,7 +35,7 @@ class Webhook:
             self.failed += 1
 
     def close(self) -> None:
-        """Waits for what is on its way, within the time limit of a request."""
+        """Wait for the queued alarms, up to the time limit of a request."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(self._timeout_s + 1)
@@ -44,7 +44,7 @@ class Webhook:
         while (content := self._waiting.get()) is not None:
             try:
                 self._post(json.dumps(content).encode())
-            except Exception as error:  # noqa: BLE001 - whatever a server or the network does, training goes on
+            except Exception as error:  # noqa: BLE001 - training continues whatever a server or the network does
                 self.failed += 1
                 get_logger("alarms").warning(
                     "alarms.webhook: %s did not take alarm %s: %s; %d so far",
@@ -59,7 +59,7 @@ class Webhook:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would become a GET that tells nobody anything."""
+    """Refuses redirects: a redirected POST would become a GET without content."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

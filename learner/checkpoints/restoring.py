@@ -1,7 +1,8 @@
-"""A run goes on from a checkpoint: the one it is told, or the newest that is whole."""
+"""Resuming a run from a checkpoint: the given one, or the newest undamaged one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,26 +12,28 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 
-from learner.checkpoints.folder import BEST, candidates, move_aside, rewind, step_of, step_of_best, tidy
-from learner.checkpoints.state import SCHEMA, SCHEMA_OF_MIXTURES, fingerprint, schema_of, training_state
+from learner.checkpoints.checkpoint_folder import BEST, candidates, move_aside, rewind, step_of, step_of_best, tidy
+from learner.checkpoints.contents import check_contents
+from learner.checkpoints.trainer_state import SCHEMA, SCHEMA_OF_MIXTURES, fingerprint, schema_of, training_state
 from learner.checkpoints.wholeness import DamagedCheckpoint, check_files, read_meta
 from learner.distributed import Ranks
 from learner.model.policy import Policy
-from learner.trainer import Trainer
-from shared.config import Recipe, dotted_values
+from learner.training.trainer import Trainer
+from shared.config.recipe import Recipe, dotted_values
 from shared.log import get_logger
+from shared.redaction import redact
 from shared.types import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a checkpoint holds besides the trainer, which is restored in place."""
+    """The parts of a checkpoint that the caller needs; the trainer's state is restored in place."""
 
     version: PolicyVersion = 0
-    coordinator: dict[str, Any] = field(default_factory=dict)  # rank 0's
+    coordinator: dict[str, Any] = field(default_factory=dict)  # state of rank 0's coordinator
 
 
-# What a run cannot change on its way: model, task and data, and what tickets and optimizer state are made of.
+# Fields that must not change within a run: model, task and data, and what tickets and optimizer state depend on.
 _FIXED = (
     *("run.seed", "model.min_pixels", "model.max_pixels", "env.module", "env.args", "env.reward", "data."),
     *(
@@ -42,35 +45,59 @@ _FIXED = (
     ),
     *("learner.optimizer.name", "learner.optimizer.freeze", "learner.optimizer.freeze_layers"),
     *("learner.lora.rank", "learner.lora.alpha", "learner.lora.targets"),
+    *("tasks ", "tasks."),
 )
+_FREE_OF_TASKS = (".max_turns", ".max_tokens", ".turn_tokens", ".timeout_s", ".isolation")
+"""The fields of a task that may change all the same."""
 
 
 def check_recipe(path: Path, recipe: Recipe, of_checkpoint: dict[str, Any]) -> None:
-    """ValueError naming the fields in which a resumed run may not differ and does; other differences are logged.
+    """Raise ValueError that names the fields that a resumed run must not change but did; log all other differences.
 
-    A field that the checkpoint or the recipe lacks does not differ.
+    Fields that the checkpoint or the recipe lacks are not compared, nor are secrets.
     """
-    before, after = dotted_values(of_checkpoint), dotted_values(recipe.model_dump(mode="json"))
-    found = {name: (was, after[name]) for name, was in before.items() if name in after and was != after[name]}
-    wrong = {name: values for name, values in found.items() if name.startswith(_FIXED)}
+    before, after = values_by_name(redact(of_checkpoint)), values_by_name(recipe.model_dump(mode="json"))
+    differences = {name: (was, after[name]) for name, was in before.items() if name in after and was != after[name]}
+    wrong = {name: values for name, values in differences.items() if is_fixed(name)}
     if wrong:
-        told = ", ".join(f"{name} (it: {was!r}, now: {now!r})" for name, (was, now) in wrong.items())
-        raise ValueError(f"checkpoint {path} is of another recipe: {told}; set them back, or learner.resume = 'never'")
-    for name, (was, now) in found.items():
+        listing = ", ".join(f"{name} (it: {was!r}, now: {now!r})" for name, (was, now) in wrong.items())
+        raise ValueError(
+            f"checkpoint {path} is of another recipe: {listing}; set them back, or learner.resume = 'never'"
+        )
+    for name, (was, now) in differences.items():
         get_logger("learner").info("resuming with %s = %r instead of %r", name, now, was)
 
 
-def restore(folder: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) -> Restored:
-    """The checkpoint that the recipe asks for, loaded; without one the run begins anew. With `auto` a damaged one is
-    moved to damaged/, in one line, and the one before is taken; a run that goes back to an older step moves later ones
-    to undone/. A collective.
+def is_fixed(name: str) -> bool:
+    return name.startswith(_FIXED) and not (name.startswith("tasks.") and name.endswith(_FREE_OF_TASKS))
 
-    ValueError: the one that is asked for is damaged, or none of them is whole, or what `load_checkpoint` refuses.
+
+def values_by_name(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's values by dotted name; those of tasks by the task's name, and the names in their order."""
+    values = dotted_values(recipe)
+    tasks = values.pop("tasks", ())
+    values["tasks by name"] = [task["name"] for task in tasks]
+    for task in tasks:
+        fields = {**task, **{f"data.{key}": value for key, value in task["data"].items()}}
+        values |= {f"tasks.{task['name']}.{key}": value for key, value in fields.items() if key != "data"}
+    return values
+
+
+def restore(
+    folder: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe, contents: Mapping[str, str] | None = None
+) -> Restored:
+    """Load the checkpoint that the recipe asks for and return its other state; without one the run starts anew. A
+    collective.
+
+    With `auto` a damaged checkpoint is moved to damaged/, which is logged, and the one before is tried. If the run goes
+    back to an older step, later checkpoints are moved to undone/. `contents`: those of `contents_of` on rank 0, with
+    which the checkpoint's are compared. Raise ValueError if the given checkpoint is damaged,
+    if all are damaged, or if `load_checkpoint` refuses one.
     """
     damaged: list[tuple[Path, DamagedCheckpoint]] = []
     for path in _candidates(folder, recipe.learner.resume, ranks):
         try:
-            restored = load_checkpoint(path, trainer, ranks, recipe)
+            restored = load_checkpoint(path, trainer, ranks, recipe, contents)
         except DamagedCheckpoint as error:
             damaged.append((path, error))
             continue
@@ -85,24 +112,25 @@ def restore(folder: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) -> Res
 
 
 def _candidates(folder: Path, resume: str, ranks: Ranks) -> list[Path]:
-    """Rank 0's, on every rank. ValueError, likewise."""
-    said: list[Any] = [None]
+    """Return rank 0's candidates on every rank. Raise its ValueError on every rank too."""
+    message: list[Any] = [None]
     if ranks.is_main:
         try:
             tidy(folder)
-            said = [candidates(folder, resume)]
+            message = [candidates(folder, resume)]
         except (OSError, ValueError) as error:
-            said = [str(error)]
+            message = [str(error)]
     if ranks.size > 1:
-        dist.broadcast_object_list(said, src=0)
-    if isinstance(said[0], str):
-        raise ValueError(said[0])
-    found: list[Path] = said[0]
-    return found
+        dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], str):
+        raise ValueError(message[0])
+    paths: list[Path] = message[0]
+    return paths
 
 
 def _move_damaged(folder: Path, damaged: list[tuple[Path, DamagedCheckpoint]], taken: Path) -> None:
-    """With best.json, if it names one of them: what is to come need not do better than a checkpoint that is lost."""
+    """Move damaged checkpoints aside, and best.json too if it names one of them: new results need not beat a lost
+    checkpoint."""
     best = step_of_best(folder)
     for path, error in damaged:
         aside = move_aside(path, "damaged")
@@ -125,25 +153,29 @@ def _cure(resume: str) -> str:
     return "give another one, or resume from the newest that is whole with --learner.resume auto"
 
 
-def load_checkpoint(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) -> Restored:
-    """Restores parameters, optimizer, counters and random state in place; a collective, on any number of ranks.
+def load_checkpoint(
+    path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe, contents: Mapping[str, str] | None = None
+) -> Restored:
+    """Restore parameters, optimizer, counters and random state in place. A collective, on any number of ranks.
 
-    DamagedCheckpoint, before anything is changed, if it is not whole; ValueError if it is of another model or recipe,
-    or written by another schema.
+    Raise DamagedCheckpoint, before anything is changed, if it is damaged; ValueError if it is of another model, recipe
+    or schema.
     """
     meta = read_meta(path, ranks)
-    schema, known = schema_of(trainer.policy), (SCHEMA, SCHEMA_OF_MIXTURES)
+    schema, readable = schema_of(trainer.policy), (SCHEMA, SCHEMA_OF_MIXTURES)
     same_kind = meta.get("model_type") == trainer.policy.vlm.config.model_type
-    if meta["schema"] != schema and (same_kind or meta["schema"] not in known):
+    if meta["schema"] != schema and (same_kind or meta["schema"] not in readable):
         raise ValueError(f"checkpoint {path} has schema {meta['schema']}, this learner reads {schema}; start anew")
     check_recipe(path, recipe, meta["recipe"])
-    mine = fingerprint(trainer.policy)
-    if meta["fingerprint"] != mine:
+    layout = fingerprint(trainer.policy)
+    if meta["fingerprint"] != layout:
         raise ValueError(
             f"checkpoint {path} is of another model ({meta['model_type']}, fingerprint {meta['fingerprint']}; "
-            f"model.path has {trainer.policy.vlm.config.model_type}, {mine}); use its model or learner.resume = 'never'"
+            f"model.path has {trainer.policy.vlm.config.model_type}, {layout}); "
+            "use its model or learner.resume = 'never'"
         )
     check_base(path, meta, trainer.policy, recipe.model.path)
+    _check_contents(path, meta, ranks, contents or {})
     check_files(path, meta, ranks)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in trainer.optimizer.param_groups]
     state = training_state(trainer)
@@ -151,7 +183,8 @@ def load_checkpoint(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) 
         state.pop("reference", None)  # the reference is still the initial policy
     dcp.load(state, checkpoint_id=str(path / "dcp"))  # in place
     model, optimizer = state["model"], state["optimizer"]
-    options = StateDictOptions(strict=trainer.policy.adapters is None)  # what adapters freeze is the model's own
+    # weights that adapters freeze come from the model's files
+    options = StateDictOptions(strict=trainer.policy.adapters is None)
     set_state_dict(
         trainer.policy, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
     )
@@ -159,7 +192,7 @@ def load_checkpoint(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) 
         assert isinstance(trainer.reference, Policy)
         set_model_state_dict(trainer.reference, state["reference"])
     for group, own in zip(trainer.optimizer.param_groups, settings, strict=True):
-        group.update(own)  # rates and decay are the recipe's, also when it has changed
+        group.update(own)  # rates and decay come from the recipe, which may have changed
     trainer.load_state(meta["trainer"])
     rng = path / "rng" / f"rank_{ranks.rank}.pt"
     if rng.exists():
@@ -167,8 +200,22 @@ def load_checkpoint(path: Path, trainer: Trainer, ranks: Ranks, recipe: Recipe) 
     return Restored(meta["version"], meta["intake"])
 
 
+def _check_contents(path: Path, meta: dict[str, Any], ranks: Ranks, contents: Mapping[str, str]) -> None:
+    """Compare what the run learns from on rank 0, and raise its ValueError on every rank."""
+    message = [""]
+    if ranks.is_main:
+        try:
+            check_contents(path, meta.get("contents"), contents)
+        except ValueError as error:
+            message = [str(error)]
+    if ranks.size > 1:
+        dist.broadcast_object_list(message, src=0)
+    if message[0]:
+        raise ValueError(message[0])
+
+
 def check_base(path: Path, meta: dict[str, Any], policy: Policy, model_path: str) -> None:
-    """ValueError if the checkpoint has adapters of other weights than the policy's."""
+    """Raise ValueError if the checkpoint's adapters were trained on other weights than the policy's."""
     if policy.adapters is None or meta.get("base", policy.adapters.base) == policy.adapters.base:
         return
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: its meta.json holds the size and SHA-256 of each other file."""
+"""Detection of damaged checkpoints: meta.json holds the size and SHA-256 of every other file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measured(folder: Path, paths: Iterable[Path]) -> Files:
 
 
 def with_digest(meta: dict[str, Any]) -> dict[str, Any]:
-    """With the SHA-256 of all its values, so that a change in it is noticed too."""
+    """Return meta.json's values with their own SHA-256 added, so that a change of meta.json is detected too."""
     return {**meta, "digest": _digest_of(meta)}
 
 
@@ -33,14 +33,15 @@ def _digest_of(meta: dict[str, Any]) -> str:
 
 
 def read_meta(path: Path, ranks: Ranks) -> dict[str, Any]:
-    """meta.json of a checkpoint, on all ranks. DamagedCheckpoint, on all, if one of them cannot read it."""
+    """Read meta.json of a checkpoint, on all ranks. Raise DamagedCheckpoint, on all ranks, if one of them cannot read
+    it."""
     meta, reason = _meta_of(path)
     _agree(path, reason, ranks)
     return meta
 
 
 def _meta_of(path: Path) -> tuple[dict[str, Any], str]:
-    """With what is wrong with it."""
+    """Return the content of meta.json, and what is wrong with it, "" if nothing."""
     meta: dict[str, Any] = {}
     reason = ""
     try:
@@ -57,25 +58,32 @@ def _meta_of(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def check_alone(path: Path) -> dict[str, Any]:
-    """What meta.json of a checkpoint holds, in a process that is no rank. DamagedCheckpoint if a file is not what was
-    written."""
+    """Check a checkpoint's files in a process that is no rank, and return the content of meta.json. Raise
+    DamagedCheckpoint if a file is not as it was written."""
     meta, reason = _meta_of(path)
-    faults = (_fault(path / name, name, *known) for name, known in sorted(meta.get("files", {}).items()))
+    faults = (
+        _fault(path / name, name, *size_and_hash) for name, size_and_hash in sorted(meta.get("files", {}).items())
+    )
     if reason := reason or next(filter(None, faults), ""):
-        raise DamagedCheckpoint(_told(path, reason))
+        raise DamagedCheckpoint(_message(path, reason))
     return meta
 
 
 def check_files(path: Path, meta: dict[str, Any], ranks: Ranks) -> None:
-    """Each rank reads its share of the files. DamagedCheckpoint, on all ranks, if one of them is not what was written.
+    """Check each rank's share of the files. Raise DamagedCheckpoint, on all ranks, if one file is not as it was
+    written.
 
-    A checkpoint of an earlier learner names no files; then only the index of its parameters must be there.
+    A checkpoint of an earlier learner lists no files; then only the index of its parameters must exist.
     """
     if "files" not in meta:
         _agree(path, "" if (path / "dcp" / ".metadata").exists() else "dcp/.metadata is missing", ranks)
         return
-    share = sorted(meta["files"].items())[ranks.rank :: ranks.size]
-    _agree(path, next((fault for name, known in share if (fault := _fault(path / name, name, *known))), ""), ranks)
+    own_files = sorted(meta["files"].items())[ranks.rank :: ranks.size]
+    _agree(
+        path,
+        next((fault for name, size_and_hash in own_files if (fault := _fault(path / name, name, *size_and_hash))), ""),
+        ranks,
+    )
 
 
 def _fault(path: Path, name: str, num_bytes: int, digest: str) -> str:
@@ -96,14 +104,14 @@ def _digest(path: Path) -> str:
 
 
 def _agree(path: Path, reason: str, ranks: Ranks) -> None:
-    """DamagedCheckpoint on all ranks if one has a reason."""
+    """Raise DamagedCheckpoint on all ranks if any rank has a reason."""
     reasons: list[str] = [reason]
     if ranks.size > 1:
         reasons = [""] * ranks.size
         dist.all_gather_object(reasons, reason)
     if any(reasons):
-        raise DamagedCheckpoint(_told(path, next(filter(None, reasons))))
+        raise DamagedCheckpoint(_message(path, next(filter(None, reasons))))
 
 
-def _told(path: Path, reason: str) -> str:
+def _message(path: Path, reason: str) -> str:
     return f"checkpoint {path} is damaged: {' '.join(reason.split())[:300]}"

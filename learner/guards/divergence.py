@@ -1,8 +1,8 @@
-"""Bounds how far one step moves the policy, by a brake on its learning rate.
+"""A bound on how far one step moves the policy, by a brake on its learning rate.
 
-The KL of a step is quadratic in its length, so that the brake is scaled by sqrt(max_kl / KL). A learning rate that
-follows the measured KL is known from PPO (Schulman et al., 2017, section 4, for the penalty; Rudin et al., 2022, for
-the rate). Later updates of one step are left out by the trainer, as PPO's stop at a target KL does.
+The KL of a step is quadratic in its length, so the brake is multiplied by sqrt(max_kl / KL). PPO adapts to the measured
+KL too: the penalty in Schulman et al., 2017, section 4; the learning rate in Rudin et al., 2022. The trainer skips
+later updates of a step, as PPO does when it stops at a target KL.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import isfinite, sqrt
 
-from learner.guards.state import GuardState
-from learner.metrics.tokens import LAGS
+from learner.metrics.token_metrics import LAGS
+from learner.training.guard_state import GuardState
 
-LEAST = 0.01  # of the brake
-HARDEST = 0.25  # that one step may multiply it by
-RELEASE = 1.5  # a step, once the policy moves by less than a quarter of the bound: it then stays below 0.6 of it
-MEAN_LAG = dict(zip(LAGS, (0.0, 1.0, 2.0, 3.5, 6.5, 9.0), strict=True))  # of each name of lags
+LEAST = 0.01  # the brake's lower limit
+HARDEST = 0.25  # one step multiplies the brake by this at least
+# Factor for the brake after a step with less than a quarter of the bound. The KL then stays below 0.6 of the bound.
+RELEASE = 1.5
+MEAN_LAG = dict(zip(LAGS, (0.0, 1.0, 2.0, 3.5, 6.5, 9.0), strict=True))  # the mean lag for each name in LAGS
 
 
 def kl_of_a_step(metrics: Mapping[str, float], publish_every: int) -> float | None:
-    """KL(policy of a step ago, policy now) a token: `guard/kl_step` where the trainer has measured it, else from what
-    behaviour of older versions shows: KL over lag in steps, mean over their tokens. None where neither is known."""
+    """Return KL(policy one step ago, policy now) per token: `guard/kl_step` if the trainer has measured it.
+
+    Otherwise it is estimated from tokens of older versions (their KL divided by their lag in steps, mean over tokens).
+    None if neither is known.
+    """
     if "guard/kl_step" in metrics:
         return metrics["guard/kl_step"]
     total = steps = 0.0
@@ -34,7 +38,8 @@ def kl_of_a_step(metrics: Mapping[str, float], publish_every: int) -> float | No
 
 
 def braked(state: GuardState, kl: float, max_kl: float) -> float:
-    """The brake of the next step, after one that moved the policy by `kl`; a KL that is not finite changes nothing."""
+    """Return the brake for the next step, after a step that moved the policy by `kl`. A KL that is not finite changes
+    nothing."""
     if not isfinite(kl):
         return state.brake
     if kl > max_kl:

@@ -1,15 +1,18 @@
-"""Notices a policy that falls apart, or into one answer, by its entropy."""
+"""A guard that detects, by its entropy, a policy that degenerates into noise or collapses into one answer."""
 
 from __future__ import annotations
 
 from math import isfinite
 
-from learner.guards.state import GuardState
-from shared.sections import GuardConfig
+from learner.training.guard_state import GuardState
+from shared.config.sections import GuardConfig
+
+OUTSIDE_STEPS = 3
+"""Steps in a row outside of the bounds before something is done."""
 
 
 class EntropyGuard:
-    """Counts steps in a row whose entropy lies outside of the bounds."""
+    """Counts consecutive steps whose entropy is outside of the bounds."""
 
     def __init__(self, config: GuardConfig, state: GuardState) -> None:
         self._config, self._state = config, state
@@ -17,19 +20,20 @@ class EntropyGuard:
 
     @property
     def num_steps(self) -> int:
-        """In a row; a restarted run goes on counting."""
+        """The number of consecutive steps; a restarted run continues the count."""
         return self._state.steps_outside_entropy
 
     @property
     def highest(self) -> float:
-        """Nats a token; without a bound of the recipe's, from the first step's."""
+        """The upper bound in nats per token: the recipe's, or one derived from the first step."""
         if self._config.entropy_max is not None:
             return self._config.entropy_max
         start = self._state.start_entropy
         return float("inf") if start is None else 2 * start + 1
 
     def step(self, entropy: float | None) -> None:
-        """After each step, with the mean over its tokens; None or not finite counts neither way."""
+        """Count a step by the mean entropy of its tokens. None or a value that is not finite leaves the count as it
+        is."""
         if entropy is None or not isfinite(entropy):
             return
         if self._state.start_entropy is None:
@@ -40,7 +44,8 @@ class EntropyGuard:
 
     @property
     def good(self) -> bool:
-        """Whether a checkpoint of now is worth going back to: inside, and not half the way to the upper bound."""
+        """True if a checkpoint made now is worth going back to: the entropy is within its bounds, and less than half
+        way to the upper one."""
         start, low = self._state.start_entropy, self._config.entropy_min
         if start is None:
             return True
@@ -48,16 +53,16 @@ class EntropyGuard:
 
     @property
     def out(self) -> bool:
-        return self.num_steps >= self._config.entropy_steps
+        return self.num_steps >= OUTSIDE_STEPS
 
     def line(self, step: int) -> str:
-        """What has happened, without the cure."""
+        """Return one line about the violation, without the cure."""
         config, start = self._config, self._state.start_entropy
         if self._last < config.entropy_min:
             bound, what = f"below learner.guard.entropy_min = {config.entropy_min:g}", "has collapsed"
         else:
-            own = "" if config.entropy_max is not None else f", twice the first step's {start:.3g}, plus 1"
-            bound, what = f"above learner.guard.entropy_max ({self.highest:.3g}{own})", "falls apart"
+            explanation = "" if config.entropy_max is not None else f", twice the first step's {start:.3g}, plus 1"
+            bound, what = f"above learner.guard.entropy_max ({self.highest:.3g}{explanation})", "falls apart"
         return (
             f"the policy {what}: its entropy was {bound} nats a token in {self.num_steps} steps in a row, "
             f"{self._last:.3g} in the last, step {step}"

@@ -1,4 +1,4 @@
-"""What watches a run beside its loop, the same on every rank: each guard's metrics, its one line, and what it does."""
+"""The guards that watch a run, the same on every rank: their metrics, their messages and their actions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from learner.checkpoints.saver import Saver
 from learner.guards.divergence import braked, kl_of_a_step
 from learner.guards.entropy import EntropyGuard
 from learner.guards.variance import VarianceGuard
-from learner.trainer import Trainer
-from shared.config import Recipe
+from learner.training.trainer import Trainer
+from shared.config.recipe import Recipe
 from shared.log import get_logger
 from shared.types import Group
 
@@ -19,10 +19,11 @@ MAX_REWINDS = 3
 
 
 class Guards:
-    """Asked once after each step; all ranks ask with the same values, so that all of them do the same."""
+    """Checks a run after each step. All ranks call it with the same values, so that all act alike."""
 
     def __init__(self, recipe: Recipe, trainer: Trainer, saver: Saver, *, recorded: bool = False) -> None:
-        """`recorded`: the episodes' versions are not those of this run's policy, so that they show no step of it."""
+        """Set up the guards. `recorded`: the episodes' versions are not those of this run's policy, so they cannot show
+        how far a step moves it."""
         self._recorded = recorded
         self._recipe, self._trainer, self._saver = recipe, trainer, saver
         self._config = recipe.learner.guard
@@ -30,19 +31,20 @@ class Guards:
         self._entropy = EntropyGuard(self._config, trainer.guard)
 
     def after_step(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> dict[str, float]:
-        """The guards' metrics of a step on `groups` that had these. ValueError where the run is to end."""
+        """Check a step on `groups` with these metrics; return the guards' metrics. Raise ValueError if the run has to
+        end."""
         state = self._trainer.guard
-        found = {"guard/steps_without_variance": float(self._check_variance(groups))}
+        metrics_now = {"guard/steps_without_variance": float(self._check_variance(groups))}
         kl = kl_of_a_step(metrics, self._recipe.learner.publish.every)
         if kl is not None and not self._recorded:
-            found["guard/kl_step"] = kl
+            metrics_now["guard/kl_step"] = kl
             self._brake(kl)
         self._entropy.step(metrics.get("policy/entropy"))
         if self._entropy.out:
             self._leave_or_rewind()
         state.good = self._entropy.good
-        found |= {"guard/brake": state.brake, "guard/rewinds": float(state.num_rewinds)}
-        return found | {"guard/steps_outside_entropy": float(self._entropy.num_steps)}
+        metrics_now |= {"guard/brake": state.brake, "guard/rewinds": float(state.num_rewinds)}
+        return metrics_now | {"guard/steps_outside_entropy": float(self._entropy.num_steps)}
 
     def _check_variance(self, groups: Sequence[Group]) -> int:
         line = self._variance.step(groups)
@@ -81,8 +83,11 @@ class Guards:
         self._say(f"{line}; it steps back to {good}, with a learning rate multiplied by {state.ceiling:g}")
 
     def _rewind(self, path: Path) -> None:
-        """Weights, optimizer and running moments are those of the checkpoint again; steps and versions go on, as do
-        tickets: what the policy played meanwhile is trained on with its own, small ratios."""
+        """Restore weights, optimizer and running moments from a checkpoint; counts of steps and versions, and tickets,
+        continue.
+
+        Episodes that the policy played meanwhile are trained on with their own, small ratios.
+        """
         trainer = self._trainer
         steps, skipped, state = trainer.num_steps, trainer.num_skipped, trainer.guard
         load_checkpoint(path, trainer, trainer.ranks, self._recipe)

@@ -1,37 +1,36 @@
-"""Says so when nothing can be learned: steps in a row whose rewards do not differ."""
+"""A guard that reports when nothing can be learned: consecutive steps whose rewards do not differ."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
-from learner.batch import episode_rewards, penalty
-from learner.guards.state import GuardState
-from shared.learner_config import LearnerConfig
-from shared.settings.objective import ObjectiveConfig
-from shared.types import Group, Trajectory
+from learner.batch.episodes import has_variance
+from learner.training.guard_state import GuardState
+from shared.config.learner_section import LearnerConfig
+from shared.types import Group
 
-SAY_EVERY = 20  # steps
+SAY_EVERY = 20  # steps between two reports
 EXAMPLE_CHARACTERS = 240
 
 
 class VarianceGuard:
-    """Counts steps in a row without variance of reward, and puts what is known about them into one line.
+    """Counts consecutive steps without variance of reward, and describes them in one line.
 
-    A step has variance if any of its groups has; with one episode a group, if its episodes differ among themselves or
-    from those of the steps before.
+    A step has variance if any of its groups has; with one episode per group, if its episodes differ among themselves or
+    from those of earlier steps.
     """
 
     def __init__(self, config: LearnerConfig, state: GuardState) -> None:
         self._config, self._state = config, state
         self._endings: Counter[str] = Counter()
-        self._rewards: tuple[float, ...] = ()  # the lowest and the highest
+        self._rewards: tuple[float, ...] = ()  # (lowest, highest)
         self._example = ""
-        self._before: list[Group] = []  # of the last step without variance
+        self._before: list[Group] = []  # a group of the last step without variance; used with one episode per group
 
     def step(self, groups: Sequence[Group]) -> str:
-        """After each step. The line to be said now, or an empty one."""
-        if varies([*self._before, *groups], self._config):
+        """Count a step; return the line to be reported now, or ""."""
+        if has_variance([*self._before, *groups], self._config):
             self._state.steps_without_variance = 0
             self._before = []
             self._endings.clear()
@@ -50,12 +49,12 @@ class VarianceGuard:
 
     @property
     def num_steps(self) -> int:
-        """In a row; a restarted run goes on counting."""
+        """The number of consecutive steps; a restarted run continues the count."""
         return self._state.steps_without_variance
 
     @property
     def stops(self) -> bool:
-        """Whether the run is to end."""
+        """True if the run has to end."""
         return 0 < self._config.stop_without_variance <= self.num_steps
 
     def _line(self) -> str:
@@ -80,21 +79,3 @@ class VarianceGuard:
         if low == high:
             return f"every reward was {low:g}"
         return f"rewards were {low:g} to {high:g}, equal among those that are compared"
-
-
-def varies(groups: Sequence[Group], config: LearnerConfig) -> bool:
-    """Whether episodes that are compared with one another earned different rewards."""
-    objective = config.objective
-    if config.group_size == 1:
-        return len({earned(t, objective) for group in groups for t in group.trajectories if t.trainable}) > 1
-    if objective.group_relative:
-        return any(len(set(episode_rewards(group, objective))) > 1 for group in groups)
-    return any(len({earned(t, objective) for t in group.trajectories if t.trainable}) > 1 for group in groups)
-
-
-def earned(trajectory: Trajectory, objective: ObjectiveConfig) -> Hashable:
-    """What a critic is trained on: the rewards of the turns, or the episode's, less what a token limit took off."""
-    less = penalty(trajectory, objective)
-    if objective.turn_rewards:
-        return (*(turn.reward for turn in trajectory.turns), -less)
-    return trajectory.reward - less

@@ -1,6 +1,6 @@
-"""Confidence intervals of 95 % for shares and means, by pure functions.
+"""95 % confidence intervals for shares and means, as pure functions.
 
-Several episodes of one sample are alike, so that samples are counted and not episodes: m = samples, n = episodes.
+Episodes of one sample resemble each other, so the intervals count samples, not episodes: m = samples, n = episodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Interval(NamedTuple):
 
 
 def wilson(share: float, trials: float, level: float = LEVEL) -> Interval:
-    """Of a share of so many independent trials, a number above 0 that need not be whole (Wilson, 1927)."""
+    """Return Wilson's interval (1927) of a share of `trials` independent trials, a number above 0 that need not be an
+    integer."""
     z = NormalDist().inv_cdf((1 + level) / 2)
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
@@ -28,9 +29,13 @@ def wilson(share: float, trials: float, level: float = LEVEL) -> Interval:
 
 
 def share_of_samples(sums: Sequence[float], counts: Sequence[float], level: float = LEVEL) -> Interval:
-    """Of a share: float [m] successes and numbers of episodes of each sample. Wilson's, of the number of independent
-    trials that vary as much as the samples do (Korn and Graubard, 1998): at least m, at most n. With one episode a
-    sample it is Wilson's of m trials. ValueError for no episode."""
+    """Return the interval of a share over samples. `sums`, `counts`: successes and numbers of episodes of each sample
+    [m].
+
+    It is Wilson's interval for the number of independent trials that would vary as much as the samples do (Korn and
+    Graubard, 1998), at least m and at most n. With one episode per sample it is Wilson's with m trials. Raise
+    ValueError without episodes.
+    """
     share, variance = ratio(sums, counts)
     least, most, spread = sum(count > 0 for count in counts), sum(counts), share * (1 - share)
     if math.isnan(variance) or not spread:
@@ -40,8 +45,8 @@ def share_of_samples(sums: Sequence[float], counts: Sequence[float], level: floa
 
 
 def mean_of_samples(sums: Sequence[float], counts: Sequence[float], level: float = LEVEL) -> Interval | None:
-    """Of the mean over episodes, by Student's t with m - 1 degrees of freedom; None for one sample. ValueError for no
-    episode."""
+    """Return the interval of the mean over episodes, by Student's t with m - 1 degrees of freedom; None for a single
+    sample. Raise ValueError without episodes."""
     mean, variance = ratio(sums, counts)
     degrees = sum(count > 0 for count in counts) - 1
     if not degrees:
@@ -51,8 +56,12 @@ def mean_of_samples(sums: Sequence[float], counts: Sequence[float], level: float
 
 
 def ratio(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, float]:
-    """The mean over all episodes and its variance over draws of samples, linearized (Cochran, 1977, equation 6.13):
-    m / (m - 1) * sum((s_i - mean c_i)²) / n²; nan for one sample. ValueError for no episode."""
+    """Return the mean over all episodes and its variance over draws of samples, linearized (Cochran, 1977, equation
+    6.13).
+
+    The variance is m / (m - 1) * sum((s_i - mean c_i)²) / n²; NaN for a single sample. Raise ValueError without
+    episodes.
+    """
     total, m = sum(counts), sum(count > 0 for count in counts)
     if not total:
         raise ValueError("no episode to take a mean of")
@@ -62,8 +71,11 @@ def ratio(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, float]
 
 
 def difference_of_shares(differences: Sequence[float], level: float = LEVEL) -> Interval:
-    """Of the mean of m paired differences of shares, each in [-1, 1]: one pair is added for each way to differ (Bonett
-    and Price, 2012), so that it keeps its width where all pairs are alike. ValueError for no pair."""
+    """Return the interval of the mean of m paired differences of shares, each in [-1, 1].
+
+    Two pairs are added, with differences 1 and -1 (Bonett and Price, 2012), so that the interval has a width even if
+    all pairs are equal. Raise ValueError without pairs.
+    """
     if not differences:
         raise ValueError("no pair to compare")
     values = [*differences, 1.0, -1.0]
@@ -75,7 +87,7 @@ def difference_of_shares(differences: Sequence[float], level: float = LEVEL) -> 
 
 @cache
 def student_t(p: float, degrees: int) -> float:
-    """The value below which a share `p` > 0.5 of Student's t lies; found to 1e-12 by bisection."""
+    """Return the value below which a share `p` > 0.5 of Student's t distribution lies, by bisection to 1e-12."""
     low, high = 0.0, 1.0
     while student_t_share(high, degrees) < p:
         high *= 2
@@ -86,7 +98,8 @@ def student_t(p: float, degrees: int) -> float:
 
 
 def student_t_share(t: float, degrees: int) -> float:
-    """The share of Student's t below `t` >= 0 (Abramowitz and Stegun, 1964, equations 26.7.3 and 26.7.4)."""
+    """Return the share of Student's t distribution below `t` >= 0 (Abramowitz and Stegun, 1964, equations 26.7.3 and
+    26.7.4)."""
     angle = math.atan(t / math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2

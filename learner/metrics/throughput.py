@@ -1,4 +1,4 @@
-"""Where a step's time goes, and how much of the hardware it uses."""
+"""The parts of a step's time, and its use of the hardware."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 
 from learner.distributed import Ranks
 
-# Dense bfloat16 products, operations a second, by a part of the device's name (the makers' data sheets).
+# Peak of dense bfloat16 products, in operations per second, by a part of the device's name (manufacturers' data
+# sheets).
 PEAK_FLOPS = {"B200": 2.25e15, "H200": 9.89e14, "H100": 9.89e14, "A100": 3.12e14, "L40S": 3.62e14}
 
 
 class Clock:
-    """Seconds by name, and their sum. On a GPU they are those of its queue, read once, at the end."""
+    """Seconds by name, and their sum. On a GPU, the times of its queue are measured and read once, at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -29,18 +30,18 @@ class Clock:
         return event
 
     def lap(self, name: str) -> None:
-        """What happened since the last lap counts as `name`."""
+        """Count the time since the last lap as `name`."""
         self._marks.append((name, self._now()))
 
     def seconds(self) -> dict[str, float]:
-        """Waits for the GPU."""
+        """Return the seconds by name; waits for the GPU."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for (_, before), (name, after) in pairwise(self._marks):
             took = before.elapsed_time(after) / 1000 if self._on_gpu else after - before
-            found[name] = found.get(name, 0.0) + took
-        return found
+            seconds[name] = seconds.get(name, 0.0) + took
+        return seconds
 
     @property
     def total(self) -> float:
@@ -51,9 +52,10 @@ class Clock:
 
 
 def speed(flops: float, seconds: float, ranks: Ranks) -> dict[str, float]:
-    """`flops` of all ranks' products: TFLOP/s of a rank and, on a known GPU, MFU (Chowdhery et al., 2022, appendix B).
+    """Return TFLOP/s per rank and, for a GPU with a known peak, MFU (Chowdhery et al., 2022, appendix B).
 
-    MFU is the share of the peak that the model's own products use; what is computed again does not count.
+    `flops`: products of all ranks. MFU is the share of the peak that the model's own products use; recomputation does
+    not count.
     """
     rate = flops / max(seconds, 1e-9) / ranks.size
     values = {"speed/tflops_per_rank": rate / 1e12}

@@ -16,15 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cpu import packed_attention as cpu_attention
-from learner.packing.documents import PackedChunk, Packing, Rows
-from learner.packing.prefixes import with_prefixes
-from learner.parallel.collectives import whole_keys_values
+from learner.batch.packing import PackedChunk, Packing, Rows
+from learner.batch.shared_prefixes import with_prefixes
+from learner.model.context_collectives import whole_keys_values
 
-_varlen_allowed = True  # of this process, as torch's own choice of kernels is
+_varlen_allowed = True  # a state of the process, like torch's own choice of kernels
 
 
 def use_varlen(allowed: bool) -> None:
-    """Whether half precision on a GPU takes torch's variable-length attention; see learner/model/attention_backend"""
+    """Set whether half precision on a GPU uses torch's variable-length attention; see
+    learner/model/attention_backend."""
     global _varlen_allowed
     _varlen_allowed = allowed
 
@@ -41,14 +42,15 @@ def packed_attention(
     only_asked: bool = False,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D]. Documents do not see each other.
+    """Compute attention within each document: query [1,Hq,T,D], key and value [1,Hkv,T,D] -> [1,T,Hq,D].
 
-    With `only_asked` the queries are those of the packing's `asked` alone: [1,Hq,N,D] -> [1,N,Hq,D]. With a share the
-    T are its own; it is a collective of the ranks that share the microbatch. With prefixes the T are those computed.
+    With `only_asked` there are queries only at the packing's `asked` rows: [1,Hq,N,D] -> [1,N,Hq,D]. If the packing has
+    a shard, T are this rank's tokens, and the call is a collective of the ranks that share the microbatch. If it has
+    prefixes, T are the tokens that are computed.
     """
     fast = _varlen_allowed and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    if packing.share is not None:
-        key, value = whole_keys_values(key, value, packing.share)
+    if packing.shard is not None:
+        key, value = whole_keys_values(key, value, packing.shard)
         if fast and not only_asked:
             return of_chunks(query, key, value, scaling, packing.chunks)[None], None
     if packing.prefixes is not None:
@@ -58,7 +60,7 @@ def packed_attention(
     rows = packing.asked if only_asked else packing.own
     if rows is None and packing.windows is not None and getattr(module, "looks_through_windows", False):
         packing = packing.windows
-    if cpu_attention.fits(query, query.shape[1], key.shape[1], query.shape[3]):
+    if cpu_attention.supports_layer(query, query.shape[1], key.shape[1], query.shape[3]):
         documents = cpu_attention.whole_documents(packing.runs, packing.causal) if rows is None else documents_of(rows)
         return cpu_attention.attend(*_alone(query, key, value), documents, scaling)[None], None
     if rows is not None:
@@ -72,12 +74,13 @@ def packed_attention(
 
 
 def _alone(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Without their first dimension of 1. A view's gradient is one too, where that of x[0] is a copy among zeros."""
+    """Remove the first dimension, of size 1."""
+    # squeeze, not x[0]: the gradient of a squeezed view is a view too, that of x[0] a copy into a tensor of zeros.
     return query.squeeze(0), key.squeeze(0), value.squeeze(0)
 
 
 def documents_of(rows: Rows) -> cpu_attention.Documents:
-    """Its pieces, those of a document together."""
+    """Return the pieces of `rows`, with those of each document joined."""
     borders: list[list[int]] = []
     at = 0
     for count, start, _ in rows.pieces:
@@ -87,23 +90,24 @@ def documents_of(rows: Rows) -> cpu_attention.Documents:
             borders.append([at, count, start])
         at += count
     packed = torch.tensor(borders, dtype=torch.int64).reshape(-1, 3)
-    return cpu_attention.Documents(packed, rows.places - packed[:, 2].repeat_interleave(packed[:, 1]) + 1)
+    return cpu_attention.Documents(packed, rows.positions - packed[:, 2].repeat_interleave(packed[:, 1]) + 1)
 
 
 def of_rows(query: Tensor, key: Tensor, value: Tensor, rows: Rows, scaling: float) -> Tensor:
-    """Causal attention of some places [1,Hq,R,D] over the keys and values of all T, piece by piece: [R,Hq,D]."""
+    """Compute causal attention of the queries of some rows [1,Hq,R,D] over the keys and values of all T, piece by
+    piece: [R,Hq,D]."""
     counts = [count for count, _, _ in rows.pieces]
     grouped, outputs = query.shape[1] != key.shape[1], []
-    parts = zip(rows.pieces, rows.places.split(counts), query.split(counts, 2), strict=True)
-    for (_, start, stop), places, q in parts:
-        seen = places[:, None] >= torch.arange(start, stop, device=places.device)
+    parts = zip(rows.pieces, rows.positions.split(counts), query.split(counts, 2), strict=True)
+    for (_, start, stop), positions, q in parts:
+        seen = positions[:, None] >= torch.arange(start, stop, device=positions.device)
         read = q, key[:, :, start:stop], value[:, :, start:stop]
         outputs.append(F.scaled_dot_product_attention(*read, seen, scale=scaling, enable_gqa=grouped))
     return torch.cat(outputs, 2).squeeze(0).transpose(0, 1)
 
 
 def _run(count: int, length: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Tensor:
-    """`count` documents of `length` tokens as one batch: [H,count*length,D] -> [count*length,H,D]."""
+    """Compute `count` documents of `length` tokens as one batch: [H,count*length,D] -> [count*length,H,D]."""
     q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=grouped)
@@ -118,9 +122,11 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, scaling: float, packing: 
 
 
 def of_chunks(query: Tensor, key: Tensor, value: Tensor, scaling: float, chunks: Sequence[PackedChunk]) -> Tensor:
-    """Causal attention of the chunks' queries [1,Hq,L,D] over the keys and values of all tokens [1,Hkv,T,D]: [L,Hq,D].
+    """Compute causal attention of the chunks' queries [1,Hq,L,D] over the keys and values of all tokens [1,Hkv,T,D]:
+    [L,Hq,D].
 
-    One call for each chunk. A document's last query of a chunk reads its last key there: masks end at the lower right.
+    There is one call for each chunk. The last query that a document has in a chunk reads the last of the document's
+    keys there: causal masks are aligned at the lower right.
     """
     q, k, v = (x.transpose(0, 1) for x in _alone(query, key, value))
     outputs = []
@@ -133,9 +139,9 @@ def of_chunks(query: Tensor, key: Tensor, value: Tensor, scaling: float, chunks:
 
 
 @functools.cache
-def _is_told_of_groups() -> bool:
-    """Whether torch's attention of variable length wants to be told that heads share keys. 2.11's has no word for it,
-    and its kernel does it."""
+def _takes_enable_gqa() -> bool:
+    """Tell whether torch's variable-length attention has an argument for heads that share keys. In torch 2.11 it has
+    none, but its kernel supports them."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -144,11 +150,11 @@ def _is_told_of_groups() -> bool:
 def _of_documents(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scaling: float, causal: bool
 ) -> Tensor:
-    """One call of torch's attention of variable length."""
+    """Compute the attention by one call of torch's variable-length attention."""
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if causal else (-1, -1)
-    grouped: Any = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _is_told_of_groups() else {}
+    grouped: Any = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_enable_gqa() else {}
     out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=window, **grouped)
     assert isinstance(out, Tensor)
     return out
@@ -156,8 +162,10 @@ def _of_documents(
 
 @torch.no_grad()
 def check_masks(device: torch.device) -> None:
-    """ValueError unless the causal masks of torch's attention of variable length end at the lower right, as those of
-    ranks that share a microbatch and of shared prefixes must: a document's last query reads its last key."""
+    """Raise ValueError unless torch's variable-length attention aligns its causal masks at the lower right.
+
+    Then a document's last query reads its last key. Ranks that share a microbatch and shared prefixes need that.
+    """
     draw, queries, keys = torch.Generator().manual_seed(0), (3, 2), (7, 2)
     q, k, v = (torch.randn(sum(counts), 2, 64, generator=draw) for counts in (queries, keys, keys))
     half = [x.to(device, torch.bfloat16) for x in (q, k, v)]

@@ -1,4 +1,4 @@
-"""Which attention kernel a GPU gets: known from its compute capability, what is installed, and the recipe."""
+"""The choice of a GPU's attention kernel by its compute capability, the installed modules, and the recipe."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from learner.model.adapt import check_varlen
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    majors: range  # of the compute capabilities that it runs on
-    module: str  # what must be installed; empty = torch has it
-    torch_name: str  # under which torch takes it in; empty = its default
+    majors: range  # compute capabilities (major) on which it runs
+    module: str  # module that must be installed; empty = it is part of torch
+    torch_name: str  # name by which torch activates it; empty = torch's default
 
 
 KERNELS = {
@@ -26,15 +26,12 @@ KERNELS = {
 
 
 def choose(setting: str, dtype: str, capability: tuple[int, int] | None, installed: frozenset[str]) -> str:
-    """`flash2`, `flash3`, `flash4` or `sdpa` (one call for each length of document, any device and dtype).
+    """Return `flash2`, `flash3`, `flash4` or `sdpa` (one call for each length of document, any device and dtype).
 
-    Args:
-        setting: learner.parallel.attention. `auto` is torch's own flash2 in bfloat16 on a GPU, else sdpa.
-        dtype: model.dtype.
-        capability: of the GPU, (major, minor); None on a CPU.
-        installed: which of the modules of `KERNELS` are.
-
-    Raises ValueError, in one line with the cure, where the kernel cannot run, or none is known for a newer GPU.
+    Raise ValueError, in one line with the cure, if the kernel cannot run, or if no kernel is known for a newer GPU.
+    `setting`: learner.parallel.attention; `auto` is torch's own flash2 for bfloat16 on a GPU, otherwise sdpa. `dtype`:
+    model.dtype. `capability`: the GPU's (major, minor); None on a CPU. `installed`: the installed modules among those
+    that `KERNELS` names.
     """
     if setting == "sdpa" or (setting == "auto" and (capability is None or dtype != "bfloat16" or capability[0] < 8)):
         return "sdpa"
@@ -65,8 +62,10 @@ def choose(setting: str, dtype: str, capability: tuple[int, int] | None, install
 
 
 def activate(setting: str, dtype: str, device: torch.device) -> str:
-    """Chooses for this process's device, and makes it this process's kernel. ValueError as `choose`, and where
-    its masks are not as they must be."""
+    """Choose the kernel for this process's device and activate it; return its name.
+
+    Raise ValueError as `choose` does, and if the kernel's causal masks are not aligned as the learner needs.
+    """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     modules = {kernel.module for kernel in KERNELS.values() if kernel.module}
     name = choose(setting, dtype, capability, frozenset(m for m in modules if _installed(m)))
@@ -85,5 +84,5 @@ def activate(setting: str, dtype: str, device: torch.device) -> str:
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it would be in
+    except ModuleNotFoundError:  # the package that contains the module is missing
         return False

@@ -1,4 +1,4 @@
-"""The vision tower's first layer, straight on uint8 patches of still images."""
+"""The vision tower's first layer, computed directly on uint8 patches of still images."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shared.vision import VisionSpec
 
 
 class StillPatchEmbed(nn.Module):
-    """Equals normalising the pixels, repeating the image along time and the tower's own convolution.
+    """A layer equal to normalising the pixels, repeating the image along time, and the tower's own convolution.
 
-    The convolution's window is its stride, so it is one matrix product; what is the same for every patch (mean,
-    standard deviation, the sum over the repeated image) goes into the weight. The parameters keep their names.
+    The convolution's window is its stride, so it is one matrix product. All that is the same for every patch (mean,
+    standard deviation, the sum over the repeated image) is folded into the weight. The parameters keep their names.
     """
 
     def __init__(self, proj: nn.Conv3d, spec: VisionSpec) -> None:
@@ -28,16 +28,18 @@ class StillPatchEmbed(nn.Module):
         self.compute_dtype = torch.float32
 
     def forward(self, patches: Tensor) -> Tensor:
-        """uint8 [P,3,patch,patch] -> [P, hidden] in `compute_dtype`, computed in float32; on a CPU of patches that are
-        alike once."""
+        """Embed uint8 [P,3,patch,patch]: [P, hidden] in `compute_dtype`, computed in float32.
+
+        On a CPU, equal patches are computed once.
+        """
         weight = self.proj.weight.float().sum(2)  # [hidden, 3, patch, patch]
         bias = -(weight.sum((2, 3)) * self.shift).sum(1)
         if self.proj.bias is not None:
             bias = bias + self.proj.bias.float()
         weight = weight * self.scale[:, None, None]
         rows = patches.flatten(1)
-        if (found := distinct_rows(rows)) is None:
+        if (distinct := distinct_rows(rows)) is None:
             return linear(rows.float(), weight.flatten(1), bias).to(self.compute_dtype)
-        first, like = found
+        first, like = distinct
         embedded = linear(rows[first].float(), weight.flatten(1), bias)
         return F.embedding(like, embedded).to(self.compute_dtype)

@@ -1,6 +1,6 @@
-"""A model's safetensors files, read piece by piece: names and shapes from their headers, values a tensor at a time.
+"""A model's safetensors files: names and shapes come from the headers, values are read one tensor at a time.
 
-Tensors are known by the names and shapes of transformers' models; files may have those or the family's published ones.
+Tensors have the names and shapes of transformers' models; the files may have those or the family's published ones.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from shared.weights.families import Family
+from shared.families.model_family import ModelFamily
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
-RECOMPUTED = re.compile(r"\.inv_freq$")  # older checkpoints hold what is no weight
+RECOMPUTED = re.compile(r"\.inv_freq$")  # buffers in older checkpoints; they are recomputed, not read
 Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor is, and how it lies there."""
+    """A tensor's location and layout in the files."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
-    transposed: bool = False  # its last two dimensions
+    transposed: bool = False  # its last two dimensions are swapped
 
 
 class WeightFiles:
-    """The tensors of a model's folder. Files stay open, mapped into memory, until `close`."""
+    """The tensors of a model's folder. The files stay open, mapped into memory, until `close`."""
 
     def __init__(
         self, folder: Path, stored: Mapping[str, Stored], opened: Mapping[Path, Any], stack: ExitStack
@@ -46,30 +46,31 @@ class WeightFiles:
 
     @staticmethod
     def open(
-        folder: str | Path, family: Family, shapes: Mapping[str, Sequence[int]], also: Iterable[str] = ()
+        folder: str | Path, family: ModelFamily, shapes: Mapping[str, Sequence[int]], also: Iterable[str] = ()
     ) -> WeightFiles:
-        """Of a model with these parameters. `also`: names that may be there besides, without being read.
+        """Open the files of a model with these parameters. `also`: names that may be present too, but are not read.
 
-        ValueError, in one line: there are no weights, a file cannot be read, or a tensor is missing, of another shape
-        or dtype, or not the model's.
+        Raise ValueError, in one line, if there are no weights, a file cannot be read, or a tensor is missing, has
+        another shape or dtype, or does not belong to the model.
         """
         folder, opened, stored = Path(folder), dict[Path, Any](), dict[str, Stored]()
-        own = {family.published_name(name): name for name in shapes}
+        transformers_names = {family.published_name(name): name for name in shapes}
         with ExitStack() as stack:
-            for path in _files(folder):
+            for path in weight_files(folder):
                 try:
                     opened[path] = file = stack.enter_context(safe_open(path, framework="pt"))
                 except (SafetensorError, OSError) as error:
                     raise ValueError(f"model.path: {path} cannot be read as safetensors: {_line(error)}") from error
                 for name in sorted(file.keys()):
                     part = file.get_slice(name)
-                    stored[own.get(name, name)] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
-            stored = _turned(family, stored, shapes)
+                    own_name = transformers_names.get(name, name)
+                    stored[own_name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+            stored = _mark_transposed(family, stored, shapes)
             _check(folder, stored, shapes, {*also})
             return WeightFiles(folder, stored, opened, stack.pop_all())
 
     def read(self, name: str, index: Index) -> Tensor:
-        """That part of the tensor as the model has it; a view of the file where the layouts agree."""
+        """Return part of a tensor in the model's layout; a view of the file if the layouts agree."""
         stored = self.stored[name]
         part = self._opened[stored.file].get_slice(stored.name)
         if stored.transposed:
@@ -79,18 +80,21 @@ class WeightFiles:
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, Index]:
-    """What this rank holds of a parameter, and which part of the whole it is."""
+    """Return this rank's part of a parameter, and the part's index in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
-    own = parameter.device_mesh.get_coordinate()
-    assert own is not None
-    return parameter.to_local().detach(), part_at(parameter, own)
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return parameter.to_local().detach(), part_at(parameter, coordinate)
 
 
-def part_at(parameter: DTensor, place: Sequence[int]) -> Index:
-    """Which part of the whole lies at this place of the parameter's mesh: shards of equal size, as far as they go."""
+def part_at(parameter: DTensor, position: Sequence[int]) -> Index:
+    """Return the index of the part of the whole that belongs to this position of the parameter's mesh.
+
+    All shards have equal size, except the last ones, which may be smaller or empty.
+    """
     index = [slice(0, size) for size in parameter.shape]
-    for coordinate, ranks, placement in zip(place, parameter.device_mesh.shape, parameter.placements, strict=True):
+    for coordinate, ranks, placement in zip(position, parameter.device_mesh.shape, parameter.placements, strict=True):
         if isinstance(placement, Shard):
             size = parameter.shape[placement.dim]
             each = -(-size // ranks)
@@ -98,8 +102,8 @@ def part_at(parameter: DTensor, place: Sequence[int]) -> Index:
     return tuple(index)
 
 
-def _files(folder: Path) -> list[Path]:
-    """As transformers chooses them: the whole file before an index."""
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files in transformers' order of preference: a single file before an index."""
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
     if not (folder / INDEX).is_file():
@@ -114,10 +118,14 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _turned(family: Family, stored: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
-    """With the stacks of experts marked if they lie as they are published. All of a model's lie alike, so that one
-    whose two sizes are equal is known by the others."""
-    experts = [name for name in stored if family.is_turned(name) and name in shapes]
+def _mark_transposed(
+    family: ModelFamily, stored: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Stored]:
+    """Mark the stacks of experts as transposed if the files have the published layout.
+
+    All stacks of a model have the same layout, so a stack with two equal sizes is judged by the others.
+    """
+    experts = [name for name in stored if family.is_transposed(name) and name in shapes]
     published = any(
         stored[name].shape != tuple(shapes[name]) and stored[name].shape == _swapped(shapes[name]) for name in experts
     )
@@ -129,16 +137,16 @@ def _swapped(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check(folder: Path, stored: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]], also: set[str]) -> None:
-    """ValueError naming what does not fit."""
+    """Raise ValueError that names all misfits between the files and the model."""
     missing = [name for name in shapes if name not in stored]
     surplus = [name for name in stored if name not in shapes and name not in also and not RECOMPUTED.search(name)]
     wrong = []
     for name in shapes.keys() & stored.keys():
-        known, shape = stored[name], tuple(shapes[name])
-        if known.shape != (_swapped(shape) if known.transposed else shape):
-            wrong.append(f"{name} is {[*known.shape]} instead of {[*shape]}")
-        elif known.dtype not in DTYPES:
-            wrong.append(f"{name} is {known.dtype}, the learner reads {', '.join(DTYPES)}")
+        file_tensor, shape = stored[name], tuple(shapes[name])
+        if file_tensor.shape != (_swapped(shape) if file_tensor.transposed else shape):
+            wrong.append(f"{name} is {[*file_tensor.shape]} instead of {[*shape]}")
+        elif file_tensor.dtype not in DTYPES:
+            wrong.append(f"{name} is {file_tensor.dtype}, the learner reads {', '.join(DTYPES)}")
     troubles = [f"lacks {_some(missing)}"] if missing else []
     troubles += [f"holds {_some(surplus)}, which the model has not"] if surplus else []
     troubles += [_some(sorted(wrong))] if wrong else []
@@ -149,7 +157,7 @@ def _check(folder: Path, stored: Mapping[str, Stored], shapes: Mapping[str, Sequ
 
 
 def _some(names: Sequence[str], most: int = 5) -> str:
-    """The first few, and how many more."""
+    """Return the first few names, and the number of further ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

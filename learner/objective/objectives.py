@@ -1,6 +1,6 @@
-"""Objectives over sampled tokens: pure functions of a record of tokens, each one scalar, divided once.
+"""Objectives over sampled tokens: pure functions from a record of tokens to one scalar, which is divided once.
 
-Every policy loss is the same gradient, -w A grad(log pi), summed over tokens, and objectives differ in A and in w:
+Every policy loss has the same gradient, -w A grad(log pi), summed over tokens; objectives differ in A and w:
 
     objective  A                  ratio            w
     vtrace     q - V (V-trace)    token or turn    min(pg_rho_bar, ratio), 0 where clipped (unless vtrace_clip = false)
@@ -9,9 +9,9 @@ Every policy loss is the same gradient, -w A grad(log pi), summed over tokens, a
     gspo       group-relative     whole episode    min(pg_rho_bar, ratio), 0 where clipped
     cispo      group-relative     token            min(1 + clip_high, ratio), never 0
 
-The ratio is pi/mu, mu the behaviour logprobs of the wire. With `proximal = "learner"` it is pi/prox, prox being the
-policy as the step began, and w = min(pg_rho_bar, prox/mu) ratio. DAPO (Yu et al., 2025) is `grpo` with
-clip_high > clip_low, aggregation `token_mean`, dynamic sampling and overlong episodes masked or penalised. Shape
+The ratio is pi/mu, where mu is given by the behaviour logprobs of the wire. With `proximal = "learner"` it is pi/prox,
+where prox is the policy as the step began, and w = min(pg_rho_bar, prox/mu) ratio. DAPO (Yu et al., 2025) is `grpo`
+with clip_high > clip_low, aggregation `token_mean`, dynamic sampling and overlong episodes masked or penalised. Shape
 suffixes: N = sampled tokens of one microbatch.
 """
 
@@ -24,10 +24,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from learner.advantages import Scaling
-from learner.objective.ratios import corrected, dropped
-from learner.objective.records import Loss, Tokens
-from learner.objective.terms import PolicyTerm, kl_term, policy_term, value_term
+from learner.objective.advantages import Scaling
+from learner.objective.importance_ratios import corrected, dropped
+from learner.objective.loss_records import Loss, Tokens
+from learner.objective.loss_terms import PolicyTerm, policy_term, total_loss, value_term
 from learner.vtrace import (
     TokenTargets,
     segment_mean,
@@ -38,26 +38,30 @@ from learner.vtrace import (
     turn_vtrace,
     without_noise,
 )
-from shared.settings.objective import ObjectiveConfig
+from shared.config.objective_section import ObjectiveConfig
 
 PLAIN = Scaling()
 
 
 def loss_of(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
-    """The objective that `config` names, on behaviour and tokens as it wants them. `scaling` is of the critic's
-    advantages. Tokens that are dropped have weight 0 in all sums."""
+    """Return the loss of the objective that `config` names, after corrections and masks of the tokens.
+
+    `scaling`: of the critic's advantages. Dropped tokens have weight 0 in all sums.
+    """
     tokens = corrected(tokens, config)
     out = dropped(tokens, config)
     if out is not None:
         tokens = replace(tokens, weights=tokens.weights.masked_fill(out.any_N, 0.0))
-    return OBJECTIVES[config.name](tokens, config, scaling)._replace(dropped=out)
+    loss: Loss = config.spec.load_loss()(tokens, config, scaling)
+    return loss._replace(dropped=out)
 
 
 def vtrace(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
-    """Actor-critic with V-trace targets (Espeholt et al., 2018, section 4.2): policy + value_coef value term.
+    """Return the actor-critic loss with V-trace targets (Espeholt et al., 2018, section 4.2): policy + value_coef value
+    term.
 
-    At the level of turns, the critic learns at the first token of each turn, where the turn is chosen, with the weight
-    of all its tokens. Ratios within `rho_noise` of 1 count as 1.
+    At the level of turns, the critic is trained at the first token of each turn, where the turn is chosen, with the
+    weight of all its tokens. Token ratios whose logarithm is at most `rho_noise` in absolute value count as 1.
     """
     log_rhos_N = without_noise((tokens.logprobs - tokens.behaviour_logprobs).detach(), config.rho_noise)
     targets = _targets(tokens, config, log_rhos_N)
@@ -72,10 +76,11 @@ def vtrace(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) ->
 
 
 def ppo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
-    """Clipped surrogate with generalised advantages (Schulman et al., 2017, equations 7 and 11; GAE: 2016).
+    """Return the clipped surrogate with generalised advantages (Schulman et al., 2017, equations 7 and 11; GAE: 2016).
 
-    Targets take tokens for the policy's own, however old: V-trace with every rho = 1 is the lambda-return. Values in
-    them are those of the current update, as in every other objective here, and the value loss has no clip of PPO's.
+    The targets treat all tokens as the policy's own, however old: V-trace with every rho = 1 is the lambda-return.
+    Their values are those of the current update, as in every other objective here, and the value loss does not have
+    PPO's clip.
     """
     targets = _targets(tokens, config, torch.zeros_like(tokens.logprobs))
     log_ratios_N = _of_actions((tokens.logprobs - tokens.behaviour_logprobs).detach(), tokens, config)
@@ -83,38 +88,37 @@ def ppo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Lo
 
 
 def grpo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
-    """Group-relative policy gradient (Shao et al., 2024, equation 3) with truncated importance weights per token."""
+    """Return the group-relative policy loss (Shao et al., 2024, equation 3) with truncated importance weights per
+    token."""
     return _group_relative(tokens, config, lambda log_ratios_N: log_ratios_N)
 
 
 def gspo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
-    """One ratio an episode, the geometric mean of its tokens' (GSPO: Zheng et al., 2025, equations 5 to 7).
+    """Return the loss with one ratio per episode, the geometric mean of its tokens' ratios (GSPO: Zheng et al., 2025,
+    equations 5 to 7).
 
-    With aggregation `sequence_mean` it is the paper's objective; its clip range is much narrower than a token's, of the
-    order of 3e-4. A range so narrow needs `proximal = "learner"`: between engine and learner the mean of 500 tokens has
-    a deviation of 9e-4 in bfloat16 before the policy has moved at all.
+    With aggregation `sequence_mean` it is the paper's objective. Its clip range is much narrower than that of tokens,
+    about 3e-4. Such a range needs `proximal = "learner"`: in bfloat16, the mean log ratio between engine and learner
+    over 500 tokens has a deviation of 9e-4 before the policy has moved at all.
     """
     return _group_relative(tokens, config, lambda log_ratios_N: segment_mean(log_ratios_N, tokens.episode_end))
 
 
 def cispo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
-    """The importance weight is clipped, no token loses its gradient (MiniMax-M1, 2025, equations 4 and 5).
+    """Return the loss whose importance weight is clipped, so that no token loses its gradient (MiniMax-M1, 2025,
+    equations 4 and 5).
 
-    It has no floor, as in that paper's experiments and in ScaleRL (Khatri et al., 2025): a token that the policy has
-    left would go on being pushed away with the floor's weight, ever farther.
+    The weight has no lower bound, as in that paper's experiments and in ScaleRL (Khatri et al., 2025): with one, tokens
+    that the policy has become unlikely to sample would be pushed away ever further, with the bound's weight.
     """
     log_ratios_N = (tokens.logprobs - tokens.behaviour_logprobs).detach()
     held_N = log_ratios_N.clamp(max=math.log1p(config.clip_high))
     term = policy_term(tokens.logprobs, held_N, tokens.advantages)
-    return _loss(tokens, config, PolicyTerm(term.loss_N, held_N != log_ratios_N), tokens.advantages)
-
-
-Objective = Callable[[Tokens, ObjectiveConfig, Scaling], Loss]
-OBJECTIVES: dict[str, Objective] = {"vtrace": vtrace, "ppo": ppo, "grpo": grpo, "gspo": gspo, "cispo": cispo}
+    return total_loss(tokens, config, PolicyTerm(term.loss_N, held_N != log_ratios_N), tokens.advantages)
 
 
 def _targets(tokens: Tokens, config: ObjectiveConfig, log_rhos_N: Tensor) -> TokenTargets:
-    """Of V-trace, with the KL in the rewards where the recipe has it there."""
+    """Return V-trace's targets, with the KL subtracted from the rewards if the recipe says so."""
     rewards_N = tokens.rewards
     if config.kl_in_reward and tokens.reference_logprobs is not None:
         rewards_N = rewards_N - config.kl_coef * (tokens.logprobs - tokens.reference_logprobs).detach()
@@ -135,7 +139,7 @@ def _targets(tokens: Tokens, config: ObjectiveConfig, log_rhos_N: Tensor) -> Tok
 
 
 def _of_actions(log_ratios_N: Tensor, tokens: Tokens, config: ObjectiveConfig) -> Tensor:
-    """Of each token, or of the turn that it is part of."""
+    """Return the log ratio of each token or, at the level of turns, of its turn."""
     if config.vtrace_level == "token":
         return log_ratios_N
     return turn_ratios(log_ratios_N, tokens.turn_end, config.turn_ratio)
@@ -150,7 +154,8 @@ def _actor_critic(
     *,
     clipped: bool,
 ) -> Loss:
-    """`log_ratios_N`: of pi/mu, of actions; prox takes mu's place where there is one."""
+    """Return the loss of a policy with a critic. `log_ratios_N`: log of pi/mu of the actions; if there is a prox, log
+    ratios of pi/prox are used instead."""
     corrections_N = None
     if tokens.proximal_logprobs is not None:
         noisy_N = (tokens.proximal_logprobs - tokens.behaviour_logprobs).detach()
@@ -167,11 +172,12 @@ def _actor_critic(
     )
     value_weights_N = tokens.weights * targets.value_weights
     value = (value_weights_N * value_term(tokens.values, targets.vs, config.value_clip)).sum()
-    return _loss(tokens, config, term, targets.advantages, targets, config.value_coef * value)
+    return total_loss(tokens, config, term, targets.advantages, targets, config.value_coef * value)
 
 
 def _group_relative(tokens: Tokens, config: ObjectiveConfig, of_actions: Callable[[Tensor], Tensor]) -> Loss:
-    """`of_actions`: from log ratios of tokens to those that weights and clips act on."""
+    """Return the loss of a policy without a critic. `of_actions`: maps the tokens' log ratios to those that weights and
+    clips use."""
     start, corrections_N = tokens.behaviour_logprobs, None
     if tokens.proximal_logprobs is not None:
         start = tokens.proximal_logprobs
@@ -185,43 +191,4 @@ def _group_relative(tokens: Tokens, config: ObjectiveConfig, of_actions: Callabl
         clip=(config.clip_low, config.clip_high),
         dual_clip=config.dual_clip,
     )
-    return _loss(tokens, config, term, tokens.advantages)
-
-
-def _loss(
-    tokens: Tokens,
-    config: ObjectiveConfig,
-    term: PolicyTerm,
-    advantages_N: Tensor,
-    targets: TokenTargets | None = None,
-    value: Tensor | float = 0.0,
-) -> Loss:
-    """The sum over tokens of policy term, KL and entropy, and the value's sum. The policy term is 0 where the policy is
-    as good as certain (`min_entropy`): there advantages only add noise to what it always says. What is held
-    has no entropy bonus: there is nothing to explore."""
-    if config.min_entropy:
-        certain_N = tokens.entropies.detach() < config.min_entropy
-        term = term._replace(loss_N=term.loss_N.masked_fill(certain_N, 0.0))
-    per_token_N = term.loss_N
-    kl_N = torch.zeros_like(tokens.logprobs)
-    if tokens.reference_logprobs is not None:
-        kl_N = kl_term(tokens.logprobs, tokens.reference_logprobs, config.kl_estimator)
-        if config.kl_max_entropy is not None:
-            assert tokens.reference_entropies is not None
-            kl_N = kl_N.masked_fill(tokens.reference_entropies > config.kl_max_entropy, 0.0)
-        if not config.kl_in_reward:
-            per_token_N = per_token_N + config.kl_coef * kl_N
-    if tokens.hold is not None:
-        per_token_N = per_token_N + config.hold_coef * tokens.hold
-    if config.entropy_coef:
-        entropies_N = tokens.entropies
-        if tokens.hold is not None:
-            entropies_N = entropies_N.masked_fill(tokens.hold.detach() > 0, 0.0)
-        per_token_N = per_token_N - config.entropy_coef * entropies_N
-    vs_N, value_weights_N = tokens.values.detach(), torch.ones_like(tokens.values)
-    if targets is not None:
-        vs_N, value_weights_N = targets.vs, targets.value_weights
-    total = (tokens.weights * per_token_N).sum() + value
-    hold_N = None if tokens.hold is None else tokens.hold.detach()
-    columns = (term.loss_N.detach(), term.clipped_N, kl_N.detach(), advantages_N, vs_N, value_weights_N, hold_N)
-    return Loss(total, *columns)
+    return total_loss(tokens, config, term, tokens.advantages)

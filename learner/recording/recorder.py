@@ -1,4 +1,4 @@
-"""Writes a run's recordings, on rank 0, in a thread of its own that no step waits for."""
+"""The writer of a run's recordings, on rank 0, in a separate thread that no step waits for."""
 
 from __future__ import annotations
 
@@ -9,40 +9,49 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from learner.recording.disk import Disk
-from learner.recording.episodes import Played, TokenTexts, record_of, worst_and_best
-from learner.recording.names import column_names
-from learner.tickets.records import EvaluationResult
-from shared.config import Recipe
+from learner.recording.column_names import column_names
+from learner.recording.episode_records import PlayedEpisode, TokenTexts, record_of, worst_and_best
+from learner.recording.recording_disk import Disk
+from learner.tickets.ticket_records import EvaluationResult
+from shared.config.recipe import Recipe
 from shared.log import get_logger
-from shared.recordings.reading import FOLDER, Place
-from shared.recordings.records import Episode, StepHeader, StepImages
-from shared.recordings.writing import StepWriter
+from shared.metrics import ReportedMetrics
+from shared.recordings.episode_format import RecordedEpisode, StepHeader, StepImages
+from shared.recordings.reader import FOLDER, RecordingId
+from shared.recordings.writer import StepWriter
 from shared.types import Group, PolicyVersion, Ticket
 from shared.vision import VisionSpec
 
 if TYPE_CHECKING:
-    from learner.recording.columns import Watched  # which needs torch
+    from learner.recording.recorded_columns import RecordedColumns  # imports torch
 
-QUEUED = 4  # steps and evaluations, whose groups are kept in memory meanwhile
+QUEUED = 4  # steps and evaluations in the queue; their groups are kept in memory meanwhile
 CLOSE_S = 5.0
+RECORDED_FAILURES = 8  # failed episodes that are recorded in any step, at most
+RECORDED_EVALUATIONS = 32  # episodes that are recorded of each evaluation: the worst and a few of the best
 Failed = tuple[Ticket, Group, str]
+
+
+def task_of(ticket: Ticket | None) -> str:
+    """Return the task of a ticket, "" if it is not known."""
+    return ticket.sample.task if ticket is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
     header: StepHeader
-    episodes: list[Played]
+    episodes: list[PlayedEpisode]
 
     @property
-    def place(self) -> Place:
-        return Place(self.header.step, self.header.evaluation)
+    def id(self) -> RecordingId:
+        return RecordingId(self.header.step, self.header.evaluation)
 
     def __str__(self) -> str:
         name = self.header.evaluation
@@ -50,21 +59,25 @@ class _Recording:
 
 
 class Recorder:
-    """What cannot be recorded, for want of time or of disk, is counted in `record/dropped`, and the log says why."""
+    """Records episodes of steps and evaluations. Episodes that cannot be recorded, for lack of time or disk space, are
+    counted in `record/dropped`, and the log gives the reason."""
 
     def __init__(self, recipe: Recipe, spec: VisionSpec) -> None:
         self._recipe, self._spec = recipe, spec
         self._folder = Path(recipe.run.dir) / recipe.run.name / FOLDER
+        with suppress(OSError):  # the error shows when something is recorded
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
         self._log = get_logger("recordings")
         self._queue: queue.Queue[_Recording | None] = queue.Queue(QUEUED)
         self._disk: Disk | None = None
         self._texts: TokenTexts | None = None
-        self._episodes = self._dropped = self._bytes = 0  # written by one thread each, but for _dropped
-        self._lock = threading.Lock()  # of _dropped
-        self._told = ""  # what the log has said last
+        self._episodes = self._dropped = self._bytes = 0  # each written by only one thread, except _dropped
+        self._lock = threading.Lock()  # guards _dropped
+        self._last_message = ""  # last message in the log
         self._spent_s = 0.0
         values = recipe.model_dump(mode="json")
         self._hash = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        self._reported = ReportedMetrics()
         self._thread = threading.Thread(target=self._run, name="recordings", daemon=True)
         self._thread.start()
 
@@ -74,18 +87,24 @@ class Recorder:
         version: PolicyVersion,
         groups: Sequence[Group],
         tickets: Sequence[Ticket] = (),
-        watched: Watched | None = None,
+        watched: RecordedColumns | None = None,
         failed: Sequence[Failed] = (),
     ) -> None:
-        """Hands over what of a step is to be recorded. `version`: of the policy that it trained; `failed`: groups that
-        were not trained on, and why. Returns at once."""
+        """Queue the episodes of a step that are to be recorded; returns at once.
+
+        `version`: of the policy that the step trained; `failed`: groups that were not trained on, with reasons.
+        """
         episodes = self._chosen(groups, tickets, watched, failed)
         if episodes:
             self._hand_over(_Recording(self._header(step, version), episodes))
 
     def evaluation(self, name: str, step: int, result: EvaluationResult, metrics: Mapping[str, float]) -> None:
-        """The same of an evaluation after `step`; `metrics` are those of all of its episodes."""
-        groups = worst_and_best(result.groups, most) if (most := self._recipe.record.evaluations) else []
+        """Queue episodes of an evaluation after `step` for recording. `metrics`: those of all its episodes."""
+        for ticket, group in result.groups:
+            self._reported.of(ticket.sample.task).include(group.trajectories)
+        groups = []
+        if self._recipe.record.every:
+            groups = worst_and_best(result.groups, RECORDED_EVALUATIONS, self._reported)
         if groups:
             ticket, _ = groups[0]
             header = structs.replace(
@@ -96,7 +115,11 @@ class Recorder:
                 temperature=ticket.sampling.temperature,
                 columns=(),
             )
-            episodes = [Played(group, i, ticket) for ticket, group in groups for i in range(len(group.trajectories))]
+            episodes = [
+                PlayedEpisode(group, i, ticket, metrics=self._reported.of(ticket.sample.task).metrics_of(t))
+                for ticket, group in groups
+                for i, t in enumerate(group.trajectories)
+            ]
             self._hand_over(_Recording(header, episodes))
 
     def _hand_over(self, recording: _Recording) -> None:
@@ -106,12 +129,12 @@ class Recorder:
             self._drop(len(recording.episodes), f"the disk is slower than the steps: {recording} is not recorded")
 
     def metrics(self) -> dict[str, float]:
-        """Since the process began."""
+        """Return the counts since the process started."""
         counts = {"episodes": self._episodes, "dropped": self._dropped, "bytes": self._bytes}
         return {f"record/{name}": float(value) for name, value in counts.items()} | {"record/seconds": self._spent_s}
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Waits for what is being written, within `timeout_s`; the rest is lost."""
+        """Wait for queued recordings for `timeout_s` at most; the rest is lost."""
         deadline = time.monotonic() + timeout_s
         try:
             self._queue.put(None, timeout=timeout_s)
@@ -125,22 +148,34 @@ class Recorder:
     # -------------------------------------------------------------- the learner's thread
 
     def _chosen(
-        self, groups: Sequence[Group], tickets: Sequence[Ticket], watched: Watched | None, failed: Sequence[Failed]
-    ) -> list[Played]:
-        """The watched episodes, then failures as far as they may be recorded."""
-        places = watched.places if watched is not None else frozenset()
-        room, place, found, failures = self._recipe.record.failures, 0, list[Played](), list[Played]()
+        self,
+        groups: Sequence[Group],
+        tickets: Sequence[Ticket],
+        watched: RecordedColumns | None,
+        failed: Sequence[Failed],
+    ) -> list[PlayedEpisode]:
+        """Return the watched episodes, then failed ones, up to `RECORDED_FAILURES`."""
+        for number, group in enumerate(groups):
+            self._reported.of(task_of(tickets[number] if tickets else None)).include(group.trajectories)
+        indices = watched.indices if watched is not None else frozenset()
+        room = RECORDED_FAILURES if self._recipe.record.every else 0
+        number_in_step, chosen, failures = 0, list[PlayedEpisode](), list[PlayedEpisode]()
         for number, group in enumerate(groups):
             ticket = tickets[number] if tickets else None
+            reported = self._reported.of(task_of(ticket))
             for index, trajectory in enumerate(group.trajectories):
-                if place in places and watched is not None:
-                    found.append(Played(group, index, ticket, watched.columns(place)))
+                if number_in_step in indices and watched is not None:
+                    metrics = reported.metrics_of(trajectory)
+                    columns = watched.columns(number_in_step)
+                    chosen.append(PlayedEpisode(group, index, ticket, columns, metrics=metrics))
                 elif not trajectory.trainable:
-                    failures.append(Played(group, index, ticket))
-                place += 1
+                    failures.append(PlayedEpisode(group, index, ticket))
+                number_in_step += 1
         for ticket, group, reason in failed:
-            failures += [Played(group, i, ticket, refused=reason or "refused") for i in range(len(group.trajectories))]
-        return found + failures[:room]
+            failures += [
+                PlayedEpisode(group, i, ticket, refused=reason or "refused") for i in range(len(group.trajectories))
+            ]
+        return chosen + failures[:room]
 
     def _header(self, step: int, version: PolicyVersion) -> StepHeader:
         recipe = self._recipe
@@ -150,16 +185,16 @@ class Recorder:
             version=version,
             time=time.time(),
             run=recipe.run.name[:4096],
-            task=recipe.env.module[:4096],
+            task=(recipe.env.module or ", ".join(task.module for task in recipe.tasks))[:4096],
             recipe_hash=self._hash,
             objective=objective.model_dump_json(),
-            group_relative=objective.group_relative,
+            group_relative=objective.is_group_relative,
             model=recipe.model.path[:4096],
             dtype=recipe.model.dtype,
             min_pixels=recipe.model.min_pixels,
             max_pixels=recipe.model.max_pixels,
             temperature=recipe.sampling.temperature,
-            columns=column_names(group_relative=objective.group_relative),
+            columns=column_names(group_relative=objective.is_group_relative),
         )
 
     # -------------------------------------------------------------- the recorder's thread
@@ -169,13 +204,25 @@ class Recorder:
             began, before = time.thread_time(), self._episodes
             try:
                 self._write(recording)
-                self._told = ""
-            except Exception as error:  # noqa: BLE001 - a recording that fails is told, and never ends a run
+                self._last_message = ""
+            except Exception as error:  # noqa: BLE001 - a failed recording is reported and never ends a run
                 lost = len(recording.episodes) - (self._episodes - before)
                 self._drop(lost, f"{recording} is not recorded: {type(error).__name__}: {error}")
             self._spent_s += time.thread_time() - began
 
     def _write(self, recording: _Recording) -> None:
+        """Write a recording. If the folder was deleted meanwhile, it is made again, which is logged."""
+        before = self._disk
+        try:
+            self._write_once(recording)
+        except OSError as error:
+            self._disk = None  # what it knew of the folder no longer holds
+            if before is None or not isinstance(error, FileNotFoundError):
+                raise
+            self._log.warning("%s has lost files that were recorded; recording goes on there", self._folder)
+            self._write_once(recording)
+
+    def _write_once(self, recording: _Recording) -> None:
         if self._disk is None:
             self._disk = Disk(self._folder, int(self._recipe.record.max_gb * 1e9))
         if self._texts is None:
@@ -184,25 +231,26 @@ class Recorder:
         records = [record_of(p, self._texts, self._spec, group_relative=header.group_relative) for p in played]
         data = {image.content_hash: image.data for p in played for image in p.trajectory.images}
         images = {ref.file_name: data[ref.hash] for record in records for ref in record.images}
-        self._disk.make_room(recording.place)
-        self._bytes += self._disk.add_images(images, recording.place)
+        self._disk.make_room(recording.id)
+        self._bytes += self._disk.add_images(images, recording.id)
         writer = StepWriter(self._folder, header, StepImages(names=tuple(images)))
         try:
             for record in records:
                 self._add(writer, record)
         finally:
             writer.close()
-            self._disk.add(recording.place, writer.num_bytes)
+            self._disk.add(recording.id, writer.num_bytes)
             self._bytes += writer.num_bytes
 
-    def _add(self, writer: StepWriter, record: Episode) -> None:
+    def _add(self, writer: StepWriter, record: RecordedEpisode) -> None:
         writer.add(record)
         self._episodes += 1
 
     def _drop(self, count: int, why: str) -> None:
-        """The log says it once, until something is recorded again."""
+        """Count episodes that are not recorded. The log reports only the first such case until a recording succeeds
+        again."""
         with self._lock:
             self._dropped += count
-            told, self._told = self._told, why
-        if not told:
+            earlier, self._last_message = self._last_message, why
+        if not earlier:
             self._log.error("%s; training goes on, record/dropped counts", why)

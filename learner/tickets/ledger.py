@@ -1,8 +1,8 @@
-"""ledger.jsonl: which tickets each step trained on, and the name of the weights that were published last.
+"""ledger.jsonl: the tickets that each step trained on, and the name of the weights that were last published.
 
-A step that stands there again has undone its earlier lines and all that followed them. What the disk refuses is kept,
-and goes out with the next line; a checkpoint holds it too, so that a learner that resumes from it misses nothing.
-A kill can cut the last line off: whoever writes next begins a new one, and readers pass over what is no line.
+If a step occurs again, its earlier lines and all lines after them have been undone. A line that could not be written is
+kept in memory and written with the next one. A checkpoint holds it too, so a learner that resumes from it loses no
+line. A kill can truncate the last line: the next writer starts on a new line, and readers skip invalid lines.
 """
 
 from __future__ import annotations
@@ -16,21 +16,26 @@ from shared.log import get_logger
 
 
 class Ledger:
+    """The ledger's file, and the lines that are not yet in it."""
+
     def __init__(self, path: Path, unwritten: Iterable[str] = ()) -> None:
-        """`unwritten`: the `state` of the ledger of which this one is the continuation."""
+        """Continue the ledger at `path`; `unwritten` is the `state` of the previous ledger."""
         self._path = path
         self._unwritten = list(unwritten)
-        self._unsynced: list[str] = []  # written, but lost if the machine loses its power
+        self._unsynced: list[str] = []  # written, but lost if the machine loses power
         self._log = get_logger("learner")
 
     def enter(self, step: int, tickets: Sequence[int], weights: str) -> None:
+        """Append a step's line, now or, if the write fails, together with the next one."""
         self._unwritten.append(json.dumps({"step": step, "tickets": list(tickets), "weights": weights}) + "\n")
         if error := self._write():
             self._log.error("the ledger lacks step %d until the disk takes it: %s", step, error)
 
     def state(self) -> list[str]:
-        """The lines that the disk does not hold for certain; as JSON values. So a checkpoint and the disk together have
-        every step before it, whatever happens to the machine."""
+        """Return the lines that are not certain to be on the disk, as JSON values.
+
+        A checkpoint with these lines and the disk together hold every step before it, even if the machine loses power.
+        """
         self._write(sync=True)
         return self._unsynced + self._unwritten
 
@@ -51,7 +56,7 @@ class Ledger:
         return None
 
     def _is_torn(self) -> bool:
-        """Whether the last line has no end: whoever wrote it was killed, or the disk was full."""
+        """Tell whether the last line lacks its line end because its writer was killed or the disk was full."""
         if not self._path.stat().st_size:
             return False
         with self._path.open("rb") as ledger:

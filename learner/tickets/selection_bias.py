@@ -1,8 +1,8 @@
-"""Whether what is trained is what was issued: episodes compared at each stage by length, turns, reward, difficulty.
+"""Whether the trained episodes are a fair selection of the issued ones.
 
-A system that loses long episodes, or trains on them less often, teaches the policy to be brief. The meter counts
-episodes that were issued, that finished, that were dropped and that were trained on since the process began; episodes
-that are still open make the difference between the counts.
+Episodes are compared at each stage by length, turns, reward, playing time and difficulty. A system that loses long
+episodes, or trains on them less often, teaches the policy to be brief. The meter counts the episodes that were issued,
+finished, dropped and trained on since the process began; the counts differ by the episodes that are still open.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Moments:
     squares: float = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
+        """Add a number `times` times."""
         self.count += times
         self.total += times * value
         self.squares += times * value * value
@@ -37,22 +38,24 @@ class Moments:
 
     @property
     def deviation(self) -> float:
-        return math.sqrt(max(0.0, self.squares / self.count - self.mean * self.mean))  # a power would raise
+        # A product, since a power raises OverflowError for large values.
+        return math.sqrt(max(0.0, self.squares / self.count - self.mean * self.mean))
 
 
 class SelectionMeter:
-    """Episodes by stage and property. The difficulty is the number `difficulty` of a sample's metadata, if it has one;
-    `group_s` is the time its whole group took to play."""
+    """Moments of the episodes' properties by stage. `difficulty` is the number of that name in a sample's metadata, if
+    it has one; `group_s` is the time that playing the whole group took."""
 
     def __init__(self) -> None:
         self.episodes = dict.fromkeys(STAGES, 0)
         self._moments = {stage: {name: Moments() for name in PROPERTIES} for stage in STAGES}
 
-    def issued(self, ticket: Ticket) -> None:
+    def add_issued(self, ticket: Ticket) -> None:
+        """Count the episodes of a new ticket."""
         self._count("issued", ticket, ticket.group_size)
 
     def add(self, stage: str, ticket: Ticket, group: Group) -> None:
-        """A group that finished, was dropped or is trained on."""
+        """Count the episodes of a group that finished, was dropped or is trained on, and record their properties."""
         self._count(stage, ticket, len(group.trajectories))
         moments = self._moments[stage]
         for t in group.trajectories:
@@ -68,8 +71,11 @@ class SelectionMeter:
             self._moments[stage]["difficulty"].add(float(difficulty), episodes)
 
     def shift(self, name: str) -> float:
-        """Mean of what is trained minus mean of what came first, in standard deviations of the latter. What came first
-        is what was issued for the difficulty, and what finished for all that is not known before."""
+        """Return the mean over trained episodes minus the mean at the first stage, in standard deviations of the first
+        stage.
+
+        The first stage is `issued` for the difficulty, and `finished` for the properties that are not known before.
+        """
         first = self._moments["issued" if name == "difficulty" else "finished"][name]
         trained = self._moments["trained"][name]
         if not first.count or not trained.count or not first.deviation:
@@ -77,7 +83,7 @@ class SelectionMeter:
         return (trained.mean - first.mean) / first.deviation
 
     def metrics(self) -> dict[str, float]:
-        """Only what has been seen."""
+        """Return the metrics of all stages, and of the properties that have values."""
         values = {f"selection/episodes/{stage}": float(count) for stage, count in self.episodes.items()}
         for name in PROPERTIES:
             means = {
@@ -87,7 +93,7 @@ class SelectionMeter:
         return values
 
     def table(self) -> str:
-        """Markdown: a row for each stage, the means of its episodes, and the shift."""
+        """Return a Markdown table: for each stage a row with the means of its episodes, then a row with the shifts."""
         head = ["| | episodes |" + "".join(f" {name} |" for name in PROPERTIES), "|---" * (2 + len(PROPERTIES)) + "|"]
         rows = [
             f"| {stage} | {self.episodes[stage]} |"

@@ -1,129 +1,227 @@
-"""Checks that engines hold what they were given: checksums of sampled parameters, and a canary prompt's logprobs.
+"""Verification that engines hold the weights that they were sent: checksums of sampled parameters, and the canary's
+logprobs.
 
-One part of the model (a decoder layer, a vision block, or the rest) is sampled at a time, so that all of it is covered
-in as many checks as it has parts. The canary runs while the engine generates; every rank takes part in the learner's
-side of it.
+One part of the model (a decoder layer, a vision block, or the rest) is sampled at a time, so that as many verifications
+as there are parts cover the whole model. If an engine computes its checksums of the bytes that were sent, as the
+embedded engine does, they must equal the learner's. Any other engine is compared with the engines of its kind: they lay
+out their weights alike and were sent the same, so their checksums must be equal, whatever they are computed of.
+
+The canary runs while the engine generates; every rank takes part in the learner's side of it.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from learner.distributed import Ranks, broadcast_flag
 from learner.model.policy import Policy
-from learner.weights.agreement import Witness, disagreements
-from learner.weights.buckets import Bucket, gathered
-from learner.weights.canary import Canary, gap
-from learner.weights.group import Members
-from learner.weights.kept import KeptWeights
-from learner.weights.link import EngineLink
-from learner.weights.shards import EXPERTS, Heads
-from learner.weights.tolerance import CanaryTolerance
-from shared.engine_api import EngineClient, EngineError, each
-from shared.guards.threads import in_thread
+from learner.weights.canary import Canary, CanaryTolerance, gap
+from learner.weights.engine_link import EngineLink
+from learner.weights.gathering import Bucket, gathered
+from learner.weights.weight_group import Members
+from shared.config.learner_section import PublishConfig
+from shared.engine.adapter_names import is_of_adapter
+from shared.engine.checksums import all_but, checksums, engine_name, part_of
+from shared.engine.engine_api import EngineClient, EngineError, each
+from shared.engine.engine_messages import UNTRAINED, parse_weight_name
+from shared.families.registry import FAMILIES
 from shared.log import get_logger
-from shared.weights.adapters import is_of_adapter
-from shared.weights.checksums import all_but, engine_name, part_of
-from shared.weights.families import FAMILIES
+from shared.types import PolicyVersion
+from shared.util.threads import in_thread
+
+ANSWER_S = 30.0
+DEFAULTS = PublishConfig()
+EXPERTS = ".mlp.experts."
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes in which an engine may hold the weights
+RankChecksums = tuple[dict[str, str], ...]
+"""Checksums by the engine's names of parameters, of each of its tensor-parallel ranks."""
 
 
 class WrongWeights(ValueError):
-    """An engine does not hold the weights that it was given; the message names the engine and what differs."""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierSettings:
-    every: int = 1  # publications
-    tolerance: float = 0.0  # of the canary's mean absolute gap; 0 = derived (`learner.weights.tolerance`)
-    timeout_s: float = 30.0
+    """No engine holds the weights that it was given; the message names the engines and what differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineWeights:
-    """What one engine said of its weights. `checksums` is empty if it has none to tell."""
+    """One engine's answer about its weights. `checksums` is empty if it reports none."""
 
     logprobs: list[float]
     version: str | None
-    checksums: tuple[dict[str, str], ...]
+    checksums: RankChecksums
 
 
 @dataclass(slots=True)
-class Verdict:
-    """What the engines' answers show. `gaps`: the canary's, with the kind of each engine; `limits`: of these."""
+class VerificationResult:
+    """The judgement of the engines' answers.
+
+    `wrong`: URL -> fault. `gaps`: URL -> (kind of the engine, canary gap, its tolerance), also of wrong engines.
+    """
 
     wrong: dict[str, str] = field(default_factory=dict)
-    gaps: list[tuple[str, float]] = field(default_factory=list)
-    limits: list[float] = field(default_factory=list)
+    gaps: dict[str, tuple[str, float, float]] = field(default_factory=dict)
     num_skipped: int = 0
     num_unverified: int = 0
 
+    @property
+    def right(self) -> dict[str, tuple[str, float, float]]:
+        """The entries of `gaps` of the engines that hold what they were sent."""
+        return {url: entry for url, entry in self.gaps.items() if url not in self.wrong}
+
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """Under way, of the weights of this name."""
+class PendingVerification:
+    """A running verification of the weights with the name `weights`, which engines hold as `version`."""
 
     weights: str
-    verdict: Future[Verdict]
+    version: PolicyVersion
+    result: Future[VerificationResult]
 
 
-def hashes_compared(members: Members) -> set[EngineClient]:
-    """The engines whose checksums are compared with the learner's, or with those of another engine."""
-    kinds = Counter((traits.layout.kind, traits.layout.num_ranks) for traits in members.values())
+class SampledWeights:
+    """The sampled parameters of one publication by their published names, in the layout of the engines."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Tensor] = {}
+        self._checksums: dict[torch.dtype, dict[str, str]] = {}
+
+    @property
+    def engine_names(self) -> set[str]:
+        return {engine_name(name) for name in self._values}
+
+    def record(self, name: str, values: Tensor) -> None:
+        """Add a parameter."""
+        self._values[name] = values
+
+    def clear(self) -> None:
+        """Forget all parameters."""
+        self._values.clear()
+        self._checksums.clear()
+
+    def compare(self, reported: Mapping[str, str], dtype: torch.dtype) -> tuple[list[str], set[str]]:
+        """Compare an engine's checksums with what was sent as `dtype`; return the engine's names of the parameters that
+        differ, and of those whose checksum is not reported."""
+        missing = self.engine_names - reported.keys()
+        different = sorted(self.engine_names - missing)
+        for cast in (dtype, *DTYPES):
+            if different:
+                sent = self._checksums_as(cast)
+                different = [name for name in different if sent[name] != reported[name]]
+        return different, missing
+
+    def _checksums_as(self, dtype: torch.dtype) -> dict[str, str]:
+        if dtype not in self._checksums:
+            cast = ((name, values.to(dtype).cpu().flatten().view(torch.uint8)) for name, values in self._values.items())
+            self._checksums[dtype] = checksums((name, data.numpy().data) for name, data in cast)
+        return self._checksums[dtype]
+
+
+def find_disagreements(reported: Mapping[str, RankChecksums]) -> dict[str, str]:
+    """Return URL -> fault of the engines whose checksums differ from those of most. `reported`: engines of one kind
+    with equally many ranks.
+
+    If no value of a checksum has a majority, all engines that report it are returned.
+    """
+    wrong: dict[str, str] = {}
+    num_ranks = max((len(by_rank) for by_rank in reported.values()), default=0)
+    for rank in range(num_ranks):
+        for name in sorted({name for by_rank in reported.values() for name in by_rank[rank]}):
+            values = {url: by_rank[rank][name] for url, by_rank in sorted(reported.items()) if name in by_rank[rank]}
+            ((usual, count),) = Counter(values.values()).most_common(1)
+            has_majority = 2 * count > len(values)
+            for url, value in values.items():
+                if len(set(values.values())) == 1 or (has_majority and value == usual):
+                    continue
+                others = [other for other in values if values[other] != value]
+                if has_majority:
+                    others = [other for other in others if values[other] == usual]
+                on_rank = f" on its rank {rank}" if num_ranks > 1 else ""
+                wrong.setdefault(
+                    url, f"holds other values of {name}{on_rank} than {_list(others)}, though all were sent the same"
+                )
+    return wrong
+
+
+def _list(urls: Sequence[str]) -> str:
+    return ", ".join(urls[:3]) + (f" and {len(urls) - 3} more" if len(urls) > 3 else "")
+
+
+def engines_with_comparable_checksums(members: Members) -> set[EngineClient]:
+    """Return the engines whose checksums can be compared with the learner's or with those of another engine."""
+    kinds = Counter((info.kind, info.num_ranks) for info in members.values())
     return {
         engine
-        for engine, traits in members.items()
-        if (layout := traits.layout).kind
-        and ((layout.hashed and not layout.unknown) or kinds[layout.kind, layout.num_ranks] > 1)
+        for engine, info in members.items()
+        if info.checksums_as_sent or (info.kind and kinds[info.kind, info.num_ranks] > 1)
     }
 
 
 class WeightVerifier:
-    """`due`, `compute`, `start` and `finish` are for all ranks alike; `keep` is rank 0's."""
+    """Verifies the engines' weights at every `verify_every`-th publication.
+
+    All ranks call `is_due`, `record_frozen`, `compute_canary`, `start` and `finish`; only rank 0 calls `record_sent`.
+    """
 
     def __init__(
-        self, policy: Policy, model_path: str, ranks: Ranks, settings: VerifierSettings = VerifierSettings()
+        self,
+        policy: Policy,
+        model_path: str,
+        ranks: Ranks,
+        config: PublishConfig = DEFAULTS,
+        *,
+        timeout_s: float = ANSWER_S,
     ) -> None:
-        self._policy, self._ranks, self.settings = policy, ranks, settings
+        """Build the canary prompt. `timeout_s`: time limit for each answer of an engine."""
+        self._policy = policy
+        self._ranks = ranks
+        self._every = config.verify_every
+        self.timeout_s = timeout_s
         self.canary = Canary(policy, model_path, ranks.device)
         self._log = get_logger("publisher")
         self._family = FAMILIES[policy.vlm.config.model_type]
         self._names = [self._family.published_name(name) for name, _ in policy.named_weights()]
         has_experts = any(EXPERTS in name for name in self._names)
-        self.tolerance = CanaryTolerance(policy.dtype, settings.tolerance, has_experts=has_experts)
+        self.tolerance = CanaryTolerance(policy.dtype, config.canary_tolerance, has_experts=has_experts)
         self._parts = sorted({part_of(name) for name in self._names})
-        self._turn = 0
+        self._num_verified = 0
         self._publications = 0
-        self._kept = KeptWeights(Heads.of(policy.vlm.config))
-        self._told: set[tuple[str, str]] = set()  # of which engines it was said why they are not compared
-        self._own: list[float] = []  # the learner's logprobs of the canary's tokens
-        self._unsent = set[str]()  # the server's names of parameters that no engine is sent
+        self._sampled = SampledWeights()
+        self._expected: list[float] = []  # the learner's logprobs of the canary's tokens
+        self._unsent = set[str]()  # engines' names of parameters that are never sent
         self._run = uuid.uuid4().hex
+        self._has_passed = False  # an engine has shown the right weights
 
-    def due(self) -> bool:
-        """Whether this publication is one to check. Call it once for each."""
-        self._own = []
+    def is_due(self) -> bool:
+        """Tell whether this publication is to be verified. Call it once for each publication."""
+        self._expected = []
         self._publications += 1
-        return (self._publications - 1) % self.settings.every == 0
+        return (self._publications - 1) % self._every == 0
 
     @property
     def part(self) -> str:
         """The part of the model that is sampled now."""
-        return self._parts[self._turn % len(self._parts)]
+        return self._parts[self._num_verified % len(self._parts)]
 
-    def keep(self, bucket: Bucket) -> None:
-        """Remembers the sampled parameters that are sent, laid out as engines hold them."""
+    def record_sent(self, bucket: Bucket) -> None:
+        """Store the sampled parameters that are sent, in the layout of the engines."""
         for (name, values), shape in zip(bucket.values(), bucket.shapes, strict=True):
             if part_of(name) == self.part and not is_of_adapter(name):
-                turned = self._family.is_turned(name)
-                self._kept.keep(name, values.view(shape).mT.contiguous() if turned else values.view(shape).clone())
+                transposed = self._family.is_transposed(name)
+                values = values.view(shape)
+                self._sampled.record(name, values.mT.contiguous() if transposed else values.clone())
 
-    def keep_unsent(self) -> None:
-        """A collective: of the sampled part, what is not sent because training does not change it, which engines must
-        hold as the model's files do; and what engines make of an adapter that they were sent alone."""
+    def record_frozen(self) -> None:
+        """Store those parameters of the sampled part that are not sent. A collective.
+
+        They are the weights that training does not change, which engines must hold as the model's files have them; and,
+        where only adapters are sent, the merged weights that engines compute from them.
+        """
         adapters = self._policy.adapters
         if adapters is None:
             return
@@ -134,92 +232,107 @@ class WeightVerifier:
         for name, values in gathered(self._policy, part if adapters.alone else part - adapters.of.keys()):
             if self._ranks.is_main:
                 values = values.to(self._policy.dtype)
-                self._kept.keep(name, values.mT.contiguous() if self._family.is_turned(name) else values)
+                self._sampled.record(name, values.mT.contiguous() if self._family.is_transposed(name) else values)
         self._unsent |= {engine_name(name) for name in frozen}
 
-    def compute(self) -> None:
-        """What the learner itself answers, with the weights that it has now: once for a publication, however often it
-        is asked. A collective."""
-        self._own = self._own or self.canary.expected()
+    def compute_canary(self) -> None:
+        """Compute the learner's own answer to the canary with its present weights, once for each publication. A
+        collective."""
+        self._expected = self._expected or self.canary.expected_logprobs()
 
-    def start(self, weights: str, members: Members, link: EngineLink) -> Proof:
-        """Asks the engines, after `compute`. The answers are judged as soon as all have come, beside whatever the
-        learner does. `finish` it before the next."""
-        key, own = f"canary-{self._run}-{self._publications}", self._own
-        compared = hashes_compared(members)
+    def start(
+        self, weights: str, members: Members, link: EngineLink, distrusted: Collection[str] = ()
+    ) -> PendingVerification:
+        """Ask the engines, after `compute_canary`. The answers are judged in the background as soon as all have come.
+        Call `finish` before the next start. `distrusted`: engines that were sent the weights without their name."""
+        key, expected = f"canary-{self._run}-{self._publications}", self._expected
+        comparable = engines_with_comparable_checksums(members)
 
-        async def judged() -> Verdict:
-            answers = await each(members, lambda engine: self._ask(engine, key, engine in compared))
-            return await in_thread(lambda: self._judge(weights, members, own, answers))
+        async def verify() -> VerificationResult:
+            answers = await each(members, lambda engine: self._ask(engine, key, engine in comparable))
+            names = {engine.url: UNTRAINED if engine.url in distrusted else weights for engine in members}
+            return await in_thread(lambda: self._judge(names, members, expected, answers))
 
-        return Proof(weights, link.start(judged()))
+        return PendingVerification(weights, parse_weight_name(weights)[0], link.start(verify()))
 
-    def finish(self, proof: Proof, link: EngineLink) -> dict[str, float]:
-        """Metrics; a collective. WrongWeights, on every rank, if an engine holds other weights; one that is silent is
-        counted."""
-        verdict = link.wait(proof.verdict)
-        self._turn += 1
-        self._kept.clear()
-        wrong = verdict.wrong
-        if broadcast_flag(bool(wrong), self._ranks):
+    def finish(self, pending: PendingVerification, link: EngineLink) -> tuple[VerificationResult, dict[str, float]]:
+        """Wait for the answers and return them, judged, and metrics. A collective.
+
+        Raise WrongWeights, on every rank, if engines hold other weights and none has ever held the right ones: a
+        mistake of the setup, which time does not mend. An engine without an answer is only counted.
+        """
+        result = link.wait(pending.result)
+        self._num_verified += not result.wrong  # a wrong engine has to show the part that was wrong
+        self._sampled.clear()
+        self._has_passed |= bool(result.right)
+        if broadcast_flag(bool(result.wrong) and not self._has_passed, self._ranks):
             raise WrongWeights(
-                "; ".join(f"engine {url}, version {proof.weights}: {reason}" for url, reason in wrong.items())
-                or f"an engine holds other weights than version {proof.weights}: rank 0 names it"
+                "; ".join(f"engine {url}, version {pending.weights}: {why}" for url, why in result.wrong.items())
+                or f"an engine holds other weights than version {pending.weights}: rank 0 names it"
             )
-        for kind, value in verdict.gaps:
-            self.tolerance.passed(kind, value)
-        return {
-            "publish/canary_gap": max((value for _, value in verdict.gaps), default=0.0),
-            "publish/canary_tolerance": max(verdict.limits, default=self.tolerance.ceiling),
-            "publish/checksum_gap": 0.0,  # parameters that differ; any other number has stopped the run
-            "publish/checksum_skipped": float(verdict.num_skipped),
-            "publish/unproven": float(verdict.num_unverified),
+        right = result.right.values()
+        for kind, value, _ in right:
+            self.tolerance.record_passed(kind, value)
+        return result, {
+            "publish/canary_gap": max((value for _, value, _ in right), default=0.0),
+            "publish/canary_tolerance": max((limit for _, _, limit in right), default=self.tolerance.ceiling),
+            # The number of parameters that differ at the engines that are used: always 0, others are left out.
+            "publish/checksum_gap": 0.0,
+            "publish/checksum_skipped": float(result.num_skipped),
+            "publish/unproven": float(result.num_unverified),
         }
 
-    # ------------------------------------------------------------------ what it is made of
+    # ------------------------------------------------------------------ the answers
 
     def _judge(
-        self, weights: str, members: Members, own: list[float], answers: Mapping[EngineClient, object]
-    ) -> Verdict:
-        """`own`: the learner's logprobs of the canary's tokens."""
-        found, witnesses = Verdict(), dict[str, Witness]()
+        self,
+        names: Mapping[str, str],
+        members: Members,
+        expected: list[float],
+        answers: Mapping[EngineClient, object],
+    ) -> VerificationResult:
+        """Judge the answers. `names`: URL -> the name that the engine's weights should have."""
+        result = VerificationResult()
+        alike: dict[tuple[str, int], dict[str, RankChecksums]] = {}  # by (kind, number of ranks), then by URL
         for engine, answer in answers.items():
             if not isinstance(answer, EngineWeights):
-                found.num_unverified += 1
+                result.num_unverified += 1
                 reason = answer.reason if isinstance(answer, EngineError) else answer
-                self._log.warning("engine %s did not confirm version %s: %s", engine.url, weights, reason)
+                self._log.warning("engine %s did not confirm version %s: %s", engine.url, names[engine.url], reason)
                 continue
-            layout = members[engine].layout
-            off, limit = gap(own, answer.logprobs), self.tolerance.of(layout.kind)
-            found.gaps.append((layout.kind, off))
-            found.limits.append(limit)
-            different, unknown = self._kept.compare(answer.checksums, layout, self._policy.dtype)
-            witnesses[engine.url] = Witness(layout.kind, answer.checksums, unknown)
-            found.num_skipped += len(unknown)
-            self._tell(engine, unknown)
+            info = members[engine]
+            canary_gap, limit = gap(expected, answer.logprobs), self.tolerance.limit(info.kind)
+            result.gaps[engine.url] = info.kind, canary_gap, limit
+            different, missing = list[str](), self._sampled.engine_names
+            if info.checksums_as_sent:
+                reported = answer.checksums[0] if answer.checksums else {}
+                different, missing = self._sampled.compare(reported, self._policy.dtype)
+            elif info.kind:
+                alike.setdefault((info.kind, len(answer.checksums)), {})[engine.url] = answer.checksums
+            result.num_skipped += len(missing)
             if different:
-                found.wrong[engine.url] = self._told_of(different)
-            elif reason := self._canary_fault(answer, off, limit, weights):
-                found.wrong[engine.url] = reason
-        found.wrong = disagreements(witnesses) | found.wrong
-        return found
+                result.wrong[engine.url] = self._describe(different)
+            elif reason := self._canary_fault(answer, canary_gap, limit, names[engine.url]):
+                result.wrong[engine.url] = reason
+        for reported_by_kind in alike.values():
+            result.wrong = find_disagreements(reported_by_kind) | result.wrong
+        return result
 
-    async def _ask(self, engine: EngineClient, key: str, hashes: bool) -> EngineWeights:
-        """With its checksums where `hashes` are wanted."""
-        canary, limit = self.canary, self.settings.timeout_s
+    async def _ask(self, engine: EngineClient, key: str, with_checksums: bool) -> EngineWeights:
+        canary, limit = self.canary, self.timeout_s
         banned = self._policy.banned_ids
         logprobs, version = await engine.next_logprobs(
             canary.token_ids, [canary.image], canary.watched, banned, key, limit
         )
-        checksums: tuple[dict[str, str], ...] = ()
-        if hashes:
+        reported: RankChecksums = ()
+        if with_checksums:
             try:
-                checksums = await engine.checksums(all_but(self.part, self._names), limit)
+                reported = await engine.checksums(all_but(self.part, self._names), limit)
             except EngineError as error:
                 self._log.debug("%s tells no checksums: %s", engine.url, error.reason)
-        return EngineWeights(logprobs, version, checksums)
+        return EngineWeights(logprobs, version, reported)
 
-    def _told_of(self, different: list[str]) -> str:
+    def _describe(self, different: list[str]) -> str:
         words = f"holds other values of {', '.join(different[:3])} than "
         if not self._unsent.issuperset(different):
             if self._policy.adapters is None or not self._policy.adapters.alone:
@@ -230,21 +343,12 @@ class WeightVerifier:
             )
         return words + "model.path has, which adapters leave as they are: start it anew, from that folder"
 
-    def _tell(self, engine: EngineClient, unknown: Mapping[str, str]) -> None:
-        """Says once for each reason why checksums are not compared with the learner's."""
-        for reason in sorted(set(unknown.values())):
-            if (engine.url, reason) not in self._told:
-                self._told.add((engine.url, reason))
-                name = min(name for name, why in unknown.items() if why == reason)
-                words = "checksums of engine %s, such as that of %s, are not compared with the learner's: %s"
-                self._log.info(words, engine.url, name, reason)
-
-    def _canary_fault(self, answer: EngineWeights, value: float, limit: float, weights: str) -> str:
+    def _canary_fault(self, answer: EngineWeights, canary_gap: float, limit: float, weights: str) -> str:
         if answer.version not in (None, weights):
             return f"says that its weights are version {answer.version}"
-        if value > limit:
+        if canary_gap > limit:
             return (
-                f"the canary prompt's logprobs are {value:.3g} off the learner's in the mean, above "
+                f"the canary prompt's logprobs are {canary_gap:.3g} off the learner's in the mean, above "
                 f"{limit:g} (learner.publish.canary_tolerance)"
             )
         return ""

@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT))
 
 from actor.isolation.lifeline import tied_to_this_process
 from launch.engines.network import free_port
+from launch.plots.curve_data import Points, RunCurves, read_run, smoothed
 from launch.plots.figure import Curve, draw
-from launch.plots.series import Run, Series, read_run, smoothed
-from shared.config import ConfigError, fail, load_recipe
+from shared.config.recipe import ConfigError, fail, load_recipe
 
 SETS = Path(__file__).with_suffix(".toml")
 WINDOW = 10  # steps over which success is averaged
@@ -136,7 +136,7 @@ class Measured:
 
 
 def measured(
-    run: Run, result: dict[str, Any], minutes: Sequence[float], episodes: Sequence[float], height: float
+    run: RunCurves, result: dict[str, Any], minutes: Sequence[float], episodes: Sequence[float], height: float
 ) -> Measured:
     by_minutes, by_episodes = (run.series("rollout/success", axis) for axis in ("minutes", "episodes"))
     return Measured(
@@ -151,13 +151,13 @@ def measured(
     )
 
 
-def at(success: Series, places: Sequence[float]) -> list[float]:
+def at(success: Points, places: Sequence[float]) -> list[float]:
     """The smoothed value at each place; a run that was stopped keeps its last one."""
     smooth = smoothed(success, WINDOW)
     return [float(np.interp(place, smooth.x, smooth.y)) for place in places]
 
 
-def first_at(success: Series, height: float) -> float | None:
+def first_at(success: Points, height: float) -> float | None:
     """Where the mean of the last WINDOW steps first was at least `height`."""
     if len(success.y) < WINDOW:
         return None
@@ -166,7 +166,7 @@ def first_at(success: Series, height: float) -> float | None:
     return float(success.x[found[0] + WINDOW - 1]) if len(found) else None
 
 
-def runs_of(plans: Sequence[Plan]) -> Iterator[tuple[str, list[tuple[Run, dict[str, Any]]]]]:
+def runs_of(plans: Sequence[Plan]) -> Iterator[tuple[str, list[tuple[RunCurves, dict[str, Any]]]]]:
     """By label, the runs that have made a step, with their results."""
     for label in dict.fromkeys(plan.label for plan in plans):
         found = []
@@ -177,7 +177,7 @@ def runs_of(plans: Sequence[Plan]) -> Iterator[tuple[str, list[tuple[Run, dict[s
             yield label, found
 
 
-def places_of(runs: Sequence[Run], axis: str) -> list[float]:
+def places_of(runs: Sequence[RunCurves], axis: str) -> list[float]:
     """A quarter, a half and all of the way that the median run went, in two digits."""
     end = float(np.median([run.series("rollout/success", axis).x[-1] for run in runs]))
     return [float(f"{share * end:.2g}") for share in (0.25, 0.5, 1.0)]

@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from shared.recordings.reading import FOLDER, IMAGES, RecordedStep, read_step
-from shared.recordings.records import StepHeader, StepImages
-from shared.recordings.writing import StepWriter
+from shared.recordings.episode_format import StepHeader, StepImages
+from shared.recordings.reader import FOLDER, IMAGES, RecordedStep, read_step
+from shared.recordings.writer import StepWriter
 from tests.support.dashboard.recorded_run import make_run
 
 A_STEP = 64  # episodes

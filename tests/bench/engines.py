@@ -24,13 +24,13 @@ from transformers import AutoTokenizer
 from actor.render import Fragment, Renderer
 from envs.loader import load_env
 from launch.actors import check
+from launch.engines.engine_supervisor import EngineServer, wait_until_serving
 from launch.engines.network import free_port
-from launch.engines.supervisor import Engine, wait_until_serving
 from launch.processes.children import stop_all
 from launch.task_samples import held_out_samples, ready
-from shared.config import Recipe, fail, load
-from shared.engine_api import EngineClient, EngineError
-from shared.engine_messages import generate_body
+from shared.config.recipe import Recipe, fail, load
+from shared.engine.engine_api import EngineClient, EngineError
+from shared.engine.engine_messages import generate_body
 from shared.types import Sampling
 from shared.vision import VisionSpec
 
@@ -60,7 +60,7 @@ def measure_kind(recipe: Recipe, seconds: float) -> dict[str, Any]:
     """Starts the recipe's engine and measures it; {at once: figures}."""
     model, specs = check(recipe)
     bodies = ({**body, "extra_key": str(n)} for n, body in enumerate(cycle(prompts(recipe, model.vision))))
-    engines = [Engine(spec, recipe.engine) for spec in specs[:1]]
+    engines = [EngineServer(spec, recipe.engine) for spec in specs[:1]]
     try:
         began = time.monotonic()
         engines[0].start()

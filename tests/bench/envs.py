@@ -21,19 +21,19 @@ from transformers import AutoTokenizer
 
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads
-from actor.limits import EpisodeLimits
+from actor.episode import EpisodeLimits
 from actor.render import Renderer
 from actor.rewards import EnvReward
 from actor.rollout import Player
 from actor.worker import keep_collections_short
 from envs import geo3k_multi_turn, sokoban
-from envs.boards.data import read_boards
+from envs.boards.board_images import png
 from envs.boards.generate import BoardSpec, make_board
-from envs.boards.render import png
 from envs.boards.solver import solve
 from envs.math_reward import grade
 from envs.sokoban import build_env, random_response
-from shared.engine_api import EngineClient
+from envs.sokoban_data import read_boards
+from shared.engine.engine_api import EngineClient
 from shared.types import Completion, Sample, Sampling, Ticket, VersionSpan
 from shared.vision import VisionSpec
 

@@ -32,18 +32,18 @@ import numpy as np
 from PIL import Image as PILImage
 from PIL import ImageDraw
 
-from actor.render import as_png
-from learner.batch import make_episodes
-from learner.guards.bad_groups import check_group
-from learner.images import ImageDecoder
-from learner.tickets.book import BookSettings
-from learner.tickets.server import TicketServer, TicketServerSettings
+from learner.batch.episodes import check_group, make_episodes
+from learner.batch.image_decoder import ImageDecoder
 from learner.tickets.sources import SeedSource
-from shared.codec import TokenRules, encode
-from shared.guards.memory import keep_heap, use_one_heap
-from shared.settings.objective import ObjectiveConfig
+from learner.tickets.ticket_book import BookSettings
+from learner.tickets.ticket_server import TicketServer, TicketServerSettings
+from shared.config.objective_section import ObjectiveConfig
+from shared.families.registry import FAMILIES
+from shared.rgb_images import as_png
 from shared.types import Ending, Group, Image, Trajectory, Turn
+from shared.util.process_memory import keep_heap, use_one_heap
 from shared.vision import VisionSpec
+from shared.wire.codec import TokenRules, encode
 from tests.bench.load import VOCAB, Actors
 from tests.fuzz.mutations import resident_bytes
 
@@ -153,7 +153,7 @@ def peak_bytes() -> int:
 
 
 def served(options: argparse.Namespace, folder: str) -> tuple[TicketServer, ImageDecoder]:
-    spec = VisionSpec(image_token_id=PLACEHOLDER)
+    spec = VisionSpec(image_token_id=PLACEHOLDER, family=FAMILIES["qwen3_vl"])
     decoder, groups = ImageDecoder(spec), options.episodes // GROUP
     settings = {"groups_per_version": groups, "max_staleness": options.max_staleness}
     book = BookSettings(group_size=GROUP, lost_after_s=600.0, **settings)  # an actor's process is busy for long

@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from actor.env_threads import EnvThreads
-from actor.isolation.nursery import Order
+from actor.isolation.fork_server import ForkConfig
 from actor.isolation.processes import RemoteEnv, UserProcesses
-from actor.render import as_png
 from envs import sokoban
+from shared.rgb_images import as_png
 from shared.types import Sample
 
 ANSWERS = [sokoban.random_response(Random(seed)) for seed in range(1000)]
@@ -147,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     found: dict[str, Any] = {"open": options.open}
     for name, args in TASKS.items():
-        processes, threads = UserProcesses(Order("envs.sokoban", args=args)), EnvThreads(2)
+        processes, threads = UserProcesses(ForkConfig("envs.sokoban", args=args)), EnvThreads(2)
         makers: dict[str, Callable[[Sample], Any]] = {
             "thread": lambda sample, args=args: Here(sample, args),
             "process": lambda sample, processes=processes: There(processes, sample, 60.0),

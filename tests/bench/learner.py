@@ -33,13 +33,13 @@ if "--peers" in sys.argv[:-1]:  # before transformers is imported, which looks f
 
 import torch
 
-from learner.batch import make_episodes
+from learner.batch.episodes import make_episodes
 from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
-from learner.trainer import Trainer
-from shared.learner_config import LearnerConfig
-from shared.recordings.groups import files, read
+from learner.training.trainer import Trainer
+from shared.config.learner_section import LearnerConfig
+from shared.recordings.group_files import files, read
 from shared.vision import VisionSpec
 from tests.bench.learner_peers import CLIP_HIGH, CLIP_LOW, LR, MAX_NORM, PaddedLoop, TrlLoop
 from tests.support.episodes import learner_config

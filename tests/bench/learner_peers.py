@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from learner.batch import Episode
-from learner.images import ImageDecoder
+from learner.batch.episodes import TrainingEpisode as Episode
+from learner.batch.image_decoder import ImageDecoder
 from shared.vision import pixel_values
 
 BATCH = 8
@@ -64,7 +64,7 @@ class PaddedLoop:
     A plain loop computes the logits of all positions, takes batches in the order of arrival and pads each to its
     longest episode. `kept_logits` computes the logits from the first sampled token on alone, `by_length` sorts the
     episodes first, and with `context` every batch is padded to so many tokens, as verl's are by default: see
-    LEARNER.md.
+    docs/figures/learner.md.
     """
 
     def __init__(

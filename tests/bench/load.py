@@ -25,12 +25,12 @@ import msgspec
 import numpy as np
 import zmq
 
-from learner.tickets.book import BookSettings
-from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
-from shared.codec import TokenRules, decode, encode
-from shared.frames import digest
+from learner.tickets.ticket_book import BookSettings
+from learner.tickets.ticket_server import TicketServer, TicketServerSettings
 from shared.types import Group, Hello, Request, Stop, Tickets
+from shared.wire.codec import TokenRules, decode, encode
+from shared.wire.frames import digest
 from tests.bench.transport import trajectory
 from tests.fuzz.mutations import resident_bytes
 

@@ -36,13 +36,14 @@ from launch.tiny_models.build import build_config, build_model, build_tokenizer,
 from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.model.policy import Policy, load_policy
 from learner.weights.gathering import gathered_buckets
-from learner.weights.group import WeightGroup
-from learner.weights.publisher import Publisher, PublishSettings
+from learner.weights.publisher import Publisher
 from learner.weights.verify import WeightVerifier
-from shared.config import ConfigError
-from shared.engine_api import EngineClient
+from learner.weights.weight_group import WeightGroup
+from shared.config.recipe import ConfigError
+from shared.engine.engine_api import EngineClient
 from shared.vision import VisionSpec
 from tests.support.engines import ask, engine_process, sglang_process
+from tests.support.publishing import publish_settings
 from tests.support.small.adapted import adapted_policy
 
 SIZES = {"tiny": {"hidden": 128, "layers": 4}, "large": {"hidden": 768, "layers": 7}}
@@ -116,7 +117,7 @@ def receive(port: int, sizes: list[int]) -> None:
 
 
 def measure(url: str, folder: Path, policy: Policy, ranks: Ranks, count: int, bucket_bytes: int) -> dict[str, Any]:
-    settings = PublishSettings(bucket_bytes=bucket_bytes)
+    settings = publish_settings(bucket_bytes=bucket_bytes)
     publisher = Publisher(policy, ranks, settings, WeightVerifier(policy, str(folder), ranks))
     publisher.publish(0, [url])  # joins
     flats = [bucket.flat for bucket in gathered_buckets(policy, ranks, bucket_bytes) if bucket]

@@ -27,12 +27,12 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 
-from learner.recording.columns import Watched, watch
+from learner.recording.recorded_columns import RecordedColumns, watch
 from learner.recording.recorder import Recorder
-from shared.config import Recipe
-from shared.recordings.reading import read_step, steps
-from shared.recordings.records import COLUMNS
-from shared.sections import EnvConfig, ModelConfig, RecordConfig, RunConfig
+from shared.config.recipe import Recipe
+from shared.config.sections import EnvConfig, ModelConfig, RecordConfig, RunConfig
+from shared.recordings.episode_format import COLUMNS
+from shared.recordings.reader import read_step, steps
 from shared.types import Group
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_groups
@@ -87,7 +87,7 @@ def recorded(recipe: Recipe, spec: VisionSpec, num_steps: int) -> dict[str, floa
     }
 
 
-def watched_of(groups: list[Group], step: int, config: RecordConfig) -> Watched:
+def watched_of(groups: list[Group], step: int, config: RecordConfig) -> RecordedColumns:
     """With columns, as a trainer gives them."""
     watched = watch(groups, step, config)
     assert watched is not None

@@ -2,10 +2,11 @@
 
     python -m tests.bench.stability [--seeds 10] [--only NAME ...] [--rows FILE]
 
-The learner's own trainer with default settings, but for a small model's learning rates, on episodes of the policy one
-step ago (as `learner.max_staleness` = 1 gives them). Then what no policy can do better at, where the policy is to stay:
-KL to the start after 500 steps. Then episodes that are two and four steps old, with correction and without. Each row is
-appended to FILE as soon as it is known; rows that it holds already are not repeated. The last line is one JSON object.
+The same problems with a constant added to all rewards. The learner's own trainer with default settings, but for a
+small model's learning rates, on episodes of the policy one step ago (as `learner.max_staleness` = 1 gives them). Then
+what no policy can do better at, where the policy is to stay: KL to the start after 500 steps. Then episodes that are
+two and four steps old, with correction and without. Each row is appended to FILE as soon as it is known; rows that it
+holds already are not repeated. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from tests.support.small.runs import OBJECTIVES, drift, learn
 
 LEARNED_STEPS, DRIFT_STEPS = 250, 500
 STALE_PROBLEMS = ("lock",)
+SHIFTED_PROBLEMS, SHIFTS = ("two_arms", "lock"), (5, 20, 100)
 SLOW_NOISE, SLOW_RATE = "noise, a fifth of the rate", 2e-4  # a random walk goes with the square of it
 Row = dict[str, Any]
 
@@ -39,6 +42,10 @@ def cases() -> Iterator[tuple[str, str, int, str]]:
     for problem in (*PROBLEMS, *UNTEACHABLE, SLOW_NOISE):
         for objective in OBJECTIVES:
             yield problem, objective, 1, "importance"
+    for problem in SHIFTED_PROBLEMS:
+        for shift in SHIFTS:
+            for objective in OBJECTIVES:
+                yield f"{problem} + {shift}", objective, 1, "importance"
     for problem in STALE_PROBLEMS:
         for lag in (2, 4):
             for correction in ("importance", "none"):
@@ -50,12 +57,14 @@ def measure(problem: str, objective: str, lag: int, correction: str, seeds: int,
     """One row: of a problem that can be learned, how many seeds reached its optimum and kept it; else the drift."""
     settings = {**OBJECTIVES[objective], "correction": correction, "lag": lag}
     row: Row = {"problem": problem, "objective": objective, "lag": lag, "correction": correction, "seeds": seeds}
-    if problem not in PROBLEMS:
+    name, _, shift = problem.partition(" + ")
+    if name not in PROBLEMS:
         settings |= {"lr": SLOW_RATE} if problem == SLOW_NOISE else {}
         run = partial(drift, UNTEACHABLE[problem.split(",")[0]], ranks, steps=DRIFT_STEPS, **settings)
         moved = [run(seed=seed) for seed in range(seeds)]
         return row | {"kl_mean": statistics.mean(moved), "kl_max": max(moved)}
-    runs = [learn(PROBLEMS[problem], ranks, seed=seed, steps=LEARNED_STEPS, **settings) for seed in range(seeds)]
+    shifted = replace(PROBLEMS[name], shift=float(shift or 0))
+    runs = [learn(shifted, ranks, seed=seed, steps=LEARNED_STEPS, **settings) for seed in range(seeds)]
     steps = [run.reached for run in runs if run.reached is not None]
     found = {"reached": len(steps), "kept": sum(run.kept for run in runs)}
     return (

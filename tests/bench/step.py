@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from learner.batch import make_episodes
+from learner.batch.episodes import make_episodes
+from learner.batch.image_decoder import ImageDecoder
 from learner.distributed import Ranks, close_ranks, init_ranks
-from learner.images import ImageDecoder
 from learner.setup import build_trainer
-from shared.config import Recipe, fail, load
-from shared.nccl import variables
-from shared.recordings.groups import files, read
+from shared.config.recipe import Recipe, fail, load
+from shared.engine import nccl_variables
+from shared.recordings.group_files import files, read
 from shared.types import Group
 from tests.support.episodes import random_groups
 from tests.support.small.published import save_random
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if not (Path(recipe.model.path) / "config.json").exists():
         return fail(ValueError(f"model.path = {recipe.model.path!r} is no folder; --make MODEL FOLDER writes one"))
     if recipe.learner.device == "cuda":
-        os.environ.update(variables.settings(os.environ))
+        os.environ.update(nccl_variables.settings(os.environ))
     torch.set_num_threads(recipe.learner.threads)
     gc.freeze()  # what has been imported is never garbage, as in a learner's process
     ranks = init_ranks(recipe.learner.device)

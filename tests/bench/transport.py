@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import zmq
 
-from learner.tickets.book import BookSettings, TicketBook
 from learner.tickets.protocol import TicketProtocol, TicketServerSettings
 from learner.tickets.sources import SeedSource
-from shared.codec import TokenRules, encode
-from shared.transport import Dealer, Router
+from learner.tickets.ticket_book import BookSettings, TicketBook
 from shared.types import Ending, Group, Image, Receipt, Trajectory, Turn
+from shared.wire.codec import TokenRules, encode
+from shared.wire.zeromq import Dealer, Router
 
 PLACEHOLDER, VOCAB = 1, 151_936
 UNDER_WAY = 16

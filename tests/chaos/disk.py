@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from learner.checkpoints.folder import list_checkpoints
+from learner.checkpoints.checkpoint_folder import list_checkpoints
 
 SIZE_BYTES = 192 * 2**20
 FLIPPED_BITS = 3

@@ -6,15 +6,15 @@ from __future__ import annotations
 import sys
 import time
 
-from launch.engines.commands import check_host
-from launch.engines.supervisor import Engine
+from launch.engines.engine_supervisor import EngineServer
+from launch.engines.host_engines import check_host
 from launch.processes.children import Stopped, raise_on_signals, stop_all
-from shared.config import parse, recipe_parser
+from shared.config.recipe import parse, recipe_parser
 
 
 def main(argv: list[str] | None = None) -> int:
     recipe, _ = parse(recipe_parser(__doc__), argv)
-    engines = [Engine(spec, recipe.engine) for spec in check_host(recipe)]
+    engines = [EngineServer(spec, recipe.engine) for spec in check_host(recipe)]
     raise_on_signals()
     try:
         for engine in engines:

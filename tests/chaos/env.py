@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
@@ -26,12 +27,17 @@ class ChaosEnv(colour.ColourEnv):
         self.folder, self.hang_s = Path(setting(args, "folder", ".")), setting(args, "hang_s", 3.0)
         self.step_s = setting(args, "step_s", 0.0)
 
+    def reset(self) -> tuple[Observation, Info]:
+        if "CHAOS_SICK" in os.environ:
+            raise FileNotFoundError("/data/levels.bin is not on this host")
+        return super().reset()
+
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
         if self.struck_by("raise"):
             raise RuntimeError("the environment fell over")
         if self.struck_by("hang"):
             time.sleep(self.hang_s)
-        time.sleep(self.step_s)
+        time.sleep(self.step_s * (2.5 if "CHAOS_SLOW" in os.environ else 1.0))
         return super().step(response_text)
 
     def struck_by(self, fault: str) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from tests.chaos import links
 from tests.chaos.engine_faults import EngineFaults
 from tests.chaos.learner_faults import Inject, LearnerFaults
+from tests.chaos.member_faults import MemberFaults
 from tests.chaos.proxy import FAULTS
 from tests.chaos.recovery import DISK, LEARNER, Condition, Recoveries
 from tests.chaos.system import System
@@ -33,12 +34,13 @@ class Faults:
         self.injected: Counter[str] = Counter()
         self.faults: dict[str, tuple[int, Inject]] = {  # weight and action
             "actor killed": (6, partial(self.kill, "actor")),
-            "actor stopped": (5, partial(self.stop, "actor", 8.0)),
+            "actor stopped": (5, partial(self.stop, "actor", 13.0)),
             "engine killed": (6, partial(self.kill, "engine")),
             "engine stopped": (5, partial(self.stop, "engine", 12.0)),
             "learner rank stopped": (4, self.stop_rank),
             **LearnerFaults(system, self.recoveries, self.random).all,
             **EngineFaults(system, self.recoveries, self.random).all,
+            **MemberFaults(system, self.recoveries, self.random).all,
             "environment raises": (4, partial(self.disturb_environment, "raise")),
             "environment hangs": (4, partial(self.disturb_environment, "hang")),
         }

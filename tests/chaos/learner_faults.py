@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from learner.checkpoints.folder import step_of
+from learner.checkpoints.checkpoint_folder import step_of
 from tests.chaos.disk import damage, newest
 from tests.chaos.recovery import DISK, LEARNER, Recoveries
 from tests.chaos.report import went_on_from

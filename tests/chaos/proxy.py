@@ -17,9 +17,9 @@ import msgspec
 import xxhash
 import zmq
 
-from learner.tickets.records import Verdict
-from shared.codec import digest
+from learner.tickets.ticket_records import GroupVerdict
 from shared.types import TRAINABLE_ENDINGS, Image
+from shared.wire.codec import digest
 
 FAULTS = {
     "lost": "messages lost",
@@ -90,7 +90,7 @@ class Proxy:
                 self._from_actor(frames[0], frames[1:], now)
             for peer, line in list(self._lines.items()):
                 if line in ready and (frames := _receive(line)):
-                    self.counts["groups refused as outdated"] += is_refusal(frames, Verdict.OUTDATED)
+                    self.counts["groups refused as outdated"] += is_refusal(frames, GroupVerdict.OUTDATED)
                     self._pass(frames, partial(self._send, self._front, peer), "down")
                 elif line not in ready and now - self.peers[peer].seen > IDLE_S:
                     self._poller.unregister(line)
@@ -164,7 +164,7 @@ def is_group(frames: list[bytes]) -> bool:
     return b"Group" in frames[0][:24]
 
 
-def is_refusal(frames: list[bytes], verdict: Verdict) -> bool:
+def is_refusal(frames: list[bytes], verdict: GroupVerdict) -> bool:
     return b"Refusal" in frames[0][:32] and verdict.value.encode() in frames[0]
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from learner.weights.buckets import buckets
-from learner.weights.group import WeightGroupManager
-from learner.weights.link import EngineLink
-from learner.weights.update import Seconds, WeightUpdate
-from shared.engine_api import EngineError
+from learner.weights.engine_link import EngineLink
+from learner.weights.gathering import buckets
+from learner.weights.weight_group import WeightGroupManager
+from learner.weights.weight_update import PhaseSeconds, WeightUpdate
+from shared.engine.engine_api import EngineError
 
 LIMIT_S = 10.0
 BUCKET_BYTES = 2**28
@@ -46,8 +46,8 @@ def publish(url: str, name: str, weights: dict[str, torch.Tensor]) -> str:
     link, manager = EngineLink(), WeightGroupManager("gloo", LIMIT_S)
     try:
         client = link.client(url)
-        members = {client: link.run(client.traits(LIMIT_S))}
-        update = WeightUpdate(manager, members, name, Seconds(), "in_place", LIMIT_S, {})
+        members = {client: link.run(client.server_info(LIMIT_S))}
+        update = WeightUpdate(link, manager, members, name, PhaseSeconds(), "in_place", LIMIT_S, {})
         link.run(update.begin())
         for bucket in buckets(weights.items(), torch.float32, BUCKET_BYTES):
             if update.working:

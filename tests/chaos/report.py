@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.checkpoints.folder import step_of
+from learner.checkpoints.checkpoint_folder import step_of
 from tests.chaos.system import as_json
 
 LIMITS_S = {

@@ -44,16 +44,17 @@ class System:
         port, self.engine_port = free_port(), free_port(in_a_row=4)
         self.links = [Link(self.engine_port + 2 + slot, self.engine_port + slot) for slot in range(2)]
         self.proxy = Proxy(f"tcp://127.0.0.1:{port}", seed)
+        self.learner_address = f"tcp://127.0.0.1:{port}"
         fields: dict[str, Any] = {
             "run.dir": folder / "disk", "run.name": "chaos", "env.module": "tests/chaos/env.py",
             "env.args": json.dumps({"folder": str(self.flags), "hang_s": 3.0, "step_s": STEP_S}),
             "env.timeout_s": 2, "env.threads": 32,
             "learner.bind": f"tcp://127.0.0.1:{port}", "actor.learner": self.proxy.address,
-            "actor.processes": 2, "actor.groups": 8, "actor.max_restarts": 10000, "actor.heartbeat_s": 1,
+            "actor.processes": 2, "actor.groups": 8, "actor.max_restarts": 10000,
             "actor.connect_timeout_s": 300,
             "engine.count": 2, "engine.port": self.engine_port, "engine.max_restarts": 10000,
             "engine.request_timeout_s": 10, "learner.total_steps": 1000000, "learner.resume": "auto",
-            "learner.checkpoint.every": 5, "learner.lease_s": 20, "learner.actor_timeout_s": 6,
+            "learner.checkpoint.every": 5, "learner.lease_s": 20,
             "learner.publish.timeout_s": 8, "eval.samples": 0,
         }  # fmt: skip
         self.arguments = ["--config", RECIPE, *(part for k, v in fields.items() for part in (f"--{k}", str(v)))]

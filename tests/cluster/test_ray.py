@@ -17,8 +17,8 @@ ray = pytest.importorskip("ray", reason="pip install --group ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from launch.clusters import ray_cluster  # noqa: E402
-from launch.clusters.layout import CONTAINER, Layout  # noqa: E402
-from shared.config import ConfigError, load_recipe  # noqa: E402
+from launch.clusters.host_layout import CONTAINER, ClusterLayout  # noqa: E402
+from shared.config.recipe import ConfigError, load_recipe  # noqa: E402
 
 STORE = {"object_store_memory": 80 * 2**20}
 
@@ -135,7 +135,7 @@ def test_a_head_node_that_started_nothing_for_the_client_is_asked_again_and_any_
 
     monkeypatch.setattr(ray_cluster, "call", refuse if at == "trial" else lambda *_, **__: None)
     monkeypatch.setattr(ray, "init", refuse)
-    made = Layout(load_recipe(COLOUR, ["--cluster.ray.address", "auto"]), tmp_path, CONTAINER)
+    made = ClusterLayout(load_recipe(COLOUR, ["--cluster.ray.address", "auto"]), tmp_path, CONTAINER)
     with pytest.raises(ConfigError, match=said), ray_cluster._connected(made):
         pass
     assert len(asked) == tries

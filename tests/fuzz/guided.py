@@ -22,8 +22,8 @@ import atheris
 import msgspec
 
 with atheris.instrument_imports(include=["shared"]):
-    import shared.codec
-    import shared.frames  # noqa: F401 - instrumented here, used by tests.fuzz
+    import shared.wire.codec
+    import shared.wire.frames  # noqa: F401 - instrumented here, used by tests.fuzz
 
 from tests.fuzz.mutations import mutate, seeds, verdict_of
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from shared.codec import Limits, WireError, check_trajectory, decode, encode
 from shared.types import Group
+from shared.wire.codec import Limits, WireError, check_trajectory, decode, encode
 from tests.support.wires import EXAMPLES, RULES, raw, sealed
 
 LIMITS = Limits(message_bytes=2**20, header_bytes=2**16, frames=64, trajectory_tokens=4096)

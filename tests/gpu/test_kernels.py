@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import linear_logprob, reference, reverse_scan
-from kernels.gpu import layer_norm, norm, swiglu
+from kernels.gpu import gpu_norm, gpu_swiglu, layer_norm
 from tests.support.small.logits import full_logits, gradients
 from tests.support.small.passes import (
     check_layer_norm,
@@ -140,11 +140,11 @@ def test_norms_turned_heads_and_gated_products_are_those_of_torch_in_float64(dty
     torch.manual_seed(0)
     how, once = ("cuda", dtype), rounding(dtype, cuts=False)
     for width in (2048, 2560, 4096, 5120):
-        check_norm(norm, (1, 3001, width), *how, once=once)
-    check_turned_norm(norm, (3001, 16, 128), *how, once=once)
-    check_turned_norm(norm, (3001, 8, 128), *how, once=once)
+        check_norm(gpu_norm, (1, 3001, width), *how, once=once)
+    check_turned_norm(gpu_norm, (3001, 16, 128), *how, once=once)
+    check_turned_norm(gpu_norm, (3001, 8, 128), *how, once=once)
     for width in (1024, 1152, 1280):
         check_layer_norm(layer_norm, (3001, width), *how, once=once)
     for size in (64, 72):
-        check_turned(norm, (3001, 16, size), *how, once=once)
-    check_swiglu(swiglu, (1, 3001, 6144), *how, once=once)
+        check_turned(gpu_norm, (3001, 16, size), *how, once=once)
+    check_swiglu(gpu_swiglu, (1, 3001, 6144), *how, once=once)

@@ -9,16 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from learner.advantages import Scaling
-from learner.batch import make_episodes
+from learner.batch.episodes import make_episodes
+from learner.batch.prefetch import prefetch
 from learner.checkpoints.restoring import load_checkpoint
 from learner.checkpoints.saver import Saver
 from learner.metrics.throughput import Clock
-from learner.metrics.tokens import TokenStats
-from learner.metrics.work import Work
+from learner.metrics.token_metrics import TokenStats
 from learner.model import attention
+from learner.objective.advantages import Scaling
 from learner.setup import build_trainer
-from shared.config import Recipe, load_recipe
+from learner.training.precomputed import PrecomputedLogprobs
+from learner.training.step_totals import StepTotals
+from learner.training.update import accumulate_gradient
+from shared.config.recipe import Recipe, load_recipe
 from tests.support.episodes import random_groups, siblings
 from tests.support.learner_ranks import first_gradients_noted, whole
 from tests.support.small.families import FAMILIES
@@ -158,15 +161,18 @@ def test_a_microbatch_waits_for_the_gpu_at_most_twice(tmp_path, ranks):
     groups = groups_of(trainer, sides)
     trainer.step(groups, 1)  # compiles
     episodes = make_episodes(groups, trainer.decoder, trainer.config.objective)
-    work = Work(1, Scaling().on(ranks.device), Clock(ranks.device), TokenStats(ranks.device))
-    with trainer.packer.batches(episodes, trainer.packer.plan(episodes)) as batches:
+    scaling = Scaling().on(ranks.device)
+    totals = StepTotals(
+        1, scaling, Clock(ranks.device), TokenStats(ranks.device), TokenStats(ranks.device), PrecomputedLogprobs()
+    )
+    with prefetch(trainer.packer.pack, [episodes], ranks.device) as batches:
         for number, batch in enumerate(batches):
             torch.cuda.synchronize()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
                 try:
-                    trainer._accumulate(batch, 10, work, last=False)
+                    accumulate_gradient(batch, 10, trainer.models, totals, last=False)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
             waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launch.diagnosis.round import STAGES
+from launch.doctor_checks.trial_runner import STAGES
 from tests.support.runs import finished, local, metrics, places
 
 SHARED = {"engine.device": "cuda", "engine.shares_gpu": "true", "engine.mem_fraction": 0.3}
@@ -33,7 +33,7 @@ def test_the_doctor_finds_one_shared_gpu_well(tmp_path):
     command = [sys.executable, "launch/doctor.py", "--json", "--config", recipe, "--run.dir", str(tmp_path / "runs")]
     done = subprocess.run([*command, *places(tmp_path / "runs")[2:]], capture_output=True, text=True, timeout=280)
     found = {check["name"]: check for check in json.loads(done.stdout.splitlines()[-1])["checks"]}
-    stages = [found[f"round: {stage}"] for stage in STAGES]
+    stages = [found[f"trial: {stage}"] for stage in STAGES]
     bad = [stage for stage in stages if stage["state"] != "ok"]
     assert not bad, json.dumps(bad)
     assert "on cuda" in stages[0]["found"] and "on cuda" in stages[1]["found"]

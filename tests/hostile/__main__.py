@@ -22,11 +22,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from shared.auth import ClientKeys
-from shared.codec import TokenRules
-from shared.keys import actor_security, read_api_key
-from shared.sections import TransportConfig
+from shared.config.sections import TransportConfig
+from shared.keys import actor_keys, read_api_key
 from shared.vision import VisionSpec
+from shared.wire.codec import TokenRules
+from shared.wire.endpoints import ActorKeys
 from tests.chaos.report import audit, machine
 from tests.hostile import connections, messages, rows
 from tests.hostile.attack import Attack, Kind
@@ -47,15 +47,15 @@ def attacks(system: System, seed: int) -> list[Attack]:
     spec = VisionSpec.load(MODEL)
     vocab_size = int(json.loads(Path(MODEL, "config.json").read_text())["text_config"]["vocab_size"])
     rules = TokenRules(spec.image_token_id, spec.banned_ids, vocab_size)
-    keys = actor_security(TransportConfig(keys=str(system.keys), key_name="hostile"), address)
-    assert isinstance(keys, ClientKeys)
+    keys = actor_keys(TransportConfig(keys=str(system.keys), key_name="hostile"), address)
+    assert isinstance(keys, ActorKeys)
     engines = Engines(system.engine_ports, read_api_key(str(system.keys / "engine.key")), rules)
     impostor = messages.Impostor(address, keys, rules)
     plain = [messages.raw(messages.encode(message)) for message in EXAMPLES]
     images = [*impostor.image_kinds(), *engines.image_kinds()]
     classes: dict[str, tuple[list[Kind], float]] = {
         "connections": (connections.kinds(address), 0.1),
-        "strangers": (connections.stranger_kinds(address, keys.server, plain), 0.5),
+        "strangers": (connections.stranger_kinds(address, keys.learner, plain), 0.5),
         "messages": (messages.message_kinds(address, keys, vocab_size), 0.05),
         "groups and images": ([*impostor.kinds(), *images, *images], 0.1),
         "requests": (engines.request_kinds(), 0.05),

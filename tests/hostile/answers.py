@@ -18,7 +18,7 @@ from tests.fuzz.mutations import nodes
 from tests.hostile.requests import ODD
 
 SHARE = 0.015  # of the answers
-PROOFS = ("/weights_checker", "token_ids_logprob")  # a sound answer with other numbers stops the learner, and shall
+PROOFS = ("/weights_checker", "token_ids_logprob")  # other numbers in a sound answer would have the engine left out
 DRIP_S = 2.0
 MAX_BODY = 2**26
 Bend = Callable[[bytes, random.Random], tuple[int, bytes]]

@@ -11,7 +11,8 @@ from functools import partial
 
 import zmq
 
-from shared.auth import ClientKeys
+from shared.wire.auth import use_actor_keys
+from shared.wire.endpoints import ActorKeys
 from tests.hostile.attack import Kind
 
 TIMEOUT_S = 10.0
@@ -90,11 +91,11 @@ def stranger_kinds(address: str, learner_key: bytes, frames: list[list[bytes]]) 
     sends `frames` all the same."""
     context = zmq.Context()
 
-    def join(keys: ClientKeys | None, password: bool, rng: random.Random) -> str | None:
+    def join(keys: ActorKeys | None, password: bool, rng: random.Random) -> str | None:
         with context.socket(zmq.DEALER) as client:
             client.linger = 0
             if keys is not None:
-                keys(client)
+                use_actor_keys(client, keys)
             if password:
                 client.plain_username, client.plain_password = b"root", b"x" * rng.choice((0, 8, 200))
             client.connect(address)
@@ -107,9 +108,9 @@ def stranger_kinds(address: str, learner_key: bytes, frames: list[list[bytes]]) 
             return "SERVED" if client.poll(300) else "not served"
 
     def unknown(rng: random.Random) -> str | None:
-        return join(ClientKeys(*zmq.curve_keypair(), learner_key), False, rng)
+        return join(ActorKeys(*zmq.curve_keypair(), learner_key), False, rng)
 
     def mistaken(rng: random.Random) -> str | None:
-        return join(ClientKeys(*zmq.curve_keypair(), zmq.curve_keypair()[0]), False, rng)
+        return join(ActorKeys(*zmq.curve_keypair(), zmq.curve_keypair()[0]), False, rng)
 
     return [partial(join, None, False), partial(join, None, True), unknown, mistaken]

@@ -15,9 +15,10 @@ import numpy as np
 import zmq
 from msgspec.structs import replace
 
-from shared.codec import SCHEMA_VERSION, Message, TokenRules, WireError, decode, encode
-from shared.transport import Secure
 from shared.types import Ending, Group, Hello, Image, Request, Ticket, Tickets, Trajectory, Turn
+from shared.wire.auth import use_actor_keys
+from shared.wire.codec import SCHEMA_VERSION, Message, TokenRules, WireError, decode, encode
+from shared.wire.endpoints import ActorKeys
 from tests.fuzz.mutations import mutate
 from tests.hostile.attack import Kind
 from tests.hostile.images import drawn, hostile
@@ -33,11 +34,11 @@ TICKETS = 2  # held at once
 Make = Callable[[random.Random], list[bytes]]
 
 
-def connect(context: zmq.Context, address: str, secure: Secure, name: bytes) -> zmq.Socket:
+def connect(context: zmq.Context, address: str, keys: ActorKeys, name: bytes) -> zmq.Socket:
     client = context.socket(zmq.DEALER)
     client.linger, client.sndhwm = 10_000, 16  # closing amid a message can end a process that uses libzmq
     client.reconnect_ivl, client.reconnect_ivl_max = 100, 500
-    secure(client)
+    use_actor_keys(client, keys)
     client.routing_id = name
     client.connect(address)
     return client
@@ -95,7 +96,7 @@ def odd_request(rng: random.Random) -> list[bytes]:
     return raw(encode(Request(rng.choice((0, 1, 2**16)))))
 
 
-def message_kinds(address: str, secure: Secure, vocab_size: int) -> list[Kind]:
+def message_kinds(address: str, keys: ActorKeys, vocab_size: int) -> list[Kind]:
     """Each message comes over a connection of its own, under an odd routing id, and a Bye ends it."""
     context, seeds = zmq.Context(), [raw(encode(message)) for message in EXAMPLES]
     bye = raw(encode(EXAMPLES[2]))
@@ -103,7 +104,7 @@ def message_kinds(address: str, secure: Secure, vocab_size: int) -> list[Kind]:
     def send(make: Make, rng: random.Random) -> str | None:
         number = (0x6B8B4567 + rng.randrange(8)).to_bytes(4, "big")  # as libzmq would call a peer, were it not seeded
         name = rng.choice((b"~" + rng.randbytes(8), b"~" + b"\xff" * 249, b"~a#1", "~ü\n".encode(), b"\0" + number))
-        with connect(context, address, secure, name) as client:
+        with connect(context, address, keys, name) as client:
             for frames in (make(rng), bye):
                 with suppress(zmq.Again):
                     client.sndtimeo = 5000
@@ -117,7 +118,7 @@ def message_kinds(address: str, secure: Secure, vocab_size: int) -> list[Kind]:
         """Asks for tickets, and comes again under the same routing id while they are on their way."""
         asked = [raw(encode(Hello("a", (), vocab_size))), raw(encode(Request(4)))]
         for _ in range(3):
-            client = connect(context, address, secure, b"taken#00000000")
+            client = connect(context, address, keys, b"taken#00000000")
             with client:
                 client.sndtimeo, client.linger = 5000, 0
                 with suppress(zmq.Again):
@@ -137,16 +138,16 @@ def message_kinds(address: str, secure: Secure, vocab_size: int) -> list[Kind]:
         hello,
         *[mutated] * 6,
     )
-    return [take_over, partial(hang_up, context, address, secure, bye[0]), *(partial(send, make) for make in makers)]
+    return [take_over, partial(hang_up, context, address, keys, bye[0]), *(partial(send, make) for make in makers)]
 
 
-def hang_up(context: zmq.Context, address: str, secure: Secure, bye: bytes, rng: random.Random) -> str | None:
+def hang_up(context: zmq.Context, address: str, keys: ActorKeys, bye: bytes, rng: random.Random) -> str | None:
     """Many messages and pings of ZeroMQ's, over a line that breaks off while they wait to be read."""
     line = Line(address)
     with context.socket(zmq.DEALER) as client:
         client.linger, client.sndtimeo = 0, 1000
         client.heartbeat_ivl, client.heartbeat_timeout = 1, 60_000
-        secure(client)
+        use_actor_keys(client, keys)
         client.connect(line.address)
         with suppress(zmq.Again):
             for _ in range(rng.choice((100, 1000, 5000))):
@@ -189,9 +190,9 @@ def group_for(ticket: Ticket, trajectories: Sequence[Trajectory]) -> list[bytes]
 class Impostor:
     """An actor with an allowed key that asks for tickets and answers each with what no actor would send."""
 
-    def __init__(self, address: str, secure: Secure, rules: TokenRules) -> None:
+    def __init__(self, address: str, keys: ActorKeys, rules: TokenRules) -> None:
         self.rules, self._seen = rules, set[str]()
-        self._client = connect(zmq.Context(), address, secure, b"hostile#00000000")
+        self._client = connect(zmq.Context(), address, keys, b"hostile#00000000")
 
     def kinds(self) -> list[Kind]:
         makers = (self.mutated, self.huge_numbers, self.too_long, self.of_the_future, self.odd_numbers, self.verbose)

@@ -13,9 +13,9 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from shared.codec import TokenRules
-from shared.engine_messages import generate_body
+from shared.engine.engine_messages import generate_body
 from shared.types import Image, Sampling
+from shared.wire.codec import TokenRules
 from tests.fuzz.mutations import bend_bytes, nodes
 from tests.hostile.attack import Kind
 from tests.hostile.images import drawn, hostile

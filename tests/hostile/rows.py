@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, PngImagePlugin
+from PIL import Image
 
 from envs.colour import COLOURS, PIXELS
 from envs.datasets import load_dataset
@@ -34,10 +34,10 @@ def uri(data: bytes) -> str:
 
 
 def square(colour: str, number: int) -> bytes:
-    """The square of a colour; `number` stands beside the pixels, so that no two rows are the same."""
-    note, out = PngImagePlugin.PngInfo(), io.BytesIO()
-    note.add_text("number", str(number))
-    Image.new("RGB", (PIXELS, PIXELS), COLOURS[colour]).save(out, "PNG", pnginfo=note)
+    """The square of a colour; `number` is one pixel's colour, so that no two rows are the same."""
+    square, out = Image.new("RGB", (PIXELS, PIXELS), COLOURS[colour]), io.BytesIO()
+    square.putpixel((0, 0), (number >> 16 & 255, number >> 8 & 255, number & 255))
+    square.save(out, "PNG")
     return out.getvalue()
 
 

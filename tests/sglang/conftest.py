@@ -7,8 +7,7 @@ import pytest
 from launch.engines.network import free_port
 from learner.distributed import close_ranks, init_ranks
 from learner.model.policy import load_policy
-from learner.weights.publisher import PublishSettings
-from tests.support.publishing import publishing
+from tests.support.publishing import publish_settings, publishing
 from tests.support.sglang_rig import START_S, Servers, recipe_of, vision_of
 
 
@@ -43,6 +42,6 @@ def policy(recipe):
 
 @pytest.fixture
 def publisher(policy, ranks):
-    settings = PublishSettings(timeout_s=20.0, call_timeout_s=30.0, health_timeout_s=3.0)
+    settings = publish_settings(timeout_s=20.0, call_timeout_s=30.0, health_timeout_s=3.0)
     with publishing(policy, ranks, settings) as publisher:
         yield publisher

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.weights.publisher import PublishSettings
-from learner.weights.verify import WeightVerifier, WrongWeights
-from shared.engine_api import EngineClient
-from shared.weights.checksums import part_of
-from tests.support.publishing import publishing
+from learner.weights.verify import WeightVerifier
+from shared.engine.checksums import part_of
+from shared.engine.engine_api import EngineClient
+from tests.support.publishing import fault_found, publish_settings, publishing
 from tests.support.sglang_rig import give_base, vision_of
 from tests.support.small.adapted import adapted_policy, move_adapters
 
@@ -25,7 +24,7 @@ def policy(recipe):
 
 @pytest.fixture
 def publisher(servers, policy, recipe, ranks):
-    settings = PublishSettings(timeout_s=20.0, bucket_bytes=50_000)
+    settings = publish_settings(timeout_s=20.0, bucket_bytes=50_000)
     give_base(recipe, ranks, servers.urls[BESIDE])
     with publishing(policy, ranks, settings, WeightVerifier(policy, recipe.model.path, ranks)) as publisher:
         yield publisher
@@ -35,15 +34,15 @@ def parts_of(policy):
     return {part_of(name) for name, _ in policy.named_weights()}
 
 
-def test_the_server_holds_the_learners_sums_byte_for_byte_and_is_sent_adapters_alone(servers, policy, publisher):
-    url, before = servers.urls[BESIDE], publisher.verifier.canary.expected()
+def test_the_server_answers_as_the_learner_and_is_sent_adapters_alone(servers, policy, publisher):
+    url, before = servers.urls[BESIDE], publisher.verifier.canary.expected_logprobs()
     num_bytes = 8 + sum(4 * factor.numel() for each in policy.adapters.of.values() for factor in each.factors)
     for version in range(len(parts_of(policy))):
         move_adapters(policy, 0.02)
         metrics = publisher.publish(version, [url])
         assert metrics["publish/bytes"] == num_bytes
-        assert (metrics["publish/checksum_skipped"], metrics["publish/unproven"]) == (0, 0)
-    after = publisher.verifier.canary.expected()
+        assert metrics["publish/unproven"] == 0
+    after = publisher.verifier.canary.expected_logprobs()
     assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 100 * metrics["publish/canary_gap"]
 
 
@@ -53,27 +52,29 @@ def test_a_server_without_the_plugin_is_refused_in_one_line(servers, publisher):
 
 
 def test_a_server_that_serves_the_base_or_another_one_is_found(servers, policy, publisher, monkeypatch):
-    url, walk = servers.urls[BESIDE], publisher._walk
+    url, compute = servers.urls[BESIDE], publisher.verifier.compute_canary
+    move_adapters(policy, 0.1)
+    factors = [each.factors[1] for each in policy.adapters.of.values()]
+    values = [factor.detach().clone() for factor in factors]
 
-    def without_adapters(*arguments):
-        kept = [(each.factors[1], each.factors[1].detach().clone()) for each in policy.adapters.of.values()]
-        with torch.no_grad():
-            for factor, _ in kept:
-                factor.zero_()
-            walk(*arguments)
-            for factor, value in kept:
-                factor.copy_(value)
+    @torch.no_grad()
+    def with_adapters():  # the server has been sent the base alone
+        for factor, value in zip(factors, values, strict=True):
+            factor.copy_(value)
+        compute()
 
-    move_adapters(policy, 1e-4)
     with monkeypatch.context() as patch:
-        patch.setattr(publisher, "_walk", without_adapters)
-        with pytest.raises(WrongWeights, match=f"engine {url}, version 5: holds other values of .* that it was sent "):
-            publisher.publish(5, [url])
+        patch.setattr(publisher.verifier, "compute_canary", with_adapters)
+        with torch.no_grad():
+            for factor in factors:
+                factor.zero_()
+        words = f"engine {url}, version 5: the canary prompt's logprobs are "
+        assert words in fault_found(publisher, url, [5])
     with torch.no_grad():
         for _, weight in policy.named_weights():
-            weight.mul_(1.01)
-    with pytest.raises(WrongWeights, match=f"engine {url}, version 6: holds other values of .* model.path"):
-        publisher.publish(6, [url])
+            weight.mul_(1.1)
+    words = f"engine {url}, version 6: the canary prompt's logprobs are "
+    assert words in fault_found(publisher, url, [6])
 
 
 def test_half_an_adapter_is_forgotten_and_the_next_one_is_taken(servers, publisher, monkeypatch):

@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from learner.weights.group import WeightGroup
-from shared.engine_api import EngineError
+from learner.weights.weight_group import WeightGroup
+from shared.engine.engine_api import EngineError
 from tests.support.engines import ask, call
 from tests.support.episodes import gap
 from tests.support.hostile.memory import resident_bytes

@@ -12,15 +12,14 @@ import torch
 from launch.engines.network import free_port
 from launch.engines.probe import ModelFacts
 from learner.model.policy import load_policy
-from learner.weights.publisher import PublishSettings
-from shared.engine_api import EngineClient
+from shared.engine.engine_api import EngineClient
 from shared.types import Image, Sampling
 from tests.support.engines import call
-from tests.support.publishing import publishing
+from tests.support.publishing import publish_settings, publishing
 from tests.support.sglang_rig import ENDS, START_S, TOLERANCE, Servers, move, recipe_of, vision_of
 from tests.support.tiny import continued, draw_image, load_model, logprobs_under, png
 
-SETTINGS = PublishSettings(timeout_s=60.0, call_timeout_s=60.0, health_timeout_s=30.0)
+SETTINGS = publish_settings(timeout_s=60.0, call_timeout_s=60.0, health_timeout_s=30.0)
 SIZE = (64, 96)
 LENGTHS = (840, 900, 960, 1020)
 

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from launch.engines.commands import STAND_INS, sglang_python
+from launch.engines.engine_supervisor import check_router
+from launch.engines.kinds.sglang_engine import STAND_INS, sglang_python
 from launch.engines.network import free_port
 from launch.engines.probe import ModelFacts
-from launch.engines.supervisor import check_router
 from launch.processes.children import cpu_env
-from shared.engine_api import EngineError
+from shared.engine.engine_api import EngineError
 from tests.support.engines import wait_healthy
 from tests.support.episodes import gap
 from tests.support.sglang_rig import TOLERANCE, tickets, versions, vision_of, with_player

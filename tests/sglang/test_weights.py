@@ -9,12 +9,11 @@ import torch
 
 from launch.engines.probe import ModelFacts
 from learner.model.policy import load_policy
-from learner.weights.publisher import PublishSettings
-from shared.engine_api import EngineClient, EngineError
+from shared.engine.engine_api import EngineClient, EngineError
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
 from tests.support.engines import ask, call
-from tests.support.publishing import publishing
+from tests.support.publishing import publish_settings, publishing
 from tests.support.sglang_rig import ENDS, MODEL, TOLERANCE, move, vision_of
 from tests.support.tiny import continued, draw_image, load_model, logprobs_under, png
 
@@ -60,9 +59,9 @@ def test_an_update_in_the_middle_of_a_request_yields_two_spans_of_two_weights(
 ):
     url, spec = servers.urls[engine], vision_of(recipe)
     policy = load_policy(recipe.model.path, spec)
-    with publishing(policy, ranks, PublishSettings(pause_mode=mode, timeout_s=20.0)) as publisher:
+    with publishing(policy, ranks, publish_settings(pause_mode=mode, timeout_s=20.0)) as publisher:
         assert publisher.publish(10, [url])["publish/engines"] == 1
-        assert ask(url, lambda client: client.traits()).beside_generation is (engine == BESIDE)
+        assert ask(url, lambda client: client.server_info()).beside_generation is (engine == BESIDE)
         old = load_model(recipe.model.path)
         move(policy, 1)
         out = asyncio.run(generate(url, prompt, 1500, lambda: publisher.publish(11, [url])))

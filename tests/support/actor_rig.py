@@ -1,4 +1,4 @@
-"""A stage that plays episodes without an engine, a bare learner in the test's hands, and real actor processes."""
+"""A stage that plays episodes without an engine, a bare learner that the test controls, and real actor processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 import zmq
 
-from actor.loop import run_actor
+from actor.actor_loop import run_actor
 from learner.tickets.sources import SeedSource
-from shared.codec import decode, encode
-from shared.config import load_recipe
+from shared.config.recipe import load_recipe
 from shared.types import Hello, Request, Sampling, Stop, Ticket, Tickets, Trajectory, Welcome
+from shared.wire.codec import decode, encode
 from tests.support.wires import actor_settings, episode
 
 RECIPE = "launch/recipes/colour_tiny.toml"
@@ -27,7 +27,7 @@ Play = Callable[[Ticket, int], Coroutine[Any, Any, Trajectory]]
 
 
 class Stage:
-    """Plays episodes; counts what runs at once. `gate` holds every episode back until it is set."""
+    """Plays episodes without an engine, and counts how many run at once. Every episode waits until `gate` is set."""
 
     def __init__(self, *, gated: bool = False) -> None:
         self.gate = asyncio.Event()
@@ -52,7 +52,7 @@ class Stage:
 
 
 class Learner:
-    """A bare ROUTER in the test's hands."""
+    """A learner that is a bare ROUTER controlled by the test."""
 
     def __init__(self) -> None:
         self.context = zmq.Context()
@@ -65,7 +65,7 @@ class Learner:
         self.engines: tuple[str, ...] = ()
 
     async def expect(self, kind: type, where: Callable[[Any], bool] = lambda _: True) -> Any:
-        """The next message of this kind for which `where` holds; each Hello is welcomed."""
+        """Return the next message of this kind for which `where` holds; answer each Hello with a Welcome."""
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             if not self.socket.poll(0):
@@ -92,7 +92,7 @@ def ticket(name: str, group_size: int = 1) -> Ticket:
 
 
 def with_learner(test: Callable[[Learner], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """The test with a learner of its own, as a function that pytest can call."""
+    """Wrap an async test that needs a learner into a function that pytest can call."""
 
     def run() -> None:
         learner = Learner()
@@ -109,7 +109,7 @@ def start(learner: Learner, play: Play, **changes: Any) -> asyncio.Task[int]:
 
 
 async def start_with(learner: Learner, play: Play, *tickets: Ticket) -> asyncio.Task[int]:
-    """An actor that has asked for tickets and is sent these."""
+    """Start an actor, wait until it requests tickets, and send it these."""
     actor = start(learner, play)
     await learner.expect(Request)
     learner.send(Tickets(tickets))
@@ -123,7 +123,8 @@ async def dismiss(learner: Learner, actor: asyncio.Task[int]) -> None:
 
 @contextmanager
 def actor_process(learner: Learner, *overrides: str, engine: str = "http://127.0.0.1:9") -> Iterator[subprocess.Popen]:
-    """Plays tickets of `learner` as `RECIPE` with `overrides` says; stderr is a pipe. Killed at the end, if it runs."""
+    """Yield an actor process that plays tickets of `learner` by `RECIPE` with `overrides`; its stderr is a pipe. Kill
+    it at the end if it still runs."""
     recipe = load_recipe(RECIPE, ["--actor.learner", learner.address, *overrides])
     settings = {"recipe": recipe.model_dump(mode="json"), "index": 0, "engine_urls": [engine], "journals": ""}
     process = subprocess.Popen(
@@ -140,7 +141,7 @@ def actor_process(learner: Learner, *overrides: str, engine: str = "http://127.0
 
 
 async def give(learner: Learner, *tickets: Ticket) -> None:
-    """Tickets to the actor that has just been started."""
+    """Wait until the actor that was just started requests tickets, and send it these."""
     deadline = time.monotonic() + START_LIMIT_S
     while not await _asks(learner):
         assert time.monotonic() < deadline, "the actor did not start"

@@ -1,4 +1,4 @@
-"""Checkpoints of a small trainer, in a folder of the test's own."""
+"""Writing checkpoints of a small trainer into the test's folder."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from learner.checkpoints.saver import Saver
-from shared.config import Recipe
-from shared.learner_config import LearnerConfig
-from shared.sections import EnvConfig, ModelConfig
+from shared.config.learner_section import LearnerConfig
+from shared.config.recipe import Recipe
+from shared.config.sections import EnvConfig, ModelConfig
 from tests.support.episodes import learner_config
 
 
 def config(**changes: Any) -> LearnerConfig:
-    settings = {"lr": 1e-3, "value_lr": 1e-2, "lr_schedule": "linear", "warmup_steps": 2, "total_steps": 10}
+    settings = {"lr": 1e-3, "value_lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "total_steps": 10}
     return learner_config(**settings | changes)
 
 
@@ -22,7 +22,7 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def save(trainer: Any, ranks: Any, path: Path, *, version: int = 7, keep: int = 2, background: bool = False) -> Path:
-    settings = recipe(keep_checkpoints=keep, checkpoint_in_background=background)
+    settings = recipe(keep=keep, in_background=background)
     saver = Saver(path, trainer, ranks, settings)
     where = saver.save(version, {"cursor": version, "open": ["a"]})
     saver.wait()

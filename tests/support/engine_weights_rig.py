@@ -1,4 +1,4 @@
-"""The other end of an engine's weight updates: a publisher in a few lines, and a model with other weights."""
+"""The sender of an engine's weight updates: a minimal publisher, and a model with other weights."""
 
 import asyncio
 
@@ -7,8 +7,8 @@ import torch
 
 from actor.engine.weight_loader import broadcast, join_group
 from launch.engines.network import free_port
-from learner.weights.buckets import buckets
-from shared.engine_api import EngineClient, bucket_content
+from learner.weights.gathering import buckets
+from shared.engine.engine_api import EngineClient, bucket_content
 from shared.vision import VisionSpec
 from tests.support.machine import until_async
 from tests.support.tiny import load_model, running_engine
@@ -28,7 +28,7 @@ def engine(folder):
 
 
 def other_weights(folder):
-    """The same model with every parameter moved."""
+    """Return the same model with every parameter changed."""
     model = load_model(folder)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -38,7 +38,7 @@ def other_weights(folder):
 
 
 class Publisher:
-    """Rank 0 of the group: what the learner does, in a few lines."""
+    """Rank 0 of the weight group: a minimal version of the learner's publisher."""
 
     def __init__(self, url):
         self.engine = EngineClient(url)

@@ -1,4 +1,4 @@
-"""Engines for tests: real ones as processes, servers that misbehave on purpose, and a check of what was sampled."""
+"""Engines for tests: real ones as processes, servers that misbehave on purpose, and checks of sampled tokens."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from actor.engine.weight_loader import broadcast, join_group, parse_entries
-from launch.engines.commands import engine_specs
+from launch.engines.host_engines import engine_specs
 from launch.engines.network import free_port
-from shared.config import load_recipe
-from shared.engine_api import EngineClient
+from shared.config.recipe import load_recipe
+from shared.engine.engine_api import EngineClient
 from shared.types import Image, Sampling
 from tests.support.machine import LocalServer, QuietHandler
+from tests.support.paths import ROOT
 from tests.support.tiny import draw_image, load_model, logprobs_under, png
 
-ROOT = Path(__file__).parents[2]
 Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]
 SILENT_S = 600.0  # longer than any test may take
 
@@ -58,14 +58,14 @@ def _running(url: str, command: Sequence[str], start_s: float, **options: Any) -
 
 
 def engine_process(folder: Path, *more: str) -> AbstractContextManager[EngineProcess]:
-    """The embedded engine as a process of its own, on a free port."""
+    """Start the embedded engine as a separate process, on a free port."""
     port = free_port()
     command = [sys.executable, "-m", "actor.engine.server", "--model-path", str(folder), "--port", str(port), *more]
     return _running(f"http://127.0.0.1:{port}", command, 180.0, cwd=ROOT)
 
 
 def sglang_process(folder: Path) -> AbstractContextManager[EngineProcess]:
-    """SGLang's server as a process of its own, on a free port, from the environment that `make sglang-env` builds."""
+    """Start SGLang's server as a separate process, on a free port, in the environment that `make sglang-env` builds."""
     fields = {"model.path": folder, "engine.kind": "sglang", "engine.port": free_port(), "engine.start_timeout_s": 300}
     arguments = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
     (spec,) = engine_specs(load_recipe(str(ROOT / "launch/recipes/colour_tiny.toml"), arguments))
@@ -74,7 +74,7 @@ def sglang_process(folder: Path) -> AbstractContextManager[EngineProcess]:
 
 
 def ask(url: str, use: Callable[[EngineClient], Awaitable[Any]], **options: Any) -> Any:
-    """What `use` makes of a client that is open meanwhile, for a test without an event loop."""
+    """Return the result of `use`, called with an open client, for a test without an event loop."""
 
     async def main() -> Any:
         async with EngineClient(url, **options) as client:
@@ -84,7 +84,7 @@ def ask(url: str, use: Callable[[EngineClient], Awaitable[Any]], **options: Any)
 
 
 def call(url: str, path: str, body: Any = None, timeout_s: float = 30.0) -> Any:
-    """Posts `body`, or gets where there is none; the decoded answer."""
+    """Post `body`, or GET if it is None; return the decoded answer."""
     if body is None:
         return ask(url, lambda client: client.request("GET", path, timeout_s=timeout_s))
     return ask(url, lambda client: client.post(path, body, timeout_s))
@@ -96,7 +96,8 @@ def wait_healthy(url: str, limit_s: float = 60.0) -> None:
 
 @contextmanager
 def false_engine(answers: Mapping[str, Answer]) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """A server that answers each path as told, and all others with success: (url, the requests that it saw)."""
+    """Run a server that answers the paths in `answers` as given there, and all others with success; yield (url,
+    requests received)."""
     seen: list[tuple[str, Any]] = []
 
     class Handler(QuietHandler):
@@ -148,7 +149,7 @@ def is_silent(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
 
 
 def dribbles(request: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-    """Sends a byte now and then, so that no single read ever waits long."""
+    """Send a byte now and then, so that no single read ever waits long."""
     request.send_response(200)
     request.send_header("content-length", "10000")
     request.end_headers()
@@ -191,7 +192,8 @@ class JoiningEngine:
         common |= {"name": body["group_name"], "backend": body["backend"], "timeout_s": 10}
 
         def join(place):
-            self._groups[place] = join_group(rank=body["rank_offset"] + place, **common)
+            with suppress(RuntimeError):  # the learner has broken up the group
+                self._groups[place] = join_group(rank=body["rank_offset"] + place, **common)
 
         self._groups = [None] * self.num_ranks
         self._on_all_ranks(join)
@@ -206,7 +208,7 @@ class JoiningEngine:
 
         def receive(place):
             flat = torch.empty(sum(entry.nbytes for entry in entries), dtype=torch.uint8)
-            with suppress(RuntimeError):  # the learner has broken the group up
+            with suppress(RuntimeError):  # the learner has broken up the group
                 broadcast(self._groups[place], flat, 10)
                 self.received.append((place, flat))
 
@@ -221,11 +223,12 @@ class JoiningEngine:
 
 
 def surprise_z(logprobs_KV: Tensor, token_ids_K: Tensor) -> float:
-    """Whether tokens were sampled from the distribution that their logprobs come from: a sampler that narrows or
-    sharpens it biases every importance weight, and no comparison of logprobs shows it.
+    """Measure whether tokens were sampled from the distribution of their logprobs. A sampler that narrows or sharpens
+    it would bias every importance weight, and no comparison of logprobs would show it.
 
-    The tokens' -log p beyond the entropy, summed, in its standard deviations: about normal if each was sampled from
-    its row, for tokens of one sequence too (differences of a martingale)."""
+    Return the sum of the tokens' -log p minus the entropy, in standard deviations. It is approximately normal if each
+    token was sampled from its row, also for tokens of one sequence (the terms are differences of a martingale).
+    """
     p, logprobs = logprobs_KV.double().exp(), logprobs_KV.double().clamp(min=-1e4)
     own = logprobs.gather(1, token_ids_K[:, None])[:, 0]
     entropy = -(p * logprobs).sum(1)
@@ -237,7 +240,7 @@ SIZES = [(64, 64), (96, 64), (64, 64), (128, 128)]
 
 
 async def play(client, spec, seed, turns=3, temperature=1.0, pause_s=0.0, sizes=SIZES):
-    """One episode of random observations; returns (compact ids, [(turn start, completion)], images)."""
+    """Play one episode with random observations; return (compact ids, [(turn start, completion)], images)."""
     rng = random.Random(seed)
     ids, drawn_images, sampled = [rng.randrange(20, 200) for _ in range(rng.randint(1, 30))], [], []
     for _ in range(turns):
@@ -259,7 +262,7 @@ def play_at_once(url, spec, seeds, **options):
 
 
 def check(folder, spec, episodes, temperature=1.0):
-    """That each completion has the logprobs of a plain forward."""
+    """Check that each completion's logprobs are those of a plain forward."""
     model = load_model(folder)
     for ids, sampled, images in episodes:
         own = logprobs_under(model, spec, ids[:1], ids[1:], images, temperature=temperature)

@@ -1,4 +1,5 @@
-"""Folders that look like an installed environment: the names of packages' metadata, and nothing that could run."""
+"""Makes folders that look like an installed Python environment: only the packages' metadata folders, nothing that
+runs."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from pathlib import Path
 
 
 def made_up_environment(folder: Path, **versions: str) -> Path:
-    """`folder` with a dist-info folder for each package. One with SGLang looks like the environment of its server."""
+    """Fill `folder` with a dist-info folder for each package; with "sglang" it also looks like the environment of
+    SGLang's server."""
     packages = folder / "lib" / "python3.11" / "site-packages"
     for name, version in versions.items():
         (packages / f"{name}-{version}.dist-info").mkdir(parents=True)

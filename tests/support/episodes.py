@@ -1,5 +1,5 @@
-"""Random episodes for tests of the learner: real PNG images, several turns, behaviour logprobs as asked for; and its
-settings, each by the last part of its name."""
+"""Random episodes for tests of the learner: real PNG images, several turns, behaviour logprobs as needed; and the
+learner's settings by the last parts of their names."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ import torch
 from msgspec.structs import replace
 from PIL import Image as PILImage
 
-from learner.batch import Microbatch, make_episode, pack
-from learner.images import ImageDecoder
+from learner.batch.episodes import make_episode
+from learner.batch.image_decoder import ImageDecoder
+from learner.batch.microbatch import Microbatch
+from learner.batch.packer import pack
 from learner.model.policy import Policy
-from shared.config import new_name
-from shared.learner_config import LearnerConfig
-from shared.settings.objective import ObjectiveConfig
+from shared.config.learner_section import LearnerConfig
+from shared.config.objective_section import ObjectiveConfig
+from shared.config.recipe import known_fields
 from shared.types import Ending, Group, Image, Trajectory, Turn
 from shared.vision import VisionSpec
+from shared.wire.frames import DTYPES
 from tests.support.tiny import draw_image, logprobs_under, png
 
 
 def learner_config(**values: Any) -> LearnerConfig:
-    """`objective` and `optimizer` are the names of these; the others have one name only."""
+    """Return a learner section with these fields, each given by the last part of its dotted name; `objective` and
+    `optimizer` give their `name`."""
     fields: dict[str, Any] = {}
+    keys = known_fields(LearnerConfig)
     for name, value in values.items():
-        _, section, *inner = (new_name(f"learner.{name}") or f"learner.{name}").split(".")
+        in_sections = [key for key in keys if key.endswith(f".{name}")]
+        key = f"{name}.name" if f"{name}.name" in keys else in_sections[0] if len(in_sections) == 1 else name
+        section, *inner = key.split(".")
         if inner:
             fields.setdefault(section, {})[inner[0]] = value
         else:
@@ -47,7 +54,8 @@ def random_trajectory(
     with_images: bool = True,
     version: int = 0,
 ) -> Trajectory:
-    """A prompt, then per turn an image, some text and some sampled tokens; behaviour logprobs are about -3."""
+    """Return an episode with a prompt, then per turn an image, some text and some sampled tokens; behaviour logprobs
+    are about -3."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(1, vocab_size, prompt_tokens).tolist()
     mask, images, spans = [0] * prompt_tokens, [], []
@@ -76,6 +84,24 @@ def random_trajectory(
     )
 
 
+def joined(parts: Sequence[Trajectory]) -> Trajectory:
+    """Return one episode whose segments are these episodes."""
+    starts = np.cumsum([0, *(len(part.token_ids) for part in parts)]).tolist()
+    turns = tuple(
+        Turn(turn.start + start, turn.end + start, turn.reward)
+        for part, start in zip(parts, starts, strict=False)
+        for turn in part.turns
+    )
+    return replace(
+        parts[0],
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in DTYPES},
+        turns=turns,
+        images=tuple(image for part in parts for image in part.images),
+        reward=sum(part.reward for part in parts),
+        segments=tuple(starts[1:-1]),
+    )
+
+
 def random_groups(spec: VisionSpec, num_groups: int, *, group_size: int = 1, seed: int = 0, **kwargs) -> list[Group]:
     groups = []
     for g in range(num_groups):
@@ -85,7 +111,8 @@ def random_groups(spec: VisionSpec, num_groups: int, *, group_size: int = 1, see
 
 
 def siblings(spec: VisionSpec, count: int, *, seed: int = 0, **kwargs: Any) -> Group:
-    """A group as it is played: all begin with the same prompt and image and go on differently, in different lengths."""
+    """Return a group like a played one: all episodes begin with the same prompt and image, and continue differently,
+    with different lengths."""
     first, *others = (random_trajectory(spec, 1000 * seed + i, **kwargs) for i in range(count))
     prompt = int(np.flatnonzero(first.loss_mask)[0])
     same = [first]
@@ -103,13 +130,13 @@ def packed(policy: Policy, trajectories: Sequence[Trajectory]) -> Microbatch:
 
 @torch.no_grad()
 def gap(policy: Policy, trajectory: Trajectory, temperature: float = 1.0) -> float:
-    """The largest difference between the engine's logprobs and the learner's of the same tokens."""
+    """Return the largest difference between the behaviour logprobs and the policy's logprobs of the same tokens."""
     batch = packed(policy, [trajectory])
     return float((policy(batch, temperature).logprobs - batch.behaviour_logprobs).abs().max())
 
 
 def plain_logprobs(model: Any, trajectory: Trajectory, spec: VisionSpec, temperature: float = 1.0) -> torch.Tensor:
-    """Of the sampled tokens, by one forward of transformers with the vision ids banned."""
+    """Return the logprobs of the sampled tokens from one forward of transformers, with the vision ids banned."""
     images = [PILImage.open(io.BytesIO(image.data)).convert("RGB") for image in trajectory.images]
     ids, sampled = trajectory.token_ids.tolist(), np.flatnonzero(trajectory.loss_mask)
     return logprobs_under(model, spec, ids[:1], ids[1:], images, temperature=temperature)[sampled - 1]
@@ -117,7 +144,8 @@ def plain_logprobs(model: Any, trajectory: Trajectory, spec: VisionSpec, tempera
 
 @torch.no_grad()
 def on_policy(policy: Policy, trajectory: Trajectory, *, noise: float = 0.0, temperature: float = 1.0) -> Trajectory:
-    """The trajectory with `policy`'s own logprobs, plus `noise` times a normal draw, as those of the behaviour."""
+    """Return the trajectory with `policy`'s own logprobs, plus `noise` times a normal random number, as behaviour
+    logprobs."""
     logprobs = policy(packed(policy, [trajectory]), temperature).logprobs.numpy()
     logprobs = logprobs + noise * np.random.default_rng(len(logprobs)).normal(size=len(logprobs))
     behaviour = np.zeros(len(trajectory.token_ids), dtype=np.float32)

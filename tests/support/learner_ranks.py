@@ -1,4 +1,4 @@
-"""What test_learner_ranks.py compares, computed by one rank, by two, three and four: OUT/1.pt to OUT/4.pt.
+"""Computes the results that test_learner_ranks.py compares, on one, two, three and four ranks: OUT/1.pt to OUT/4.pt.
 
 python -m tests.support.learner_ranks MODEL OUT ENGINE
 """
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from learner.batch.delivery import broadcast_groups
 from learner.checkpoints.saver import Saver
 from learner.distributed import (
     Ranks,
@@ -28,22 +29,22 @@ from learner.distributed import (
     make_expert_mesh,
     make_mesh,
 )
-from learner.guards.finite import check_finite
+from learner.model.finite import check_finite
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import freeze, parallelize
-from learner.optim import MuonAdamW, clip_
-from learner.parallel.delivery import broadcast_groups
-from learner.recording.columns import watch
-from learner.trainer import Trainer
-from learner.weights.buckets import gathered
-from learner.weights.publisher import Publisher, PublishSettings
+from learner.recording.recorded_columns import watch
+from learner.training.optim import MuonAdamW, clip_
+from learner.training.trainer import Trainer
+from learner.weights.gathering import gathered
+from learner.weights.publisher import Publisher
 from learner.weights.verify import WeightVerifier
-from shared.config import Recipe
-from shared.learner_config import LearnerConfig, ParallelConfig
-from shared.sections import EnvConfig, ModelConfig, RecordConfig
+from shared.config.learner_section import LearnerConfig, ParallelConfig
+from shared.config.recipe import Recipe
+from shared.config.sections import EnvConfig, ModelConfig, RecordConfig
 from shared.types import Group
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config, random_groups
+from tests.support.publishing import publish_settings
 from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES
 from tests.support.ranks.checks import said_by_the_check
 from tests.support.ranks.cuts import CUTS, groups_of
@@ -65,7 +66,7 @@ def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
 
 
 def ranks_for(ranks: Ranks, parallel: ParallelConfig) -> Ranks:
-    """The same processes, as a recipe groups them; a collective."""
+    """Return `ranks` with the groups that these settings give. A collective: all ranks must call it."""
     mesh = make_mesh("cpu", ranks.size, parallel.shard_size)
     context = make_context(ranks.rank, ranks.size, parallel.context, timedelta(seconds=60))
     experts = make_expert_mesh("cpu", ranks.size, parallel.shard_size, parallel.expert)
@@ -73,8 +74,8 @@ def ranks_for(ranks: Ranks, parallel: ParallelConfig) -> Ranks:
 
 
 def reference_of(folder: str, ranks: Ranks, config: LearnerConfig) -> Policy:
-    """Other weights than the policy's where that trains any, so that the first gradient has a part of it; sure of what
-    it says where it is to hold that."""
+    """Return a reference whose trained weights differ from the policy's, so that it contributes to the first gradient.
+    With `hold_coef` its logits are scaled up, so that it is sure of its tokens."""
     reference = load_policy(folder, VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
     freeze(reference, config.optimizer.freeze, config.optimizer.freeze_layers)
     with torch.no_grad():
@@ -91,7 +92,7 @@ def recipe_of(config: LearnerConfig) -> Recipe:
 
 
 def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
-    sides = (64, 96) if spec.patch_size == 16 else (56, 84, 140)  # that are not resized
+    sides = (64, 96) if spec.patch_size == 16 else (56, 84, 140)  # sides of images that are not resized
     groups = random_groups(spec, num_groups, seed=10 * step, turns=2, group_size=2, sides=sides)
     return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, with_images=False)
 
@@ -101,7 +102,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(trainer: Trainer, ranks: Ranks, steps: range, num_groups: int) -> list[dict[str, float]]:
-    """On rank 0's groups."""
+    """Train on rank 0's groups."""
     metrics = []
     for step in steps:
         groups = groups_of_step(trainer.policy.spec, step, num_groups) if ranks.is_main else None
@@ -110,18 +111,19 @@ def train(trainer: Trainer, ranks: Ranks, steps: range, num_groups: int) -> list
 
 
 def recorded(trainer: Trainer, ranks: Ranks, num_groups: int) -> dict[int, np.ndarray | None]:
-    """What one more step would record of two of its groups, by the place of the episode."""
+    """Train one more step; return the columns recorded for two of its groups, by the episode's position."""
     made = groups_of_step(trainer.policy.spec, 3, num_groups) if ranks.is_main else None
     groups = broadcast_groups(made, ranks)
     watched = watch(groups, 4, RecordConfig(every=1, groups=2))
     assert watched is not None
     trainer.step(groups, 1, watched)
-    return {place: watched.columns(place) for place in watched.places}
+    return {index: watched.columns(index) for index in watched.indices}
 
 
 @contextmanager
 def first_gradients_noted(trainer: Trainer) -> Iterator[dict[str, torch.Tensor]]:
-    """Filled when the trainer first clips them, with the gradients as they are before."""
+    """Yield a dict that is filled with the gradients when the trainer clips them for the first time, as they are before
+    clipping."""
     found: dict[str, torch.Tensor] = {}
 
     def note(*arguments: Any) -> None:
@@ -129,12 +131,12 @@ def first_gradients_noted(trainer: Trainer) -> Iterator[dict[str, torch.Tensor]]
             found.update({name: whole(p.grad) for name, p in trainer.policy.named_parameters() if p.requires_grad})
         clip_(*arguments)
 
-    with patch("learner.trainer.clip_", note):
+    with patch("learner.training.update.clip_", note):
         yield found
 
 
 def gradients_of(trainer: Trainer, batches: Sequence[Sequence[Group]]) -> list[dict[str, torch.Tensor]]:
-    """The gradient of one step on each of these, of its last update; no weight is changed."""
+    """Return, for each batch, the gradient of the last update of one step on it; change no weights."""
     found: list[dict[str, torch.Tensor]] = []
     last: dict[str, torch.Tensor] = {}
 
@@ -152,14 +154,15 @@ def gradients_of(trainer: Trainer, batches: Sequence[Sequence[Group]]) -> list[d
 
 
 def gradients_of_cuts(folder: str, ranks: Ranks, cuts: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
-    """Of microbatches that all ranks share, each cut in an awkward place."""
+    """Return the gradients of the cases in `cuts`: microbatches shared by all ranks, each cut in an awkward place."""
     trainer = trainer_of(folder, ranks, context=ranks.size, microbatch_tokens=4000, shard_size=0)
     batches = [groups_of(case, trainer.policy.spec) for case in cuts]
     return dict(zip(cuts, gradients_of(trainer, batches), strict=True))
 
 
 def exact(folder: str, ranks: Ranks) -> dict[str, dict[str, Any]]:
-    """In float64: all cuts, and what EXACT names, of one rank by case and of four by mode."""
+    """Return results, to be computed in float64: the gradients of all cuts, and the runs in EXACT, by case on one rank
+    and by mode on several."""
     found: dict[str, dict[str, Any]] = {"cuts": gradients_of_cuts(folder, ranks, [*CUTS])}
     for name, (size, case, settings) in EXACT.items():
         changes, num_groups = CASES[case]
@@ -171,20 +174,25 @@ def exact(folder: str, ranks: Ranks) -> dict[str, dict[str, Any]]:
 
 
 def run(folder: str, ranks: Ranks, changes: dict[str, Any], num_groups: int) -> tuple[Trainer, dict[str, Any]]:
-    """First gradients; weights and metrics after three steps."""
+    """Train three steps; return the trainer, and the first gradients, the metrics and the final weights."""
     trainer = trainer_of(folder, ranks, **changes)
     with first_gradients_noted(trainer) as gradients:
         metrics = train(trainer, ranks, range(3), num_groups)
     weights = {n: t.clone() for n, t in gathered(trainer.policy)}
     weights |= {n: whole(p) for n, p in trainer.policy.value_head.named_parameters(prefix="value_head")}
-    return trainer, {"gradients": gradients, "metrics": metrics, "weights": weights, "common": trainer.common}
+    return trainer, {
+        "gradients": gradients,
+        "metrics": metrics,
+        "weights": weights,
+        "common": trainer.models.num_common,
+    }
 
 
 def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, model: str, folder: Path, engine: str) -> dict[str, Any]:
-    """Two ranks publish, to `engine`."""
+    """Save a checkpoint, publish (on two ranks to `engine`), and train on."""
     saver = Saver(folder, trainer, ranks, recipe_of(trainer.config))
     path = saver.save(3, {"cursor": 5})
-    settings = PublishSettings(bucket_bytes=100_000, timeout_s=30)
+    settings = publish_settings(bucket_bytes=100_000, timeout_s=30)
     publisher = Publisher(trainer.policy, ranks, settings, WeightVerifier(trainer.policy, model, ranks))
     published = publisher.publish(3, [engine] if ranks.is_main and ranks.size == 2 else ())
     publisher.close()
@@ -195,7 +203,8 @@ def save_publish_and_go_on(trainer: Trainer, ranks: Ranks, model: str, folder: P
 
 
 def muon_alone(ranks: Ranks) -> list[torch.Tensor]:
-    """Two matrices after three steps on gradients that are the same for any number of ranks; 37 rows divide by none."""
+    """Return two matrices after three steps with gradients that are the same for any number of ranks. 37 rows are not
+    divisible by any number of ranks."""
     draw = torch.Generator().manual_seed(0)
 
     def drawn(rows: int) -> torch.Tensor:
@@ -212,13 +221,14 @@ def muon_alone(ranks: Ranks) -> list[torch.Tensor]:
 
 
 def expert_shards(trainer: Trainer) -> list[tuple[int, int]]:
-    """(experts here, of how many) of each tensor of experts."""
+    """Return (experts on this rank, experts in all) for each tensor of experts."""
     experts = [p for name, p in trainer.policy.named_parameters() if "experts" in name and p.ndim == 3]
     return [(len(p.to_local() if hasattr(p, "to_local") else p), len(p)) for p in experts]
 
 
 def said_of_a_number_on_the_last_rank(ranks: Ranks, number: float) -> str:
-    """What this rank's check of finite weights raises."""
+    """Return the error of this rank's `check_finite` if only the last rank has this number among its weights; "" if
+    there is none."""
     weights = [("empty", torch.ones(0)), ("good", torch.ones(3)), ("other", torch.ones(2))]
     if ranks.rank == ranks.size - 1:
         weights[2][1][0] = number
@@ -230,13 +240,13 @@ def said_of_a_number_on_the_last_rank(ranks: Ranks, number: float) -> str:
 
 
 def model_of(folder: str, case: str) -> str:
-    """The mixture of experts and Qwen2.5-VL lie beside the model."""
+    """Return the folder of a case's model: the mixture of experts and Qwen2.5-VL are in folders beside `folder`."""
     other = {"experts": "moe", "windows": "windows"}
     return str(Path(folder).parent / other[case]) if case in other else folder
 
 
 def compute(folder: str, out: Path, engine: str) -> None:
-    """All that is asked of as many ranks as the environment says."""
+    """Compute and save all results for the number of ranks that the environment gives."""
     ranks = init_ranks("cpu", timeout_s=120)
     result: dict[str, Any] = {}
     for name in CASES_OF.get(ranks.size, ()):

@@ -1,4 +1,4 @@
-"""What tests need of this machine: an HTTP server, and waits that have a limit."""
+"""Helpers for tests: an HTTP server, waits with a limit, and information about processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def until(done: Callable[[], object], timeout_s: float = 20.0, state: Callable[[], object] = str) -> None:
-    """Returns as soon as `done()` holds, asked every 10 ms; AssertionError with `state()` if that takes too long."""
+    """Wait until `done()` is true, checked every 10 ms; raise AssertionError with `state()` if that takes too long."""
     deadline = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < deadline, f"not within {timeout_s} s {state()}"
@@ -19,7 +19,7 @@ def until(done: Callable[[], object], timeout_s: float = 20.0, state: Callable[[
 
 
 async def until_async(done: Callable[[], object], timeout_s: float = 20.0, state: Callable[[], object] = str) -> None:
-    """`until` for a test whose event loop has to go on; asked every 5 ms."""
+    """Wait as `until` does, for a test whose event loop must keep running; check every 5 ms."""
     deadline = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < deadline, f"not within {timeout_s} s {state()}"
@@ -27,7 +27,8 @@ async def until_async(done: Callable[[], object], timeout_s: float = 20.0, state
 
 
 def is_there(pid: int) -> bool:
-    """False also for a process that has ended and that nobody has collected yet: who adopts orphans may be slow."""
+    """Tell whether a process runs. False also for a zombie, since the process that adopts orphans may be slow to reap
+    it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -35,7 +36,7 @@ def is_there(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """The process ids of all living descendants, from /proc."""
+    """Return the process ids of all living descendants, from /proc."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -67,7 +68,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 class LocalServer:
-    """Answers HTTP by `handler` on a free port of loopback, until it is closed."""
+    """An HTTP server with `handler` on a free port of loopback, until it is closed."""
 
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

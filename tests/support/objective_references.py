@@ -1,7 +1,7 @@
-"""Plain float64 transcriptions of the papers' objectives, episode by episode: what tests compare with.
+"""Plain float64 transcriptions of the papers' objectives, episode by episode, as references for tests.
 
-Each takes one list per episode and gives the loss that autograd differentiates: no masks, no packing, no detach tricks
-but where the paper holds a quantity fixed.
+Each takes a list of episodes and returns the loss to differentiate: without masks or packing, and with detach only
+where the paper holds a quantity fixed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ Episode = dict[str, torch.Tensor]
 
 
 def aggregate(terms: list[torch.Tensor], config, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """`terms`: one [K] tensor an episode; `kept`: 1 or 0 for each, the mean is over those with 1."""
+    """Return the loss from `terms`, one [K] tensor per episode. `kept` has 1 or 0 for each term; the mean is over those
+    with 1."""
     kept = [torch.ones_like(t) for t in terms] if kept is None else kept
     weights = [k if config.aggregation == "token_mean" else k / len(k) for k in kept]
     return sum((w * t).sum() for w, t in zip(weights, terms, strict=True)) / sum(w.sum() for w in weights)
 
 
 def kept_tokens(episodes: list[Episode], config) -> list[torch.Tensor]:
-    """What masked importance sampling keeps, token by token in Python numbers."""
+    """Return, per episode, 1 for each token that masked importance sampling keeps and 0 for others, computed in Python
+    numbers."""
     kept = []
     for e in episodes:
         own = e["proximal"] if config.proximal == "learner" else e["logprobs"]
@@ -35,7 +37,7 @@ def kept_tokens(episodes: list[Episode], config) -> list[torch.Tensor]:
 
 
 def surrogate(ratio: torch.Tensor, advantage: torch.Tensor, config):
-    """PPO's clipped surrogate, to be maximised, with the dual clip for negative advantages."""
+    """Return PPO's clipped surrogate, to be maximised, with the dual clip for negative advantages."""
     clamped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     value = torch.minimum(ratio * advantage, clamped * advantage)
     if config.dual_clip is None:
@@ -44,12 +46,13 @@ def surrogate(ratio: torch.Tensor, advantage: torch.Tensor, config):
 
 
 def ratio_and_weight(e: Episode, config, of=lambda log_ratio: log_ratio) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the clip acts on, differentiable, and what it is multiplied by, held fixed. `of`: from tokens to actions."""
+    """Return (the differentiable ratio that is clipped, the fixed weight that multiplies it). `of` maps log ratios of
+    tokens to those of actions."""
     limit = math.inf if config.pg_rho_bar is None else config.pg_rho_bar
     if config.proximal == "learner":  # pi/prox, and the truncated prox/mu
         weight = of(e["proximal"] - e["behaviour"]).exp().clamp(max=limit)
         return of(e["logprobs"] - e["proximal"]).exp(), weight.detach()
-    ratio = of(e["logprobs"] - e["behaviour"]).exp()  # the weight is truncated, its gradient through log pi kept
+    ratio = of(e["logprobs"] - e["behaviour"]).exp()  # the weight is truncated; its gradient through log pi stays
     return ratio, ratio.detach().clamp(max=limit) / ratio.detach()
 
 
@@ -82,7 +85,7 @@ def bar(x: float, limit: float | None) -> float:
 
 
 def actions_of(e: Episode, config) -> list[tuple[int, int, float]]:
-    """(first token, behind the last, log rho) of each action of an episode."""
+    """Return (first token, end, log rho) of each action of an episode."""
     ends = (e["turn_end"].nonzero()[:, 0] + 1).tolist()
     if config.vtrace_level == "token":
         ends = list(range(1, len(e["logprobs"]) + 1))
@@ -102,7 +105,7 @@ def rewards_of(e: Episode, config) -> torch.Tensor:
 
 
 def vtrace(episodes: list[Episode], config) -> torch.Tensor:
-    """Targets by the recursion of the paper's remark 1, in Python numbers; then one term an action."""
+    """Compute targets by the recursion in remark 1 of the paper, in Python numbers, then one term per action."""
     terms = []
     for e in episodes:
         actions, per_token = actions_of(e, config), torch.zeros(len(e["logprobs"]), dtype=torch.float64)
@@ -134,7 +137,7 @@ def vtrace(episodes: list[Episode], config) -> torch.Tensor:
 
 
 def ppo(episodes: list[Episode], config) -> torch.Tensor:
-    """Advantages as the sum of all later temporal differences, O(T^2); one action is a token or a turn."""
+    """Compute advantages as the sum of all later temporal differences, in O(T^2); an action is a token or a turn."""
     terms = []
     for e in episodes:
         actions, per_token = actions_of(e, config), torch.zeros(len(e["logprobs"]), dtype=torch.float64)
@@ -154,7 +157,7 @@ def ppo(episodes: list[Episode], config) -> torch.Tensor:
                 return total if config.turn_ratio == "product" else total / (end - start)
 
             ratio, weight = ratio_and_weight(e, config, of_action)
-            # Of the turn's ratio each of its tokens has the gradient ratio x A, as V-trace by turns has it.
+            # Each token of a turn gets the gradient ratio x A of the turn's ratio, as in V-trace by turns.
             share = (end - start) if config.turn_ratio == "geometric" else 1
             policy = -share * weight * surrogate(ratio, torch.tensor(advantage, dtype=torch.float64), config)
             error = e["values"][start] - (values[i] + advantage)
@@ -164,7 +167,8 @@ def ppo(episodes: list[Episode], config) -> torch.Tensor:
 
 
 def extras(episodes: list[Episode], config) -> torch.Tensor:
-    """KL to the reference and entropy; the objective is the sum of this and one of the above."""
+    """Compute the terms of the KL to the reference and of the entropy; the objective is the sum of this and one of the
+    above."""
     terms = []
     for e in episodes:
         log_ratio = e["logprobs"] - e["reference"]

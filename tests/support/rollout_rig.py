@@ -1,4 +1,4 @@
-"""An engine whose answers are given, an environment that counts, and episodes played with both."""
+"""An engine with scripted answers, an environment that counts, and episodes played with both."""
 
 import asyncio
 
@@ -6,14 +6,14 @@ import pytest
 
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads
-from actor.limits import EpisodeLimits
+from actor.episode import EpisodeLimits
 from actor.render import Renderer
 from actor.rewards import EnvReward
 from actor.rollout import Player
-from shared.codec import TokenRules, check_trajectory
-from shared.engine_api import EngineClient
+from shared.engine.engine_api import EngineClient
 from shared.types import Completion, Ending, Sample, Sampling, Ticket, VersionSpan
 from shared.vision import VisionSpec
+from shared.wire.codec import TokenRules, check_trajectory
 from tests.support.tiny import draw_image, tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Play."}
@@ -32,7 +32,7 @@ def threads():
 
 
 class Scripted(EngineClient):
-    """An engine whose answers are known: each a text, or a Completion, or an exception."""
+    """An engine with scripted answers: each is a text, a Completion, or an exception."""
 
     def __init__(self, answers):
         super().__init__("http://scripted:1")
@@ -49,8 +49,8 @@ class Scripted(EngineClient):
 
 
 class Brief(EngineClient):
-    """A real engine's, whose turns have a few tokens even from a model that writes noise: every fourth id ends one.
-    It keeps what was asked and what was answered."""
+    """A client of a real engine with short turns even for a random model: every fourth token id ends a turn. It keeps
+    requests and answers."""
 
     def __init__(self, url):
         super().__init__(url)
@@ -71,7 +71,7 @@ def completion(text, version=1, reason="stop"):
 
 
 class Counting:
-    """Shows an image and counts: each answer's length is its reward; "end" ends it."""
+    """An environment that shows an image; an answer's reward is its length, and the answer "end" ends the episode."""
 
     def __init__(self, sample=None):
         self.heard, self.closed = [], False
@@ -111,7 +111,7 @@ def play(renderer, threads, answers, env=Counting, limits=None, episode_reward=N
 
 
 def play_briefly(url, renderer, threads, max_turns=3):
-    """An episode of short turns on the engine at `url`, and the client that played it."""
+    """Play an episode of short turns on the engine at `url`; return it and the client that played it."""
 
     async def main():
         async with Brief(url) as client:

@@ -1,4 +1,4 @@
-"""Commands on small recipes, the colour task's if none is named, in a folder and on ports of the test's own."""
+"""Runs commands on small recipes (by default the colour task's), in the test's own folder and on its own ports."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from launch.engines.network import free_port
 
 RECIPE = "launch/recipes/colour_tiny.toml"
 
-LEARNING_S = 800.0  # a whole training of a small model, on a slow machine
+LEARNING_S = 800.0  # limit of a whole training of a small model on a slow machine
 
 
 def places(tmp_path: Path, **more: object) -> list[str]:
-    """Overrides that keep two runs on one machine apart."""
+    """Return overrides for the run's folder and ports that keep two runs on one machine apart."""
     address = f"tcp://127.0.0.1:{free_port()}"
     fields = {"run.dir": tmp_path, "learner.bind": address, "actor.learner": address, "engine.port": free_port()}
     return [part for key, value in {**fields, **more}.items() for part in (f"--{key}", str(value))]
@@ -31,22 +31,22 @@ def local(arguments: list[str]) -> list[str]:
 
 
 def finished(arguments: list[str], timeout_s: float = 250) -> subprocess.CompletedProcess[str]:
-    """The command, which has ended well."""
+    """Run the command to its end, check that it succeeded, and return it."""
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout_s)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended
 
 
 def refused(arguments: list[str], codes: Container[int] = (2,)) -> tuple[str, str]:
-    """The one line in which a command named the user's mistake, and all of its stderr."""
+    """Run a command that must fail with one of `codes`; return its one-line error, and its whole stderr."""
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=250)
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")] or [ended.stderr[-3000:]]
     assert ended.returncode in codes, line
-    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("Traceback") == ended.stderr.count("Traceback of the user's code:")
     return line, ended.stderr
 
 
 def metrics(tmp_path: Path, name: str = "colour_tiny") -> list[dict]:
-    """The whole rows; the run may be writing the next."""
+    """Return the complete rows of metrics.jsonl; the run may be writing the next one."""
     text = (tmp_path / name / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -1,4 +1,4 @@
-"""Actors and a socket for tests that decide what arrives: nothing here runs by itself."""
+"""Actors and a socket for tests that decide which messages arrive: nothing here runs by itself."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.transport import Sent
 from shared.types import Ack, Cancel, Group, Receipt, Refusal, Ticket, Tickets, Welcome
+from shared.wire.endpoints import Delivery
 
-Stamp = tuple[int, int]  # learner process, version: what an engine's weights are
+Stamp = tuple[int, int]  # (learner process, version) of an engine's weights
 
 
 def is_part_of_history(stamp: Stamp, process: int, last: int, forks: Mapping[int, Stamp]) -> bool:
-    """Whether these weights are among those that a learner, now `process` at version `last`, goes on from. `forks`: of
-    each process the one that it went on from, and the last version of that which it has."""
+    """Tell whether these weights belong to the history of a learner that is now `process` at version `last`. `forks`:
+    for each process, the process that it resumed from, and the last version of that one in its history."""
     while stamp[0] != process:
         if process == 0:
             return False
@@ -25,12 +25,12 @@ def is_part_of_history(stamp: Stamp, process: int, last: int, forks: Mapping[int
 
 @dataclass
 class Actor:
-    """Keeps groups as `actor.loop` does."""
+    """An actor that keeps tickets and groups as `actor.actor_loop` does."""
 
     key: str
-    weights: Stamp = (0, 0)  # of its engine, now
+    weights: Stamp = (0, 0)  # present weights of its engine
     process_id: str = ""
-    playing: dict[str, tuple[Ticket, Stamp]] = field(default_factory=dict)  # and the weights at its start
+    playing: dict[str, tuple[Ticket, Stamp]] = field(default_factory=dict)  # with the weights at the ticket's start
     finished: dict[str, Group] = field(default_factory=dict)
     kept: dict[str, Group] = field(default_factory=dict)
 
@@ -64,15 +64,15 @@ class Actor:
 
 
 class Wire:
-    """Stands in for the learner's socket: what is sent lies here until the schedule delivers, repeats or loses it."""
+    """Replaces the learner's socket: sent messages wait here until the test delivers, repeats or loses them."""
 
     def __init__(self) -> None:
         self.present: set[str] = set()
         self.to_actors: list[tuple[str, Any]] = []
         self.to_learner: list[tuple[str, Any]] = []
 
-    def send(self, peer: bytes, message: Any) -> Sent:
+    def send(self, peer: bytes, message: Any) -> Delivery:
         if peer.decode() not in self.present:
-            return Sent.GONE
+            return Delivery.GONE
         self.to_actors.append((peer.decode(), message))
-        return Sent.YES
+        return Delivery.SENT

@@ -1,4 +1,4 @@
-"""What tests against SGLang's real server share: engines of the small Sokoban model, a player, a publisher."""
+"""Helpers for tests with SGLang's real server: engines of the small Sokoban model, a player, a publisher."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from actor.render import Renderer
 from actor.rollout import Player
 from actor.worker import make_player
 from launch.actors import check
-from launch.engines.supervisor import Engine, wait_until_serving
+from launch.engines.engine_supervisor import EngineServer, wait_until_serving
 from launch.processes.children import stop_all
 from launch.task_samples import held_out_samples
 from learner.distributed import Ranks
 from learner.model.policy import Policy, load_policy
-from learner.weights.publisher import PublishSettings
-from shared.config import Recipe, load_recipe
-from shared.engine_api import EngineClient
+from shared.config.recipe import Recipe, load_recipe
+from shared.engine.engine_api import EngineClient
 from shared.types import Sampling, Ticket, Trajectory
 from shared.vision import VisionSpec
 from tests.support.engines import surprise_z
 from tests.support.episodes import packed
-from tests.support.publishing import publishing
+from tests.support.publishing import publish_settings, publishing
 
-START_S = 600  # several servers at once, on a machine that has more to do
-TOLERANCE = 1e-4  # of a logprob
+START_S = 600  # for several servers at once on a busy machine
+TOLERANCE = 1e-4  # tolerance of a logprob
 RECIPE = "launch/recipes/sokoban_tiny.toml"
 MODEL = "launch/models/sokoban_tiny"
 ENDS = tuple(AutoTokenizer.from_pretrained(MODEL).get_vocab()[word] for word in ("<|im_end|>", "<|im_start|>"))
@@ -46,18 +45,18 @@ def recipe_of(tmp: Path, **fields: object) -> Recipe:
 
 @dataclass(slots=True)
 class Servers:
-    """Engines, started as launch/actors.py starts them; by default the first is paused for its weights, a second one is
-    not."""
+    """Engines, started as by launch/actors.py. By default the first one does not stage weights, so that it is paused
+    for updates; the others stage them."""
 
     recipe: Recipe
-    engines: list[Engine]
+    engines: list[EngineServer]
 
     @staticmethod
     def start(recipe: Recipe, *, paused: bool = True) -> Servers:
         model, specs = check(recipe)
         if paused:
             specs = (replace(specs[0], env=specs[0].env | {"PRONK_STAGE_WEIGHTS": "0"}), *specs[1:])
-        servers = Servers(recipe, [Engine(spec, recipe.engine) for spec in specs])
+        servers = Servers(recipe, [EngineServer(spec, recipe.engine) for spec in specs])
         try:
             for engine in servers.engines:
                 engine.start()
@@ -80,7 +79,7 @@ class Servers:
         return child.process.pid
 
     def keep_until(self, done: Callable[[], bool], timeout_s: float = 240.0) -> None:
-        """Looks after the engines, as launch/actors.py does, until `done`."""
+        """Supervise the engines, as launch/actors.py does, until `done()`."""
         deadline = time.monotonic() + timeout_s
         while not done():
             assert time.monotonic() < deadline, "the engine did not come back"
@@ -90,7 +89,7 @@ class Servers:
 
 
 def versions(episode: Trajectory) -> set[int]:
-    """Of the weights that its tokens were sampled with."""
+    """Return the versions of the weights that sampled the episode's tokens."""
     return set(episode.policy_versions[episode.loss_mask == 1].tolist())
 
 
@@ -100,7 +99,7 @@ def vision_of(recipe: Recipe) -> VisionSpec:
 
 
 async def with_player(recipe: Recipe, urls: Sequence[str], use: Callable[[Player], Awaitable[Any]]) -> Any:
-    """What `use` makes of a player that is open meanwhile."""
+    """Return the result of `use`, called with an open player."""
     renderer = Renderer(AutoTokenizer.from_pretrained(recipe.model.path), vision_of(recipe))
     engines = EnginePool([EngineClient(url, timeout_s=120.0) for url in urls])
     try:
@@ -110,7 +109,7 @@ async def with_player(recipe: Recipe, urls: Sequence[str], use: Callable[[Player
 
 
 def play(recipe: Recipe, urls: Sequence[str], count: int, version: int, *sampling: float) -> list[Trajectory]:
-    """Episodes of held-out samples, all at once."""
+    """Play episodes of held-out samples, all at the same time."""
 
     async def use(player: Player) -> list[Trajectory]:
         return await asyncio.gather(*map(player.play, tickets(recipe, count, version, *sampling)))
@@ -124,17 +123,17 @@ def tickets(recipe: Recipe, count: int, version: int, temperature: float = 1.0, 
 
 
 def give_base(recipe: Recipe, ranks: Ranks, url: str) -> None:
-    """The server holds what other tests have sent; afterwards it holds the weights of its model's files."""
+    """Publish the weights of the model's files to the server, which may hold weights from other tests."""
     policy = load_policy(recipe.model.path, vision_of(recipe))
-    with publishing(policy, ranks, PublishSettings(timeout_s=60.0)) as publisher:
+    with publishing(policy, ranks, publish_settings(timeout_s=60.0)) as publisher:
         assert publisher.publish(0, [url])["publish/engines"] == 1
 
 
 @torch.no_grad()
 def surprise(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
-    """`surprise_z` of the tokens that an engine sampled at temperature 1 with these weights."""
+    """Return `surprise_z` of the tokens that an engine sampled at temperature 1 with these weights."""
     batch = packed(policy, trajectories)
-    hidden_NH, _ = policy._hidden(batch, policy._below(batch, None, 0))
+    hidden_NH, _ = policy._final_hidden(batch, policy._lower_activations(batch, None, 0))
     logits_NV = hidden_NH @ policy.vlm.lm_head.weight.T
     logits_NV[:, list(policy.banned_ids)] = -torch.inf
     return surprise_z(logits_NV.log_softmax(-1), batch.target_ids)
@@ -142,7 +141,7 @@ def surprise(policy: Policy, trajectories: Sequence[Trajectory]) -> float:
 
 @torch.no_grad()
 def move(policy: Policy, seed: int, scale: float = 0.05) -> None:
-    """Other weights: every parameter is moved by a share of its own spread."""
+    """Change every parameter by random noise of `scale` times its standard deviation."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in policy.vlm.parameters():
         spread = parameter.std() if parameter.numel() > 1 else parameter.abs()

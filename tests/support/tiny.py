@@ -27,10 +27,10 @@ from transformers import (
 
 from actor.engine.app import EngineApp
 from actor.engine.http import HttpServer
-from actor.engine.settings import EngineSettings
+from actor.engine.server_settings import EngineSettings
 from launch.tiny_models.build import build_config, build_model, build_tokenizer, save
 from learner.model.policy import Policy
-from shared.vision import VisionSpec, expand, mrope_positions, patchify, pixel_values
+from shared.vision import VisionSpec, expand, patchify, pixel_values
 
 PHRASES = [
     "Answer with your next moves like this: <answer>up, left</answer>",
@@ -45,7 +45,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model_dir(tmp: str | Path, *, hidden: int = 64, layers: int = 2, seed: int = 0) -> Path:
-    """Writes a random tiny Qwen3-VL with tokenizer, chat template and image processor; returns its folder."""
+    """Write a random tiny Qwen3-VL with tokenizer, chat template and image processor; return its folder."""
     folder = Path(tmp) / f"tiny-{hidden}-{layers}-{seed}"
     if not folder.exists():
         tokenizer = tiny_tokenizer()
@@ -59,7 +59,8 @@ def load_model(folder: str | Path) -> Any:
 
 
 def moe_policy(folder: str | Path, spec: VisionSpec) -> Policy:
-    """Random weights in the shape of the model in `folder`, with eight experts a layer, two of them for each token."""
+    """Return a policy with random weights and the shape of the model in `folder`, but with eight experts per layer, two
+    of them for each token."""
     config = Qwen3VLMoeConfig.from_dict(load_model(folder).config.to_dict())
     for name, value in {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}.items():
         setattr(config.text_config, name, value)
@@ -69,7 +70,8 @@ def moe_policy(folder: str | Path, spec: VisionSpec) -> Policy:
 
 @torch.no_grad()
 def mixture_dir(dense: Path) -> Path:
-    """A folder beside `dense`, the tiny model of which it is a mixture, with matrices that tell experts apart."""
+    """Write a mixture with the shape of the tiny model in `dense` into a folder beside it, with random matrices, so
+    that experts differ."""
     policy = moe_policy(dense, VisionSpec.load(dense))
     folder = shutil.copytree(dense, dense.parent / "moe")
     for name, p in policy.vlm.named_parameters():
@@ -82,7 +84,7 @@ def mixture_dir(dense: Path) -> Path:
 
 
 def draw_image(width: int = 64, height: int = 64, seed: int = 0) -> PILImage.Image:
-    """Random noise: no two seeds look alike to any model."""
+    """Return an image of random noise, so that images of different seeds differ for any model."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return PILImage.fromarray(pixels)
 
@@ -97,11 +99,11 @@ def png(image: PILImage.Image) -> bytes:
 def reference_logits(
     model: PreTrainedModel, token_ids: list[int], images: list[PILImage.Image], spec: VisionSpec
 ) -> torch.Tensor:
-    """fp32 logits [T, V] at every compact position (a image's is that of its last visual token): one plain forward
-    of transformers over the whole expanded stream, without any cache. Images must need no resizing."""
+    """Return float32 logits [T, V] at every compact position (for an image, at its last visual token), from one plain
+    forward of transformers over the whole expanded stream, without a cache. Images must need no resizing."""
     grids = [spec.grid(*image.size) for image in images]
     ids, compact = expand(token_ids, grids, spec)
-    positions = mrope_positions(ids, grids, spec)
+    positions = spec.position_ids(ids, grids)
     extra = {}
     if images:
         patches = [patchify(np.asarray(i), spec) for i in images]
@@ -123,13 +125,14 @@ def logprobs_under(
     banned: Sequence[int] | None = None,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """What the model says of `sampled` after `prompt` when it may not sample `banned` (None: vision ids)."""
+    """Return the logprobs of `sampled` after `prompt` under the model, with the ids `banned` excluded (None: the vision
+    ids)."""
     logits = reference_logits(model, [*prompt, *sampled], list(images), spec)[len(prompt) - 1 : -1]
     return chosen(logits / temperature, sampled, spec.banned_ids if banned is None else banned)
 
 
 def chosen(logits: torch.Tensor, tokens: Sequence[int], banned: Sequence[int]) -> torch.Tensor:
-    """Logprobs of `tokens`, each by its row of `logits` without the banned ids."""
+    """Return the logprobs of `tokens`, each from its row of `logits` with the banned ids excluded."""
     logits = logits.index_fill(1, torch.tensor(banned, dtype=torch.int64), -torch.inf)
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
@@ -139,12 +142,13 @@ def continued(
     old: Any, new: Any, spec: VisionSpec, prompt: list[int], tokens: list[int], split: int, image: PILImage.Image,
     banned: Sequence[int],
 ) -> torch.Tensor:  # fmt: skip
-    """Logprobs of tokens[split:] by `new`, on the keys and values that `old` made of what came before."""
+    """Return the logprobs of tokens[split:] under `new`, given keys and values that `old` has computed for everything
+    before."""
     grids = [spec.grid(*image.size)]
     expanded, _ = expand([*prompt, *tokens], grids, spec)
-    positions = torch.from_numpy(mrope_positions(expanded, grids, spec))[:, None]
+    positions = torch.from_numpy(spec.position_ids(expanded, grids))[:, None]
     ids = torch.from_numpy(expanded)[None]
-    border = ids.shape[1] - len(tokens) + split - 1  # the first token that `new` reads is the last that `old` wrote
+    border = ids.shape[1] - len(tokens) + split - 1  # the first token that `new` reads is the last one sampled by `old`
     pixels = pixel_values(patchify(np.asarray(image), spec), spec)
     cache = DynamicCache(config=old.config.text_config)
     old(
@@ -157,7 +161,8 @@ def continued(
 
 @contextmanager
 def running_engine(folder: str | Path, **settings: Any) -> Iterator[tuple[str, EngineApp]]:
-    """The embedded engine in this process, on a free port: (url, app). `settings` as those of EngineSettings."""
+    """Run the embedded engine in this process, on a free port; yield (url, app). `settings` are fields of
+    EngineSettings."""
     ready: Future[tuple[str, EngineApp, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:

@@ -1,4 +1,4 @@
-"""Small records for tests of the wire: a message of every kind, messages with one place changed, ticket servers and
+"""Small records for tests of the wire: a message of every kind, messages with one field changed, ticket servers and
 actors on a free port."""
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from actor.loop import ActorSettings
-from learner.tickets.book import BookSettings
-from learner.tickets.server import TicketServer, TicketServerSettings
+from actor.actor_loop import ActorSettings
 from learner.tickets.sources import SeedSource
-from shared.codec import SCHEMA_VERSION, TokenRules, encode
-from shared.frames import Frame, digest
+from learner.tickets.ticket_book import BookSettings
+from learner.tickets.ticket_server import TicketServer, TicketServerSettings
 from shared.types import (
     Ack,
+    AgreedSetting,
     Bye,
     Cancel,
     Ending,
@@ -36,13 +35,15 @@ from shared.types import (
     Turn,
     Welcome,
 )
+from shared.wire.codec import SCHEMA_VERSION, TokenRules, encode
+from shared.wire.frames import Frame, digest
 
 PLACEHOLDER, VISION_START, VOCAB = 7, 8, 100
 RULES = TokenRules(PLACEHOLDER, (PLACEHOLDER, VISION_START), VOCAB)
 
 
 def episode(version: int = 0, *, reward: float = 1.0, image: bytes = b"an image", **changes: object) -> Trajectory:
-    """Two turns after one image: 2 tokens and 1 token, all of `version`."""
+    """Return an episode of two turns after one image: 2 tokens and 1 token, all sampled by `version`."""
     fields: dict[str, object] = {
         "token_ids": np.array([1, PLACEHOLDER, 2, 3, 4, 5, 6], np.int32),
         "loss_mask": np.array([0, 0, 1, 1, 0, 0, 1], np.uint8),
@@ -64,7 +65,7 @@ def failed_episode(ending: Ending = Ending.ENV_ERROR, error: str = "boom") -> Tr
 
 
 def sealed(frames: Sequence[Frame]) -> list[bytes]:
-    """These frames (header, arrays, images) with their correct digest, whatever they hold."""
+    """Return these frames (header, arrays, images) with a correct digest appended, even if their content is invalid."""
     raw = [bytes(frame) for frame in frames]
     try:
         hashes = msgspec.msgpack.decode(raw[0])["images"]
@@ -107,7 +108,7 @@ TICKET = Ticket("0-a", SAMPLE, 2, 3, Sampling(0.7, 0.9, 50, 12), 30.0, "eval", 5
 GROUP = Group("0-a", "actor", (episode(image=b"one"), episode(2), failed_episode()), 1.5)
 STOP = {"v": SCHEMA_VERSION, "message": {"kind": "Stop", "reason": "x"}, "images": []}
 EXAMPLES = [
-    Hello("a", ("http://x:1", "http://y:2"), 100, ("0-a", "1-a"), 0.25),
+    Hello("a", ("http://x:1", "http://y:2"), 100, ("0-a", "1-a"), 0.25, {"env.max_turns": AgreedSetting("8")}),
     Request(3),
     Bye("done"),
     GROUP,
@@ -126,7 +127,7 @@ def raw(frames: list) -> list[bytes]:
 
 
 def changed_header(message: object, path: list, value: object) -> list[bytes]:
-    """The frames of `message` with one place of its fields replaced, and the digest of what is there now."""
+    """Return the frames of `message` with the value at `path` in its fields replaced, and with a matching digest."""
     frames = raw(encode(message))  # type: ignore[arg-type]
     header = msgspec.msgpack.decode(frames[0])
     place = header["message"]

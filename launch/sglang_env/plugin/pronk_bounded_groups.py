@@ -1,19 +1,23 @@
-"""A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): nobody waits for a learner that has gone.
+"""A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): the server does not wait for a learner that
+is gone.
 
-The group that weights travel over has torch's default limit, half an hour with gloo, and the generating thread waits
-in it. A learner that gives up a broadcast, such as when another engine has refused it, breaks the connections; but gloo
-forgets who receives a message that breaks off in the middle, so that the server would stand still until the limit.
-Requests to join groups that are given up by then would stand still after it, one after the other.
+The group over which weights are sent has torch's default time limit, half an hour with gloo, and the generating thread
+waits in it. When a learner gives up a broadcast, for example because another engine has refused it, it breaks the
+connections. But gloo does not notify the receiver of a message that breaks off in the middle, so that the server would
+stand still until the limit; then the requests to join groups that have been given up meanwhile would wait, one after
+the other.
 
-Here a group of gloo's has the learner's own limit, PRONK_GROUP_TIMEOUT_S. Weights are received on another thread, while
-this one looks once a second whether the learner still has the group's store open; a group without one is not joined.
+With this plugin a gloo group has the learner's own limit, PRONK_GROUP_TIMEOUT_S. Weights are received on another
+thread, while this one checks once a second whether the learner still has the group's store open. A group without an
+open store is not joined.
 
-A learner that is killed says nothing of its groups. One learner publishes to a server, over one group at a time: it
-gives a group up before it builds another, and never uses it again. So whoever joins leaves all earlier groups.
+A killed learner does not close its groups. But one learner publishes to a server, over one group at a time: it gives up
+its group before it builds another. So the server leaves all earlier groups when it joins a new one.
 
-NCCL's groups have their own limits: it notices broken connections, and torch ends a process whose limit has passed.
+NCCL groups need none of this: NCCL notices broken connections, and torch ends a process whose limit has passed.
 
-Goes when gloo tells the receiver of a message that breaks off, and SGLang takes a limit and leaves such groups.
+To be removed when gloo notifies the receiver of a message that breaks off, and SGLang accepts a limit and leaves such
+groups.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ Address = tuple[str, int]
 
 
 def given_up(store: Address) -> bool:
-    """Whether the learner's host answers that nobody listens there any more. Silence says nothing."""
+    """Tell whether the learner's host refuses the connection, so that nobody listens there any more. No answer does not
+    count."""
     try:
         socket.create_connection(store, LOOK_S).close()
     except ConnectionRefusedError:
@@ -44,7 +49,7 @@ def given_up(store: Address) -> bool:
 
 
 def stream_of(updater: Any) -> Any:
-    """What the calling thread has the GPU do is in this stream; None without a GPU."""
+    """Return the calling thread's current CUDA stream; None without a GPU."""
     import torch
 
     return torch.cuda.current_stream(updater.gpu_id) if updater.device == "cuda" else None
@@ -52,10 +57,9 @@ def stream_of(updater: Any) -> Any:
 
 @contextmanager
 def in_stream(stream: Any) -> Any:
-    """A new thread is at GPU 0 and in its default stream; within this it is where another one is.
-
-    Gloo copies what it receives to the GPU in a stream of its own, and only the stream of the thread that waits for the
-    broadcast waits for the copy. At the end of this the bytes are there, for every thread and stream."""
+    """Give the calling thread another thread's GPU and stream; a new thread has GPU 0 and its default stream. Gloo
+    copies received data to the GPU in a separate stream, and only the stream of the thread that waits for the broadcast
+    waits for this copy. So this synchronizes at the end: then the data is there for every thread and stream."""
     import torch
 
     if stream is None:
@@ -67,18 +71,18 @@ def in_stream(stream: Any) -> Any:
 
 
 def break_up(group: Any) -> None:
-    """On another thread, for it may wait for the network. SGLang's way, to destroy the group, would have NCCL wait for
-    all the others that are in it."""
+    """Abort the group on another thread, since that may wait for the network. SGLang would destroy the group, for which
+    NCCL waits for all other members."""
     from torch.distributed.distributed_c10d import _abort_process_group
 
     threading.Thread(target=_abort_process_group, args=(group,), name="earlier weights", daemon=True).start()
 
 
-class Hooks:
-    """Stand around methods of the server's WeightUpdater, in each model process."""
+class GroupHooks:
+    """Hooks around methods of the server's WeightUpdater, in each model process."""
 
     def __init__(self) -> None:
-        self.stores: dict[str, Address] = {}  # of gloo's groups, by their names
+        self.stores: dict[str, Address] = {}  # store addresses of gloo groups, by group name
 
     def join(
         self,
@@ -109,7 +113,7 @@ class Hooks:
         return original(updater, group_name)
 
     def receive(self, original: Any, updater: Any, *, group_name: str, **bucket: Any) -> Any:
-        """RuntimeError where the learner has given up the group."""
+        """Receive a bucket. Raise RuntimeError if the learner has given up the group."""
         store = self.stores.get(group_name)
         if store is None:
             return original(updater, group_name=group_name, **bucket)
@@ -121,7 +125,7 @@ class Hooks:
                 with in_stream(stream):
                     weights = original(updater, group_name=group_name, **bucket)
                 received.set_result(weights)
-            except BaseException as error:  # noqa: BLE001  raised where the bucket is wanted
+            except BaseException as error:  # noqa: BLE001  raised in the waiting thread
                 received.set_exception(error)
 
         threading.Thread(target=run, name="weights", daemon=True).start()
@@ -136,17 +140,17 @@ class Hooks:
 
 
 def limited(original: Any, *, backend: str, **fields: Any) -> Any:
-    """Stands around SGLang's constructor of groups."""
+    """Wrap SGLang's constructor of groups: set the time limit of gloo groups."""
     if backend == "gloo":
         fields["timeout"] = timedelta(seconds=float(os.environ.get("PRONK_GROUP_TIMEOUT_S", "300")))
     return original(backend=backend, **fields)
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes, before it serves."""
+    """Register the hooks. SGLang calls this in each of its processes, before it serves."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks, module = Hooks(), "sglang.srt.model_executor.model_runner_components.weight_updater"
+    hooks, module = GroupHooks(), "sglang.srt.model_executor.model_runner_components.weight_updater"
     HookRegistry.register(f"{module}.init_custom_process_group", limited, HookType.AROUND)
     HookRegistry.register(f"{module}.WeightUpdater.init_weights_update_group", hooks.join, HookType.AROUND)
     HookRegistry.register(f"{module}.WeightUpdater.destroy_weights_update_group", hooks.leave, HookType.AROUND)

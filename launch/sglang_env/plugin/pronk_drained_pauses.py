@@ -1,14 +1,15 @@
-"""A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): a pause in place leaves no forward behind.
+"""A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): a pause in place first completes the
+running forward.
 
-SGLang's overlap scheduler launches the next forward before it takes the results of the last one. A pause in place
-stops it between the two: the forward goes on while new weights are copied over those that it reads, and its tokens,
-taken only after the pause, are given the new weights' name. Here the pause takes them first, as the mode `retract`
-does, so that each token belongs to the weights that it names. In the queue a batch without requests stands for what
-was taken.
+SGLang's overlap scheduler launches the next forward before it processes the results of the last one. A pause in place
+stops it in between: the forward continues while new weights are copied over those that it reads, and its tokens,
+processed only after the pause, get the name of the new weights. With this plugin the pause processes them first, as the
+mode `retract` does, so that each token is labelled with the weights that sampled it. In the queue, a batch without
+requests replaces a processed one.
 
-Without the overlap scheduler no forward is under way, and nothing is done. PRONK_DRAIN_PAUSES=0 turns it off.
+Without the overlap scheduler no forward is running, and nothing is done. PRONK_DRAIN_PAUSES=0 turns the plugin off.
 
-Goes when SGLang's own pause in place waits for the forward.
+To be removed when SGLang's own pause in place waits for the forward.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TAKEN = SimpleNamespace(reqs=[])
 
 
 def drain(scheduler: Any) -> None:
-    """Waits for the forward under way and takes its results. Called between two steps."""
+    """Wait for the running forward and process its results. Called between two steps."""
     if not _wanted() or not getattr(scheduler, "enable_overlap", False):
         return
     for place, (batch, result) in enumerate(scheduler.result_queue):
@@ -46,7 +47,7 @@ def process(original: Any, scheduler: Any, batch: Any, result: Any) -> Any:
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes, before it serves."""
+    """Register the hooks. SGLang calls this in each of its processes, before it serves."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if not _wanted():

@@ -1,12 +1,13 @@
-"""A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): images count within the server's bounds.
+"""A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): image tokens are counted with the server's
+bounds.
 
-To keep a prompt's tokens as they were sent, SGLang puts as many tokens in an image's place as the image has. It counts
-them by the bounds in the model's own preprocessor_config.json, whatever `--mm-process-config` says. Where the two
-differ, as they do between a recipe's `model.min_pixels` and a published model's, the count is not what its processor
-makes, and the server decodes the prompt and encodes it anew: it would continue other tokens than were sampled. Here it
-counts by the bounds that it was given.
+To keep a prompt's tokens as they were sent, SGLang replaces an image's placeholder by as many tokens as the image has.
+It counts these with the bounds in the model's own preprocessor_config.json, ignoring `--mm-process-config`. If the two
+differ, as a recipe's `model.min_pixels` does from a published model's, the count differs from its processor's result;
+then the server decodes the prompt and encodes it again, and would continue other tokens than those that were sampled.
+With this plugin it counts with the given bounds.
 
-Goes when SGLang's count knows `--mm-process-config`.
+To be removed when SGLang's count uses `--mm-process-config`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 def count(original: Any, processor: Any, images: Any) -> Any:
-    """Stands around `resolve_image_token_counts`."""
+    """Wrap `resolve_image_token_counts`: set the image processor's size to the server's bounds first."""
     if size := (processor.image_config or {}).get("size"):
         own = processor._processor.image_processor
         if dict(own.size) != dict(size):
@@ -24,7 +25,7 @@ def count(original: Any, processor: Any, images: Any) -> Any:
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes, before it serves."""
+    """Register the hooks. SGLang calls this in each of its processes, before it serves."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     processor = "sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor"

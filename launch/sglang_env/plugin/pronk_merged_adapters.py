@@ -1,11 +1,12 @@
-"""Adapters that come alone to SGLang's server: merged into the weights in its model's files (pronk_staged_weights).
+"""Merges adapters that are sent to SGLang's server without weights into the weights in its model's files
+(pronk_staged_weights).
 
-SGLang's own routes for adapters serve the base to requests that do not name one, take a new adapter under a new name
-alone, end an old one only when no request uses it, tell neither its checksum nor a version, and know no linears but the
-decoder's. Merged, an adapter is a version of the weights as any other. The base is read from the files each time: it
-costs no memory, and what was loaded meanwhile is no part of it.
+SGLang's own routes for adapters do not suffice: requests that name no adapter get the base model; a new adapter needs a
+new name; an old one is unloaded only when no request uses it; there is neither a checksum nor a version; and only the
+decoder's linear layers are supported. A merged adapter is a version of the weights like any other. The base weights are
+read from the files each time: this takes no memory, and weights loaded meanwhile have no influence.
 
-Goes when SGLang takes an adapter in place, with a version.
+To be removed when SGLang replaces an adapter in place, with a version.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def _of_pronk(path: str) -> Any:
-    """A module of the repository that imports nothing else of it; its packages are not on the server's path."""
+    """Load a module of the repository that imports no other module of it; the repository's packages are not on the
+    server's path."""
     spec = importlib.util.spec_from_file_location(f"pronk_{Path(path).stem}", ROOT / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,14 +29,16 @@ def _of_pronk(path: str) -> Any:
     return module
 
 
-names = _of_pronk("shared/weights/adapters.py")
+names = _of_pronk("shared/engine/adapter_names.py")
 
 
 class MergedAdapter:
-    """Iterates over (name, weight) as often as it is asked to, one weight at a time."""
+    """The merged weights of an adapter: an iterable of (name, weight) that makes one weight at a time, and can be
+    iterated repeatedly."""
 
     def __init__(self, tensors: dict[str, Any], base: ModelFiles, device: str, dtype: Any) -> None:
-        """ValueError for half an adapter, for what is no part of one, and for a weight that the files do not have."""
+        """Collect an adapter's tensors. Raise ValueError for an incomplete adapter, for a tensor that is not part of
+        one, and for a weight that is not in the files."""
         self._tensors, self._base, self._device, self._dtype = tensors, base, device, dtype
         self._names = [name for name in base.files if not {*names.factor_names(name)}.isdisjoint(tensors)]
         wanted = {names.SCALE, *(factor for name in self._names for factor in names.factor_names(name))}
@@ -47,18 +51,18 @@ class MergedAdapter:
         merged, scale = _of_pronk("kernels/low_rank.py").merged, float(self._tensors[names.SCALE])
         for name in self._names:
             weight = self._placed(self._base.read(name))
-            turned = weight.ndim == 3  # stacks of experts are [experts, in, out] in published files
+            transposed = weight.ndim == 3  # stacks of experts are [experts, in, out] in published files
             a, b = (self._placed(self._tensors[factor]) for factor in names.factor_names(name))
-            whole = merged(weight.mT.contiguous() if turned else weight, a, b, scale)
-            yield name, whole.mT if turned else whole
+            sum_of_both = merged(weight.mT.contiguous() if transposed else weight, a, b, scale)
+            yield name, sum_of_both.mT if transposed else sum_of_both
 
     def _placed(self, tensor: Any) -> Any:
-        """A copy: it begins at a whole address, as the learner's does."""
+        """Return a copy on the device, which is aligned in memory like the learner's tensor."""
         return tensor.to(self._device, self._dtype, copy=True)
 
 
 class ModelFiles:
-    """Weights of a model's folder by their names there. ValueError if there are none."""
+    """The weights in a model's folder, by their names there. The constructor raises ValueError if there are none."""
 
     def __init__(self, folder: str) -> None:
         from safetensors import safe_open
@@ -79,7 +83,8 @@ class ModelFiles:
 
 
 def merged_with_base(buckets: list[Any], runner: Any) -> list[Any]:
-    """What is to be loaded: the buckets of weights as they are, those of an adapter merged. ValueError, as above."""
+    """Return the buckets to load: buckets of weights unchanged, those of an adapter merged. Raise ValueError as
+    `MergedAdapter` and `ModelFiles` do."""
     tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
     if not any(map(names.is_of_adapter, tensors)):
         return buckets

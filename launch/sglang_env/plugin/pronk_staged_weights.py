@@ -1,24 +1,24 @@
-"""A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): weights arrive beside generation.
+"""A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): weights are received during generation.
 
-SGLang receives weights on the thread that generates, so that generation stands still for the whole transfer. Here a
-thread of its own receives them into host memory, and `end_weight_update` installs all of them between two steps:
+SGLang receives weights on the thread that generates, so that generation stops for the whole transfer. With this plugin
+a separate thread receives them into host memory, and `end_weight_update` installs all of them between two steps:
 
     begin_weight_update               forgets what an earlier update has left
     update_weights_from_distributed   answers at once; its broadcast is received in the background, one after the other
     end_weight_update                 waits for the last one, loads all, and says which version the weights are;
                                       with {"discard": true} it forgets what has come
 
-An update is whole when its last bucket, which alone carries a `weight_version`, has been announced; one that is not
-whole, or that failed, is forgotten at its end, and the weights stay what they are. With tensor parallelism the ranks
-agree first: all install, or all forget. No pause is needed, and no token is computed by a mixture: the forward that the
-overlap scheduler has under way is waited for.
+An update is complete when its last bucket, the only one with a `weight_version`, has been announced. An update that is
+incomplete or failed is discarded at its end, and the weights do not change. With tensor parallelism the ranks agree
+first: all install, or all discard. No pause is needed, and no token is computed by a mixture of weights, since the
+overlap scheduler's running forward is completed first.
 
-It costs memory of the host: every tensor-parallel rank is sent whole weights, not its share, and keeps all of them
-until they are loaded, so that a host holds as many copies of the model as it runs ranks. Beside a GPU the copies are
-pinned, and torch keeps pinned memory for the next update. An adapter that comes alone is small; it is merged as it is
-loaded (`pronk_merged_adapters`). PRONK_STAGE_WEIGHTS=0 turns it off.
+This takes host memory: every tensor-parallel rank receives the whole weights, not its share, and keeps them until they
+are loaded, so that a host holds one copy of the model per rank. With a GPU the copies are in pinned memory, which torch
+keeps for the next update. An adapter sent without weights is small; it is merged when it is loaded
+(`pronk_merged_adapters`). PRONK_STAGE_WEIGHTS=0 turns the plugin off.
 
-Goes when SGLang itself receives weights beside generation.
+To be removed when SGLang itself receives weights during generation.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-FORGOTTEN = "none"  # what weights are called that are no version of any run
-DISCARD = "discard"  # the id of a request to forget the update
-LAST_BYTES_S = 20.0  # for what is still on its way when the update is to be installed
+FORGOTTEN = "none"  # name of weights that are no version of any run
+DISCARD = "discard"  # id of a request to discard the update
+LAST_BYTES_S = 20.0  # time for the last bytes when the update should be installed
 
 
 class Staging:
@@ -42,7 +42,7 @@ class Staging:
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
-        self.refused = ""  # why a bucket of it was refused: the update has a hole
+        self.refused = ""  # why a bucket was refused, so that the update is incomplete
         self._futures: list[Future[Any]] = []
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="staged weights", daemon=True).start()
@@ -54,17 +54,18 @@ class Staging:
         self._work.put((future, updater, request))
 
     def buckets(self) -> list[Any]:
-        """All that was received; whatever went wrong in receiving it, and TimeoutError for bytes that do not come."""
+        """Return all received buckets. Raise the error of a bucket that failed, or TimeoutError if bytes are
+        missing."""
         deadline = time.monotonic() + LAST_BYTES_S
         return [future.result(max(0.0, deadline - time.monotonic())) for future in self._futures]
 
     @property
     def version(self) -> str | None:
-        """Of the whole update; None until its last bucket has been announced."""
+        """The version of the whole update; None until its last bucket has been announced."""
         return self.requests[-1].weight_version if self.requests else None
 
     def close(self) -> None:
-        """The thread ends after the bucket that it waits for."""
+        """End the thread after the bucket that it is receiving."""
         for future in self._futures:
             future.cancel()
         self._work.put(None)
@@ -75,12 +76,12 @@ class Staging:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(received(updater, request))
-                except BaseException as error:  # noqa: BLE001  whoever asks for the bucket gets it
+                except BaseException as error:  # noqa: BLE001  raised by future.result()
                     future.set_exception(error)
 
 
 def received(updater: Any, request: Any) -> list[tuple[str, Any]]:
-    """(name, values on the host) of one bucket."""
+    """Receive one bucket; return (name, values on the host) of its parameters."""
     with _beside_generation(updater):
         weights = updater.receive_weights_from_distributed(
             names=request.names,
@@ -94,7 +95,7 @@ def received(updater: Any, request: Any) -> list[tuple[str, Any]]:
 
 @contextmanager
 def _beside_generation(updater: Any) -> Any:
-    """On a GPU: its own stream, so that generation goes on."""
+    """Receive on a GPU in a separate stream, so that generation goes on."""
     import torch
 
     if updater.device != "cuda":
@@ -108,7 +109,7 @@ def _beside_generation(updater: Any) -> Any:
 
 @cache
 def _stream_beside_generation(gpu_id: int) -> Any:
-    """One for all buckets: the allocator keeps memory that was used on one stream for that stream alone."""
+    """Return one stream for all buckets: the allocator reuses memory only on the stream on which it was used."""
     import torch
 
     return torch.cuda.Stream(gpu_id)
@@ -123,7 +124,7 @@ def _on_host(values: Any) -> Any:
 
 
 def to_load(staging: Staging | None, runner: Any) -> tuple[list[Any], str]:
-    """The buckets of the whole update, or why there is none."""
+    """Return (the buckets of the complete update, ""), or ([], why it cannot be installed)."""
     if staging is None:
         return [], "no update is open: call begin_weight_update first"
     if staging.refused:
@@ -134,12 +135,12 @@ def to_load(staging: Staging | None, runner: Any) -> tuple[list[Any], str]:
         from pronk_merged_adapters import merged_with_base
 
         return merged_with_base(staging.buckets(), runner), ""
-    except Exception as error:  # noqa: BLE001  the answer names it
+    except Exception as error:  # noqa: BLE001  reported in the answer
         return [], f"the update failed and is forgotten: {error!r}"
 
 
-class Hooks:
-    """Take the place of the server's methods; `original` is what each stands around."""
+class WeightHooks:
+    """Hooks around the server's methods; `original` is the hooked method."""
 
     def __init__(self) -> None:
         from sglang.srt.managers.scheduler_components import weight_updater as module
@@ -171,13 +172,14 @@ class Hooks:
         from pronk_agreed_ranks import first_reason
 
         output = self.module.EndWeightUpdateReqOutput
-        if request.rid == DISCARD:  # every rank has the same request
+        if request.rid == DISCARD:  # every rank gets the same request
             self._forget()
             return output(success=True, message="the update is forgotten")
         staging, self.staging = self.staging, None
         try:
             buckets, reason = to_load(staging, manager.tp_worker.model_runner)
-            # Every rank asks, in every case; one that installed alone would wait for the others in SGLang's barrier.
+            # Every rank must call this in every case: a rank that installed alone would wait for the others in SGLang's
+            # barrier.
             reason = first_reason(manager.tp_cpu_group, reason)
             if reason or staging is None:
                 return output(success=False, message=reason)
@@ -215,8 +217,9 @@ class Hooks:
         self.staging = None
 
 
-def told(result: Any, *_: Any) -> Any:
-    """What each model process says of itself in /server_info, besides SGLang's own."""
+def add_state(result: Any, *_: Any) -> Any:
+    """Add Pronk's capabilities and the version of NCCL to a model process's state in /server_info; return the
+    result."""
     import torch
 
     result.internal_state["updates_beside_generation"] = result.internal_state["takes_adapters"] = _wanted()
@@ -229,10 +232,11 @@ def told(result: Any, *_: Any) -> Any:
 
 
 class Front:
-    """Passes requests on without the lock that waits until no request runs, and keeps this process's version right."""
+    """Hooks of the HTTP process: pass requests on without SGLang's lock, which waits until no request runs, and keep
+    this process's weight version up to date."""
 
     def __init__(self) -> None:
-        self.version: str | None = None  # of the update that is open, once it is whole
+        self.version: str | None = None  # version of the open update, once it is complete
 
     async def update(self, _original: Any, manager: Any, request: Any, _http: Any = None) -> tuple[bool, str]:
         manager.auto_create_handle_loop()
@@ -240,7 +244,8 @@ class Front:
         return _merged(await manager.update_weights_from_distributed_communicator(request))
 
     async def end(self, original: Any, manager: Any, request: Any, http: Any = None) -> tuple[bool, str]:
-        """SGLang's request has no field for `discard`: its id tells the model processes."""
+        """End an update. SGLang's request has no field for `discard`, so the request's id carries it to the model
+        processes."""
         body = await http.json() if http is not None else None
         if isinstance(body, dict) and body.get("discard") is True:
             self.version, request.rid = None, DISCARD
@@ -268,14 +273,14 @@ def _wanted() -> bool:
 
 
 def register() -> None:
-    """Called by SGLang in each of its processes, before it serves."""
+    """Register the hooks. SGLang calls this in each of its processes, before it serves."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
-    HookRegistry.register(f"{state}.get_internal_state", told, HookType.AFTER)
+    HookRegistry.register(f"{state}.get_internal_state", add_state, HookType.AFTER)
     if not _wanted():
         return
-    hooks, front, managers = Hooks(), Front(), "sglang.srt.managers"
+    hooks, front, managers = WeightHooks(), Front(), "sglang.srt.managers"
     updater = f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     control = f"{managers}.tokenizer_control_mixin.TokenizerControlMixin"
     HookRegistry.register(f"{updater}.begin_weight_update", hooks.begin, HookType.AROUND)

@@ -1,15 +1,16 @@
-"""Stands in for `sgl_kernel` on machines without an NVIDIA GPU, where SGLang's CUDA wheel cannot load.
+"""A replacement for `sgl_kernel` on machines without an NVIDIA GPU, where SGLang's CUDA wheel cannot be loaded.
 
-SGLang imports names from here and looks up a few operators while its modules load, and calls none of them when it runs
-a Qwen-VL model with torch_native attention: so names exist, operators have a schema and no body, and a call fails.
-`convert_weight_packed` must stay undefined: SGLang takes its presence for Intel's AMX kernels.
+While its modules load, SGLang imports names from this package and looks up a few operators; it calls none of them when
+it runs a Qwen-VL model with torch_native attention. So all names exist, operators have a schema and no body, and any
+call fails. `convert_weight_packed` must stay undefined: SGLang concludes from its presence that Intel's AMX kernels are
+there.
 
-Goes when SGLang's own `sgl_kernel` imports without CUDA.
+To be removed when SGLang's own `sgl_kernel` can be imported without CUDA.
 """
 
 import torch
 
-_OPERATORS = (  # that sglang.srt.models.qwen3_5 and what it imports look up at import
+_OPERATORS = (  # looked up when sglang.srt.models.qwen3_5 is imported
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
     "fused_qk_gemma_rmsnorm_with_gate_cpu",

@@ -1,9 +1,10 @@
-"""Schemas of torchvision's compiled operators, for machines without an NVIDIA GPU.
+"""Defines schemas of torchvision's compiled operators, for machines without an NVIDIA GPU.
 
-torchvision's wheel is built for CUDA; its compiled half does not load beside a CPU torch, and its Python half then
-fails on import because it registers fake kernels for operators that do not exist. SGLang needs the Python half alone.
+torchvision's wheel is built for CUDA; its compiled part cannot be loaded with a CPU build of torch, and its Python part
+then fails at import, because it registers fake kernels for operators that do not exist. SGLang needs only the Python
+part.
 
-Goes when torchvision is installed from a CPU build that matches torch.
+To be removed when torchvision is installed from a CPU build that matches torch.
 """
 
 import torch

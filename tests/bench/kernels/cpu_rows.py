@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
 
-from kernels.cpu import norm, swiglu
+from kernels.cpu import cpu_norm, cpu_swiglu
 from tests.bench.kernels.cpu_attention import fastest
 
 EPS = 1e-6
@@ -41,7 +41,7 @@ def main() -> int:
     heads = options.tokens * options.heads * options.size
     cases = {
         "rms_norm": (norms(options.tokens, options.width), 5 * options.tokens * options.width),
-        "rms_norm_turned": (turned(options.tokens, options.heads, options.size), 5 * heads),
+        "rms_norm_rope": (turned(options.tokens, options.heads, options.size), 5 * heads),
         "swiglu": (gates(options.tokens, options.gate), 8 * options.tokens * options.gate),
     }
     found: dict[str, Any] = {"copy_gb_per_s": round(bytes_per_ms / 1e6, 1)}
@@ -59,7 +59,7 @@ def norms(tokens: int, width: int) -> dict[str, Callable[[], object]]:
     def by_torch(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (width,), weight, EPS)
 
-    return both((x, weight), grad, by_torch, lambda x, weight: norm.rms_norm(x, weight, EPS))
+    return both((x, weight), grad, by_torch, lambda x, weight: cpu_norm.rms_norm(x, weight, EPS))
 
 
 def turned(tokens: int, heads: int, size: int) -> dict[str, Callable[[], object]]:
@@ -72,12 +72,12 @@ def turned(tokens: int, heads: int, size: int) -> dict[str, Callable[[], object]
         turned: Tensor = apply_rotary_pos_emb(normed, normed[:, :0], cos, sin)[0]
         return turned.transpose(1, 2)
 
-    return both((x, weight), grad, by_torch, lambda x, weight: norm.rms_norm_turned(x, weight, EPS, cos, sin))
+    return both((x, weight), grad, by_torch, lambda x, weight: cpu_norm.rms_norm_rope(x, weight, EPS, cos, sin))
 
 
 def gates(tokens: int, width: int) -> dict[str, Callable[[], object]]:
     gate, up, grad = torch.randn(3, tokens, width).unbind()
-    return both((gate, up), grad, lambda gate, up: F.silu(gate) * up, swiglu.swiglu)
+    return both((gate, up), grad, lambda gate, up: F.silu(gate) * up, cpu_swiglu.swiglu)
 
 
 def both(

@@ -26,7 +26,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     apply_rotary_pos_emb_vision,
 )
 
-from kernels.gpu import layer_norm, norm, swiglu
+from kernels.gpu import gpu_norm, gpu_swiglu, layer_norm
 from tests.bench.kernels.gpu_times import busy_times
 
 LAUNCHES = 20
@@ -82,13 +82,13 @@ def passes(device: str, tokens: int, patches: int, hidden: int, intermediate: in
         turned: Tensor = apply_rotary_pos_emb_vision(x, x[:, :0], vision_cos, vision_sin)[0]
         return turned
 
-    rows: dict[str, Any] = {"ours": lambda x: norm.rms_norm(x, of_rows.weight, 1e-6), "transformers": of_rows}
+    rows: dict[str, Any] = {"ours": lambda x: gpu_norm.rms_norm(x, of_rows.weight, 1e-6), "transformers": of_rows}
     of_patches = torch.nn.LayerNorm(VISION_HIDDEN, eps=1e-6).to(device).bfloat16()
     centred: dict[str, Any] = {
         "ours": lambda x: layer_norm.layer_norm(x, of_patches.weight, of_patches.bias, 1e-6),
         "transformers": of_patches,
     }
-    gated: dict[str, Any] = {"ours": swiglu.swiglu, "transformers": lambda gate, up: F.silu(gate) * up}
+    gated: dict[str, Any] = {"ours": gpu_swiglu.swiglu, "transformers": lambda gate, up: F.silu(gate) * up}
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -98,10 +98,13 @@ def passes(device: str, tokens: int, patches: int, hidden: int, intermediate: in
         centred["liger"] = lambda x: LigerLayerNormFunction.apply(x, of_patches.weight, of_patches.bias, 1e-6)
         gated["liger"] = LigerSiLUMulFunction.apply
     turned: dict[str, Any] = {
-        "ours": lambda x: norm.rms_norm_turned(x, of_heads.weight, 1e-6, cos, sin),
+        "ours": lambda x: gpu_norm.rms_norm_rope(x, of_heads.weight, 1e-6, cos, sin),
         "transformers": normed_heads,
     }
-    looking: dict[str, Any] = {"ours": lambda x: norm.turned(x, vision_cos, vision_sin), "transformers": turned_heads}
+    looking: dict[str, Any] = {
+        "ours": lambda x: gpu_norm.apply_rope(x, vision_cos, vision_sin),
+        "transformers": turned_heads,
+    }
     return {
         "norm": Pass(rows, (drawn(tokens, hidden),), (2, 3), [of_rows.weight]),
         "norm of the tower": Pass(centred, (drawn(patches, VISION_HIDDEN),), (2, 3), [*of_patches.parameters()]),

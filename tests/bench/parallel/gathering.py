@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from learner.distributed import Ranks, close_ranks, init_ranks
-from learner.weights.buckets import buckets, gathered
-from learner.weights.gathering import gathered_buckets
+from learner.weights.gathering import buckets, gathered, gathered_buckets
 from tests.bench.parallel.publish_many import BUCKET_BYTES, weights
 from tests.support.ranks.processes import in_processes
 from tests.support.ranks.sent import counted

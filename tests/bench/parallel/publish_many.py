@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from learner.weights.buckets import Bucket, buckets
-from learner.weights.group import WeightGroup, WeightGroupManager
-from learner.weights.link import EngineLink
-from learner.weights.update import Seconds, WeightUpdate
-from shared.engine_api import EngineClient
-from shared.engine_messages import EngineTraits
-from tests.support.many.engines import serve_many
+from learner.weights.engine_link import EngineLink
+from learner.weights.gathering import Bucket, buckets
+from learner.weights.weight_group import WeightGroup, WeightGroupManager
+from learner.weights.weight_update import PhaseSeconds, WeightUpdate
+from shared.engine.engine_api import EngineClient
+from shared.engine.engine_messages import ServerInfo
+from tests.support.many_engines import serve_many
 from tests.support.small.published import published_config
 
 BUCKET_BYTES = 512 << 20
@@ -56,14 +56,15 @@ class Learner:
 
     def __init__(self, urls: list[str], held: list[Bucket]) -> None:
         self.link, self.manager, self.held = EngineLink(), WeightGroupManager("gloo", LIMIT_S), held
-        self.members = {self.link.client(url): EngineTraits(names_updates=True) for url in urls}
+        self.members = {self.link.client(url): ServerInfo(names_updates=True) for url in urls}
         self.version = 0
 
     def publish(self) -> dict[str, float]:
         """Seconds and processor seconds, of all of it and of its buckets alone."""
         self.version += 1
         begun, begun_cpu = time.monotonic(), time.process_time()
-        update = WeightUpdate(self.manager, self.members, f"{self.version}-x", Seconds(), "in_place", LIMIT_S, {})
+        name, modes = f"{self.version}-x", ("in_place", LIMIT_S)
+        update = WeightUpdate(self.link, self.manager, self.members, name, PhaseSeconds(), *modes, {})
         self.link.run(update.begin())
         first, first_cpu = time.monotonic(), time.process_time()
         for bucket in self.held:
@@ -76,7 +77,7 @@ class Learner:
         return found | {"buckets_s": last - first, "buckets_cpu_s": last_cpu - first_cpu}
 
     def leave(self, url: str) -> None:
-        self.members = {engine: traits for engine, traits in self.members.items() if engine.url != url}
+        self.members = {engine: c for engine, c in self.members.items() if engine.url != url}
 
 
 class Bare:

@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
+from launch.plots.curve_data import read_run
 from launch.plots.figure import Curve, draw
-from launch.plots.series import read_run
 from launch.tiny_models.mixture import mixture_of
 from tests.support.runs import RECIPE, command, finished, metrics, places
 

@@ -29,12 +29,12 @@ from PIL import Image as PILImage
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer
 
-from actor.engine.images import load_rgb
+from actor.engine.request_images import load_rgb
 from actor.engine.runner import Row, Runner
 from actor.render import Fragment, Renderer
 from launch.task_samples import ready
-from shared.config import Recipe, load
-from shared.vision import VisionSpec, expand, mrope_positions, patchify
+from shared.config.recipe import Recipe, load
+from shared.vision import VisionSpec, expand, patchify
 from tests.bench.engines import NEW_TOKENS, measure_kind, starts
 from tests.support.tiny import load_model
 
@@ -103,7 +103,7 @@ def _row(
         slot,
         0,
         ids,
-        mrope_positions(ids, [image[1]], vision),
+        vision.position_ids(ids, [image[1]]),
         np.flatnonzero(ids == vision.image_token_id),
         features,
     )

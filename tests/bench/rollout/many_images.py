@@ -30,8 +30,8 @@ import numpy as np
 from PIL import Image as PILImage
 from PIL import ImageDraw
 
-from actor.render import as_png
-from shared.engine_api import EngineClient
+from shared.engine.engine_api import EngineClient
+from shared.rgb_images import as_png
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
 from tests.support.engines import engine_process

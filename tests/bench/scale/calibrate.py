@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from learner.scale.draws import Measured, Seen, TurnSize
-from learner.scale.records import EngineSpeed, Loop, Publication
-from shared.recordings.reading import FOLDER, read_step, steps
-from shared.recordings.records import Episode
+from shared.recordings.episode_format import RecordedEpisode
+from shared.recordings.reader import FOLDER, read_step, steps
+from tests.bench.scale.draws import Measured, Seen, TurnSize
+from tests.bench.scale.sim_records import EngineSpeed, Loop, Publication
 
 Row = dict[str, Any]
 
@@ -34,7 +34,7 @@ def rows_of(folder: Path) -> list[Row]:
     return [row for row in rows if "rollout/reward" in row]
 
 
-def episodes_of(folder: Path) -> list[tuple[int, Episode]]:
+def episodes_of(folder: Path) -> list[tuple[int, RecordedEpisode]]:
     """All recorded episodes whose turns tell their seconds, each with its step."""
     found = []
     for path in steps(folder / FOLDER):
@@ -43,11 +43,11 @@ def episodes_of(folder: Path) -> list[tuple[int, Episode]]:
     return [(step, episode) for step, episode in found if episode.turns and episode.started]
 
 
-def asked(episode: Episode) -> list[Asked]:
+def asked(episode: RecordedEpisode) -> list[Asked]:
     return [Asked(episode.started + t.begin_s, t.generate_s, t.end - t.start) for t in episode.turns]
 
 
-def sizes(episode: Episode) -> tuple[TurnSize, ...]:
+def sizes(episode: RecordedEpisode) -> tuple[TurnSize, ...]:
     """What is between two turns is the environment's; what was before the first comes after the last, so that the
     actor's place is taken for as long."""
     turns = episode.turns

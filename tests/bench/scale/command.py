@@ -14,7 +14,7 @@ import argparse
 import json
 from pathlib import Path
 
-from shared.config import fail
+from shared.config.recipe import fail
 from tests.bench.scale.options import file_to_write, picture_to_write
 from tests.bench.scale.picture import draw
 from tests.bench.scale.sweep import sweep

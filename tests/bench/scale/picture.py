@@ -1,4 +1,4 @@
-"""The picture of the page `explanation/scale.md`."""
+"""The picture of the page `figures/scale.md`."""
 
 from __future__ import annotations
 

@@ -11,17 +11,17 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from learner.model.duration import Speed
-from learner.model.memory import Setting, memory
-from learner.model.sizes import ModelSizes, find
-from learner.plan import RESERVED_FRACTION
-from learner.scale.assumed import GPU_BYTES, Serving, engine_gpus, loop_of
-from learner.scale.records import Loop, Rule
-from learner.scale.simulation import simulate
-from learner.scale.split import learner_setting, miniature
+from learner.plan.duration import Speed
+from learner.plan.memory_use import Setting, memory, usable_bytes
+from shared.families.model_sizes import ModelSizes
+from shared.families.registry import find_sizes
+from tests.bench.scale.assumed import GPU_BYTES, Serving, engine_gpus, loop_of
+from tests.bench.scale.sim_miniature import learner_setting, miniature
+from tests.bench.scale.sim_records import Loop, Rule
+from tests.bench.scale.simulation import simulate
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = ("learner/scale/*.py", "learner/tickets/staleness.py", "tests/bench/scale/sweep.py")  # that make a row
+SOURCES = ("tests/bench/scale/*.py", "learner/tickets/staleness.py")  # that make a row
 EPISODES_A_GPU, MOST_EPISODES, GROUP_SIZE = 32, 8192, 8  # of a step
 SIMULATED = 512  # of these, at most; more are simulated in miniature, but in the table of tails
 STEPS, MOST_SKIP = 8, 4
@@ -88,8 +88,8 @@ class Parts:
         learner = case.gpus if case.share == 1 else of_engine * max(1, round(case.gpus * case.share / of_engine))
         engines = (case.gpus if case.share == 1 else case.gpus - learner) // of_engine
         setting = learner_setting(setting, learner)
-        room = GPU_BYTES * (1 - RESERVED_FRACTION)
-        return Parts(setting, engines, engines > 0 and memory(sizes, setting).total <= room)
+        has_room = memory(sizes, setting).total <= usable_bytes(GPU_BYTES)
+        return Parts(setting, engines, engines > 0 and has_room)
 
 
 def loop(case: Case, sizes: ModelSizes) -> Loop:
@@ -109,7 +109,7 @@ def fitting(model: str, gpus: list[int]) -> list[Case]:
     ValueError: an unknown model, or no case is left."""
     if wrong := [count for count in gpus if count < 1]:
         raise ValueError(f"--gpus {wrong[0]} is no number of GPUs; use 1 or more")
-    found = [case for case in cases(model, sorted(set(gpus))) if Parts.of(case, find(case.model)).fits]
+    found = [case for case in cases(model, sorted(set(gpus))) if Parts.of(case, find_sizes(case.model)).fits]
     left = {case.gpus for case in found if case.model == model}
     none = [f"{count}" for count in sorted(set(gpus) - left)]
     said = f"--gpus {' '.join(none)}: no engine and learner of {model} fit; use more GPUs"
@@ -156,7 +156,7 @@ def sweep(model: str, gpus: list[int], kept: Path) -> list[Row]:
     kept.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for case in found:
-        whole = loop(case, find(case.model))
+        whole = loop(case, find_sizes(case.model))
         key = {**asdict(case), "code": code_of(whole)}
         row = next((row for row in known if key.items() <= row.items()), None)
         if row is None:

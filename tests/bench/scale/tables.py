@@ -1,4 +1,4 @@
-"""The tables of the page `explanation/scale.md`, in Markdown."""
+"""The tables of the page `figures/scale.md`, in Markdown."""
 
 from __future__ import annotations
 

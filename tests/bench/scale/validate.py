@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.engines.network import free_port
-from learner.scale.records import Loop
-from learner.scale.simulation import simulate
 from tests.bench.scale.calibrate import loop_from, rows_of
+from tests.bench.scale.sim_records import Loop
+from tests.bench.scale.simulation import simulate
 
 RECIPE, NAME = "launch/recipes/sokoban_tiny.toml", "sokoban_tiny"
 BOUNDS = (0, 1, 2, 4)
@@ -33,7 +33,7 @@ def play(folder: Path, name: str, bound: int, seed: int) -> Path:
         "engine.port": free_port(), "engine.max_batch": MAX_BATCH, "actor.groups": IN_PLAY,
         "learner.groups_per_step": GROUPS, "learner.total_steps": STEPS, "learner.max_staleness": bound,
         "learner.checkpoint.every": 0, "learner.publish.verify_every": 0, "eval.samples": 0, "eval.greedy": "false",
-        "record.every": 1, "record.groups": GROUPS, "record.failures": 0,
+        "record.every": 1, "record.groups": GROUPS,
     }  # fmt: skip
     arguments = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
     command = [sys.executable, "launch/local.py", "--config", RECIPE, *arguments]

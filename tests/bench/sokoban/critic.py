@@ -23,19 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.batch import make_episodes, pack
+from learner.batch.episodes import make_episodes
+from learner.batch.image_decoder import ImageDecoder
+from learner.batch.packer import pack
 from learner.checkpoints.wholeness import read_meta
 from learner.distributed import Ranks, close_ranks, init_ranks
-from learner.images import ImageDecoder
 from learner.model.critic import DeepCritic
 from learner.model.policy import Policy
 from learner.model.sharding import forward_only
 from learner.replay import policy_of
 from learner.vtrace import token_vtrace
-from shared.config import fail
-from shared.recordings.groups import files, read
-from shared.recordings.records import StepHeader
-from shared.settings.objective import ObjectiveConfig
+from shared.config.objective_section import ObjectiveConfig
+from shared.config.recipe import fail
+from shared.recordings.episode_format import StepHeader
+from shared.recordings.group_files import files, read
 
 EPISODES_AT_ONCE = 16
 WIDTH, RATE, ROWS = 256, 1e-3, 1024

@@ -17,16 +17,17 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from envs.board_env import length_classes
 from envs.boards.solver import optimal_first_moves, solve
-from envs.sokoban import build_env, length_classes
-from shared.recordings.reading import episodes, steps
-from shared.recordings.records import Episode
+from envs.sokoban import build_env
+from shared.recordings.episode_format import RecordedEpisode
+from shared.recordings.reader import episodes, steps
 from shared.types import Sample
 
 NAMED = 4  # episodes of each class
 
 
-def why(episode: Episode, args: dict[str, Any]) -> tuple[str, str]:
+def why(episode: RecordedEpisode, args: dict[str, Any]) -> tuple[str, str]:
     """The class of its shortest solution, and why it failed; "" if it was solved."""
     env = build_env(Sample(episode.sample_id, metadata=json.loads(episode.metadata)), args | {"diagnostics": True})
     length = length_classes(len(optimal_first_moves(env.position)))[0]

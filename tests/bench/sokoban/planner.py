@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from envs.boards.board import MOVES, Board
+from envs.boards.board_words import frame_of, inner_walls, paired, state
 from envs.boards.generate import BoardSpec, make_board
-from envs.boards.reading import frame_of, inner_walls, paired, state
 from envs.boards.solver import optimal_first_moves
 from envs.sokoban import OFF_TARGET_REWARD, move_reward
 from learner.vtrace import token_vtrace

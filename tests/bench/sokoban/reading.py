@@ -21,13 +21,14 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from actor.render import Renderer
-from envs.boards.reading import TURNS
+from envs.boards.board_words import TURNS
 from launch.tiny_models.demonstrations import TASKS, Lesson
 from launch.warm_start import demonstration
-from learner.batch import make_episode, pack
-from learner.images import ImageDecoder
+from learner.batch.episodes import make_episode
+from learner.batch.image_decoder import ImageDecoder
+from learner.batch.packer import pack
 from learner.model.policy import load_policy
-from shared.settings.objective import ObjectiveConfig
+from shared.config.objective_section import ObjectiveConfig
 from shared.types import Trajectory
 from shared.vision import VisionSpec
 

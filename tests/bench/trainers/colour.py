@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from launch.plots.series import read_run
+from launch.plots.curve_data import read_run
 from tests.support.runs import finished, local, places
 
 HEIGHT, WINDOW = 0.9, 3

@@ -29,7 +29,6 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from trl import GRPOConfig, GRPOTrainer
 
 from envs.colour import SYSTEM_PROMPT, build_env
-from envs.play import values_of
 from shared.types import Sample
 
 MODEL = "launch/models/colour_tiny"
@@ -92,6 +91,18 @@ def held_out_success(trainer: GRPOTrainer, banned: list[int]) -> float:
         ids = trainer.model.generate(**inputs, **how)[0, inputs["input_ids"].shape[1] :]
         found += right(row["seed"], processing.decode(ids, skip_special_tokens=True))
     return found / len(asked)
+
+
+def values_of(items: list[str]) -> dict[str, Any]:
+    """Return the settings given as KEY=VALUE; values that are valid JSON are decoded."""
+    values: dict[str, Any] = {}
+    for item in items:
+        key, _, value = item.partition("=")
+        try:
+            values[key] = json.loads(value)
+        except json.JSONDecodeError:
+            values[key] = value
+    return values
 
 
 def main() -> int:

@@ -39,6 +39,8 @@ def misbehave(what, metadata):
             ctypes.string_at(0)
         case "exits":
             sys.exit(5)
+        case "interrupts":
+            raise KeyboardInterrupt
         case "raises":
             raise KeyError("board")
 

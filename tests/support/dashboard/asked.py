@@ -1,4 +1,4 @@
-"""One request of a dashboard over a folder of runs."""
+"""One request to a dashboard over a folder of runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from launch.dashboard_server.web import Server
 
 
 def asked(folder: Path, path: str | URL, *, token: str = "", method: str = "GET", **options) -> tuple[int, dict, bytes]:
-    """(status, headers, body) of one request."""
+    """Return (status, headers, body) of one request."""
 
     async def ask() -> tuple[int, dict, bytes]:
         async with TestClient(TestServer(Server(Runs([folder]), "127.0.0.1", token).app)) as client:

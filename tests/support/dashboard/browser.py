@@ -1,4 +1,5 @@
-"""The dashboard in the system's Chromium: its server over a test module's `folder`, and pages that are watched."""
+"""The dashboard in the system's Chromium: fixtures for its server over a test module's `folder`, and for pages that are
+checked for errors."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ MODES = ["advantage", "logprob", "gap of engine and learner", "ratio", "entropy"
 
 @pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    """Of a dashboard over the test module's own `folder`."""
+    """Yield the address of a dashboard over the test module's `folder` fixture."""
+    with dashboard(folder) as address:
+        yield address
+
+
+@contextmanager
+def dashboard(folder: Path) -> Iterator[str]:
+    """Yield the address of a dashboard over a folder."""
     command = [sys.executable, "launch/dashboard.py", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout
@@ -44,7 +52,7 @@ def browser() -> Iterator[object]:
 
 @contextmanager
 def watched(browser, address: str) -> Iterator[object]:  # type: ignore[no-untyped-def]
-    """A page that must neither say that anything is wrong nor ask for anything outside of the address."""
+    """Yield a page; fail if it reports an error or warning, or requests anything outside of the address."""
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     wrong: list[str] = []
     page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
@@ -57,12 +65,12 @@ def watched(browser, address: str) -> Iterator[object]:  # type: ignore[no-untyp
 
 @pytest.fixture
 def page(browser, address: str) -> Iterator[object]:  # type: ignore[no-untyped-def]
-    """A page that fails its test where anything went wrong in it, or it asked for anything of elsewhere."""
+    """Yield a page that fails the test if it reports an error or warning, or requests anything from elsewhere."""
     with watched(browser, address) as page:
         yield page
 
 
-def opened(page, address: str, place: str, wait_for: str) -> None:  # type: ignore[no-untyped-def]
+def open_page(page, address: str, place: str, wait_for: str) -> None:  # type: ignore[no-untyped-def]
     page.goto(f"{address}{place}")
     page.wait_for_selector(wait_for)
 
@@ -72,19 +80,19 @@ def all_images_are_there(page) -> bool:  # type: ignore[no-untyped-def]
     return page.evaluate("document.images.length > 0 && [...document.images].every((image) => image.naturalWidth > 0)")
 
 
-def kept(page, name: str) -> None:  # type: ignore[no-untyped-def]
+def save_screenshot(page, name: str) -> None:  # type: ignore[no-untyped-def]
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
 @pytest.fixture
 def report(browser, tmp_path: Path) -> Iterator[tuple[Path, object]]:  # type: ignore[no-untyped-def]
-    """Where to write a report, and a page that fails its test where it asked for anything but that file."""
+    """Yield the path for a report, and a page that fails the test if it requests anything but that file."""
     path = tmp_path / "report.html"
     with watched(browser, path.as_uri()) as page:
         yield path, page
 
 
-def exported(folder: Path, path: Path, *more: str) -> str:
+def export_report(folder: Path, path: Path, *more: str) -> str:
     subprocess.run([sys.executable, "launch/dashboard.py", str(folder), "--export", str(path), *more], check=True)
     return path.as_uri()

@@ -19,6 +19,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """The same, for a test to damage."""
+    """A folder with a run that the test may damage."""
     make_run(tmp_path / "sokoban", steps=5, recorded=(10,), groups=2)
     return tmp_path

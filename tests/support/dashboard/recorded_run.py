@@ -1,4 +1,4 @@
-"""A run's folder with recordings of Sokoban as a random player or a solver plays it: real boards, made-up numbers."""
+"""Makes a run's folder with recordings of Sokoban, played at random or by a solver: real boards, made-up numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from PIL import Image
 
 from envs.boards.solver import solve
 from envs.sokoban import build_env
-from shared.recordings.reading import FOLDER, IMAGES
-from shared.recordings.records import Array, Episode, ImageRef, RecordedTurn, StepHeader, StepImages
-from shared.recordings.writing import StepWriter
+from shared.recordings.episode_format import Array, ImageRef, RecordedEpisode, RecordedTurn, StepHeader, StepImages
+from shared.recordings.reader import FOLDER, IMAGES
+from shared.recordings.writer import StepWriter
 from shared.types import Ending, Sample
 
 MOVES = ("Up", "Down", "Left", "Right")
@@ -35,8 +35,8 @@ def make_run(
     groups: int = 4,
     evaluated: tuple[int, ...] = (),
 ) -> Path:
-    """A run of `steps` steps, of which those `recorded` have `groups` groups of four; evaluations came after the steps
-    `evaluated`."""
+    """Make a run of `steps` steps. The steps in `recorded` have recordings of `groups` groups of four; the steps in
+    `evaluated` are followed by a recorded evaluation."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(steps, sorted(recorded))))
     recipe = {"run": {"name": folder.name}, "learner": {"total_steps": steps, "optimizer": {"lr": 3e-4}}}
@@ -79,8 +79,8 @@ def rows(steps: int, evaluated: list[int]) -> Iterator[dict[str, float]]:
 
 
 def record(folder: Path, step: int, groups: int, evaluation: str = "") -> None:
-    """The recording of one step, or of an evaluation of twice as many episodes after it; the last group's episodes all
-    fail alike, and one episode's environment has raised."""
+    """Write the recording of one step, or of an evaluation after it, half of whose episodes are recorded. The last
+    group plays at random, and one episode's environment has raised an exception."""
     images: dict[str, bytes] = {}
     played = [
         play(images, step, group, index, skill=0.0 if group == groups - 1 else 0.35 * index)
@@ -101,8 +101,8 @@ def record(folder: Path, step: int, groups: int, evaluation: str = "") -> None:
     writer.close()
 
 
-def play(images: dict[str, bytes], step: int, group: int, index: int, skill: float) -> Episode:
-    """`skill`: the chance of the solver's move instead of a random one."""
+def play(images: dict[str, bytes], step: int, group: int, index: int, skill: float) -> RecordedEpisode:
+    """Play one episode; `skill` is the probability of the solver's move instead of a random one."""
     rng = random.Random(f"{step} {group} {index}")
     env = build_env(sample=Sample(id=str(group), metadata={"seed": group}), args={"max_turns": MAX_TURNS})
     observation, _ = env.reset()
@@ -140,7 +140,7 @@ def play(images: dict[str, bytes], step: int, group: int, index: int, skill: flo
     return finished(step, group, index, pieces, mask, turns, refs, sum(rewards), success, broken, rng)
 
 
-def finished(step, group, index, pieces, mask, turns, refs, reward, success, broken, rng) -> Episode:  # type: ignore[no-untyped-def]
+def finished(step, group, index, pieces, mask, turns, refs, reward, success, broken, rng) -> RecordedEpisode:  # type: ignore[no-untyped-def]
     masks = np.array(mask, dtype=np.uint8)
     number = int(masks.sum())
     noise = np.array([rng.random() for _ in range(number)], dtype=np.float32)
@@ -153,7 +153,7 @@ def finished(step, group, index, pieces, mask, turns, refs, reward, success, bro
         "target": np.full(number, reward), "advantage": advantage, "ratio": np.exp(-0.01 * noise),
     }  # fmt: skip
     flags = {"clipped": (noise > 0.97).astype(np.uint8), "masked": np.zeros(number, np.uint8)}
-    return Episode(
+    return RecordedEpisode(
         ticket_id=f"{step}-{group}", index=index, group_size=GROUP, actor="host#1", seed=group,
         sample_id=f"board {group}",
         token_ids=Array.of(np.arange(len(mask), dtype=np.int32)), loss_mask=Array.of(masks),

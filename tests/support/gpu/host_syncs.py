@@ -1,9 +1,9 @@
-"""Counts, on a CPU, where the host would wait for a GPU if all tensors lay there.
+"""Counts, on a CPU, how often the host would wait for a GPU if all tensors were on it.
 
 The host waits where it reads a tensor (`.item()`, `bool()`, `.tolist()`, `.cpu()`), where the shape of a result depends
-on values (`nonzero`, indexing by booleans, `unique`, repeats by a tensor), and where Python's own data become a tensor
-of the device (a copy from memory that is not pinned). Tensors that stay on the host by design are named; what is
-computed from these alone stays there too.
+on values (`nonzero`, indexing by booleans, `unique`, repeats by a tensor), and where Python data become a tensor on the
+device (a copy from memory that is not pinned). Tensors that stay on the host by design must be marked with `keep`;
+results computed only from these count as on the host, too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tests.support.paths import ROOT
+
 aten = torch.ops.aten
-BY_VALUE = {  # the shape of their results depends on values
+BY_VALUE = {  # operators whose result's shape depends on values
     aten.nonzero.default,
     aten.masked_select.default,
     aten._unique2.default,
@@ -34,14 +36,13 @@ BY_VALUE = {  # the shape of their results depends on values
     aten.equal.default,
 }
 BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__}  # of a CPU's tensors no operator is called
+READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__}  # on CPU tensors these call no operator
 MAKES = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.frombuffer, Tensor.new_tensor}
 INDEXES = {Tensor.__getitem__, Tensor.__setitem__}
-ROOT = Path(__file__).resolve().parents[3]
 
 
 class HostSyncs:
-    """What was counted: `callers` by (what, file:line), the innermost line that is not torch's own."""
+    """The counted waits: `callers` by (kind of wait, file:line of the innermost caller outside torch)."""
 
     def __init__(self) -> None:
         self.callers: Counter[tuple[str, str]] = Counter()
@@ -52,7 +53,7 @@ class HostSyncs:
         return self.callers.total()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """These stay on the host by design."""
+        """Mark tensors that stay on the host by design."""
         for tensor in tensors:
             self._on_host[tensor] = True
 
@@ -111,7 +112,8 @@ def holds_list(index: Any) -> bool:
 
 
 def caller(frame: FrameType | None) -> str:
-    """file:line of the innermost frame that is neither torch's nor this module's; the whole file for a library's."""
+    """Return file:line of the innermost frame that is neither in torch nor in this module; a library's path is
+    shortened to its last two parts."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "torch" not in path.parts and path != Path(__file__):

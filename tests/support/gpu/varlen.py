@@ -1,4 +1,4 @@
-"""What torch's attention of variable length computes on a GPU, where there is none."""
+"""A replacement, for machines without a GPU, of torch's attention for sequences of variable length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def lower_right(q, k, v, cu_q, cu_k, max_q, max_k, scaling, causal):
-    """Document by document; takes the place of `_of_documents` in learner/model/attention.py."""
+    """Compute causal attention document by document; replaces `_of_documents` in learner/model/attention.py."""
     assert causal and max_q == int(cu_q.diff().max()) and max_k == int(cu_k.diff().max())
     outputs = []
     for (q0, q1), (k0, k1) in zip(cu_q.unfold(0, 2, 1).tolist(), cu_k.unfold(0, 2, 1).tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Image files that break off or hold nonsense, each of which Pillow refuses with an error of another kind."""
+"""Image files that are cut off or invalid, which Pillow refuses with errors of different kinds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def encoded(kind: str) -> bytes:
 
 
 def cut(data: bytes, chunk: bytes) -> bytes:
-    """A PNG that ends inside the header of its chunk of this kind."""
+    """Return a PNG cut off three bytes after the kind of its chunk `chunk`."""
     return data[: data.index(chunk) + len(chunk) + 3]
 
 

@@ -1,4 +1,4 @@
-"""Resident memory of processes, as the kernel counts it: what libraries hold is in it, too."""
+"""Resident memory of processes as the kernel counts it, which includes the memory of libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ MIB = 2**20
 
 
 def resident_bytes(pid: int | str = "self", field: str = "VmRSS") -> int:
-    """`VmRSS` is what a process has now, `VmHWM` its highest since it began or `forget_peak`."""
+    """Return resident bytes: `VmRSS` is the present value, `VmHWM` the peak since the start or the last
+    `forget_peak`."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -18,14 +19,14 @@ def resident_bytes(pid: int | str = "self", field: str = "VmRSS") -> int:
 
 
 def forget_peak(pid: int | str = "self") -> int:
-    """The highest value begins anew; returns what is resident."""
+    """Reset the peak; return the resident bytes."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     return resident_bytes(pid)
 
 
 def growth_of(program: str, timeout_s: float = 120.0) -> float:
-    """How many MiB more than after its first part a process has at its peak in the second part of a program; the parts
-    are separated by a line of dashes. A process of its own: nothing else is in the number."""
+    """Run a program of two parts, separated by a line of three dashes, in a new process; return by how many MiB the
+    peak in the second part exceeds the memory after the first part."""
     before, after = program.split("\n---\n")
     lines = [before, "from tests.support.hostile import memory as m", "start = m.forget_peak()", after]
     lines.append("print('GREW', m.resident_bytes(field='VmHWM') - start)")

@@ -1,5 +1,5 @@
-"""A ticket server in a process of its own, whose memory can be measured: `python -m tests.support.hostile.server DIR
-[KEYS]`. It prints its address and the learner's public key, and ends when its standard input does."""
+"""A ticket server in a separate process, so that its memory can be measured: `python -m tests.support.hostile.server
+DIR [KEYS]`. It prints its address and the learner's public key, and ends when its standard input does."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-from learner.tickets.server import TicketServer, TicketServerSettings
 from learner.tickets.sources import SeedSource
-from shared.guards.memory import use_one_heap
-from shared.keys import learner_security
-from shared.sections import TransportConfig
-from shared.transport import SocketSettings
+from learner.tickets.ticket_server import TicketServer, TicketServerSettings
+from shared.config.sections import TransportConfig
+from shared.keys import learner_keys
+from shared.util.process_memory import use_one_heap
+from shared.wire.endpoints import EndpointSettings
 from tests.support.wires import RULES, book_settings
 
 MAX_MESSAGE_BYTES = 32 * 2**20
@@ -21,9 +21,9 @@ MAX_MESSAGE_BYTES = 32 * 2**20
 def main() -> None:
     use_one_heap()  # as the learner does
     run_dir, *keys = sys.argv[1:]
-    secure = learner_security(TransportConfig(keys=keys[0]), "tcp://0.0.0.0:*") if keys else None
+    allowed = learner_keys(TransportConfig(keys=keys[0]), "tcp://0.0.0.0:*") if keys else None
     settings = TicketServerSettings(
-        "tcp://127.0.0.1:*", Path(run_dir), "run-1", RULES, sockets=SocketSettings(MAX_MESSAGE_BYTES), secure=secure
+        "tcp://127.0.0.1:*", Path(run_dir), "run-1", RULES, endpoint=EndpointSettings(MAX_MESSAGE_BYTES), keys=allowed
     )
     server = TicketServer(SeedSource(), book_settings(groups_per_version=1000), settings)
     server.open(0)

@@ -1,4 +1,5 @@
-"""ZMTP 3.1 by hand, over a plain TCP connection: what no ZeroMQ socket would send; and connections that break off."""
+"""ZMTP 3.1 by hand over a plain TCP connection, to send data that no ZeroMQ socket would send; and connections that
+break off."""
 
 from __future__ import annotations
 
@@ -11,28 +12,28 @@ MORE, LONG, COMMAND = 1, 2, 4
 
 
 def greeting(mechanism: bytes) -> bytes:
-    """The first 64 bytes of a client."""
+    """Return the greeting, the first 64 bytes that a client sends."""
     return b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
 def head(flags: int, size: int) -> bytes:
-    """What stands before the `size` bytes of a frame."""
+    """Return the header of a frame with `size` bytes."""
     return bytes([flags | LONG]) + struct.pack(">Q", size)
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """A whole command frame."""
+    """Return a whole command frame."""
     content = bytes([len(name)]) + name + body
     return head(COMMAND, len(content)) + content
 
 
 def message(content: bytes) -> bytes:
-    """A message of one frame of at most 255 bytes."""
+    """Return a message of one frame of at most 255 bytes."""
     return bytes([0, len(content)]) + content
 
 
 def ready(socket_type: bytes = b"DEALER", routing_id: bytes = b"") -> bytes:
-    """The command that ends a handshake without security."""
+    """Return the command that ends a handshake without security."""
     properties = {b"Socket-Type": socket_type, b"Identity": routing_id}
     return command(
         b"READY", b"".join(bytes([len(k)]) + k + struct.pack(">I", len(v)) + v for k, v in properties.items())
@@ -40,7 +41,8 @@ def ready(socket_type: bytes = b"DEALER", routing_id: bytes = b"") -> bytes:
 
 
 def connected(address: str, mechanism: bytes, routing_id: bytes = b"") -> socket.socket:
-    """A connection to `tcp://HOST:PORT` that has said its greeting; without security it is ready for messages."""
+    """Open a connection to `tcp://HOST:PORT` and exchange greetings; with the mechanism NULL, also complete the
+    handshake."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=20.0)
     connection.sendall(greeting(mechanism))
@@ -53,7 +55,7 @@ def connected(address: str, mechanism: bytes, routing_id: bytes = b"") -> socket
 
 
 def pour(connection: socket.socket, data: bytes, most: int) -> int:
-    """Sends `data` again and again, up to `most` bytes; returns how many it got rid of before the other end hung up."""
+    """Send `data` repeatedly, up to `most` bytes; return the number of bytes sent before the other end hung up."""
     sent = 0
     with suppress(OSError):
         while sent < most:
@@ -63,13 +65,13 @@ def pour(connection: socket.socket, data: bytes, most: int) -> int:
 
 
 def break_off(connection: socket.socket) -> None:
-    """Without a farewell, so that the other end learns of it though it does not read."""
+    """Reset the connection, so that the other end learns of it even if it does not read."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 class Line:
-    """A TCP relay for one client to `tcp://HOST:PORT`, that can break off towards it."""
+    """A TCP relay from one client to `tcp://HOST:PORT`, which can reset its connection to that address."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -82,7 +84,7 @@ class Line:
 
     def break_off(self) -> None:
         self._broken.set()
-        for thread in self._threads:  # none of them may hold the connection open
+        for thread in self._threads:  # none of them may keep the connection open
             thread.join(5.0)
         self._listener.close()
         break_off(self._far)

@@ -1,4 +1,4 @@
-"""Random models of each family, in the files that a test wants."""
+"""Random models of each family, written into one or several files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ TOKENS = {
 
 
 def dense(tmp: Path) -> Path:
-    """Qwen3-VL; the output head is the embeddings."""
+    """Write a Qwen3-VL; the output head is the embeddings."""
     return tiny_model_dir(tmp)
 
 
 def experts(tmp: Path, *, hidden: int = 64, expert: int = 40, number: int = 6, vocab_size: int = 640) -> Path:
-    """Qwen3-VL-MoE; hidden size, experts' sizes and their number all differ. Files are as the published ones."""
+    """Write a Qwen3-VL-MoE with files like the published ones. Hidden size, experts' size and number of experts all
+    differ."""
     start = tiny_model_dir(tmp)
     config = json.loads((start / "config.json").read_text())
     text = config["text_config"] | {"model_type": "qwen3_vl_moe_text", "num_experts": number, "num_experts_per_tok": 2}
@@ -51,13 +52,13 @@ def experts(tmp: Path, *, hidden: int = 64, expert: int = 40, number: int = 6, v
 
 
 def random(name: str, parameter: Tensor) -> Tensor:
-    """bfloat16, as published models are."""
+    """Return random weights for a parameter in bfloat16 and in the published layout."""
     values = torch.empty(parameter.shape, dtype=torch.bfloat16).normal_(std=0.1)
     return values.mT.contiguous() if "mlp.experts." in name else values
 
 
 def qwen25(tmp: Path) -> Path:
-    """Qwen2.5-VL, with the names of the published ones."""
+    """Write a Qwen2.5-VL, with the names of the published ones."""
     ids = {name: tiny_tokenizer().convert_tokens_to_ids(token) for name, token in TOKENS.items()}
     sizes = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
@@ -80,13 +81,13 @@ FAMILIES = {"Qwen3-VL": dense, "Qwen3-VL-MoE": experts, "Qwen2.5-VL": qwen25}
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Copies: the files may be written anew."""
+    """Return copies of all tensors in a folder, since the files may be rewritten."""
     files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     return {name: tensor.clone() for file in files for name, tensor in file.items()}
 
 
 def rewrite(folder: Path, weights: Mapping[str, Tensor], *, files: int = 1) -> Path:
-    """These weights and no others in the folder's files; several have an index."""
+    """Write these weights and no others into the folder's files; several have an index."""
     copies = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     for old in folder.glob("model*.safetensors*"):
         old.unlink()

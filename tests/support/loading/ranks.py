@@ -1,5 +1,5 @@
-"""What each rank under torchrun finds when it loads models: which parameters differ from those that transformers loads,
-and how much anonymous memory the loading of a large model takes. Rank 0 prints JSON."""
+"""Loads models on each rank under torchrun, and checks which parameters differ from those that transformers loads, and
+how much anonymous memory loading a large model takes. Rank 0 prints JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from transformers import AutoModelForImageTextToText
 from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.model.policy import Policy
 from learner.setup import build_policy
-from shared.config import Recipe
-from shared.sections import EnvConfig, ModelConfig
+from shared.config.recipe import Recipe
+from shared.config.sections import EnvConfig, ModelConfig
 
 
 def load(folder: str, ranks: Ranks, dtype: str = "float32") -> Policy:
@@ -28,7 +28,7 @@ def load(folder: str, ranks: Ranks, dtype: str = "float32") -> Policy:
 
 
 def differing(folder: str, ranks: Ranks, dtype: str) -> list[str]:
-    """Names of the parameters and buffers that are not bit for bit those of `from_pretrained`."""
+    """Return the names of the parameters and buffers that are not bit for bit equal to those of `from_pretrained`."""
     policy = load(folder, ranks, dtype)
     wanted = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     found: dict[str, Any] = dict(policy.vlm.state_dict(keep_vars=True)) | dict(policy.vlm.named_buffers())
@@ -43,7 +43,7 @@ def differing(folder: str, ranks: Ranks, dtype: str) -> list[str]:
 
 
 class AnonymousMemory:
-    """Bytes of this process's own pages, files mapped into memory left out: above those at the start, at the peak."""
+    """Measures the peak of this process's anonymous memory (without mapped files) above its value at the start."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -68,7 +68,7 @@ class AnonymousMemory:
 
 
 def memory(folder: str, ranks: Ranks) -> dict[str, int]:
-    """Another model has been loaded before, so that what any loading imports is there already."""
+    """Measure the memory of a load. Another model must have been loaded before, so that all imports are done."""
     watched = AnonymousMemory()
     policy = load(folder, ranks)
     peak = watched.peak()

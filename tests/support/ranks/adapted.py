@@ -1,5 +1,5 @@
-"""What test_lora_ranks.py compares: adapters trained on one rank and on two, however these use memory: OUT/1.pt, 2.pt.
-What can be is computed in float64; a run that is resumed is not, as no user's is.
+"""Computes the results that test_lora_ranks.py compares: adapters trained on one rank and on two, with different uses
+of memory: OUT/1.pt, 2.pt. The cases in EXACT are computed in float64; a resumed run is not, as for users.
 
 python -m tests.support.ranks.adapted MODEL OUT
 """
@@ -19,18 +19,18 @@ from learner.checkpoints.restoring import load_checkpoint
 from learner.checkpoints.saver import Saver
 from learner.distributed import Ranks, barrier, close_ranks, init_ranks
 from learner.setup import build_trainer
-from learner.trainer import Trainer
-from learner.weights.buckets import gathered
-from shared.config import Recipe
+from learner.training.trainer import Trainer
+from learner.weights.gathering import gathered
+from shared.config.recipe import Recipe
 from tests.support.learner_ranks import first_gradients_noted, model_of, ranks_for, train, whole
 from tests.support.ranks.doubled import in_float64
 from tests.support.ranks.processes import in_processes
 from tests.support.small.adapted import adapted_config, recipe_of
 
 NUM_GROUPS = 3
-EXACT = ("all",)  # cases computed in float64; grouped products of experts have float32 alone
+EXACT = ("all",)  # cases in float64; grouped products of experts support only float32
 ALL = {"targets": ("attention", "dense", "vision")}
-MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {  # ranks, case, settings, those of adapters
+MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {  # ranks, case, settings, settings of adapters
     "one": (1, "all", {"kl_coef": 0.1}, ALL),
     "experts of one": (1, "experts", {}, {"targets": ("attention", "experts")}),
     "two": (2, "all", {"kl_coef": 0.1}, ALL),
@@ -46,7 +46,7 @@ MODES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {  # ranks, 
 
 
 def recipe_for(model: str, changes: dict[str, Any], lora: dict[str, Any]) -> Recipe:
-    settings = {"microbatch_tokens": 90, "checkpoint_in_background": False}
+    settings = {"microbatch_tokens": 90, "in_background": False}
     return recipe_of(model, adapted_config(lora=lora, **settings | changes))
 
 
@@ -55,7 +55,8 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def run(model: str, ranks: Ranks, recipe: Recipe) -> tuple[Trainer, dict[str, Any]]:
-    """First gradients, metrics of three steps, what is trained then, and what would be sent."""
+    """Train three steps; return the trainer, and the first gradients, the metrics, the trained values and the weights
+    to send."""
     trainer = build_trainer(recipe, ranks_for(ranks, recipe.learner.parallel))
     start = state_of(trainer)
     with first_gradients_noted(trainer) as gradients:
@@ -67,7 +68,7 @@ def run(model: str, ranks: Ranks, recipe: Recipe) -> tuple[Trainer, dict[str, An
 
 
 def resumed(trainer: Trainer, recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """A step after a checkpoint, with and without an interruption."""
+    """Return the state one step after a checkpoint, with and without an interruption."""
     saver = Saver(folder, trainer, trainer.ranks, recipe)
     path = saver.save(3, {})
     train(trainer, trainer.ranks, range(3, 4), NUM_GROUPS)
@@ -78,7 +79,7 @@ def resumed(trainer: Trainer, recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def local_dtypes(trainer: Trainer) -> set[tuple[bool, str]]:
-    """(trained, dtype) of this rank's shards."""
+    """Return (trained, dtype) of this rank's shards."""
     return {(p.requires_grad, str(p.dtype)) for _, p in trainer.policy.vlm.named_parameters() if isinstance(p, DTensor)}
 
 

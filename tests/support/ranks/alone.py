@@ -1,5 +1,5 @@
-"""What test_lora_alone_ranks.py compares: adapters that one rank and two send alone, and send again after a resumption,
-to engines that run: OUT/1.pt, 2.pt.
+"""Computes the results that test_lora_alone_ranks.py compares: one rank and two send adapters without weights to
+running engines, and send them again after resuming: OUT/1.pt, 2.pt.
 
 python -m tests.support.ranks.alone MODEL OUT SIZE=DTYPE=URL...
 """
@@ -16,16 +16,17 @@ from learner.checkpoints.restoring import load_checkpoint
 from learner.checkpoints.saver import Saver
 from learner.distributed import Ranks, barrier, close_ranks, init_ranks
 from learner.setup import build_publisher, build_trainer
-from learner.trainer import Trainer
-from learner.weights.buckets import gathered
-from shared.config import Recipe
+from learner.training.trainer import Trainer
+from learner.weights.gathering import gathered
+from shared.config.recipe import Recipe
 from tests.support.learner_ranks import ranks_for, train
 from tests.support.ranks.adapted import ALL, NUM_GROUPS, recipe_for
 from tests.support.ranks.processes import in_processes
 
 
 def published(trainer: Trainer, recipe: Recipe, url: str, version: int) -> dict[str, Any]:
-    """Metrics, and the weights that a merged publication would have sent instead."""
+    """Publish an adapter; return the metrics, and the weights that a publication of merged weights would have sent
+    instead."""
     publisher = build_publisher(recipe, trainer, "run")
     metrics = publisher.publish(version, [url] if trainer.ranks.is_main else ())
     publisher.close()
@@ -35,7 +36,7 @@ def published(trainer: Trainer, recipe: Recipe, url: str, version: int) -> dict[
 
 
 def interrupted(ranks: Ranks, model: str, folder: Path, dtype: str, url: str) -> list[dict[str, Any]]:
-    """A publication, and that of a trainer which resumes after it."""
+    """Return the results of a publication, and of the next one by a trainer that has resumed from a checkpoint."""
     recipe = recipe_for(model, {}, {**ALL, "publish": "adapter"})
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
     trainer = build_trainer(recipe, ranks_for(ranks, recipe.learner.parallel))

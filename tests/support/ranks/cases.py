@@ -1,4 +1,5 @@
-"""What test_learner_ranks.py compares between numbers of ranks: settings of the learner, and groups of a step."""
+"""The cases that test_learner_ranks.py compares between numbers of ranks: settings of the learner, and groups of a
+step."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "vtrace": ({}, 3),
-    "empty_shard": ({}, 0),  # one episode of text alone, for two ranks
+    "empty_shard": ({}, 0),  # only one episode, of text, for two ranks
     "grpo": ({"objective": "grpo", "entropy_coef": 0.0, "group_size": 2}, 3),
     "uneven": ({"microbatch_tokens": 400, "max_grad_norm": 1e-3, "normalize_advantages": False}, 2),
     "muon": ({"optimizer": "muon"}, 3),
@@ -17,7 +18,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         | {"hold_coef": 0.5, "hold_probability": 0.6, "microbatch_tokens": 400},
         2,
     ),
-    "experts": ({"activation_checkpointing": True}, 2),  # of the mixture of experts beside the model
+    "experts": ({"activation_checkpointing": True}, 2),  # uses the mixture of experts beside the model
     "updates": ({"passes": 2, "minibatches": 2, "critic_width": 16, "activation_checkpointing": True}, 3),
     "ppo": ({"objective": "ppo", "proximal": "learner", "minibatches": 2, "mask_token_ratio": (0.03, 2.0)}, 3),
     "refreshed": (
@@ -25,12 +26,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         3,
     ),
     "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
-    "windows": ({}, 2),  # of the Qwen2.5-VL beside the model, whose tower looks through windows
+    "windows": ({}, 2),  # uses the Qwen2.5-VL beside the model, whose tower has windows
 }
-# A third rank shows what does not divide; the other cases differ from these in the loss of a token alone.
+# Three ranks test sizes that are not divisible; the other cases differ from these only in the loss of a token.
 OF_THREE = ("vtrace", "empty_shard", "grpo", "uneven", "muon", "experts", "updates")
 CASES_OF = {1: tuple(CASES), 2: tuple(name for name in CASES if name != "windows"), 3: OF_THREE}
-MODES: dict[str, tuple[int, str, dict[str, Any]]] = {  # (ranks, case, settings): to be as that case on one rank
+MODES: dict[str, tuple[int, str, dict[str, Any]]] = {  # (ranks, case, settings); must equal that case on one rank
     "checkpointing": (2, "vtrace", {"activation_checkpointing": True}),
     "offload": (2, "vtrace", {"offload": True}),
     "replicas": (2, "vtrace", {"shard_size": 1}),
@@ -47,7 +48,7 @@ MODES: dict[str, tuple[int, str, dict[str, Any]]] = {  # (ranks, case, settings)
     "context_windows": (2, "windows", {"context": 2}),
     "context_4_windows": (4, "windows", {"context": 4}),
 }
-# In float64: of a handful of tokens, and with the reference's unbounded ratios, float32's own rounding of a
+# Computed in float64: with few tokens, or with the reference's unbounded ratios, float32's rounding of a
 # log-probability is more than 1e-6 of the gradient, on one rank as on several.
 EXACT: dict[str, tuple[int, str, dict[str, Any]]] = {
     "context_2_shards": (4, "empty_shard", {"context": 2, "shard_size": 2}),

@@ -2,7 +2,7 @@
 again and compile their blocks: `python -m tests.support.ranks.compiled MODEL OUT` writes OUT/RANKS.pt (gradients,
 weights, what the check at the start says, how many graphs were made).
 
-The graphs are those of torch.compile, run as they were traced.
+Graphs are traced by torch.compile and run without a compiler backend ("eager").
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from learner.distributed import barrier, close_ranks, init_ranks
-from learner.weights.buckets import gathered
+from learner.weights.gathering import gathered
 from tests.support.learner_ranks import CASES, first_gradients_noted, train, trainer_of
 from tests.support.ranks.checks import said
 from tests.support.ranks.processes import in_processes

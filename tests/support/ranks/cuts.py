@@ -1,4 +1,4 @@
-"""Episodes that ranks which share a microbatch have to cut in awkward places."""
+"""Episodes that ranks sharing a microbatch must cut in awkward places."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.types import Group
 from shared.vision import VisionSpec
 from tests.support.episodes import random_groups
 
-# By what is cut: (episodes, how each is drawn). All episodes of a case are one microbatch.
+# By case: (number of episodes, how each is drawn). All episodes of a case are in one microbatch.
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one document across every cut": (1, {"turns": 3, "turn_tokens": (20, 30)}),
     "many short documents": (12, {"turns": 1, "prompt_tokens": 2, "turn_tokens": (1, 4), "with_images": False}),

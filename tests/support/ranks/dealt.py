@@ -1,4 +1,5 @@
-"""What test_experts.py compares: a mixture whose experts are dealt over ranks, and the same on one: OUT/1.pt to 4.pt.
+"""Computes the results that test_experts.py compares: a mixture whose experts are dealt over ranks, and the same on one
+rank: OUT/1.pt to 4.pt.
 
 python -m tests.support.ranks.dealt MODEL OUT
 """
@@ -19,10 +20,10 @@ from learner.checkpoints.saver import Saver
 from learner.distributed import Ranks, barrier, close_ranks, init_ranks
 from learner.model.policy import empty_policy, load_weights
 from learner.model.sharding import parallelize
-from learner.optim import local_gradients
-from learner.trainer import Trainer
-from learner.weights.buckets import gathered
-from shared.learner_config import LearnerConfig
+from learner.training.optim import local_gradients
+from learner.training.trainer import Trainer
+from learner.weights.gathering import gathered
+from shared.config.learner_section import LearnerConfig
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config
 from tests.support.learner_ranks import ranks_for, recipe_of, run, train, trainer_of
@@ -32,7 +33,7 @@ from tests.support.ranks.processes import in_processes
 
 NUM_GROUPS = 2
 SETTINGS: dict[str, Any] = {"activation_checkpointing": True}
-MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to be as one rank
+MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings); each must equal one rank
     "expert 2": (2, {"expert": 2}),
     "expert 2, Muon": (2, {"expert": 2, "optimizer": "muon"}),
     "expert 2, offloaded": (2, {"expert": 2, "offload": True}),
@@ -42,7 +43,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {  # (ranks, settings), each to b
     "expert 2 and context 4": (4, {"expert": 2, "context": 4}),
     "expert 2 and context 2, two replicas": (4, {"expert": 2, "context": 2, "shard_size": 2}),
 }
-SAVED = "expert 2, each over 2 shards"  # the mode of which a checkpoint is kept
+SAVED = "expert 2, each over 2 shards"  # the mode whose checkpoint is saved
 
 
 def save(trainer: Trainer, ranks: Ranks, folder: Path) -> str:
@@ -59,7 +60,7 @@ def resumed(model: str, ranks: Ranks, path: str, **changes: Any) -> Trainer:
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Weights, and the optimizer's first moments, whole."""
+    """Return the whole weights and the optimizer's whole first moments."""
     found = {name: tensor.clone() for name, tensor in gathered(trainer.policy)}
     for name, p in trainer.policy.named_parameters():
         moment = trainer.optimizer.state[p]["exp_avg"] if p in trainer.optimizer.state else torch.zeros(0)
@@ -68,7 +69,7 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def loaded(model: str, ranks: Ranks, config: LearnerConfig) -> dict[str, Tensor]:
-    """What would be published of a model that is read from its files into dealt experts."""
+    """Return the tensors that would be published after reading a model's files into dealt experts."""
     policy = empty_policy(model, VisionSpec.load(model, min_pixels=1024, max_pixels=1 << 20))
     ranks = ranks_for(ranks, config.parallel)
     parallelize(policy, ranks, config, torch.float32)
@@ -77,8 +78,8 @@ def loaded(model: str, ranks: Ranks, config: LearnerConfig) -> dict[str, Tensor]
 
 
 def spoilt(trainer: Trainer, ranks: Ranks) -> tuple[float, bool]:
-    """Bad steps in a row after one in which the last rank alone has a gradient that is not finite, and whether any
-    weight or moment has moved."""
+    """Train a step in which only the last rank has a gradient that is not finite; return the number of bad steps in a
+    row, and whether any weight or moment has changed."""
 
     def found(*arguments: Any) -> list[list[Tensor]]:
         parts = local_gradients(*arguments)
@@ -87,7 +88,7 @@ def spoilt(trainer: Trainer, ranks: Ranks) -> tuple[float, bool]:
         return parts
 
     before = state_of(trainer)
-    with patch("learner.trainer.local_gradients", found):
+    with patch("learner.training.update.local_gradients", found):
         (metrics,) = train(trainer, ranks, range(3, 4), NUM_GROUPS)
     after = state_of(trainer)
     return metrics["optim/bad_steps_in_a_row"], not all(torch.equal(after[name], t) for name, t in before.items())

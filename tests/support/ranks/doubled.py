@@ -1,4 +1,4 @@
-"""The learner computed in float64, where rounding cannot hide a mistake, nor be taken for one."""
+"""Runs the learner in float64, so that rounding neither hides a mistake nor looks like one."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ FLOAT32, READ = torch.float32, WeightFiles.read
 
 
 def read_as_stored(files: WeightFiles, name: str, index: Index) -> Tensor:
-    """safetensors looks its dtypes up by their names in torch."""
+    """Read with torch's real float32, since safetensors looks up dtypes by their names in torch."""
     with patch.object(torch, "float32", FLOAT32):
         return READ(files, name, index)
 
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Meanwhile whatever asks for float32 gets float64: parameters, activations, products, sums over ranks, and the
-    parts of transformers and of our kernels that widen to float32. What comes from the wire stays as it is."""
+    """Make everything in the body that uses float32 use float64: parameters, activations, products, sums over ranks,
+    and the parts of transformers and of the kernels that widen to float32. Data from the wire keep their type."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
-        for module in ("cpu.linear", "gemm"):  # oneDNN's products are float32's
+        for module in ("cpu.linear", "gemm"):  # oneDNN has only float32 products
             stack.enter_context(patch(f"kernels.{module}.uses_onednn", lambda _: False))
-        stack.enter_context(patch("kernels.cpu.library.library", lambda: None))  # so is what is in C
+        stack.enter_context(patch("kernels.cpu.library.library", lambda: None))  # the C kernels are float32, too
         stack.enter_context(patch.object(torch, "float32", torch.float64))
         stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
         stack.enter_context(patch("kernels.checks.DTYPES", (torch.float64,)))

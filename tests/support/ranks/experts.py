@@ -1,4 +1,4 @@
-"""One layer's experts, dealt over ranks, beside the same on each rank alone."""
+"""Compares one layer's experts dealt over ranks with the same experts computed on each rank alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextExperts
 
 from learner.distributed import Ranks, all_sum, make_expert_mesh
-from learner.parallel.experts import deal_experts, gathered_experts, sharding_mesh
+from learner.model.experts import deal_experts, gathered_experts, sharding_mesh
 
 NUM_EXPERTS, CHOSEN, HIDDEN = 8, 2, 6
 SIZES = {"num_experts": NUM_EXPERTS, "hidden_size": HIDDEN, "moe_intermediate_size": 5, "hidden_act": "silu"}
-# By case: each rank's tokens, and the experts that are chosen from. The first half are rank 0's of two.
+# By case: each rank's number of tokens, and the number of experts to choose from. Of two ranks, rank 0 has the first
+# half of the experts.
 CASES: dict[str, tuple[tuple[int, ...], int]] = {
     "all experts": ((5, 7, 3, 4), NUM_EXPERTS),
     "ranks whose experts get no token": ((5, 7, 3, 4), 2),
@@ -32,7 +33,7 @@ def stack() -> nn.Module:
 
 
 def drawn(case: str, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A rank's hidden states, chosen experts and their weights."""
+    """Return a rank's hidden states, chosen experts and their weights."""
     counts, choice = CASES[case]
     draw = torch.Generator().manual_seed(rank)
     shape = (counts[rank], CHOSEN)
@@ -42,16 +43,17 @@ def drawn(case: str, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def computed(experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Output, and the gradients of hidden states and weights, of a loss that weighs every output differently."""
+    """Return the output, and the gradients of hidden states and weights for a loss with a different weight for each
+    output."""
     out = experts(*inputs)
-    if out.requires_grad:  # transformers' own of no tokens does not
+    if out.requires_grad:  # without tokens transformers' output has no gradient
         (out * torch.arange(1.0, 1 + out.numel()).view_as(out)).sum().backward()
     return [out.detach(), *(x.grad if x.grad is not None else torch.zeros_like(x) for x in (inputs[0], inputs[2]))]
 
 
 def layer_alone(ranks: Ranks) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """By case and by whether experts are gathered: pairs (got, expected) of this rank's outputs and gradients, and of
-    the experts' gradients over all ranks."""
+    """Return pairs (got, expected), by case and by whether experts are gathered: of this rank's outputs and gradients,
+    and of the experts' gradients summed over all ranks."""
     mesh = make_expert_mesh("cpu", ranks.size, 0, ranks.size)
     assert mesh is not None
     dealt = nn.ModuleList([stack()])

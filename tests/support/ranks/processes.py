@@ -1,4 +1,4 @@
-"""Ranks as processes of one that has imported torch already, as torchrun would start them."""
+"""Starts ranks as torchrun would, but forked from a process that has already imported torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from learner.distributed import BACKENDS
 
 
 def take_place(told: dict[str, str]) -> None:
-    """This process is that rank from now on. Its default group will have a backend for each device, as on GPUs."""
+    """Make this process a rank, with torchrun's variables in `told`. Its default group gets a backend for each device,
+    as on GPUs."""
     os.environ.update(told)
     BACKENDS["cpu"] = "cpu:gloo,cuda:gloo"
 
@@ -26,16 +27,16 @@ def as_rank(told: dict[str, str], compute: Callable[..., None], arguments: Seque
 
 
 def places(size: int) -> list[dict[str, str]]:
-    """What torchrun would tell each of so many ranks."""
+    """Return the environment variables that torchrun would set for each of `size` ranks."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     return [{**group, "RANK": str(rank)} for rank in range(size)] if size > 1 else [{}]
 
 
 def in_processes(rounds: Sequence[Sequence[int]], compute: Callable[..., None], *arguments: Any) -> int:
-    """Calls `compute` on every rank of each size, the sizes of one round at a time. 1 as soon as a rank has failed;
-    those that wait for it end with this process."""
+    """Call `compute` on every rank of each size; the sizes of one round run at the same time. Return 0, or 1 as soon as
+    a rank has failed; ranks that wait for it end with this process."""
     torch.set_num_threads(1)
-    fork = multiprocessing.get_context("fork")  # ten imports of torch would take most of the time
+    fork = multiprocessing.get_context("fork")  # fork, since ten imports of torch would take most of the time
     for sizes in rounds:
         told = [place for size in sizes for place in places(size)]
         ranks = [fork.Process(target=as_rank, args=(place, compute, arguments), daemon=True) for place in told]

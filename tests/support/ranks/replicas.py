@@ -1,4 +1,5 @@
-"""How often replicas add up their gradients, and what comes of it, on four ranks of which two share a copy: OUT.
+"""Counts how often replicas add up their gradients, and computes the result, on four ranks, two of which share a copy:
+OUT.
 
 python -m tests.support.ranks.replicas MODEL OUT
 """
@@ -14,16 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from learner.batch.microbatch import Microbatch
 from learner.distributed import barrier, close_ranks, init_ranks
 from learner.model.sharding import add_up_replicas
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
+from learner.training.update import accumulate_gradient
 from tests.support.episodes import random_groups
 from tests.support.learner_ranks import gradients_of, trainer_of
 from tests.support.ranks.processes import in_processes
 
 
 def stepped(folder: str, trainer: Trainer) -> dict[str, Any]:
-    """The gradient of one step, its microbatches, and how many of a copy's tensors were added up over the replicas."""
+    """Return the gradient of one step, the number of its microbatches, and how many tensors of a copy were summed over
+    the replicas."""
     found: dict[str, Any] = {"sums": 0, "groups": sum(isinstance(m, FSDPModule) for m in trainer.policy.modules())}
     group, all_reduce = trainer.ranks.mesh.get_group(0), dist.all_reduce
 
@@ -32,9 +36,13 @@ def stepped(folder: str, trainer: Trainer) -> dict[str, Any]:
         return all_reduce(tensor, *args, **kwargs)
 
     groups = random_groups(trainer.policy.spec, 9, seed=3, turns=2)
-    accumulate, packed = trainer._accumulate, []
-    trainer._accumulate = lambda *a, **k: packed.append(1) or accumulate(*a, **k)  # type: ignore[method-assign]
-    with patch.object(dist, "all_reduce", counted):
+    packed: list[Microbatch] = []
+
+    def noted(batch: Microbatch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        packed.append(batch)
+        return accumulate_gradient(batch, *args, **kwargs)
+
+    with patch("learner.training.update.accumulate_gradient", noted), patch.object(dist, "all_reduce", counted):
         (found["gradient"],) = gradients_of(trainer, [groups])
     return found | {"microbatches": len(packed)}
 
@@ -42,7 +50,9 @@ def stepped(folder: str, trainer: Trainer) -> dict[str, Any]:
 def compute(folder: str, out: Path) -> None:
     ranks = init_ranks("cpu", timeout_s=120)
     found = {"once": stepped(folder, trainer_of(folder, ranks, shard_size=2))}
-    with patch("learner.trainer.add_up_replicas", lambda policy, ranks, now: add_up_replicas(policy, ranks, now=True)):
+    with patch(
+        "learner.training.update.add_up_replicas", lambda policy, ranks, now: add_up_replicas(policy, ranks, now=True)
+    ):
         found["always"] = stepped(folder, trainer_of(folder, ranks, shard_size=2))
     if ranks.is_main:
         torch.save(found, out)

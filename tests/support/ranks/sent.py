@@ -1,4 +1,5 @@
-"""What test_gathering.py compares: what rank 0 would send of a model that lies on ranks in many ways: OUT/1.pt to 4.pt.
+"""Computes the results that test_gathering.py compares: the weights that rank 0 would send of a model that is sharded
+in different ways: OUT/1.pt to 4.pt.
 
 python -m tests.support.ranks.sent MODEL OUT
 """
@@ -15,13 +16,22 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from learner.distributed import Ranks, barrier, close_ranks, init_ranks
 from learner.model.policy import Policy
 from learner.setup import build_policy
 from learner.weights import gathering
-from learner.weights.buckets import buckets, changing, gathered
-from learner.weights.gathering import gathered_buckets
+from learner.weights.gathering import (
+    Gathering,
+    PublishedTensor,
+    SourceTensor,
+    buckets,
+    changing,
+    gathered,
+    gathered_buckets,
+)
 from tests.support.episodes import learner_config
 from tests.support.learner_ranks import model_of, ranks_for
 from tests.support.ranks.processes import in_processes
@@ -45,7 +55,7 @@ MODES: dict[str, tuple[tuple[int, ...], str, dict[str, Any], dict[str, Any]]] = 
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """The bytes of all ranks that each collective brings together, of those that gather."""
+    """Yield a list that gets, for each gathering collective, the total bytes of all ranks."""
     sizes: list[int] = []
 
     def noting(real: Any, sent: int) -> Any:
@@ -73,7 +83,8 @@ def policy_of(model: str, ranks: Ranks, dtype: str, changes: dict[str, Any], lor
 
 
 def sent(policy: Policy, ranks: Ranks) -> dict[str, Any]:
-    """What rank 0 sends, and what that costs."""
+    """Return the tensors that rank 0 sends, the sizes of the collectives, and whether the buckets equal those of whole
+    parameters."""
     found: dict[str, Tensor] = {}
     with counted() as sizes:
         every = list(gathered_buckets(policy, ranks, MOST_BYTES))
@@ -82,7 +93,8 @@ def sent(policy: Policy, ranks: Ranks) -> dict[str, Any]:
         shapes = dict(zip(bucket.names, bucket.shapes, strict=True))
         found |= {name: values.view(shapes[name]).clone() for name, values in bucket.values()}
     assert ranks.is_main or every == [None] * len(every)
-    plain = buckets(gathered(policy, changing(policy)), policy.dtype, MOST_BYTES)  # whole on every rank, then cast
+    # Gathered whole on every rank, then cast.
+    plain = buckets(gathered(policy, changing(policy)), policy.dtype, MOST_BYTES)
     same = [
         ours is None
         or (
@@ -92,6 +104,19 @@ def sent(policy: Policy, ranks: Ranks) -> dict[str, Any]:
         for ours, b in zip(every, plain, strict=True)
     ]
     return {"sent": found, "gathered": sizes, "buckets": len(every), "as whole parameters": all(same)}
+
+
+def of_two_dtypes(ranks: Ranks) -> list[tuple[str, Tensor]]:
+    """Return the values in a bucket whose first tensor ends at an address where no float32 may begin; empty on other
+    ranks than 0."""
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    tensors = {"odd": torch.arange(6.0).to(torch.bfloat16), "float32": torch.arange(10.0, 14.0)}
+    items = [
+        PublishedTensor(name, t.dtype, (SourceTensor(distribute_tensor(t, mesh, [Shard(0)]), t.dtype),))
+        for name, t in tensors.items()
+    ]
+    bucket = Gathering(ranks).bucket(items, last=True)
+    return [] if bucket is None else [(name, values.clone()) for name, values in bucket.values()]
 
 
 def compute(model: str, out: Path) -> None:
@@ -106,6 +131,8 @@ def compute(model: str, out: Path) -> None:
     everyone: list[Any] = [None] * ranks.size
     dist.all_gather_object(everyone, {name: len(found["gathered"]) for name, found in result.items()})
     result["collectives of ranks"] = everyone
+    if ranks.size == 2:
+        result["two dtypes"] = of_two_dtypes(ranks)
     if ranks.is_main:
         torch.save(result, out / f"{ranks.size}.pt")
     barrier(ranks, timeout_s=60)

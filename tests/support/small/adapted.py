@@ -1,4 +1,4 @@
-"""Small models with adapters, and trainers of them."""
+"""Small models with adapters, and their trainers."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Any
 
 import torch
 
+from learner.checkpoints import lora_files
 from learner.distributed import Ranks
-from learner.lora import files
-from learner.lora.adapters import whole
-from learner.lora.attach import attach, fill, initialise
-from learner.lora.base import base_hash
-from learner.lora.reference import BasePolicy
+from learner.model.lora_adapters import whole
+from learner.model.lora_attach import attach, fill, initialise
+from learner.model.lora_base import base_hash
+from learner.model.lora_reference import BasePolicy
 from learner.model.policy import Policy, load_policy
 from learner.model.sharding import parallelize
-from learner.trainer import Trainer
-from learner.weights.gathering import outgoing
-from shared.config import Recipe
-from shared.learner_config import LearnerConfig
-from shared.sections import EnvConfig, ModelConfig, RunConfig
-from shared.settings.lora import LoraConfig
+from learner.training.trainer import Trainer
+from learner.weights.gathering import published_tensors
+from shared.config.learner_section import LearnerConfig
+from shared.config.lora_section import LoraConfig
+from shared.config.recipe import Recipe
+from shared.config.sections import EnvConfig, ModelConfig, RunConfig
 from shared.vision import VisionSpec
 from tests.support.checkpoints import config
 
 
 def adapted_policy(folder: str | Path, *, moved: float = 0.0, spec: VisionSpec | None = None, **lora: Any) -> Policy:
-    """In one process; `moved`: the deviation of B, which is 0 otherwise."""
+    """Return a policy with adapters, for one process. `moved` is the standard deviation of B; with 0, B is 0."""
     policy = load_policy(str(folder), spec or VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
     settings = LoraConfig(**{"rank": 4, **lora})
     policy.adapters = attach(policy.vlm, settings, torch.float32)
     policy.adapters.base = base_hash(policy.vlm, str(folder))
     initialise(policy.adapters, seed=0)
     if settings.adapter:
-        files.load(settings.adapter, policy.adapters)
+        lora_files.load(settings.adapter, policy.adapters)
     if moved:
         move_adapters(policy, moved)
     return policy
@@ -48,8 +48,8 @@ def move_adapters(policy: Policy, deviation: float) -> None:
 
 
 def sent_alone(policy: Policy) -> list[tuple[str, torch.Tensor]]:
-    """What a publication of the adapters alone sends, in one process."""
-    return [(item.name, item.parts[0].tensor.to(item.dtype)) for item in outgoing(policy)]
+    """Return the tensors that a publication of adapters without weights sends, in one process."""
+    return [(item.name, item.sources[0].tensor.to(item.dtype)) for item in published_tensors(policy)]
 
 
 def adapted_config(*, lora: dict[str, Any] | None = None, **changes: Any) -> LearnerConfig:
@@ -74,5 +74,5 @@ def recipe_of(folder: str | Path, learner: LearnerConfig, run: str = "runs") -> 
 
 
 def values_of(policy: Policy) -> dict[str, torch.Tensor]:
-    """Of all that is trained."""
+    """Return the values of all trained parameters."""
     return {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}

@@ -1,6 +1,5 @@
-"""Tiny random models of each family, as transformers makes them, in folders like those of the published ones.
-
-The sizes by which a matrix could be taken for its transpose all differ.
+"""Tiny random models of each family, made by transformers, in folders like those of published models. Sizes of matrices
+differ, so that no matrix can be mistaken for its transpose.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ NUM_EXPERTS, EXPERT_SIZE = 6, 24  # beside a hidden size of 64 or 128
 
 
 def qwen25(folder: Path) -> Path:
-    """A tiny Qwen2.5-VL: patches of 14, windows of 2 x 2 visual tokens in all blocks but the last, no deepstack; the
-    tower's hidden layer is no multiple of 8, as in the published ones, and its config.json has their form."""
+    """Write a tiny Qwen2.5-VL: patches of 14, windows of 2 x 2 visual tokens in all blocks but the last, no deepstack;
+    the tower's hidden layer is no multiple of 8, as in the published models, and config.json has their form."""
     token = tiny_tokenizer().convert_tokens_to_ids
     text = {
         "vocab_size": 640,
@@ -64,7 +63,7 @@ def qwen25(folder: Path) -> Path:
     model = Qwen2_5_VLForConditionalGeneration(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases of zero and norms of one would hide a mistake
+            if parameter.ndim == 1:  # biases of 0 and norms of 1 would hide mistakes
                 parameter += 0.1 * torch.randn(parameter.shape)
     model.save_pretrained(folder)
     _flatten(folder / "config.json")
@@ -75,7 +74,8 @@ def qwen25(folder: Path) -> Path:
 
 
 def _flatten(file: Path) -> None:
-    """The older form: what is said of the text model stands beside the rest, with rope_scaling and rope_theta."""
+    """Rewrite config.json in the older form: the text model's fields are at the top level, with rope_scaling and
+    rope_theta."""
     config = json.loads(file.read_text())
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
@@ -92,12 +92,13 @@ def _flatten(file: Path) -> None:
 
 
 def qwen3_moe(folder: Path) -> Path:
-    """A tiny Qwen3-VL with experts in each layer."""
+    """Write a tiny Qwen3-VL with experts in each layer."""
     return as_mixture(tiny_model_dir(folder), folder / "mixture")
 
 
 def as_mixture(dense: Path, folder: Path) -> Path:
-    """Random weights in the shape of the model in `dense`, with experts in each layer, beside its other files."""
+    """Write a random model with the shape of the one in `dense` but experts in each layer, and copies of its other
+    files."""
     shutil.copytree(dense, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((dense / "config.json").read_text())
     text = config["text_config"] | {"model_type": "qwen3_vl_moe_text", "num_experts": NUM_EXPERTS}

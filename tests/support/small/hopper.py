@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a Hopper GPU without one."""
+"""Compiles Triton kernels for a Hopper GPU on a machine without one."""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def specialised(kernel, *args, **options):
-    """What Triton would compile for these arguments: (source, its target and options)."""
+    """Return the source that Triton would compile for these arguments, and a dict of its target and options."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -25,7 +25,8 @@ def specialised(kernel, *args, **options):
 
 
 def compiled(kernel, *args, **options):
-    """(how often it reads 16 bytes a thread, how often it writes so, bytes of registers spilled to memory, its ptx)."""
+    """Compile a kernel; return (number of 16-byte reads, number of 16-byte writes, bytes of registers spilled to
+    memory, ptx)."""
     import triton
 
     source, how = specialised(kernel, *args, **options)
@@ -37,7 +38,7 @@ def compiled(kernel, *args, **options):
 
 
 def _spilled_bytes(ptx):
-    """By the assembler that Triton takes."""
+    """Return the number of spilled bytes that Triton's assembler reports."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What the fused log-probability is compared with: torch's own way over all logits, and gradients of either."""
+"""The reference for the fused log-probability: torch over all logits, and the gradients of either."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 def gradients(
     function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], hidden: Tensor, weight: Tensor, upstream: Tensor
 ) -> list[Tensor]:
-    """(logprob, entropy, gradient of hidden, gradient of weight) in float64."""
+    """Return (logprob, entropy, gradient of hidden, gradient of weight) in float64."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     logprob, entropy = function(hidden, weight)
     (logprob * upstream[0] + entropy * upstream[1]).sum().backward()
@@ -21,7 +21,7 @@ def gradients(
 def full_logits(
     hidden: Tensor, weight: Tensor, target: Tensor, temperature: float = 1.0, banned_ids: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """What torch does without a fused path: the yardstick for the gradients' accuracy."""
+    """Return (logprobs, entropies) as torch computes them without a fused path: the reference for accuracy."""
     logits = (hidden @ weight.t()).float() / temperature
     logits[:, list(banned_ids)] = float("-inf")
     logprobs = logits.log_softmax(-1)

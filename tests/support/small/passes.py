@@ -1,4 +1,4 @@
-"""Norms, rotations of heads and gated products against torch in float64, whoever computes them."""
+"""Checks of norms, rotations of heads and gated products against torch in float64, for any implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
 
-EXACT = 2e-6  # of a number, and of the largest beside it where sums cancel
+EXACT = 2e-6  # relative error of a number, or of the largest one if sums cancel
 
 
 def check(
@@ -22,7 +22,8 @@ def check(
     *,
     sums: bool = True,
 ) -> None:
-    """Values and gradients of `inputs` are those of `exact` in float64, but for one rounding by `once` of each."""
+    """Check that output and gradients of `inputs` equal those of `exact` in float64, up to one rounding with the
+    relative error `once`."""
     results = []
     for function, wide in ((ours, False), (exact, True)):
         own = [(part.double() if wide else part).detach().requires_grad_() for part in inputs]
@@ -35,14 +36,14 @@ def check(
 
 
 def rounding(dtype: torch.dtype, *, cuts: bool) -> float:
-    """How far a number moves that is rounded once; the interpreter cuts off."""
+    """Return the relative error of rounding a number once. `cuts`: it is truncated, as by Triton's interpreter."""
     return 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps * (1.01 if cuts else 0.51)
 
 
 def check_norm(kernels: Any, shape: tuple[int, ...], *how: Any, once: float = 0.0) -> None:
-    """`how`: device and dtype."""
+    """Check a norm; `how`: device and dtype."""
     x, weight, grad = _drawn(shape, *how), _drawn(shape[-1:], *how), _drawn(shape, *how)
-    assert kernels.norms(x, weight)
+    assert kernels.supports_rms_norm(x, weight)
     check(
         lambda x, weight: kernels.rms_norm(x, weight, 1e-6),
         lambda x, weight: F.rms_norm(x, shape[-1:], weight, 1e-6),
@@ -51,9 +52,9 @@ def check_norm(kernels: Any, shape: tuple[int, ...], *how: Any, once: float = 0.
 
 
 def check_layer_norm(kernels: Any, shape: tuple[int, ...], *how: Any, once: float = 0.0) -> None:
-    """Rows lie around 3, so that a mean taken away late would show."""
+    """Check a layer norm. Rows are around 3, so that subtracting the mean too late would show."""
     x, grad, (weight, bias) = _drawn(shape, *how) + 3, _drawn(shape, *how), _drawn((2, *shape[-1:]), *how)
-    assert kernels.centred(x, weight, bias)
+    assert kernels.supports_layer_norm(x, weight, bias)
     check(
         lambda *own: kernels.layer_norm(*own, 1e-6),
         lambda x, weight, bias: F.layer_norm(x, shape[-1:], weight, bias, 1e-6),
@@ -62,35 +63,38 @@ def check_layer_norm(kernels: Any, shape: tuple[int, ...], *how: Any, once: floa
 
 
 def check_turned_norm(kernels: Any, shape: tuple[int, int, int], *how: Any, once: float = 0.0) -> None:
-    """shape: tokens, heads, head size. The two halves of the angles differ here, as they do in no model."""
+    """Check a norm followed by the rotation of heads; `shape` is (tokens, heads, head size). The two halves of the
+    angles differ here, unlike in any model."""
     x, weight, grad = _drawn((1, *shape), *how), _drawn(shape[-1:], *how), _drawn((1, *shape), *how)
     cos, sin = _drawn((2, 1, shape[0], shape[2]), *how)
-    assert kernels.turns(x, weight, cos)
+    assert kernels.supports_rope(x, weight, cos)
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
         return _turned(F.rms_norm(x, shape[-1:], weight, 1e-6), cos, sin)
 
-    check(lambda x, weight: kernels.rms_norm_turned(x, weight, 1e-6, cos, sin), exact, (x, weight), grad, once)
+    check(lambda x, weight: kernels.rms_norm_rope(x, weight, 1e-6, cos, sin), exact, (x, weight), grad, once)
 
 
 def check_turned(kernels: Any, shape: tuple[int, int, int], *how: Any, once: float = 0.0) -> None:
-    """The second of three views of a tower's projections, with angles in float32."""
+    """Check the rotation of the keys, the second of three views of a tower's fused projection, with angles in
+    float32."""
     device, _ = how
     qkv, grad = _drawn((shape[0], 3, *shape[1:]), *how), _drawn(shape, *how)
     cos, sin = _drawn((2, shape[0], shape[2]), device, torch.float32)
-    assert kernels.turns(qkv[:, 1], None, cos)
+    assert kernels.supports_rope(qkv[:, 1], None, cos)
     check(
-        lambda qkv: kernels.turned(qkv[:, 1], cos, sin), lambda qkv: _turned(qkv[None, :, 1], cos[None], sin[None])[0],
+        lambda qkv: kernels.apply_rope(qkv[:, 1], cos, sin),
+        lambda qkv: _turned(qkv[None, :, 1], cos[None], sin[None])[0],
         (qkv,), grad, once,
     )  # fmt: skip
 
 
 def check_swiglu(kernels: Any, shape: tuple[int, ...], *how: Any, once: float = 0.0) -> None:
-    """Of small and of huge gates."""
+    """Check SwiGLU with gates from tiny to huge."""
     scale = torch.tensor([1e-3, 1, 10, 50, 200, 1e4, 1])[torch.arange(shape[-2]) % 7][:, None]
     gate, up, grad = _drawn(shape, *how), _drawn(shape, *how), _drawn(shape, *how)
     gate *= scale.to(gate)
-    assert kernels.takes(gate, up)
+    assert kernels.is_supported(gate, up)
     check(kernels.swiglu, lambda gate, up: F.silu(gate) * up, (gate, up), grad, once, sums=False)
 
 

@@ -1,7 +1,7 @@
-"""Small problems with known answers: what an episode shows and pays, and what the best policy earns.
+"""Small problems with known solutions: states and rewards of episodes, and the return of the best policy.
 
-A turn is an observation, one token that names the state, then the tokens that the policy writes, of which the last is
-its move. A problem says the mean reward of a move; what is paid may have noise around it.
+A turn is an observation of one token, which names the state, then the policy's tokens, the last of which is its move. A
+problem gives the mean reward of a move; the actual reward may have noise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Every turn pays the same, whatever the move; `noise` is the standard deviation of what is paid."""
+    """A problem in which every turn pays the same, whatever the move. `noise` is the standard deviation of rewards."""
 
     num_actions: int
     turn_tokens: int = 1
@@ -20,10 +20,11 @@ class Problem:
     pays: float = 0.0
     noise: float = 0.0
     start: float = 0.0  # mean return of the uniform policy
-    best: float = 0.0  # of the best one; equal to `start` where no policy is better than another
+    shift: float = 0.0  # added to the reward of every episode's last turn; not part of `start` and `best`
+    best: float = 0.0  # mean return of the best policy; equal to `start` if all are equal
 
     def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
-        """(next state, mean reward, whether the episode is over); a state is one of 0 to 7, the first is 0."""
+        """Return (next state, mean reward, whether the episode is over); a state is one of 0 to 7, the first is 0."""
         return turn + 1, self.pays, turn + 1 == self.max_turns
 
     @property
@@ -42,7 +43,8 @@ class Bandit(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class Corridor(Problem):
-    """Cells in a row, the first is the start; move 1 goes right, 0 left; the last cell pays 1 and ends the episode."""
+    """A row of cells, of which the first is the start. Move 1 goes right, 0 left; the last cell pays 1 and ends the
+    episode."""
 
     length: int
 
@@ -54,7 +56,8 @@ class Corridor(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class Distraction(Problem):
-    """At first, move 0 pays 0.3 and leads to a room that pays nothing; in the other room, move 1 pays 1."""
+    """In the first turn, move 0 pays 0.3 and leads to a room that pays nothing; other moves lead to a room where move 1
+    pays 1."""
 
     def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
         if turn == 0:
@@ -64,12 +67,12 @@ class Distraction(Problem):
 
 @dataclass(frozen=True, kw_only=True)
 class Lock(Problem):
-    """A digit a turn, each turn costs 0.1; all digits right pay 1 at the end, any wrong one nothing."""
+    """One digit per turn, and each turn costs 0.1. If all digits are right, the end pays 1."""
 
     digits: Sequence[int]
 
     def step(self, state: int, move: int, turn: int) -> tuple[int, float, bool]:
-        right = state == turn and move == self.digits[turn]  # the state counts the right ones
+        right = state == turn and move == self.digits[turn]  # the state counts the right digits
         over = turn + 1 == len(self.digits)
         return turn + 1 if right else 7, float(right and over) - 0.1, over
 

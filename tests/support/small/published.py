@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from launch.tiny_models.build import build_tokenizer, save
-from learner.model.sizes import PUBLISHED
+from shared.families.registry import PUBLISHED
 from tests.support.tiny import PHRASES
 
 IDS = {
@@ -27,7 +27,8 @@ IDS = {
 
 
 def published_config(name: str, ids: Mapping[str, int] | None = None) -> PreTrainedConfig:
-    """A config of transformers' with the sizes that `learner.model.sizes` knows; `ids`: of tokens, as it names them."""
+    """Return transformers' config of a published model, with the sizes from shared/families. `ids` are token ids by the
+    config's names."""
     sizes = PUBLISHED[name]
     text = {
         "vocab_size": sizes.vocab_size,
@@ -50,7 +51,7 @@ def published_config(name: str, ids: Mapping[str, int] | None = None) -> PreTrai
     }
     more = {"tie_word_embeddings": sizes.tied, **(ids or {})}
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    if sizes.qwen25:
+    if sizes.vision_rms_norm:
         text["rope_parameters"] = rope | {"mrope_section": [16, 24, 24]}
         vision["fullatt_block_indexes"] = [7, 15, 23, 31]
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **more)
@@ -64,8 +65,8 @@ def published_config(name: str, ids: Mapping[str, int] | None = None) -> PreTrai
 
 
 def save_random(name: str, folder: str | Path) -> None:
-    """A model of that name's sizes with random bfloat16 weights, beside the small models' tokenizer, whose tokens are
-    the first few hundred of the vocabulary."""
+    """Write a model with this published model's sizes, random bfloat16 weights, and the small models' tokenizer, whose
+    tokens are the first few hundred of the vocabulary."""
     tokenizer = build_tokenizer(PHRASES)
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in IDS.items()}
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a recorder is given: a recipe, and the tickets of groups."""
+"""Inputs for a recorder: a recipe, and the tickets of groups."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import Recipe
-from shared.sections import EnvConfig, ModelConfig, RecordConfig, RunConfig
+from shared.config.recipe import Recipe
+from shared.config.sections import EnvConfig, ModelConfig, RecordConfig, RunConfig
 from shared.types import Group, Sample, Sampling, Ticket
 from tests.support.episodes import learner_config
 

@@ -1,4 +1,4 @@
-"""Runs of the learner's own trainer on small problems, with episodes of a policy that is so many steps old."""
+"""Runs the learner's trainer on small problems, with episodes of a policy that may be several steps old."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 from learner.distributed import Ranks
 from learner.guards.divergence import braked, kl_of_a_step
-from learner.trainer import Trainer
+from learner.training.trainer import Trainer
 from shared.types import Ending, Group, Trajectory, Turn
 from tests.support.episodes import learner_config
 from tests.support.small.policy import CONTEXT, VOCAB_SIZE, SmallPolicy
 from tests.support.small.problems import Problem
 
-OBJECTIVES: dict[str, dict[str, Any]] = {  # all else is as the learner's defaults are, but for a small model's rates
+OBJECTIVES: dict[str, dict[str, Any]] = {  # other settings are the learner's defaults, except RATES
     "vtrace": {"objective": "vtrace"},
     "vtrace, turns": {"objective": "vtrace", "vtrace_level": "turn"},
     "ppo": {"objective": "ppo"},
@@ -29,7 +29,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {  # all else is as the learner's defaul
 }
 RATES = {"lr": 1e-3, "value_lr": 5e-2}
 FIRST_STATE = 16  # the token that names state 0
-EPISODES = 64  # of a step
+EPISODES = 64  # episodes of a step
 WINDOW = 10  # steps over which a return is averaged
 
 
@@ -37,7 +37,7 @@ WINDOW = 10  # steps over which a return is averaged
 def play(
     policy: SmallPolicy, problem: Problem, count: int, version: int, rng: np.random.Generator
 ) -> tuple[list[Trajectory], float]:
-    """Episodes, all side by side, and the mean of what they earned without noise."""
+    """Play episodes in parallel; return them, and their mean return without noise."""
     streams = [[FIRST_STATE] for _ in range(count)]
     logprobs = [[0.0] for _ in range(count)]
     ends: list[list[tuple[int, float]]] = [[] for _ in range(count)]
@@ -54,7 +54,10 @@ def play(
             states[i], mean, over = problem.step(states[i], streams[i][-1], turn)
             earned += mean / count
             ends[i].append((len(streams[i]), mean + problem.noise * float(rng.normal())))
-            if not over and turn + 1 < problem.max_turns:
+            over = over or turn + 1 == problem.max_turns
+            if over:
+                ends[i][-1] = (ends[i][-1][0], ends[i][-1][1] + problem.shift)
+            else:
                 going.append(i)
                 streams[i].append(FIRST_STATE + states[i])
                 logprobs[i].append(0.0)
@@ -63,7 +66,7 @@ def play(
 
 
 def contexts(streams: Sequence[list[int]]) -> torch.Tensor:
-    """The last tokens of each, latest first."""
+    """Return the last CONTEXT tokens of each stream, latest first."""
     return torch.tensor([([VOCAB_SIZE] * CONTEXT + stream)[: -CONTEXT - 1 : -1] for stream in streams])
 
 
@@ -88,15 +91,18 @@ def episode(
 def train(
     problem: Problem, ranks: Ranks, policy: SmallPolicy, *, seed: int, steps: int, lag: int = 0, **settings: Any
 ) -> Iterator[float]:
-    """The mean return of the policy that played, after each step. `lag`: steps by which it is older than `policy`,
-    which is trained in place. The learning rate is braked as the learner's loop does it."""
+    """Train `policy` in place; yield, after each step, the mean return of the policy that played. `lag` is the number
+    of steps by which that policy is older than `policy`. The learning rate is braked as in the learner's loop."""
     config = learner_config(**{**RATES, "group_size": 1, "total_steps": steps, **settings})
     trainer, rng = Trainer(policy, config, ranks), np.random.default_rng(seed)  # type: ignore[arg-type]
     past = deque([deepcopy(policy) if lag else policy], lag + 1)
     for step in range(steps):
         episodes, earned = play(past[0], problem, EPISODES, max(0, step - lag), rng)
         cut = range(0, EPISODES, config.group_size)
-        metrics = trainer.step([Group("g", "a", tuple(episodes[i : i + config.group_size])) for i in cut], step)
+        groups = [Group("g", "a", tuple(episodes[i : i + config.group_size])) for i in cut]
+        if step == 0:
+            trainer.start_critic(groups)
+        metrics = trainer.step(groups, step)
         kl = kl_of_a_step(metrics, 1)
         if kl is not None:
             trainer.guard.brake = braked(trainer.guard, kl, config.guard.max_kl)
@@ -106,12 +112,13 @@ def train(
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    reached: int | None  # the step at which the mean return of the last WINDOW steps was the optimum for the first time
-    kept: bool  # whether it still was at the end
+    # The first step at which the mean return over the last WINDOW steps reached the problem's threshold.
+    reached: int | None
+    kept: bool  # True if the mean return was still above it at the end
 
 
 def learn(problem: Problem, ranks: Ranks, *, seed: int, steps: int, stop: bool = False, **settings: Any) -> Learned:
-    """`stop`: as soon as the optimum is reached."""
+    """Train a new policy; with `stop` end as soon as the optimum is reached."""
     returns: list[float] = []
     reached = None
     for earned in train(problem, ranks, SmallPolicy(problem.num_actions, seed), seed=seed, steps=steps, **settings):
@@ -124,7 +131,8 @@ def learn(problem: Problem, ranks: Ranks, *, seed: int, steps: int, stop: bool =
 
 
 def drift(problem: Problem, ranks: Ranks, *, seed: int, steps: int, **settings: Any) -> float:
-    """KL(policy after so many steps, policy at the start), nats a token of what it then plays."""
+    """Return KL(policy after `steps` steps, policy at the start), in nats per token, over episodes that the trained
+    policy plays."""
     policy = SmallPolicy(problem.num_actions, seed, spread=1.5)
     start = deepcopy(policy)
     for _ in train(problem, ranks, policy, seed=seed, steps=steps, **settings):

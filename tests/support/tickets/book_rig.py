@@ -1,9 +1,9 @@
-"""A ticket book with a clock in the test's hands."""
+"""A ticket book with a clock that the test controls."""
 
 from __future__ import annotations
 
-from learner.tickets.book import TicketBook
 from learner.tickets.sources import SeedSource
+from learner.tickets.ticket_book import TicketBook
 from shared.types import Ticket
 from tests.support.wires import book_settings
 

@@ -1,4 +1,4 @@
-"""A ticket server with real sockets and its real thread, and actors that are bare sockets which a test makes speak."""
+"""A ticket server with real sockets and its real thread, and actors that are bare sockets controlled by the test."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import zmq
 
-from learner.tickets.server import TicketServer
-from shared.codec import decode, encode
+from learner.tickets.ticket_server import TicketServer
 from shared.types import Hello, Receipt, Request, Ticket, Tickets
+from shared.wire.codec import decode, encode
 from tests.support.wires import VOCAB, start_ticket_server
 
 
 class Peer:
-    """A DEALER that sends what it is told and collects what comes."""
+    """An actor that is a bare DEALER: it sends given messages and collects received ones."""
 
     def __init__(self, address: str, name: str = "p", slots: int = 4, number: int = 1) -> None:
         self.context = zmq.Context()
@@ -40,7 +40,7 @@ class Peer:
         return decode(self.socket.recv_multipart())
 
     def expect(self, kind: type) -> Any:
-        """The next message of this kind; others are skipped."""
+        """Return the next message of this kind; skip others."""
         while (message := self.receive()) is not None:
             if isinstance(message, kind):
                 return message
@@ -50,7 +50,7 @@ class Peer:
         return self._gathered(count, Tickets, lambda message: message.tickets)
 
     def taken(self, count: int) -> list[str]:
-        """The tickets of the next Receipts."""
+        """Return `count` ticket ids from the next Receipts."""
         return self._gathered(count, Receipt, lambda message: message.ticket_ids)
 
     def _gathered(self, count: int, kind: type, items: Callable[[Any], Sequence[Any]]) -> list[Any]:

@@ -1,0 +1,33 @@
+"""Reads a board that is written in symbols and compares it with the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from envs.reasoning.board_facts import BoardFacts
+
+Mark = tuple[int, int, str]  # row, column, symbol
+
+
+def grid_score(text: str, facts: BoardFacts) -> float:
+    """Return the F1 of the symbols that mark things, times that of the walls, 0 to 1; 0 for a grid of another size.
+    Rows are lines; spaces and tabs between symbols, and lines without symbols, say nothing."""
+    rows = tuple(row for line in text.splitlines() if (row := "".join(line.split())))
+    if [len(row) for row in rows] != [len(row) for row in facts.rows]:
+        return 0.0
+    no_things = facts.floor + facts.wall
+    said, true = _marks(rows), _marks(facts.rows)
+    things = _f1(
+        {mark for mark in said if mark[2] not in no_things}, {mark for mark in true if mark[2] not in no_things}
+    )
+    return things * _f1(
+        {mark for mark in said if mark[2] == facts.wall}, {mark for mark in true if mark[2] == facts.wall}
+    )
+
+
+def _marks(rows: Sequence[str]) -> set[Mark]:
+    return {(number, column, symbol) for number, row in enumerate(rows) for column, symbol in enumerate(row)}
+
+
+def _f1(said: set[Mark], true: set[Mark]) -> float:
+    return 2 * len(said & true) / (len(said) + len(true)) if said or true else 1.0

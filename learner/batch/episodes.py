@@ -1,0 +1,243 @@
+"""Conversion of groups of trajectories into the episodes that a step trains on.
+
+Shape suffixes: E = tokens of one episode with placeholders expanded, K = its sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from learner.batch.image_decoder import ImageDecoder
+from learner.objective.advantages import are_equal, group_advantages, group_signal
+from shared.config.learner_section import LearnerConfig
+from shared.config.objective_section import ObjectiveConfig
+from shared.types import CUT_OFF, Group, Image, Trajectory
+from shared.vision import Grid, VisionSpec, expand
+
+MAX_REWARD = 1e15  # sums of squares of such rewards are still finite in float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpandedTokens:
+    """The tokens of one episode as the model reads them, with image placeholders expanded: a document for each of its
+    segments, one after another."""
+
+    input_ids: np.ndarray  # int64 [E]
+    position_ids: np.ndarray  # int64 [4,E]: the position in the document, then M-RoPE
+    targets: np.ndarray  # int64 [K], positions of the sampled tokens; the hidden state at targets-1 predicts them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingEpisode:
+    """One trajectory as the learner trains on it. Its tokens are expanded when it is packed, only on ranks that need
+    it."""
+
+    expanded: Callable[[], ExpandedTokens]  # returns the same at each call
+    documents: tuple[int, ...]  # tokens of each of its segments; E in all
+    images: tuple[Image, ...]
+    grids: tuple[Grid, ...]  # one for each image
+    behaviour_logprobs: np.ndarray  # float32 [K]
+    versions: np.ndarray  # int32 [K]
+    rewards: np.ndarray  # float32 [K], a turn's reward at its last token
+    turn_end: np.ndarray  # bool [K]
+    advantage: float  # relative to its group
+    group: int = 0  # index of its group in the step
+    signal: float = 1.0  # signal of its group's rewards; below 1 their spread is regarded as noise
+    index: int = -1  # among all trajectories of the step's groups, including those that are not trained on
+
+    @property
+    def num_tokens(self) -> int:
+        """E, the tokens of all documents."""
+        return sum(self.documents)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.behaviour_logprobs)
+
+
+# ---------------------------------------------------------------------- rewards
+
+
+def length_penalty(trajectory: Trajectory, objective: ObjectiveConfig) -> float:
+    """Return the amount that is subtracted from an episode's reward for its length, in the reward's units.
+
+    It is the whole `overlong_penalty` if a token limit cut the episode off. With `overlong_buffer` it also grows
+    linearly from 0 to the whole penalty over that many tokens before `overlong_tokens` (DAPO: Yu et al., 2025, equation
+    13).
+    """
+    if objective.overlong != "penalise":
+        return 0.0
+    if trajectory.ending in CUT_OFF:
+        return objective.overlong_penalty
+    if not objective.overlong_buffer:
+        return 0.0
+    excess = int(trajectory.loss_mask.sum()) - (objective.overlong_tokens - objective.overlong_buffer)
+    return objective.overlong_penalty * min(max(excess / objective.overlong_buffer, 0.0), 1.0)
+
+
+def episode_rewards(group: Group, objective: ObjectiveConfig) -> list[float]:
+    """Return the trainable trajectories' rewards minus length penalties; group-relative advantages compare them."""
+    return [t.reward - length_penalty(t, objective) for t in group.trajectories if t.trainable]
+
+
+def critic_rewards(trajectory: Trajectory, objective: ObjectiveConfig) -> Hashable:
+    """Return the rewards that a critic is trained on: those of the turns, or the episode's, minus the length
+    penalty."""
+    penalty = length_penalty(trajectory, objective)
+    if objective.turn_rewards:
+        return (*(turn.reward for turn in trajectory.turns), -penalty)
+    return trajectory.reward - penalty
+
+
+def is_uninformative(group: Group, objective: ObjectiveConfig) -> bool:
+    """Tell whether all episodes have equal rewards, so that a group-relative objective learns nothing from the
+    group."""
+    return are_equal(episode_rewards(group, objective))
+
+
+def has_variance(groups: Sequence[Group], config: LearnerConfig) -> bool:
+    """Tell whether rewards differ among episodes that are compared with each other."""
+    objective = config.objective
+    if config.group_size == 1:
+        return len({critic_rewards(t, objective) for group in groups for t in group.trajectories if t.trainable}) > 1
+    if objective.is_group_relative:
+        return any(len(set(episode_rewards(group, objective))) > 1 for group in groups)
+    return any(len({critic_rewards(t, objective) for t in group.trajectories if t.trainable}) > 1 for group in groups)
+
+
+# ---------------------------------------------------------------------- episodes
+
+
+def make_episodes(
+    groups: Sequence[Group], decoder: ImageDecoder, objective: ObjectiveConfig, *, noise: float = 0.0
+) -> list[TrainingEpisode]:
+    """Return the episodes of all trainable trajectories, with advantages relative to the trainable ones of each group.
+
+    `noise`: deviation of a group's rewards that is regarded as noise (`RunningScale.reward_noise`). Raise ValueError
+    if a layout is wrong or an image has no size.
+    """
+    episodes, start = [], 0
+    for number, group in enumerate(groups):
+        indices = [start + i for i, t in enumerate(group.trajectories) if t.trainable]
+        trajectories = [group.trajectories[index - start] for index in indices]
+        start += len(group.trajectories)
+        rewards = episode_rewards(group, objective)
+        advantages = group_advantages(
+            rewards, divide_by_std=objective.divide_by_std, leave_one_out=objective.leave_one_out, floor=noise
+        )
+        signal = group_signal(rewards, noise) if objective.is_group_relative else 1.0
+        for trajectory, advantage, index in zip(trajectories, advantages, indices, strict=True):
+            if objective.overlong == "mask" and trajectory.ending in CUT_OFF:
+                continue
+            episode = make_episode(trajectory, float(advantage), decoder, objective, group=number, index=index)
+            episodes.append(episode if signal == 1.0 else replace(episode, signal=signal))
+    return episodes
+
+
+def make_episode(
+    trajectory: Trajectory,
+    advantage: float,
+    decoder: ImageDecoder,
+    objective: ObjectiveConfig,
+    *,
+    group: int = 0,
+    index: int = -1,
+) -> TrainingEpisode:
+    """Return one trajectory's episode. Raise ValueError if the layout is wrong or an image has no size."""
+    check_layout(trajectory, decoder.spec)
+    grids = tuple(decoder.grid(image) for image in trajectory.images)
+    sampled = np.flatnonzero(trajectory.loss_mask)
+    rewards = np.zeros(len(sampled), dtype=np.float32)
+    turn_end = np.zeros(len(sampled), dtype=bool)
+    for turn in trajectory.turns:
+        last = int(np.searchsorted(sampled, turn.end)) - 1
+        turn_end[last] = True
+        if objective.turn_rewards:
+            rewards[last] += turn.reward * objective.reward_scale
+    if not objective.turn_rewards:
+        rewards[-1] = trajectory.reward * objective.reward_scale
+    rewards[-1] -= length_penalty(trajectory, objective) * objective.reward_scale
+    turn_end[-1] = True
+    return TrainingEpisode(
+        expanded=partial(expand_trajectory, trajectory, grids, decoder.spec),
+        documents=document_lengths(trajectory, [decoder.spec.num_tokens(grid) for grid in grids], decoder.spec),
+        images=trajectory.images,
+        grids=grids,
+        behaviour_logprobs=trajectory.behaviour_logprobs[sampled],
+        versions=trajectory.policy_versions[sampled],
+        rewards=rewards,
+        turn_end=turn_end,
+        advantage=advantage,
+        group=group,
+        index=index,
+    )
+
+
+def expand_trajectory(trajectory: Trajectory, grids: Sequence[Grid], spec: VisionSpec) -> ExpandedTokens:
+    """Return the tokens with each image's placeholder repeated for all of its visual tokens. Positions begin anew in
+    each segment."""
+    ids_parts, position_parts, mask_parts, left = [], [], [], list(grids)
+    for start, end in trajectory.bounds:
+        compact = trajectory.token_ids[start:end]
+        count = np.count_nonzero(compact == spec.image_token_id)
+        own, left = left[:count], left[count:]
+        ids, compact_index = expand(compact, own, spec)
+        ids_parts.append(ids)
+        position_parts.append(np.concatenate([np.arange(len(ids))[None], spec.position_ids(ids, own)]))
+        mask_parts.append(trajectory.loss_mask[start:end][compact_index])
+    positions = np.concatenate(position_parts, axis=1)
+    return ExpandedTokens(np.concatenate(ids_parts), positions, np.flatnonzero(np.concatenate(mask_parts)))
+
+
+def document_lengths(trajectory: Trajectory, visual_tokens: Sequence[int], spec: VisionSpec) -> tuple[int, ...]:
+    """Return the tokens of each segment with images expanded. `visual_tokens`: of each image."""
+    images = np.flatnonzero(trajectory.token_ids == spec.image_token_id)
+    return tuple(
+        end - start + sum(visual_tokens[first:last]) - (last - first)
+        for start, end in trajectory.bounds
+        for first, last in [np.searchsorted(images, (start, end)).tolist()]
+    )
+
+
+def shortest_first(episodes: Sequence[TrainingEpisode]) -> list[TrainingEpisode]:
+    """Return episodes in their order in a microbatch, in which episodes of equal length are neighbours."""
+    return sorted(episodes, key=lambda e: e.num_tokens)
+
+
+# ---------------------------------------------------------------------- checks of what arrives
+
+
+def check_layout(trajectory: Trajectory, spec: VisionSpec) -> None:
+    """Raise ValueError unless each image has its placeholder and the sampled tokens of each segment follow a prompt."""
+    placeholders, sampled = trajectory.token_ids == spec.image_token_id, trajectory.loss_mask == 1
+    if placeholders.sum() != len(trajectory.images):
+        raise ValueError(f"{placeholders.sum()} image placeholders but {len(trajectory.images)} images")
+    begins = [start for start, _ in trajectory.bounds]
+    if not sampled.any() or sampled[begins].any() or (placeholders & sampled).any():
+        raise ValueError("an episode needs a prompt, then sampled tokens, none of which is an image's placeholder")
+
+
+def check_group(group: Group, decoder: ImageDecoder, max_context: int | None = None) -> None:
+    """Raise ValueError, in one line, if no step could train on `group`. No PNG is decoded for this check.
+
+    The receiver of groups calls it, so that no step gets an episode of more than `max_context` tokens or a number whose
+    square is infinite.
+    """
+    trainable = [trajectory for trajectory in group.trajectories if trajectory.trainable]
+    images = {image.content_hash: image for trajectory in trainable for image in trajectory.images}
+    visual = {key: decoder.spec.num_tokens(decoder.grid(image)) for key, image in images.items()}
+    for trajectory in trainable:
+        check_layout(trajectory, decoder.spec)
+        visual_tokens = [visual[image.content_hash] for image in trajectory.images]
+        num_tokens = max(document_lengths(trajectory, visual_tokens, decoder.spec))
+        if max_context is not None and num_tokens > max_context:
+            raise ValueError(f"an episode of {num_tokens} tokens, images expanded; model.max_context is {max_context}")
+        largest = max(abs(number) for number in (trajectory.reward, *(turn.reward for turn in trajectory.turns)))
+        if largest > MAX_REWARD:
+            raise ValueError(f"an episode earned {largest:g}; a reward may be up to {MAX_REWARD:g}")
+    for image in images.values():
+        decoder.check(image)

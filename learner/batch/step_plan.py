@@ -1,0 +1,84 @@
+"""The plan of a step: its episodes, its updates, and the images that each rank decodes.
+
+It is made once, before any computation, only from the groups and the recipe, so it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from learner.batch.binning import probe_of
+from learner.batch.distinct_images import deal_images
+from learner.batch.episodes import TrainingEpisode, make_episodes, shortest_first
+from learner.batch.image_decoder import ImageDecoder
+from learner.batch.update_plan import UpdatePlan, has_no_loss, minibatch_indices, plan_update
+from learner.distributed import Ranks
+from shared.config.learner_section import LearnerConfig
+from shared.families.model_sizes import ModelSizes
+from shared.types import Group, Image
+
+OBSERVED_EVERY = 16  # of the episodes that no update computes, one in so many is observed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """A step's episodes and its computations: forwards beforehand, then one update after the other."""
+
+    episodes: list[TrainingEpisode]
+    updates: list[UpdatePlan]
+    beforehand: UpdatePlan | None = None  # forwards of all episodes, if logprobs are computed before the first update
+    # Forwards of some of the episodes that no update computes. Without them the metrics would be those of groups whose
+    # rewards vary alone, and a policy that has collapsed would show none at all.
+    observed: UpdatePlan | None = None
+
+    @property
+    def parts(self) -> list[UpdatePlan]:
+        """The plan's parts in the order in which they are computed."""
+        return [part for part in (self.beforehand, self.observed) if part is not None] + self.updates
+
+    def images_of(self, rank: int, context_size: int, decoder: ImageDecoder) -> dict[str, Image]:
+        """Return the images that a rank decodes in this step, by content hash.
+
+        Ranks that share a microbatch deal its images among themselves; the images of a probe are dealt differently from
+        those of its whole microbatch.
+        """
+        context_group, position = divmod(rank, context_size)
+        batches = [chosen for part in self.parts for chosen in part.bins[context_group]]
+        if context_size > 1:  # without sharing, the probe's images are among those of its microbatch
+            batches += [probe_of(update.bins[context_group]) for update in self.updates]
+        images: dict[str, Image] = {}
+        for chosen in batches:
+            episodes = shortest_first([self.episodes[i] for i in chosen])
+            dealt, _ = deal_images([e.images for e in episodes], decoder, context_size)
+            images |= {image.content_hash: image for image in dealt[position]}
+        return images
+
+
+def plan_step(
+    groups: Sequence[Group],
+    decoder: ImageDecoder,
+    config: LearnerConfig,
+    ranks: Ranks,
+    sizes: ModelSizes | None,
+    *,
+    seed: int,
+    noise: float = 0.0,
+    beforehand: bool = False,
+) -> StepPlan:
+    """Return the plan of a step on `groups`.
+
+    `sizes`: None if the model's sizes are unknown. `seed`: of the permutations that divide passes into updates.
+    `noise`: the deviation of a group's rewards that is regarded as noise. `beforehand`: some logprobs are computed
+    before the first update. Raise ValueError if a group's layout is wrong.
+    """
+    objective = config.objective
+    episodes = make_episodes(groups, decoder, objective, noise=noise)
+    chosen = list(minibatch_indices(len(episodes), objective.passes, objective.minibatches, seed))
+    if beforehand and episodes:
+        chosen.insert(0, list(range(len(episodes))))
+    parts = [plan_update(episodes, indices, config, ranks, sizes) for indices in chosen]
+    first = parts.pop(0) if beforehand and episodes else None
+    left_out = [i for i, episode in enumerate(episodes) if has_no_loss(episode, config)][::OBSERVED_EVERY]
+    observed = plan_update(episodes, left_out, config, ranks, sizes, keep_all=True) if left_out else None
+    return StepPlan(episodes, parts, first, observed)

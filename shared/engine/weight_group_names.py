@@ -1,0 +1,19 @@
+"""Backend and time limit of the process group over which weights are sent, which both ends must agree on."""
+
+from __future__ import annotations
+
+DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+"""Where a backend's tensors lie: it takes no others."""
+
+
+def backend_of(learner: str, engine: str, *, shared: bool) -> str:
+    """Return the backend that sends weights from a `learner` to an `engine` on these devices ("cpu" or "cuda"). NCCL
+    has no CPU ranks and cannot join two processes on one GPU: if either end is on a CPU, or they have a `shared` GPU,
+    weights go through the host's memory with gloo."""
+    return "nccl" if learner == engine == "cuda" and not shared else "gloo"
+
+
+def watchdog_s(timeout_s: float) -> float:
+    """Return the limit of NCCL's watchdog for a group whose users wait at most `timeout_s`. It is far longer, because
+    torch ends the process when it passes: the waiting side gives up first and destroys the group."""
+    return max(3600.0, 10 * timeout_s)

@@ -1,0 +1,187 @@
+"""The sizes of a model: parameters, adapters and floating-point operations by part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Sizes of a model made of a decoder and a vision tower, and which optional parts these have.
+
+    Names are those of config.json. `num_experts` 0: a dense model.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_dense_layers: int  # number of the layers without experts
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    tied: bool  # the output head is the embeddings
+    max_context: int
+    qk_norm: bool = True  # each head of queries and keys is normed
+    attention_bias: bool = False  # queries, keys and values have biases
+    vision_depth: int
+    vision_hidden: int
+    vision_intermediate: int
+    vision_full_blocks: int  # blocks that attend to the whole image; the others attend within windows
+    window_patches: int = 0  # patches of one window
+    vision_positions: int = 0  # number of learned positions; 0 = none
+    vision_gated_mlp: bool = False  # SwiGLU, else one activation
+    vision_rms_norm: bool = False  # RMSNorms, else LayerNorms
+    vision_patch_bias: bool = True  # the patches' embedding has a bias
+    patch_values: int  # colours x frames x height x width of a patch
+    merge: int  # patches of one visual token
+    num_deepstack: int = 0  # levels of the tower whose features are added in a layer of the decoder
+
+    # ------------------------------------------------------------------ parameters
+
+    @property
+    def attention_matrices(self) -> int:
+        """The parameters of one decoder layer's projections."""
+        return self.hidden_size * 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    @property
+    def attention_vectors(self) -> int:
+        """The parameters of one decoder layer's norms and biases."""
+        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.attention_bias else 0
+        return 2 * self.hidden_size + biases + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def attention_parameters(self) -> int:
+        return self.attention_matrices + self.attention_vectors
+
+    def layer_parameters(self, *, sparse: bool, active: bool = False) -> int:
+        """Return the parameters of one decoder layer; with `active`, only those that one token uses."""
+        if not sparse:
+            return self.attention_parameters + 3 * self.hidden_size * self.intermediate_size
+        experts = self.experts_per_token if active else self.num_experts
+        router = self.num_experts * self.hidden_size
+        return self.attention_parameters + router + experts * 3 * self.hidden_size * self.expert_size
+
+    @property
+    def layer_experts(self) -> int:
+        """The parameters of the experts of one layer that has some."""
+        return self.num_experts * 3 * self.hidden_size * self.expert_size
+
+    @property
+    def expert_rows(self) -> tuple[int, int]:
+        """Rows of one expert's matrices, as transformers holds them."""
+        return 2 * self.expert_size, self.hidden_size
+
+    @property
+    def expert_parameters(self) -> int:
+        return (self.num_layers - self.num_dense_layers) * self.layer_experts
+
+    @property
+    def matrix_parameters(self) -> int:
+        """The parameters of all decoder layers' matrices except the stacks of experts: those that Muon trains."""
+        sparse = self.num_layers - self.num_dense_layers
+        dense = self.num_dense_layers * 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * self.attention_matrices + dense + sparse * self.num_experts * self.hidden_size
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def text_parameters(self) -> int:
+        sparse = self.num_layers - self.num_dense_layers
+        layers = sparse * self.layer_parameters(sparse=True) if sparse else 0
+        layers += self.num_dense_layers * self.layer_parameters(sparse=False)
+        return layers + self.hidden_size + self.head_parameters * (1 if self.tied else 2)
+
+    @property
+    def vision_block_parameters(self) -> int:
+        h, i = self.vision_hidden, self.vision_intermediate
+        rising = 2 if self.vision_gated_mlp else 1  # matrices from the hidden to the intermediate size
+        mlp = (rising + 1) * h * i + rising * i + h
+        return 2 * self._vision_norm * h + 4 * h * h + 4 * h + mlp
+
+    @property
+    def _vision_norm(self) -> int:
+        """Vectors of one norm of the tower: a weight, and a bias in LayerNorms."""
+        return 1 if self.vision_rms_norm else 2
+
+    @property
+    def vision_parameters(self) -> int:
+        ends = self.patch_values + self.vision_patch_bias + self.vision_positions
+        return self.vision_depth * self.vision_block_parameters + self.vision_hidden * ends
+
+    @property
+    def projector_parameters(self) -> int:
+        """The parameters of the mergers, which make visual tokens of patches, including the deepstack's."""
+        wide = self.merge * self.vision_hidden
+        linear = wide * wide + wide + wide * self.hidden_size + self.hidden_size
+        norms = self._vision_norm * (self.vision_hidden + self.num_deepstack * wide)
+        return (1 + self.num_deepstack) * linear + norms
+
+    @property
+    def parameters(self) -> int:
+        return self.text_parameters + self.vision_parameters + self.projector_parameters
+
+    # ------------------------------------------------------------------ adapters
+
+    def adapted(self, targets: Sequence[str]) -> list[tuple[int, int, int]]:
+        """Return (count, rows, columns) of the matrices that these targets of learner.lora adapt."""
+        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sparse = (self.num_layers - self.num_dense_layers) * self.num_experts
+        wide, v, i = self.merge * self.vision_hidden, self.vision_hidden, self.vision_intermediate
+        mergers, blocks, dense = 1 + self.num_deepstack, self.vision_depth, self.num_dense_layers
+        rising = 2 if self.vision_gated_mlp else 1
+        matrices = {
+            "attention": [(self.num_layers, q, h), (2 * self.num_layers, kv, h), (self.num_layers, h, q)],
+            "dense": [(2 * dense, self.intermediate_size, h), (dense, h, self.intermediate_size)],
+            "experts": [(sparse, 2 * self.expert_size, h), (sparse, h, self.expert_size)],
+            "vision": [
+                (blocks, 3 * v, v),
+                (blocks, v, v),
+                (blocks * rising, i, v),
+                (blocks, v, i),
+            ],
+        }
+        matrices["vision"] += [(mergers, wide, wide), (mergers, h, wide)]
+        return [each for target in targets for each in matrices[target] if each[0]]
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:
+        return sum(count * rank * (rows + columns) for count, rows, columns in self.adapted(targets))
+
+    # ------------------------------------------------------------------ floating-point operations
+
+    def forward_flops(self, documents: Sequence[int], images: Sequence[int], num_rows: int) -> float:
+        """Return the operations of one forward over packed documents: matrix products and attention, nothing else.
+
+        `documents`: number of tokens of each, with causal attention. `images`: number of patches of each distinct
+        image, whose two equal frames cost one product. `num_rows`: number of rows for which logits are computed; in the
+        last layer the projections of queries and outputs and the MLP are counted for these rows only, attention for all
+        (a GPU computes the queries of all rows, too). A training step takes three times as many operations, if nothing
+        is recomputed.
+        """
+        return self.part_flops(sum(documents), sum(n * (n + 1) // 2 for n in documents), images, num_rows)
+
+    def part_flops(self, tokens: int, pairs: int, images: Sequence[int], num_rows: int) -> float:
+        """Return the operations, as `forward_flops` counts them, for a part of the documents' tokens. `pairs`: number
+        of pairs of one of these tokens as query and a key that it reads."""
+        patches, h = sum(images), self.vision_hidden
+        sparse = self.num_layers - self.num_dense_layers
+        active = self.num_dense_layers * self.layer_parameters(sparse=False)
+        active += sparse * self.layer_parameters(sparse=True, active=True) if sparse else 0
+        width = self.num_heads * self.head_dim
+        text = 2 * active * tokens + 2 * self.num_layers * width * 2 * pairs
+        text += 2 * self.head_parameters * num_rows
+        if self.num_layers > self.num_deepstack:  # see learner/model/forwards.py
+            key_value = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+            last = self.layer_parameters(sparse=sparse > 0, active=True) - key_value
+            text -= 2 * last * (tokens - num_rows)
+        vision = 2 * (self.vision_depth * self.vision_block_parameters + h * self.patch_values // 2) * patches
+        full = self.vision_full_blocks
+        vision += 4 * full * h * sum(n * n for n in images)
+        vision += 4 * (self.vision_depth - full) * h * sum(n * min(n, self.window_patches) for n in images)
+        return text + vision + 2 * self.projector_parameters * patches / self.merge

@@ -1,1 +1,0 @@
-"""Sections of a recipe that are long enough for a module of their own."""

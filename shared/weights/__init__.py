@@ -1,1 +1,0 @@
-"""What engines and learner agree on about parameters: names, layout, checksums."""
