@@ -86,6 +86,7 @@ class _Member:
     def __init__(self, host: str) -> None:
         self.host = host
         self.seen = 0.0
+        self.has_vanished = False  # with tickets, and has brought nothing since
         self.recent: deque[Failure | None] = deque()  # None: the episode did not fail
         self.num_failed = self.num_lasting = self._num_reasons = 0
 
@@ -145,15 +146,23 @@ class MemberHealth:
     # -------------------------------------------------------------- what the actors bring
 
     def see(self, name: str, *, new: bool = False) -> None:
-        """Note that an actor is here. A `new` process of a paused actor has its trial at once."""
-        self._member(name)
-        if new and (scope := self.paused(name)):
+        """Note that an actor is here. A `new` process of a paused actor has its trial at once, unless the one before
+        vanished."""
+        member = self._member(name)
+        if new and not member.has_vanished and (scope := self.paused(name)):
             pause = self._pauses[scope]
             pause.since = min(pause.since, self._clock() - pause.seconds)
 
     def add(self, name: str, group: Group, present: Callable[[], Collection[str]]) -> None:
         """Record the episodes of a group that an actor brought. `present` returns the actors that can play now."""
+        self._member(name).has_vanished = False
         self._add(name, [failure_of(t) for t in group.trajectories], present)
+
+    def add_lost(self, name: str, reason: str, present: Callable[[], Collection[str]]) -> None:
+        """Record one failure for tickets that an actor has lost. Otherwise one that vanishes with every ticket would
+        have the fewest failures, and get those tickets again before all others."""
+        self._member(name).has_vanished = True
+        self._add(name, [Failure(reason, lasting=False)], present)
 
     def add_refused(
         self, name: str, reason: str, present: Callable[[], Collection[str]], *, lasting: bool = True

@@ -237,7 +237,10 @@ class TicketProtocol:
         self.health.see(member, new=peer not in self.actors)
         slots = self.actors[peer].slots if peer in self.actors else 0
         self.actors[peer] = KnownActor(key, hello.engine_urls, hello.idle_frac, self._clock(), slots, member)
+        held = self._book.holding(key)
         void = self._book.reconcile_held(key, hello.held)
+        if self._book.holding(key) < held:
+            self.health.add_lost(member, "it does not list tickets that were sent to it", self.players)
         others = () if hello.engine_urls else tuple(sorted(self.engines())[:MAX_ENGINES])
         self._send(peer, Welcome(self._settings.run_id, self._book.version, self._book.nonce, others))
         for start in range(0, min(len(void), CANCELS_PER_HELLO * IDS_PER_MESSAGE), IDS_PER_MESSAGE):
@@ -377,6 +380,8 @@ class TicketProtocol:
         actor = self.actors.pop(peer, None)
         if actor is not None:
             self._lines.add(logging.INFO, f"the goings of {name_of(actor.key)}", f"actor {actor.key} is gone ({why})")
+            if not left and self._book.holding(actor.key):
+                self.health.add_lost(actor.member, f"gone with tickets ({why})", self.players)
             self._book.actor_gone(actor.key, left=left)
 
     def _acknowledge(self) -> None:

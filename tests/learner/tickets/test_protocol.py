@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from learner.tickets.member_health import FIRST_PAUSE_S, MIN_EPISODES, MemberHealth
 from learner.tickets.protocol import LINES_OF_ONE_NAME, MAX_ACTORS, TicketProtocol, TicketServerSettings
 from learner.tickets.ticket_records import MAX_HOLDERS
 from shared.engine_urls import MAX_ENGINES
 from shared.log import get_logger
-from shared.types import Bye, Hello, Request, Ticket, Tickets
+from shared.types import Bye, Group, Hello, Request, Ticket, Tickets
 from shared.wire.codec import Limits
 from shared.wire.endpoints import Delivery
 from tests.support.tickets.book_rig import Clock, make_book
-from tests.support.wires import RULES, VOCAB, group_of
+from tests.support.wires import RULES, VOCAB, episode, failed_episode, group_of
 
 PEER = b"a#1"
 TIMEOUT_S = 10.0
@@ -134,3 +135,40 @@ def test_one_ticket_is_noted_for_a_few_actors_only_and_ends_all_the_same(
     from_actor(protocol, "a", group_of(ticket))
     assert protocol._book.ready == 1
     assert protocol._book.holders(ticket.id) == ()
+
+
+@pytest.mark.parametrize("notices", [True, False], ids=["its connection is closed", "it comes back unnoticed"])
+def test_an_actor_that_loses_its_ticket_each_time_does_not_keep_it_from_one_whose_episodes_fail_now_and_then(
+    protocol: TicketProtocol, outbox: Outbox, clock: Clock, notices: bool
+) -> None:
+    """The ticket that it loses is the oldest one, for which every later step waits."""
+    brought = Group("0-x", "sound", (failed_episode(error="the engine breaks off"), *[episode()] * 3))
+    protocol.health.add("sound", brought, protocol.players)
+    from_actor(protocol, "loses", Hello("loses", (), VOCAB))
+    from_actor(protocol, "loses", Request(1))
+    protocol.tick(drained=True)
+    (ticket,) = outbox.tickets()
+    if notices:
+        protocol.forget(b"loses#1", "its connection is closed")
+    clock.now = 6.0
+    for actor in ("loses", "sound"):
+        from_actor(protocol, actor, Hello(actor, ("http://e:1",), VOCAB))
+        from_actor(protocol, actor, Request(1))
+    protocol.tick(drained=True)
+    assert protocol._book.holders(ticket.id) == ("sound#1",)
+
+
+def test_an_actor_that_vanishes_with_its_ticket_stays_paused_when_it_comes_back(
+    protocol: TicketProtocol, clock: Clock
+) -> None:
+    health = protocol.health = MemberHealth(0.5, get_logger("tickets"), clock)
+    for process in range(MIN_EPISODES):
+        for message in (Hello("loses", ("http://e:1",), VOCAB), Request(1)):
+            from_actor(protocol, "loses", message, process)
+        protocol.tick(drained=True)
+        protocol.forget(f"loses#{process}".encode(), "its connection is closed")
+    assert health.paused("loses")
+    from_actor(protocol, "loses", Hello("loses", ("http://e:1",), VOCAB))
+    assert not health.may_try("loses", alone=False)
+    clock.now = FIRST_PAUSE_S
+    assert health.may_try("loses", alone=False)
