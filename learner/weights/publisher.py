@@ -210,17 +210,17 @@ class Publisher:
                 )
                 self._refuse(url, first, pending.version)
             self.distrusted[url] = f"has shown wrong weights ({fault})"
-            self._link.start(self._discredit(url, fault))
+            self._link.start(self._discredit(url, self.distrusted[url]))
         for url in result.right:
             self._proven[url] = pending.version
             if self.distrusted.pop(url, None):
                 self._log.warning("engine %s shows the right weights again: version %s", url, pending.weights)
                 self._link.start(each([self._link.client(url)], lambda engine: engine.rename_weights(pending.weights)))
 
-    async def _discredit(self, url: str, fault: str) -> None:
+    async def _discredit(self, url: str, reason: str) -> None:
         """Take the name from an engine's weights, so that nothing more that it samples counts, and drop its cache."""
         engine = self._link.client(url)
-        self._link.roster.record_failure(engine.url, fault)
+        self._link.roster.record_failure(engine.url, reason)
         await each([engine], lambda engine: engine.rename_weights(UNTRAINED, self.settings.call_timeout_s))
         await each([engine], lambda engine: engine.flush_cache(self.settings.call_timeout_s))
 
