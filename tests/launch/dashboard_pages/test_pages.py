@@ -280,7 +280,7 @@ def test_a_run_that_failed_before_its_first_step_looks_so(many) -> None:  # type
     assert row.locator(".pill.bad").inner_text() == "failed"
     assert "40 of the last 40 episodes failed" in row.inner_text()
     row.locator("a").first.click()
-    many.wait_for_selector(".card")
+    many.get_by_text("not known yet").first.wait_for()  # the page of all runs has cards too
     text = many.locator("main").inner_text()
     assert "failed: 40 of the last 40 episodes failed" in text and text.count("not known yet") == 2
     assert many.locator(".card .good-text").count() == 0
