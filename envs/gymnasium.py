@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import string
+import threading
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
@@ -32,6 +33,8 @@ MAX_SEED = 2**31
 MAX_TOLD = 256  # numbers of an observation that are told in text
 SUCCESS_NAMES = ("success", "is_success")  # in the info of the last step
 FIELDS = ("observation", "step", "actions")  # of `text`
+_first_frame = threading.Lock()
+_drawn: set[str] = set()  # ids of which a frame has been drawn in this process
 _COLOURED = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0?m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
@@ -267,7 +270,7 @@ class GymnasiumEnv(Env):
     def _shown(self, note: str) -> Observation:
         """Return what the model sees, with a note before the turn's text."""
         mode, images = self.facts.mode, self.facts.shows_images
-        frame = self.env.render() if mode is not None else self._observation
+        frame = self._frame()
         fields = {
             "observation": in_text(self._observation) if "{observation" in self.settings.text else "",
             "step": self.num_steps,
@@ -282,6 +285,18 @@ class GymnasiumEnv(Env):
         if self.settings.image_size is not None:
             image = image.resize(self.settings.image_size, Image.Resampling.BOX)
         return {"obs_str": ask, "multi_modal_data": {"image": [image]}}
+
+    def _frame(self) -> Any:
+        """Return what is shown as it is drawn. The first frame is drawn alone: pygame imports its parts then, and
+        another thread would find them half imported."""
+        if self.facts.mode is None:
+            return self._observation
+        if self.settings.id in _drawn:
+            return self.env.render()
+        with _first_frame:
+            frame = self.env.render()
+        _drawn.add(self.settings.id)
+        return frame
 
 
 def as_image(frame: Any, name: str) -> Image.Image:

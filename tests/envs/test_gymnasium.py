@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
@@ -237,6 +240,28 @@ def test_what_does_not_fit_is_one_line_with_its_cure(args, line, capsys):
     problems = said(args, capsys)
     assert len(problems) == 1 and line in problems[0], problems
     assert "envs/gymnasium.py" not in problems[0]
+
+
+def test_the_first_frame_of_a_process_is_drawn_alone(monkeypatch):
+    """pygame imports its parts at the first frame, and half of one is there for another thread."""
+    monkeypatch.setattr("envs.gymnasium._drawn", set())
+    lakes, begun, drawing, at_once = [made(**FIRM) for _ in range(4)], threading.Barrier(4), list[int](), list[int]()
+
+    def draw() -> Any:
+        drawing.append(1)
+        at_once.append(len(drawing))
+        time.sleep(0.02)
+        drawing.pop()
+        return np.zeros((8, 8, 3), np.uint8)
+
+    def reset(lake: Any) -> None:
+        monkeypatch.setattr(lake.env, "render", draw)
+        begun.wait(10)
+        lake.reset()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(reset, lakes))
+    assert at_once == [1] * 4
 
 
 def test_without_gymnasium_the_line_says_how_to_install_it(monkeypatch, capsys):
