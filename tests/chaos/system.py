@@ -19,7 +19,7 @@ from tests.chaos.disk import Disk
 from tests.chaos.links import Link
 from tests.chaos.proxy import Peer, Proxy
 from tests.chaos.sockets import trouble
-from tests.support.machine import children_of
+from tests.support.machine import children_of, is_copy
 
 RECIPE, MODEL = "launch/recipes/colour_tiny.toml", "launch/models/colour_tiny"
 PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "tests.chaos.learner"}
@@ -93,7 +93,7 @@ class System:
         for pid in children_of(parent.pid):
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-                if PARTS[kind] in command and "launch/processes/torchrun.py" not in command:
+                if PARTS[kind] in command and "launch/processes/torchrun.py" not in command and not is_copy(pid):
                     found[self._slot(kind, pid, command)] = pid
             except (OSError, KeyError):  # it has ended, or is just being started
                 continue

@@ -54,6 +54,12 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def is_copy(pid: int) -> bool:
+    """Tell whether a process is its parent's copy, which has yet to become the program that the parent starts."""
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    return Path(f"/proc/{pid}/cmdline").read_bytes() == Path(f"/proc/{parent}/cmdline").read_bytes()
+
+
 class QuietHandler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass

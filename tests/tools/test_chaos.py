@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -22,6 +24,7 @@ from tests.chaos.links import Link
 from tests.chaos.proxy import corrupted, damaged, fingerprints, is_group, is_refusal, with_a_bad_image
 from tests.chaos.recovery import is_served
 from tests.chaos.report import Recovery, audit, slow, table
+from tests.support.machine import is_copy
 from tests.support.wires import episode
 
 
@@ -211,3 +214,14 @@ def test_a_link_passes_on_and_is_late_cut_half_open_dripping_or_without_weights_
     assert say(b"POST /generate HTTP/1.1") == b"POST /generate HTTP/1.1"
     link.close()
     echo.close()
+
+
+def test_a_copy_of_a_process_that_is_about_to_start_a_program_is_told_from_the_process() -> None:
+    forks = "import os, sys; print(os.fork() or '', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", forks], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as it:
+        assert it.stdin is not None and it.stdout is not None
+        copy = int(next(line for line in it.stdout if line.strip()))
+        assert is_copy(copy) and not is_copy(it.pid)
+        it.stdin.close()
