@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from actor.rewards import RETRY_STATUS, Graded, Reward, finite, image_uri
+from actor.rewards import Graded, Reward, answered, finite, image_uri
 from envs.base import Played
 from shared.config.reward_section import JudgeConfig
 from shared.engine.http_client import HttpFailure, JsonClient
@@ -99,25 +99,25 @@ class ModelJudge:
 
     async def _ask(self, body: bytes, cost: Cost) -> float:
         """Send a request until it is answered, `TRIES` times at most."""
-        for attempt in range(TRIES):
+
+        async def ask() -> float:
             try:
                 answer = await self._sent(body)
+            except HttpFailure:
                 cost.requests += 1
-                cost.tokens += _tokens_of(answer)
-                return self._score_of(answer)
-            except HttpFailure as failure:
-                cost.requests += 1
-                last = attempt == TRIES - 1
-                if failure.status and (last or failure.status not in RETRY_STATUS):
-                    raise
-                if last and failure.sent:
-                    raise TimeoutError(f"{failure} ({TRIES} tries)") from failure
-                pause_s = max(FIRST_PAUSE_S * 2**attempt, failure.retry_after_s)
-                if last or pause_s > MAX_PAUSE_S:
-                    raise
-                cost.retries += 1
-                await asyncio.sleep(pause_s)
-        raise AssertionError
+                raise
+            cost.requests += 1
+            cost.tokens += _tokens_of(answer)
+            return self._score_of(answer)
+
+        def pause_s(attempt: int, failure: HttpFailure) -> float | None:
+            pause = max(FIRST_PAUSE_S * 2**attempt, failure.retry_after_s)
+            if pause > MAX_PAUSE_S:
+                return None
+            cost.retries += 1
+            return pause
+
+        return await answered(ask, TRIES, pause_s)
 
     async def _sent(self, body: bytes) -> Any:
         """Send a request when there is a place for it; return the server's answer."""

@@ -22,10 +22,10 @@ from envs.env_calls import number_of, reward_of
 from envs.env_loops import contained
 from shared.engine.http_client import HttpFailure, JsonClient
 from shared.types import Image
+from shared.util.http_status import RETRY_STATUS
 from shared.util.threads import start_thread
 from shared.util.user_errors import in_words
 
-RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_S = 0.2
 TRIES = 3  # requests to the reward server before the episode counts as failed
 RESPONSE_LIMIT_S = 1.0  # a healthy event loop runs a callback within this time
@@ -154,23 +154,39 @@ class HttpReward(Reward):
 
     async def __call__(self, played: Played) -> float:
         body = as_json(played, self._send)
-        for attempt in range(TRIES):
-            try:
-                answer = await self._http.request("POST", self._path, body, timeout_s=self._timeout_s)
-                return finite(answer.get("reward") if isinstance(answer, dict) else answer)
-            except HttpFailure as failure:
-                last = attempt == TRIES - 1
-                if failure.status and (last or failure.status not in RETRY_STATUS):
-                    raise
-                if last and failure.sent:
-                    raise TimeoutError(f"{failure} ({TRIES} tries)") from failure
-                if last:
-                    raise
-                await asyncio.sleep(FIRST_PAUSE_S * 2**attempt)
-        raise AssertionError
+
+        async def ask() -> float:
+            answer = await self._http.request("POST", self._path, body, timeout_s=self._timeout_s)
+            return finite(answer.get("reward") if isinstance(answer, dict) else answer)
+
+        return await answered(ask, TRIES, lambda attempt, _: FIRST_PAUSE_S * 2**attempt)
 
     async def close(self) -> None:
         await self._http.close()
+
+
+async def answered(
+    ask: Callable[[], Awaitable[float]], tries: int, pause_s: Callable[[int, HttpFailure], float | None]
+) -> float:
+    """Return what a server answers that is asked again while it is busy, broken or silent, `tries` times at most.
+    `pause_s`(attempt, failure) is how long to wait before the next attempt; None: not at all.
+
+    Raise TimeoutError if the last attempt brought no answer, otherwise the HttpFailure.
+    """
+    for attempt in range(tries):
+        try:
+            return await ask()
+        except HttpFailure as failure:
+            last = attempt == tries - 1
+            if failure.status and (last or failure.status not in RETRY_STATUS):
+                raise
+            if last and failure.sent:
+                raise TimeoutError(f"{failure} ({tries} tries)") from failure
+            pause = None if last else pause_s(attempt, failure)
+            if pause is None:
+                raise
+            await asyncio.sleep(pause)
+    raise AssertionError
 
 
 def as_json(played: Played, send: Collection[str] = ()) -> dict[str, Any]:

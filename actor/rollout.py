@@ -122,8 +122,9 @@ class Players:
 
     async def close(self, within_s: float) -> None:
         """Wait at most `within_s` for calls of cancelled episodes, and free what the rewards hold."""
+        for threads in {id(player.threads): player.threads for player in self.players.values()}.values():
+            await threads.settle(within_s)
         for player in self.players.values():
-            await player.threads.settle(within_s)
             if player.reward_function is not None:
                 await player.reward_function.close()
 

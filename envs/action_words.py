@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from envs.answer_tags import answer_in
 from shared.util.user_errors import in_words
 
 MAX_NUMBERS = 64  # parts of a Box that an answer can name
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 _THOUGHT = re.compile(r".*</think>", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _AROUND = " \t.!?\"'*`()[]"
@@ -210,8 +210,8 @@ def _lower(words: list[Any], field: str) -> list[str]:
 
 
 def _said(text: str) -> str:
-    block = _ANSWER.search(text)
-    return block.group(1) if block else _THOUGHT.sub("", text)
+    answer = answer_in(text)
+    return _THOUGHT.sub("", text) if answer is None else answer
 
 
 def _told(space: Any) -> str:

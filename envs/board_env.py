@@ -10,6 +10,7 @@ from typing import Generic, Literal, Protocol, Self, TypeVar
 from PIL import Image
 from pydantic import Field, model_validator
 
+from envs.answer_tags import answer_in, thinks
 from envs.base import Env, Info, Observation
 from envs.boards.board import MOVES
 from envs.boards.tile_sets import Grid, TileSet
@@ -18,8 +19,6 @@ from envs.env_settings import EnvSettings
 ANSWER_FORM = "Answer with your next moves like this: <answer>up, left</answer>"
 GridSize = int | tuple[int, int] | list[tuple[int, int]]
 SIZE_TEXT = "rows and columns, one number for both, or a list of pairs, of which each board draws one"
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _SEPARATORS = re.compile(r"[,;\s]+")
 
 
@@ -131,10 +130,7 @@ class BoardEnv(Env, Generic[P]):
 
     def _accuracies(self, response: str) -> dict[str, bool]:
         """Return whether <think> describes the board correctly. Call it before the moves are made."""
-        thought = _THOUGHT.search(response)
-        return {
-            "read_accuracy": thought is not None and thought.group(1).split() == self.reading(self.position).split()
-        }
+        return {"read_accuracy": thinks(response, self.reading(self.position))}
 
     def _observation(self, actions: list[str]) -> Observation:
         if self.settings.render_mode == "text":
@@ -153,8 +149,8 @@ def observation_of(board: str | Image.Image, actions: list[str]) -> Observation:
 
 def parse_actions(text: str, limit: int) -> list[str]:
     """Return the first `limit` moves named in the first <answer> block, or in the whole text if there is none."""
-    answer = _ANSWER.search(text)
-    words = _SEPARATORS.split((answer.group(1) if answer else text).lower())
+    answer = answer_in(text)
+    words = _SEPARATORS.split((text if answer is None else answer).lower())
     return [word for word in words if word in MOVES][:limit]
 
 

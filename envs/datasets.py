@@ -23,7 +23,7 @@ from typing import Any
 from envs.image_urls import ImageFolder
 from envs.math_reward import label_problem
 from envs.row_columns import BOARD, LAYOUTS, VIDEOS, Columns, columns_of, described, is_empty, value_at
-from envs.row_files import Source, column_names, dataset_files, read_rows, share_names
+from envs.row_files import DataSource, column_names, dataset_files, read_rows, share_names
 from envs.row_prompts import BadImage, choices_of, prompt_of, repair, with_system_prompt
 from shared.rgb_images import open_image, plain_file
 from shared.types import Image, Sample, Sampling, Ticket, Tickets
@@ -112,7 +112,7 @@ class Dataset:
 
 
 def load_dataset(
-    path: Source,
+    path: DataSource,
     *,
     system_prompt: str = "",
     tools: tuple[dict[str, Any], ...] = (),
@@ -330,7 +330,7 @@ def env_config(row: dict[str, Any]) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def check_columns(path: Source, boards: bool, *, raw: bool, columns: Mapping[str, str] | None = None) -> None:
+def check_columns(path: DataSource, boards: bool, *, raw: bool, columns: Mapping[str, str] | None = None) -> None:
     """Raise ValueError, which names the columns, if a dataset's first file lacks any. `boards`: the rows are Sokoban
     boards, else problems. `raw`: the file is not prepared yet, so that a board may be drawn as text in the prompt.
     `columns` names columns (`data.columns`)."""

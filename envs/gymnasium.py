@@ -30,6 +30,7 @@ from shared.util.user_errors import in_words, text_of
 
 INSTALL = "pip install 'gymnasium[toy-text]'"
 MAX_SEED = 2**31
+MAX_KNOWN = 256  # settings whose facts are remembered: samples may bring their own
 MAX_TOLD = 256  # numbers of an observation that are told in text
 SUCCESS_NAMES = ("success", "is_success")  # in the info of the last step
 FIELDS = ("observation", "step", "actions")  # of `text`
@@ -143,9 +144,12 @@ def facts_of(settings: GymnasiumSettings) -> EnvFacts:
     """Return what the environment is like, of which one is made for this. Raise ValueError, in one line, if there is
     none, or if the settings do not fit it."""
     key = settings.model_dump_json()
-    if key not in _known:
-        _known[key] = _look(settings)
-    return _known[key]
+    if (facts := _known.get(key)) is None:
+        facts = _look(settings)
+        if len(_known) >= MAX_KNOWN:
+            _known.clear()
+        _known[key] = facts
+    return facts
 
 
 def _look(settings: GymnasiumSettings) -> EnvFacts:

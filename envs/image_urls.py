@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shared.redaction import redact_text
+from shared.util.http_status import RETRY_STATUS
 
 MAX_BYTES = 64 << 20  # of one image
 MAX_FOLDER_BYTES = 100 << 30
@@ -24,7 +25,6 @@ TRIES = 3
 FIRST_PAUSE_S = 0.5
 AT_ONCE = 16
 MAX_FAILURES = 8  # of a host in a row, after which it is left alone
-RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
 
 
 class ImageFolder:

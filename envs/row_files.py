@@ -19,11 +19,11 @@ Refuse = Callable[[int, str], None]
 """Told the number of a row that cannot be read, from 0, and why."""
 
 
-Source = str | Path | Sequence[str]
+DataSource = str | Path | Sequence[str]
 """A file, a folder, a pattern, or a list of these."""
 
 
-def dataset_files(source: Source) -> list[Path]:
+def dataset_files(source: DataSource) -> list[Path]:
     """Return the files of a dataset, sorted: of a file itself, of a folder its .parquet and .jsonl files, of a pattern
     (such as data/train-*.parquet) those that match, of a list those of each, each file once. Raise ValueError if there
     are none, or if a folder has files of several splits."""
@@ -97,7 +97,7 @@ def _names_of(file: Any) -> list[str]:
     return names
 
 
-def count_rows(path: Source) -> int:
+def count_rows(path: DataSource) -> int:
     """Count the rows of a dataset, without reading all of its Parquet files."""
     count = 0
     for file in dataset_files(path):

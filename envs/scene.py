@@ -6,11 +6,13 @@ A sample's metadata holds {"seed": n, "split": "train" | "heldout" (optional)}, 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from random import Random
 from typing import Any, Literal
 
 from pydantic import Field
 
+from envs.answer_tags import answer_in, thinks
 from envs.base import Env, Info, Observation, metadata_of, seed_of, setting
 from envs.board_env import SIZE_TEXT, GridSize, sizes_of
 from envs.boards.scene_board import COLOURS, QUESTION_KINDS, SHAPES, QuestionKind, Scene, SceneSpec, make_scene
@@ -23,20 +25,18 @@ _FORM = (
 )
 SYSTEM_PROMPT = f"Look at the picture and answer the question. {_FORM}"
 TEXT_PROMPT = f"Read which things there are and where, and answer the question. {_FORM}"
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _NUMBER, _POINT = re.compile(r"\s*(\d{1,6})\s*"), re.compile(r"\s*\(?\s*(\d{1,6})\s*,\s*(\d{1,6})\s*\)?\s*")
 
 
-class SceneSettings(EnvSettings):
+class DrawnSceneSettings(EnvSettings):
+    """Settings of every scene that is drawn."""
+
     render_mode: Literal["vision", "text"] = Field("vision", description="how a scene is shown: vision or text")
     pixels_per_cell: int = Field(64, ge=8, le=256, description="side of a cell in the picture")
     grid_size: GridSize = Field((4, 4), description=SIZE_TEXT)
     num_things: int | list[int] = Field([4, 5, 6], description="in a scene; or a list, of which each scene draws one")
-    questions: tuple[QuestionKind, ...] = Field(QUESTION_KINDS, min_length=1, description="count, point")
     num_colours: int = Field(4, ge=1, le=len(COLOURS), description=f"of {', '.join(COLOURS)}, the first")
     num_shapes: int = Field(3, ge=1, le=len(SHAPES), description=f"of {', '.join(SHAPES)}, the first")
-    max_count: int = Field(4, ge=1, description="of the things that are counted; from 0 on each number is as frequent")
     jitter: float = Field(0.15, ge=0, le=0.5, description="how far a thing is moved in its cell, in shares of the cell")
     split: Literal["", "train", "heldout"] = Field(
         "", description="which part the scenes come from; a sample's own split overrides it"
@@ -44,11 +44,20 @@ class SceneSettings(EnvSettings):
     diagnostics: bool = Field(False, description="also measures what the model wrote about the scene")
 
     def spec(self, split: str = "") -> SceneSpec:
+        """Return what a scene is drawn by; its question is of a point. Raise ValueError for a single kind of thing."""
         numbers = (self.num_things,) if isinstance(self.num_things, int) else tuple(self.num_things)
         names = tuple(c * len(SHAPES) + s for c in range(self.num_colours) for s in range(self.num_shapes))
         if len(names) < 2:
             raise ValueError("num_colours = 1 with num_shapes = 1 gives one kind of thing: use more of either")
-        return SceneSpec(sizes_of(self.grid_size), numbers, self.questions, names, self.max_count, self.jitter, split)
+        return SceneSpec(sizes_of(self.grid_size), numbers, ("point",), names, jitter=self.jitter, split=split)
+
+
+class SceneSettings(DrawnSceneSettings):
+    questions: tuple[QuestionKind, ...] = Field(QUESTION_KINDS, min_length=1, description="count, point")
+    max_count: int = Field(4, ge=1, description="of the things that are counted; from 0 on each number is as frequent")
+
+    def spec(self, split: str = "") -> SceneSpec:
+        return replace(super().spec(split), kinds=self.questions, max_count=self.max_count)
 
 
 SETTINGS = SceneSettings
@@ -94,8 +103,7 @@ class SceneEnv(Env):
 
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
         scene, pixels = self.scene, self.settings.pixels_per_cell
-        found = _ANSWER.search(response_text)
-        said = found.group(1) if found else ""
+        said = answer_in(response_text) or ""
         if scene.kind == "count":
             written = _NUMBER.fullmatch(said)
             right = written is not None and int(written[1]) == len(scene.matches)
@@ -104,7 +112,5 @@ class SceneEnv(Env):
             right = written is not None and scene.is_at(int(written[1]), int(written[2]), pixels)
         metrics = {"success": right, f"success_{scene.kind}": right, "format": written is not None}
         if self.settings.diagnostics:
-            thought = _THOUGHT.search(response_text)
-            read = thought is not None and thought.group(1).split() == reading(scene, pixels).split()
-            metrics["read_accuracy"] = read
+            metrics["read_accuracy"] = thinks(response_text, reading(scene, pixels))
         return {"obs_str": "Right." if right else "Wrong."}, True, {"reward": float(right), "metrics": metrics}

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import re
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
+from envs.answer_tags import thinks
 from envs.base import Info, Observation, metadata_of, seed_of, setting
-from envs.board_env import SIZE_TEXT, GridSize, sizes_of
 from envs.boards.marked_scene import MARKS, MarkedScene, make_marked_scene
-from envs.boards.scene_board import COLOURS, NAMES, SHAPES, SceneSpec
+from envs.boards.scene_board import NAMES
 from envs.boards.scene_words import zoom_reading
-from envs.env_settings import EnvSettings, read_settings
+from envs.env_settings import read_settings
+from envs.scene import DrawnSceneSettings
 from envs.tools.tool import Tool, ToolContext, tool_of
 from envs.tools.tool_env import ToolEnv
 from envs.tools.zoom import zoom_tool
@@ -27,31 +28,13 @@ _FORM = "zoom shows a part of it enlarged. Answer like this: <answer>2</answer>"
 SYSTEM_PROMPT = f"Look at the picture and answer the question; {_FORM}"
 TEXT_PROMPT = f"Read which things there are and where, and answer the question; {_FORM}"
 _ANSWER = re.compile(r"<answer>\s*(\d{1,6})\s*</answer>", re.IGNORECASE)
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
 
-class SceneZoomSettings(EnvSettings):
-    render_mode: Literal["vision", "text"] = Field("vision", description="how a scene is shown: vision or text")
+class SceneZoomSettings(DrawnSceneSettings):
     pixels_per_cell: int = Field(256, ge=32, le=256, description="side of a cell in the picture")
     zoom_pixels: int = Field(
         256 * 256, ge=1024, le=4_194_304, description="pixels of an enlarged part, at most, however large it is"
     )
-    grid_size: GridSize = Field((4, 4), description=SIZE_TEXT)
-    num_things: int | list[int] = Field([4, 5, 6], description="in a scene; or a list, of which each scene draws one")
-    num_colours: int = Field(4, ge=1, le=len(COLOURS), description=f"of {', '.join(COLOURS)}, the first")
-    num_shapes: int = Field(3, ge=1, le=len(SHAPES), description=f"of {', '.join(SHAPES)}, the first")
-    jitter: float = Field(0.15, ge=0, le=0.5, description="how far a thing is moved in its cell, in shares of the cell")
-    split: Literal["", "train", "heldout"] = Field(
-        "", description="which part the scenes come from; a sample's own split overrides it"
-    )
-    diagnostics: bool = Field(False, description="also measures what the model wrote about the scene")
-
-    def spec(self, split: str = "") -> SceneSpec:
-        numbers = (self.num_things,) if isinstance(self.num_things, int) else tuple(self.num_things)
-        names = tuple(c * len(SHAPES) + s for c in range(self.num_colours) for s in range(self.num_shapes))
-        if len(names) < 2:
-            raise ValueError("num_colours = 1 with num_shapes = 1 gives one kind of thing: use more of either")
-        return SceneSpec(sizes_of(self.grid_size), numbers, ("point",), names, jitter=self.jitter, split=split)
 
 
 SETTINGS = SceneZoomSettings
@@ -118,9 +101,7 @@ class SceneZoomEnv(ToolEnv):
         is_first = not self.counts
         observation, done, info = super().step(response_text)
         if self.settings.diagnostics and is_first:
-            thought = _THOUGHT.search(response_text)
-            read = zoom_reading(self.marked, self.settings.pixels_per_cell)
-            self.has_read = thought is not None and thought.group(1).split() == read.split()
+            self.has_read = thinks(response_text, zoom_reading(self.marked, self.settings.pixels_per_cell))
         if self.settings.diagnostics:
             info["metrics"]["read_accuracy"] = self.has_read
         return observation, done, info

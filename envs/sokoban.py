@@ -6,11 +6,11 @@ fields of the public dataset. Settings: the defaults, overridden by `args`, over
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from envs.answer_tags import answer_in, thinks
 from envs.base import Env, Info, Observation, metadata_of, seed_of, setting
 from envs.board_env import ANSWER_FORM, SIZE_TEXT, GridSize, length_classes, observation_of, parse_actions, sizes_of
 from envs.board_env import random_response as random_response
@@ -37,8 +37,6 @@ TEXT_PROMPT = f"{_TEXT} {_RULES} {ANSWER_FORM}"
 KINDS = ("box", "target")  # of things that relations are told of
 STEP_REWARD, BLOCKED_REWARD, ON_TARGET_REWARD, OFF_TARGET_REWARD, SUCCESS_BONUS = 0.01, -0.05, 1.0, -0.5, 5.0
 LOST = 20  # moves counted for a position without a solution
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
 
 
 class SokobanSettings(ReasoningSettings):
@@ -238,10 +236,9 @@ class SokobanEnv(Env):
     def _accuracies(self, response: str, actions: list[str]) -> dict[str, bool]:
         """Return whether <think> describes the board correctly, and whether <answer> describes the states that its
         moves lead to. Call it before the moves are made."""
-        thought, answer = _THOUGHT.search(response), _ANSWER.search(response)
-        seen = thought is not None and thought.group(1).split() == reading(self.position).split()
+        seen, answer = thinks(response, reading(self.position)), answer_in(response)
         expected = moves_with_states(self.position, actions)
-        foreseen = answer is not None and answer.group(1).split() == expected.split()
+        foreseen = answer is not None and answer.split() == expected.split()
         turn = len(self.turn_rewards) + 1
         return {"read_accuracy": seen, f"read_accuracy_turn_{turn}": seen, "foresight_accuracy": foreseen}
 

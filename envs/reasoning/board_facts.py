@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,3 +26,10 @@ class BoardFacts:
         """Return facts from the symbols of all cells, row by row."""
         rows = tuple(symbols[start : start + width] for start in range(0, len(symbols), width))
         return cls(player, {kind: tuple(cells) for kind, cells in things.items()}, rows)
+
+
+def f1(said: Iterable[Hashable], true: Iterable[Hashable]) -> float:
+    """Return the F1 of what is said against what is true, each thing as often as it stands there; 1 without any."""
+    claimed, facts = Counter(said), Counter(true)
+    total = claimed.total() + facts.total()
+    return 2 * (claimed & facts).total() / total if total else 1.0

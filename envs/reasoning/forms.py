@@ -40,8 +40,8 @@ def parts_of(text: str, reasoning: Reasoning) -> Parts | None:
     """Return the parts of an answer; None if it lacks one of its form, has one twice, or has them in another order.
     Text before, after and between the parts is allowed for; a template may have opened the thoughts already."""
     tags = TAGS[reasoning]
-    if "think" in tags and "<think>" not in text and "</think>" in text:
-        text = f"<think>{text}" if tags[0] == "think" else text
+    if tags[0] == "think" and "<think>" not in text and "</think>" in text:
+        text = f"<think>{text}"
     match = _PATTERNS[reasoning].search(text)
     if match is None or len(_ANY_TAG.findall(text)) != 2 * len(tags):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from envs.reasoning.board_facts import BoardFacts
+from envs.reasoning.board_facts import BoardFacts, f1
 
 Mark = tuple[int, int, str]  # row, column, symbol
 
@@ -15,19 +15,17 @@ def grid_score(text: str, facts: BoardFacts) -> float:
     rows = tuple(row for line in text.splitlines() if (row := "".join(line.split())))
     if [len(row) for row in rows] != [len(row) for row in facts.rows]:
         return 0.0
-    no_things = facts.floor + facts.wall
     said, true = _marks(rows), _marks(facts.rows)
-    things = _f1(
-        {mark for mark in said if mark[2] not in no_things}, {mark for mark in true if mark[2] not in no_things}
-    )
-    return things * _f1(
-        {mark for mark in said if mark[2] == facts.wall}, {mark for mark in true if mark[2] == facts.wall}
-    )
+    return f1(_things(said, facts), _things(true, facts)) * f1(_walls(said, facts), _walls(true, facts))
 
 
 def _marks(rows: Sequence[str]) -> set[Mark]:
     return {(number, column, symbol) for number, row in enumerate(rows) for column, symbol in enumerate(row)}
 
 
-def _f1(said: set[Mark], true: set[Mark]) -> float:
-    return 2 * len(said & true) / (len(said) + len(true)) if said or true else 1.0
+def _things(marks: set[Mark], facts: BoardFacts) -> set[Mark]:
+    return {mark for mark in marks if mark[2] not in facts.floor + facts.wall}
+
+
+def _walls(marks: set[Mark], facts: BoardFacts) -> set[Mark]:
+    return {mark for mark in marks if mark[2] == facts.wall}

@@ -9,10 +9,9 @@ so that neither leaving things out nor claiming all possibilities pays.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 
-from envs.reasoning.board_facts import BoardFacts, Cell
+from envs.reasoning.board_facts import BoardFacts, Cell, f1
 
 Relation = tuple[str, str]  # ("above" | "same row" | "below", "left" | "same column" | "right")
 UNCLEAR: Relation = ("", "")  # a claim without a row or a column, or with two of one
@@ -63,7 +62,7 @@ def relations_score(text: str, facts: BoardFacts) -> float:
     """Return the mean F1, 0 to 1, of what a text claims of the kinds of things that the board has or the text names."""
     said, true = claims(text, facts.things), relations(facts)
     kinds = [kind for kind in facts.things if said[kind] or true[kind]]
-    return sum(_f1(said[kind], true[kind]) for kind in kinds) / len(kinds) if kinds else 0.0
+    return sum(f1(said[kind], true[kind]) for kind in kinds) / len(kinds) if kinds else 0.0
 
 
 def _claim(words: str) -> Relation | None:
@@ -75,8 +74,3 @@ def _claim(words: str) -> Relation | None:
     if _STRAIGHT.search(words):
         rows, columns = rows or ["same row"], columns or ["same column"]
     return (rows[0], columns[0]) if len(rows) == len(columns) == 1 else UNCLEAR
-
-
-def _f1(said: list[Relation], true: list[Relation]) -> float:
-    right = sum((Counter(said) & Counter(true)).values())
-    return 2 * right / (len(said) + len(true)) if said or true else 1.0

@@ -17,6 +17,8 @@ def reasoned_step(
 ) -> tuple[Result, float]:
     """Play a turn by a game's own `step`; return its result with the reward and metrics of what was written, and that
     reward. An answer that lacks the form is given to `step` as "", unless the form is that of the moves alone."""
+    if not settings.judges_words:
+        return step(response), 0.0
     parts, before = parts_of(response, settings.reasoning), facts()
     observation, done, info = step(response if parts is not None or settings.reasoning == "none" else "")
     written = judged(parts, len(info["parsed_actions"]), before, facts(), settings.state_language)

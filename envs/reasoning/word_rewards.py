@@ -39,6 +39,11 @@ class ReasoningSettings(EnvSettings):
         """Tell whether answers describe boards in symbols."""
         return self.reasoning == "world_model" and self.state_language == "grid"
 
+    @property
+    def judges_words(self) -> bool:
+        """Tell whether what is written is measured."""
+        return self.reasoning != "none" or bool(self.form_reward)
+
     @model_validator(mode="after")
     def _pays_for_parts_that_there_are(self) -> Self:
         for name in ("state_reward", "foresight_reward"):
@@ -65,8 +70,6 @@ class Written:
 
     def metrics(self, settings: ReasoningSettings) -> dict[str, float]:
         """Return the metrics of a turn: those that the settings ask for."""
-        if settings.reasoning == "none" and not settings.form_reward:
-            return {}
         scores = {"state_accuracy": self.state, "prediction_accuracy": self.foresight}
         return {"form_is_valid": float(self.has_form)} | (scores if settings.reasoning == "world_model" else {})
 

@@ -99,10 +99,10 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-Source = Tool | Callable[..., Any]
+ToolSource = Tool | Callable[..., Any]
 
 
-def tools_of(sources: Iterable[Source]) -> tuple[Tool, ...]:
+def tools_of(sources: Iterable[ToolSource]) -> tuple[Tool, ...]:
     """Return the tools of functions; a `Tool` is one already. Raise ValueError, in one line, for a function of which a
     model could not be told, and for two tools of one name."""
     tools = tuple(source if isinstance(source, Tool) else tool_of(source) for source in sources)
@@ -253,7 +253,7 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 class ToolBox:
     """The tools of one environment."""
 
-    def __init__(self, sources: Iterable[Source]) -> None:
+    def __init__(self, sources: Iterable[ToolSource]) -> None:
         """Raise ValueError as `tools_of` does."""
         self.tools = {tool.name: tool for tool in tools_of(sources)}
 
@@ -324,7 +324,7 @@ def images_of_sample(sample: Sample | None) -> list[Image.Image]:
     return [to_rgb(open_image(image.data)) for image in getattr(sample, "images", None) or ()]
 
 
-def tools_in_words(sources: Iterable[Source]) -> str:
+def tools_in_words(sources: Iterable[ToolSource]) -> str:
     """Return the tools as a text for a system prompt, in the words of Qwen's templates: for a model whose chat template
     leaves out tools."""
     schemas = "\n".join(json.dumps(tool.schema, ensure_ascii=False) for tool in tools_of(sources))

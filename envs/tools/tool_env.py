@@ -21,7 +21,7 @@ from typing import Any
 
 from envs.base import Env, Info, Observation
 from envs.env_calls import images_of
-from envs.tools.tool import ERRORS, Source, ToolBox, ToolContext, ToolResult, images_of_sample
+from envs.tools.tool import ERRORS, ToolBox, ToolContext, ToolResult, ToolSource, images_of_sample
 from envs.tools.tool_call import parse_tool_calls
 from shared.types import Sample
 
@@ -31,7 +31,7 @@ MAX_CALLS = 8  # of one turn that are run
 class ToolEnv(Env):
     """One task with tools. A subclass has `grade`, and `first` if the sample's prompt does not show the task."""
 
-    def __init__(self, sample: Sample | None, tools: Iterable[Source]) -> None:
+    def __init__(self, sample: Sample | None, tools: Iterable[ToolSource]) -> None:
         """Raise ValueError for a tool of which a model could not be told."""
         self.sample = sample
         self.box = ToolBox(tools)

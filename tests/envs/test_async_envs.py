@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from envs import check, play, show
 from envs.base import Env
 from envs.check import check_env
 from envs.env_calls import CallHung, call_within, close_env, make_env, play_a_turn, reset_env, reward_of, step_env
+from tests.support.machine import until
 
 GUESS = '''
 """Say the number. Every function is a coroutine, and all of them need the loop of the first."""
@@ -62,13 +62,6 @@ class Guess:
 def path(tmp_path: Path) -> str:
     (tmp_path / "guess.py").write_text(GUESS)
     return str(tmp_path / "guess.py")
-
-
-def until(holds: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_coroutines_are_checked_played_and_shown(path, tmp_path, capsys, monkeypatch):

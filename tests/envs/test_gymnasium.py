@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 import threading
 import time
@@ -278,7 +277,6 @@ def test_observations_are_told_in_words():
 
 
 def test_an_episode_is_shown(tmp_path):
-    random.seed(0)
     out = tmp_path / "episode.png"
     assert show.main(["envs.gymnasium", "--env.args", json.dumps(FIRM), "--out", str(out)]) == 0
     assert out.stat().st_size > 1000

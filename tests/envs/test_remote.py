@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from shared.engine.http_client import HttpFailure, JsonClient
 from shared.types import Image as FileImage
 from shared.types import Sample
 from tests.support.env_servers import COUNTING, application_here, served_apart, served_here
+from tests.support.machine import until
 
 KEY = "k" * 32
 
@@ -39,13 +40,6 @@ def path(tmp_path: Path) -> str:
 def made(url: str | list[str], seed: int = 1, **args: Any) -> Any:
     sample = Sample("s", metadata={"seed": seed})
     return make_env(build_env, sample=sample, args={"url": url, "max_turns": 4, **args})
-
-
-def until(holds: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_body_comes_back_as_it_was_sent():
@@ -149,8 +143,6 @@ def test_a_call_that_is_sent_again_is_not_made_again(path):
                 with pytest.raises(HttpFailure, match=words):
                     await ask(number, call="step", text="2")
             return answers
-
-    import asyncio
 
     with served_here(path) as url:
         first, again, step, step_again, last = asyncio.run(twice(url))
@@ -284,7 +276,6 @@ def test_off_loopback_both_sides_need_a_key(path, tmp_path, capsys):
 
 
 def test_without_a_key_what_a_web_page_sends_is_refused(path):
-    import asyncio
 
     import aiohttp
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -74,8 +75,6 @@ def application_here(app: web.Application, server: EnvServer | None = None) -> I
     idle: list[Any] = []
 
     async def begin() -> str:
-        import asyncio
-
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         if server is not None:
