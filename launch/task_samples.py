@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from envs.row_files import dataset_files, share_names
 from launch.catalog import sizes_in
 from launch.hub import with_local_model
 from launch.processes.same_name import check_kernels
+from learner.checkpoints.checkpoint_folder import list_checkpoints
 from learner.plan.fit import check_context
 from learner.tickets.pools import PooledSource
 from learner.tickets.sources import ListSource, MixedSource, RoundSource, SampleSource, SeedSource, TaskSource, named
@@ -104,7 +106,7 @@ def why_turn_rewards_are_unused(recipe: Recipe) -> str:
 
 def check_build(recipe: Recipe, place: str, variant: dict[str, Any]) -> None:
     """Raise ValueError, which names `place`, if the environment cannot be built with `variant` on top of `env.args`, or
-    its first turn cannot be played."""
+    its first turn cannot be played; the latter is a warning if the run has begun."""
     if not recipe.rollout.path:  # a rollout function may have its own settings
         module, values = load_module(recipe.env.module), {**recipe.env.build_args, **variant}
         check_settings(module, values, place)
@@ -117,10 +119,27 @@ def check_build(recipe: Recipe, place: str, variant: dict[str, Any]) -> None:
             close_env(call_within(recipe.env.timeout_s, "build_env", build))
         else:
             call_within(recipe.env.timeout_s, "a first turn", partial(play_a_turn, build))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - it is the user's code
         where = f"env.module = {recipe.env.module!r}"
         settings = f", with {place}" if recipe.env.args or variant else ""
-        raise ValueError(f"{where} cannot be played{settings}: {describe(error)}") from error
+        refuse_unless_begun(recipe, ValueError(f"{where} cannot be played{settings}: {describe(error)}"), error)
+
+
+def refuse_unless_begun(recipe: Recipe, mistake: ValueError, cause: Exception) -> None:
+    """Raise a mistake that a first turn has shown, unless the run has been trained already: then what fails may pass,
+    its episodes are counted, and the run goes on."""
+    if not has_begun(recipe):
+        raise mistake from cause
+    if os.environ.get("RANK", "0") == "0":
+        get_logger("samples").warning("%s; the run has begun, so it goes on, and what fails is counted", mistake)
+
+
+def has_begun(recipe: Recipe) -> bool:
+    """Tell whether this start goes on from a checkpoint of the run itself."""
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if recipe.learner.resume != "auto" and not is_restart:
+        return False
+    return bool(list_checkpoints(Path(recipe.run.dir) / recipe.run.name / "checkpoints"))
 
 
 def prompt(recipe: Recipe) -> tuple[dict[str, Any], ...]:
@@ -265,8 +284,8 @@ def check_sample(recipe: Recipe, sample: Sample) -> None:
     build = partial(make_env, load_env(recipe.env.module), sample=sample, args=recipe.env.build_args)
     try:
         call_within(recipe.env.timeout_s, "a first turn", partial(play_a_turn, build))
-    except Exception as error:
-        raise cannot_play(recipe, sample, error) from error
+    except Exception as error:  # noqa: BLE001 - it is the user's code
+        refuse_unless_begun(recipe, cannot_play(recipe, sample, error), error)
 
 
 def check_tools(recipe: Recipe) -> None:

@@ -191,3 +191,45 @@ def test_each_of_several_files_has_its_share_of_an_epoch(tmp_path):
         source = training_samples(settings)
         ids = [source.sample(position).id for position in range(sum(counts))]
         assert (sum(i.startswith("a/") for i in ids), sum(i.startswith("b/") for i in ids)) == counts
+
+
+FALLS = """
+class Env:
+    def reset(self):
+        raise OSError("the levels are away")
+
+    def step(self, text): ...
+
+def build_env(sample, args):
+    return Env()
+"""
+
+
+@pytest.mark.parametrize("source", ["seeds", "rows"])
+@pytest.mark.parametrize(
+    ("resume", "restart", "goes_on"),
+    [("auto", "0", True), ("never", "0", False), ("never", "1", True)],
+    ids=["resumed", "begun anew", "restarted by torchrun"],
+)
+def test_an_environment_that_falls_does_not_keep_a_run_from_going_on(
+    tmp_path, rows, caplog, monkeypatch, source, resume, restart, goes_on
+):
+    (tmp_path / "falls.py").write_text(FALLS)
+    overrides = ["--env.module", tmp_path / "falls.py", "--run.dir", tmp_path, "--run.name", "r", "--eval.samples", 0]
+    overrides += ["--data.source", rows if source == "rows" else "seeds", "--learner.resume", resume]
+    fallen = recipe(*overrides)
+    check = (lambda: check_data(fallen)) if source == "rows" else (lambda: check_build(fallen, "env.args", {}))
+    with pytest.raises(ValueError, match="OSError: the levels are away"):
+        check()
+    step = tmp_path / "r" / "checkpoints" / "step_00000010"
+    step.mkdir(parents=True)
+    (step / "meta.json").write_text("{}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+    if not goes_on:
+        with pytest.raises(ValueError, match="OSError: the levels are away"):
+            check()
+        return
+    get_logger("samples").addHandler(caplog.handler)
+    check()
+    (line,) = (record.getMessage() for record in caplog.records if record.name.endswith("samples"))
+    assert "OSError: the levels are away" in line and "the run has begun, so it goes on" in line
