@@ -72,6 +72,32 @@ class Stream:
         self.segments: list[int] = []  # where the second and later ones begin
         self._first_image = 0
 
+    @classmethod
+    def of_segments(cls, segments: Sequence[Stream]) -> Stream:
+        """Return the stream of an episode whose segments are these, each of them a stream of its own."""
+        whole = cls()
+        for part in segments:
+            whole.begin_segment()
+            whole._append(part)
+            whole.images += part.images
+            whole.weights |= part.weights
+            whole.num_expanded = part.num_expanded
+            whole.all_expanded += part.all_expanded
+            whole.num_sampled += part.num_sampled
+        return whole
+
+    def copy(self) -> Stream:
+        """Return a stream that grows by itself from here."""
+        other = Stream.of_segments([self])
+        other.segments, other._first_image = [*self.segments], self._first_image
+        return other
+
+    def _append(self, part: Stream) -> None:
+        self.token_ids += part.token_ids
+        self.mask += part.mask
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+
     @property
     def segment_ids(self) -> list[int]:
         return self.token_ids[self.segments[-1] :] if self.segments else self.token_ids

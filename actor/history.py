@@ -62,7 +62,7 @@ class History:
 
     def observe(self, answer: Sequence[int], messages: Messages) -> Shown:
         """Return what follows the model's answer, tokens with the one that ended it."""
-        fragment = _after(answer, self._renderer.observation(*messages), self._renderer.end_id)
+        fragment = after_answer(answer, self._renderer.observation(*messages), self._renderer.end_id)
         if self._window.is_everything:
             return Shown(fragment)
         self._answers.append(tuple(answer))
@@ -92,14 +92,14 @@ class History:
         parts = [self._start(shown[0])]
         for answer, messages in zip(self._answers[first:], shown[1:], strict=True):
             parts.append(Fragment(tuple(answer)))
-            parts.append(_after(answer, self._renderer.observation(*messages), self._renderer.end_id))
+            parts.append(after_answer(answer, self._renderer.observation(*messages), self._renderer.end_id))
         return parts
 
     def _start(self, messages: Messages) -> Fragment:
         return self._renderer.start([*self._sample.prompt, *messages], self._sample.images, self._sample.tools)
 
 
-def _after(answer: Sequence[int], fragment: Fragment, end_id: int) -> Fragment:
+def after_answer(answer: Sequence[int], fragment: Fragment, end_id: int) -> Fragment:
     """Return the fragment that follows an answer: with the template's own end token if another one ended it."""
     if answer[-1] == end_id:
         return fragment

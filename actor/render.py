@@ -123,6 +123,10 @@ class Renderer:
         plain, images = self._split(messages, iter(()))
         return self._fragment(self._shape(json.dumps(plain)), images)
 
+    def foreign_answer(self, text: str) -> Fragment:
+        """Return a turn of the model's that somebody else wrote, with the token that ends it."""
+        return Fragment((*self._encode(self._seamed(text)), self.end_id))
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the model's text of one turn, without the stop tokens that ended it; "" for a turn without tokens."""
         ids = list(token_ids)

@@ -9,22 +9,25 @@ from __future__ import annotations
 import asyncio
 import base64
 import inspect
+import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from actor.env_threads import EnvThreads
+from msgspec.structs import replace
+
+from actor.env_threads import EnvThreads, EnvTimeout
 from actor.isolation.process_messages import pack_played, unpack_plain
 from actor.isolation.processes import GRACE_S, RemoteEnv, Session, UserProcesses
 from envs.base import Played, flat_metrics
 from envs.env_calls import number_of, reward_of
 from envs.env_loops import contained
 from shared.engine.http_client import HttpFailure, JsonClient
-from shared.types import Image
+from shared.types import Ending, Image, Trajectory
 from shared.util.http_status import RETRY_STATUS
 from shared.util.threads import start_thread
-from shared.util.user_errors import in_words
+from shared.util.user_errors import TracebackLog, describe, in_words, text_of
 
 FIRST_PAUSE_S = 0.2
 TRIES = 3  # requests to the reward server before the episode counts as failed
@@ -213,6 +216,28 @@ def as_json(played: Played, send: Collection[str] = ()) -> dict[str, Any]:
 def image_uri(image: Image) -> str:
     """Return an image of an episode, a PNG, as a data URI."""
     return f"data:image/png;base64,{base64.b64encode(image.data).decode()}"
+
+
+async def rewarded(trajectory: Trajectory, played: Played, reward: Reward, tracebacks: TracebackLog) -> Trajectory:
+    """Return the trajectory with its reward; a failure of the reward becomes the ending, and its traceback is logged
+    once."""
+    began = time.monotonic()
+    try:
+        graded = await reward(played)
+    except (EnvTimeout, TimeoutError) as error:
+        return replace(trajectory, ending=Ending.REWARD_TIMEOUT, error=text_of(error) or "the reward took too long")
+    except Exception as error:  # noqa: BLE001 - whatever the user's function raises ends this episode alone
+        tracebacks.add("a reward function", error)
+        return replace(trajectory, ending=Ending.REWARD_ERROR, error=describe(error))
+    metrics = trajectory.metrics | {"reward_s": time.monotonic() - began}
+    turns = trajectory.turns
+    if isinstance(graded, Graded):
+        rewards = graded.turns
+        turns = tuple(replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True))
+        return replace(trajectory, reward=graded.reward, metrics=metrics | graded.metrics, turns=turns)
+    if reward.replaces_turns:
+        turns = (*(replace(turn, reward=0.0) for turn in turns[:-1]), replace(turns[-1], reward=graded))
+    return replace(trajectory, reward=graded, metrics=metrics, turns=turns)
 
 
 class BadReward(ValueError):

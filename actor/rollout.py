@@ -25,13 +25,14 @@ from actor.episode import EpisodeLimits, Stream, TurnTimings, cache_key, episode
 from actor.history import History, Shown
 from actor.journal import EngineAnswer, Journal
 from actor.render import Fragment, Renderer
-from actor.rewards import BadReward, Graded, Reward, finite
+from actor.rewards import BadReward, Reward, finite, rewarded
+from actor.turn_sampler import EpisodeEnded, TurnSampler
 from envs.base import Info, Played
 from envs.env_calls import close_env, messages_of, reset_env, step_env
 from envs.messages import split_images
 from shared.engine.engine_api import EngineError
 from shared.types import Completion, Ending, Image, Sample, Ticket, Trajectory, Turn
-from shared.util.user_errors import TracebackLog, describe, text_of
+from shared.util.user_errors import TracebackLog, describe
 
 log = logging.getLogger("actor")
 BuildEnv = Callable[[Sample], Any]
@@ -129,24 +130,16 @@ class Players:
                 await player.reward_function.close()
 
 
-class _Ended(Exception):
-    """Raised to end the episode."""
-
-    def __init__(self, ending: Ending, error: str = "") -> None:
-        super().__init__(error)
-        self.ending, self.error = ending, error
-
-
 class _OpenEpisode:
-    """The state of one episode while it is played. Its methods raise `_Ended` when the episode is over."""
+    """The state of one episode while it is played. Its methods raise `EpisodeEnded` when the episode is over."""
 
     def __init__(self, player: Player, lease: EngineLease, ticket: Ticket, index: int) -> None:
         self._player = player
-        self._lease = lease
         self._ticket = ticket
         self._index = index
         self._renderer = player.renderer
         self._limits = player.limits
+        self._sampler = TurnSampler(lease, ticket, index, player.renderer, player.limits)
         self._stream = Stream()
         self._history = History(player.renderer, ticket.sample, player.limits.window)
         self._env: Any = None
@@ -172,7 +165,7 @@ class _OpenEpisode:
                 completion = self._replay(shown.fragment) or await self._generate(shown.fragment)
                 text = self._sample(completion)
                 shown = await self._answer(text, completion)
-        except _Ended as end:
+        except EpisodeEnded as end:
             trajectory = self._trajectory(end)
         except asyncio.CancelledError:
             if self._calls.give_up():
@@ -204,57 +197,27 @@ class _OpenEpisode:
 
     async def _generate(self, fragment: Fragment) -> Completion:
         """Return the policy's answer to `fragment`, within the limits of turn, episode and context."""
-        limits, sampling = self._limits, self._ticket.sampling
-        room = limits.max_context - self._stream.num_expanded
-        budget = limits.max_tokens - self._stream.num_sampled
-        if room < 1:
-            raise _Ended(Ending.CONTEXT_FULL)
-        if budget < 1:
-            raise _Ended(Ending.OUT_OF_TOKENS)
+        most = self._sampler.most_tokens(self._stream, self._stream.num_sampled)
         began = time.monotonic()
-        self._lease.cache_key = self._lease.cache_key or cache_key(self._ticket, self._lease.client.weights)
-        try:
-            completion = await self._lease.generate(
-                self._stream.segment_ids,
-                self._stream.segment_images,
-                sampling,
-                banned_ids=self._renderer.banned_ids,
-                stop_ids=(self._renderer.end_id,),
-                max_new_tokens=min(room, budget, limits.turn_tokens, sampling.max_new_tokens),
-                seed=episode_seed(self._ticket, self._index, len(self._turns)),
-            )
-        except EngineError as error:
-            raise _Ended(Ending.ENGINE_ERROR, str(error)) from error
+        completion = await self._sampler.generate(self._stream, len(self._turns), most)
         answered = time.monotonic()
         self._generate_s += answered - began
         self._timings.record_answer(began, answered)
-        if not set(completion.token_ids).isdisjoint(self._renderer.banned_ids):
-            raise _Ended(Ending.ENGINE_ERROR, f"{self._lease.url} sampled a banned vision token")
         if self._player.journal and completion.finish_reason != "abort":
             answer = EngineAnswer(self._index, len(self._answers), fragment.digest, completion)
             self._player.journal.add(self._ticket.id, answer)
         return completion
 
     def _sample(self, completion: Completion) -> str:
-        """Append the policy's answer to the stream; return its text. Raise `_Ended` if the answer was cut off or
+        """Append the policy's answer to the stream; return its text. Raise `EpisodeEnded` if the answer was cut off or
         aborted."""
         start = len(self._stream.token_ids)
         self._stream.sample(completion)
         if completion.token_ids:
             self._turns.append(Turn(start, len(self._stream.token_ids), 0.0))
             self._timings.record_turn()
-        try:
-            self._answers.append(self._renderer.decode(completion.token_ids))
-        except Exception as error:  # tokens that the tokenizer does not know
-            words = f"{self._lease.url} sampled tokens that are no text: {describe(error)}"
-            raise _Ended(Ending.ENGINE_ERROR, words) from error
-        if not completion.token_ids and completion.finish_reason == "stop":
-            raise _Ended(Ending.ENGINE_ERROR, f"{self._lease.url} answered without a token")
-        if completion.finish_reason == "abort":
-            raise _Ended(Ending.ABORTED, f"{self._lease.url} aborted the request")
-        if completion.finish_reason == "length":
-            full = self._stream.num_expanded >= self._limits.max_context
-            raise _Ended(Ending.CONTEXT_FULL if full else Ending.OUT_OF_TOKENS)
+        self._answers.append(self._sampler.text(completion))
+        self._sampler.check_finish(completion, self._stream)
         return self._answers[-1]
 
     async def _answer(self, text: str, completion: Completion) -> Shown:
@@ -262,12 +225,12 @@ class _OpenEpisode:
         shown, reward = await self._in_env(lambda: self._step(text, completion.token_ids))
         self._turns[-1] = replace(self._turns[-1], reward=reward)
         if shown is None:
-            raise _Ended(Ending.COMPLETED)
+            raise EpisodeEnded(Ending.COMPLETED)
         if len(self._turns) >= self._limits.max_turns:
-            raise _Ended(Ending.MAX_TURNS)
+            raise EpisodeEnded(Ending.MAX_TURNS)
         read = 0 if shown.segment else self._stream.num_expanded
         if read + sum(part.num_expanded for part in shown.parts) >= self._limits.max_context:
-            raise _Ended(Ending.CONTEXT_FULL)
+            raise EpisodeEnded(Ending.CONTEXT_FULL)
         return shown
 
     # ------------------------------------------------------------------ in an environment's thread
@@ -279,12 +242,12 @@ class _OpenEpisode:
             call = self._calls.guarded(self._timings.timed(function))
             return await self._player.threads.run(call, self._limits.env_timeout_s)
         except EnvTimeout as error:
-            raise _Ended(Ending.ENV_TIMEOUT, str(error)) from error
+            raise EpisodeEnded(Ending.ENV_TIMEOUT, str(error)) from error
         except BadReward as error:
-            raise _Ended(Ending.REWARD_ERROR, str(error)) from error
+            raise EpisodeEnded(Ending.REWARD_ERROR, str(error)) from error
         except Exception as error:
             self._player.tracebacks.add("an environment", error)
-            raise _Ended(Ending.ENV_ERROR, describe(error)) from error
+            raise EpisodeEnded(Ending.ENV_ERROR, describe(error)) from error
         finally:
             returned = time.monotonic()
             self._env_s += returned - began
@@ -319,7 +282,7 @@ class _OpenEpisode:
 
     # ------------------------------------------------------------------ after the last turn
 
-    def _trajectory(self, end: _Ended) -> Trajectory:
+    def _trajectory(self, end: EpisodeEnded) -> Trajectory:
         stream = self._stream
         metrics = self.metrics.values() | {
             "turns": float(len(self._turns)),
@@ -349,23 +312,7 @@ class _OpenEpisode:
         shown = tuple(self._observations[: len(answers)])
         images = tuple(image for images in self._images[: len(answers)] for image in images)
         played = Played(self._ticket.sample, trajectory, answers, infos, self._env, shown, images)
-        began = time.monotonic()
-        try:
-            graded = await reward_function(played)
-        except (EnvTimeout, TimeoutError) as error:
-            return replace(trajectory, ending=Ending.REWARD_TIMEOUT, error=text_of(error) or "the reward took too long")
-        except Exception as error:  # noqa: BLE001 - whatever the user's function raises ends this episode alone
-            self._player.tracebacks.add("a reward function", error)
-            return replace(trajectory, ending=Ending.REWARD_ERROR, error=describe(error))
-        metrics = trajectory.metrics | {"reward_s": time.monotonic() - began}
-        turns = trajectory.turns
-        if isinstance(graded, Graded):
-            rewards = graded.turns
-            turns = tuple(replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True))
-            return replace(trajectory, reward=graded.reward, metrics=metrics | graded.metrics, turns=turns)
-        if reward_function.replaces_turns:
-            turns = (*(replace(turn, reward=0.0) for turn in turns[:-1]), replace(turns[-1], reward=graded))
-        return replace(trajectory, reward=graded, metrics=metrics, turns=turns)
+        return await rewarded(trajectory, played, reward_function, self._player.tracebacks)
 
     async def _close(self) -> bool:
         """Close the environment, unless it is still being built; return False if that failed."""
