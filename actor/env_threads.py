@@ -60,8 +60,7 @@ class EnvThreads:
     async def run(self, function: Callable[[], T], timeout_s: float) -> T:
         """Return the function's result or raise its exception; raise `UserCodeExit` for an exception that would end a
         thread, EnvTimeout `timeout_s` after the start. The limit also holds for a call whose waiter is cancelled."""
-        if self.num_lost > self._max_lost:
-            raise TooManyHang(self._hanging())
+        self.check_lost()
         call = _ThreadCall(function)
         self._inbox.put(call)
         waiting = asyncio.wrap_future(call.future)
@@ -154,6 +153,11 @@ class EnvThreads:
             self.num_lost += 1
             if self.num_lost > self._max_lost:
                 raise TooManyHang(self._hanging())
+
+    def check_lost(self) -> None:
+        """Raise TooManyHang if more than `max_lost` threads hang."""
+        if self.num_lost > self._max_lost:
+            raise TooManyHang(self._hanging())
 
     def _hanging(self) -> str:
         return f"{self.num_lost} calls of environments and rewards hang"

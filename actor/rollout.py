@@ -17,6 +17,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from actor.agents.agent_endpoint import AgentEndpoint
+from actor.agents.agent_episode import Agent, AgentPlayer
 from actor.custom_rollout import Rollout, RolloutContext, play_custom
 from actor.descriptions import EnvMetrics, LeftOutLog, describable
 from actor.engine_pool import EngineLease, EnginePool
@@ -41,8 +43,8 @@ BuildEnv = Callable[[Sample], Any]
 class Player:
     """Plays episodes of tickets. `build_env(sample)` makes an environment; `reward_function` computes the episode's
     reward at the end (None: the sum of the turns' rewards). A `rollout` function, if there is one, plays the whole
-    episode instead and gets `env_args`. Answers are recorded in the `journal`; those that it already holds are replayed
-    first."""
+    episode instead and gets `env_args`; an `agent` does so through the `endpoint`. Answers are recorded in the
+    `journal`; those that it already holds are replayed first."""
 
     def __init__(
         self,
@@ -55,6 +57,8 @@ class Player:
         rollout: Rollout | None = None,
         env_args: dict[str, Any] | None = None,
         journal: Journal | None = None,
+        agent: Agent | None = None,
+        endpoint: AgentEndpoint | None = None,
     ) -> None:
         self.build_env = build_env
         self.renderer = renderer
@@ -67,6 +71,13 @@ class Player:
         self.journal = journal
         self.tracebacks = TracebackLog(log)
         self._left_out = LeftOutLog()
+        self._agents: AgentPlayer | None = None
+        if agent is not None:
+            assert endpoint is not None
+            assert reward_function is not None
+            self._agents = AgentPlayer(
+                agent, endpoint, self.env_args, renderer, limits, threads, reward_function, self.tracebacks
+            )
 
     async def play(self, ticket: Ticket, index: int = 0) -> Trajectory:
         """Play episode `index` of the ticket's group, on one engine from start to end, unless that engine fails."""
@@ -89,6 +100,8 @@ class Player:
                     metrics = EnvMetrics()
                     metrics.add(trajectory.metrics)
                     trajectory = replace(trajectory, metrics=metrics.values())
+                elif self._agents is not None:
+                    trajectory, metrics = await self._agents.play(lease, ticket, index), EnvMetrics()
                 else:
                     episode = _OpenEpisode(self, lease, ticket, index)
                     trajectory, metrics = await episode.play(), episode.metrics
@@ -108,10 +121,11 @@ class Player:
 
 class Players:
     """Plays the episodes of several tasks, each sample's by its task's player. `players`: by name of the task; one
-    without a name plays all."""
+    without a name plays all; `endpoint`: what their agents call."""
 
-    def __init__(self, players: Mapping[str, Player]) -> None:
+    def __init__(self, players: Mapping[str, Player], endpoint: AgentEndpoint | None = None) -> None:
         self.players = players
+        self._endpoint = endpoint
 
     async def play(self, ticket: Ticket, index: int = 0) -> Trajectory:
         """Play episode `index` of the ticket's group; one of an unknown task ends as `env_error`."""
@@ -128,6 +142,8 @@ class Players:
         for player in self.players.values():
             if player.reward_function is not None:
                 await player.reward_function.close()
+        if self._endpoint is not None:
+            await self._endpoint.close()
 
 
 class _OpenEpisode:

@@ -18,6 +18,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from actor.actor_loop import EXIT_NO_LEARNER, ActorSettings, run_actor
+from actor.agents.agent_endpoint import AgentEndpoint
+from actor.agents.agent_episode import AgentReward
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, TooManyHang
 from actor.episode import EpisodeLimits
@@ -151,19 +153,19 @@ def make_players(
     """Return the players of the recipe's tasks, and the processes that run the user's code, to be closed at the end.
     The tasks share engines, journal and threads; each has its own environment, limits and reward. Raise ValueError for
     a missing or broken module."""
-    threads = EnvThreads(recipe.env.threads)
+    threads, endpoint = EnvThreads(recipe.env.threads), AgentEndpoint() if recipe.rollout.agent else None
     players, started = dict[str, Player](), list[UserProcesses]()
     try:
         for task in tasks_of(recipe):
             with task.named():
                 processes = user_processes(task.recipe)
                 started += [processes] if processes is not None else []
-                players[task.name] = make_player(task.recipe, renderer, engines, journal, processes, threads)
+                players[task.name] = make_player(task.recipe, renderer, engines, journal, processes, threads, endpoint)
     except ValueError:
         for each in started:
             each.close()
         raise
-    return Players(players), started
+    return Players(players, endpoint), started
 
 
 def make_player(
@@ -173,6 +175,7 @@ def make_player(
     journal: Journal | None = None,
     processes: UserProcesses | None = None,
     threads: EnvThreads | None = None,
+    endpoint: AgentEndpoint | None = None,
 ) -> Player:
     """Return the player of the episodes of a recipe of one task; `processes` is the result of `user_processes`. Raise
     ValueError for a missing or broken module."""
@@ -189,7 +192,8 @@ def make_player(
     threads = threads or EnvThreads(env.threads)
     rollout = load_function(recipe.rollout.path) if recipe.rollout.path else None
     reward, build = make_reward(recipe, threads, processes), make_builder(recipe, processes)
-    return Player(build, renderer, engines, limits, threads, reward, rollout, args, journal)
+    agent = load_function(recipe.rollout.agent) if recipe.rollout.agent else None
+    return Player(build, renderer, engines, limits, threads, reward, rollout, args, journal, agent, endpoint)
 
 
 def make_builder(recipe: Recipe, processes: UserProcesses | None) -> BuildEnv:
@@ -207,6 +211,8 @@ def make_reward(recipe: Recipe, threads: EnvThreads, processes: UserProcesses | 
     its judge's score; None if only the turns' rewards count. Raise ValueError for a judge's rubric or key that cannot
     be read."""
     base, judge = make_base_reward(recipe, threads, processes), recipe.reward.judge
+    if recipe.rollout.agent:
+        base = AgentReward(base, is_judged=bool(judge.url))
     if not judge.url:
         return base
     http = JsonClient(judge.url, connections=judge.concurrency, api_key=judge_key(judge))
@@ -222,6 +228,8 @@ def make_base_reward(recipe: Recipe, threads: EnvThreads, processes: UserProcess
         return ProcessReward(processes, threads, reward.timeout_s)
     if env.reward:
         return FunctionReward(load_function(env.reward), threads, reward.timeout_s)
+    if recipe.rollout.agent:
+        return None  # there is no environment that could be asked
     if env.isolation == "process":
         assert processes is not None
         remote = EnvReward(RemoteEnv.episode_reward, threads, env.timeout_s + GRACE_S)

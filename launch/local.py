@@ -210,7 +210,7 @@ def show_random_policy(recipe: Recipe) -> None:
         task, rng = held_out.task, Random(0)
         successes: list[bool] = []
         with task.named():
-            samples = [] if task.recipe.rollout.path else samples_of(held_out)  # the learner reads them too
+            samples = [] if task.recipe.rollout.function else samples_of(held_out)  # the learner reads them too
             for sample in samples:
                 if (success := succeeds_at_random(task.recipe, sample, rng)) is None:
                     break

@@ -69,6 +69,7 @@ def check_task(recipe: Recipe) -> None:
     for field, function, kind in (
         ("env.reward", recipe.env.reward, "a function that takes what was played and returns its reward"),
         ("rollout.path", recipe.rollout.path, "an async function that plays an episode"),
+        ("rollout.agent", recipe.rollout.agent, "a function run(base_url, sample, args) that plays an episode"),
     ):
         if function:
             check_function(field, function, kind)
@@ -107,7 +108,7 @@ def why_turn_rewards_are_unused(recipe: Recipe) -> str:
 def check_build(recipe: Recipe, place: str, variant: dict[str, Any]) -> None:
     """Raise ValueError, which names `place`, if the environment cannot be built with `variant` on top of `env.args`, or
     its first turn cannot be played; the latter is a warning if the run has begun."""
-    if not recipe.rollout.path:  # a rollout function may have its own settings
+    if not recipe.rollout.function:  # a rollout function may have its own settings
         module, values = load_module(recipe.env.module), {**recipe.env.build_args, **variant}
         check_settings(module, values, place)
         if why := why_turn_rewards_are_unused(recipe):
@@ -115,7 +116,7 @@ def check_build(recipe: Recipe, place: str, variant: dict[str, Any]) -> None:
     sample = Sample("check", metadata={"seed": 0} | ({"env_config": variant} if variant else {}))
     build = partial(make_env, load_env(recipe.env.module), sample=sample, args=recipe.env.build_args)
     try:
-        if recipe.rollout.path or recipe.data.source != "seeds":  # samples of rows are tried when the data is read
+        if recipe.rollout.function or recipe.data.source != "seeds":  # samples of rows are tried when the data is read
             close_env(call_within(recipe.env.timeout_s, "build_env", build))
         else:
             call_within(recipe.env.timeout_s, "a first turn", partial(play_a_turn, build))
@@ -194,7 +195,7 @@ def check_data_of_task(recipe: Recipe) -> None:
 def check_rows(recipe: Recipe, path: str) -> None:
     """Raise ValueError for a dataset without a readable sample, or whose first one cannot be played."""
     sample = rows(recipe, path, most=1)[0]
-    if not recipe.rollout.path:
+    if not recipe.rollout.function:
         check_sample(recipe, sample)
 
 
@@ -290,7 +291,7 @@ def check_sample(recipe: Recipe, sample: Sample) -> None:
 
 def check_tools(recipe: Recipe) -> None:
     """Raise ValueError if the model's chat template leaves out the environment's tools, or their results."""
-    if not recipe.rollout.path and (schemas := tools(recipe)):
+    if not recipe.rollout.function and (schemas := tools(recipe)):
         renderer = renderer_of(recipe)
         renderer.start([{"role": "user", "content": "?"}], tools=schemas)
         renderer.observation({"role": "tool", "content": "the first result"})
@@ -299,7 +300,7 @@ def check_tools(recipe: Recipe) -> None:
 def check_observation(recipe: Recipe) -> None:
     """Raise ValueError if the model's chat template leaves out the environment's tools and their results, or messages
     of the role that its observations have. An environment that formats no observation but its own is not checked."""
-    if recipe.rollout.path:
+    if recipe.rollout.function:
         return
     check_tools(recipe)
     try:
@@ -349,8 +350,9 @@ def rows(
 
 def playable(recipe: Recipe, dataset: Dataset) -> list[Sample]:
     """Return the samples whose prompt fits into the context and whose images the model can be shown; count the others
-    in the report. A rollout function may make prompts of its own: all are returned then."""
-    if recipe.rollout.path:
+    in the report. A rollout function or an agent may make prompts of its own: all are
+    returned then."""
+    if recipe.rollout.function:
         return dataset.samples
     renderer, max_context = renderer_of(recipe), recipe.model.max_context
     report, samples = dataset.report, []

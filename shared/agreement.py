@@ -45,6 +45,7 @@ AGREE: dict[str, Callable[[Recipe], AgreedSetting]] = {
     "env.keep_images": lambda recipe: plain(recipe.env.keep_images),
     "env.reward": lambda recipe: function_digest(recipe.env.reward),
     "rollout.path": lambda recipe: function_digest(recipe.rollout.path),
+    "rollout.agent": lambda recipe: function_digest(recipe.rollout.agent),
     "reward.url": lambda recipe: AgreedSetting("a server" if recipe.reward.url else "none"),
     "reward.send": lambda recipe: plain(list(recipe.reward.send)),
     "reward.judge.url": lambda recipe: AgreedSetting("a server" if recipe.reward.judge.url else "none"),

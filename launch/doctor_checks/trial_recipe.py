@@ -111,6 +111,7 @@ def _stand_in() -> dict[str, Any]:
         "reward.judge": {},
         "reward.isolation": "thread",
         "rollout.path": "",
+        "rollout.agent": "",
     }
     fields |= {"model.path": str(ROOT / STAND_IN), "model.max_context": 128}
     return fields | {"model.min_pixels": 1024, "model.max_pixels": 1048576}

@@ -27,7 +27,7 @@ from shared.types import Sample
 
 BLOCK = 16 << 10  # bytes
 BLOCKS = 8  # read of a larger tensor
-CODE = ("env.module", "env.reward", "rollout.path")
+CODE = ("env.module", "env.reward", "rollout.path", "rollout.agent")
 """Fields whose content a person may change within a run: a difference is only logged."""
 
 
@@ -39,6 +39,7 @@ def contents_of(recipe: Recipe, source: SampleSource | None = None, held_out: Se
         "model.path": weights_digest(model),
         "model.path (tokenizer, chat template, image processor)": model_digest(str(model)).digest,
         "rollout.path": function_digest(recipe.rollout.path).digest,
+        "rollout.agent": function_digest(recipe.rollout.agent).digest,
     }
     sources = {task.name: task.source for task in source.tasks} if isinstance(source, MixedSource) else {"": source}
     for task in tasks_of(recipe):

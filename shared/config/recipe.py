@@ -149,8 +149,8 @@ class Recipe(Section):
     @property
     def journaled(self) -> bool:
         """True if actors keep a journal, from which a killed actor continues its episodes. Not possible with a rollout
-        function."""
-        return self.actor.journal_mb > 0 and not self.rollout.path
+        function or an agent."""
+        return self.actor.journal_mb > 0 and not self.rollout.function
 
     @model_validator(mode="before")
     @classmethod
@@ -245,11 +245,23 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _there_is_something_to_isolate(self) -> Self:
-        if self.env.isolation == "process" and self.rollout.path:
+        rollout = self.rollout
+        if self.env.isolation == "process" and rollout.path:
             raise ValueError(
-                f"env.isolation = 'process' and rollout.path = {self.rollout.path!r}: a rollout function plays in the "
+                f"env.isolation = 'process' and rollout.path = {rollout.path!r}: a rollout function plays in the "
                 "actor itself; leave one of them out"
             )
+        if self.env.isolation == "process" and rollout.agent:
+            raise ValueError(
+                f"env.isolation = 'process' and rollout.agent = {rollout.agent!r}: an agent runs in the actor itself; "
+                "leave env.isolation out"
+            )
+        for name in ("history", "keep_images"):
+            if rollout.agent and (value := getattr(self.env, name)) != "all":
+                raise ValueError(
+                    f"env.{name} = {value} and rollout.agent = {rollout.agent!r}: an agent itself decides what it sends; "
+                    f"leave env.{name} out"
+                )
         if self.reward.isolation == "process" and not (self.env.reward or self.tasks):
             raise ValueError(
                 "reward.isolation = 'process' without env.reward: the environment's own reward runs where "

@@ -91,7 +91,23 @@ class EnvConfig(Section):
 
 class RolloutConfig(Section):
     path: str = Field("", description="async function that plays episodes: dotted path or .py file:function")
-    timeout_s: float = Field(600.0, gt=0, description="time limit of one episode that it plays")
+    agent: str = Field(
+        "",
+        description="function that plays episodes through an endpoint with OpenAI's API: `run(base_url, sample, args)`, "
+        "plain or async, returns the reward or None; dotted path or .py file:function",
+    )
+    timeout_s: float = Field(600.0, gt=0, description="time limit of one episode that one of them plays")
+
+    @property
+    def function(self) -> str:
+        """The function that plays episodes in place of the environment; "" if there is none."""
+        return self.path or self.agent
+
+    @model_validator(mode="after")
+    def _one_of_them_plays(self) -> Self:
+        if self.path and self.agent:
+            raise ValueError(f"rollout.path = {self.path!r} and rollout.agent = {self.agent!r}: leave one of them out")
+        return self
 
 
 class ActorConfig(Section):

@@ -1,0 +1,186 @@
+"""Episodes that an agent of the user's plays (`rollout.agent`): a function that gets the base URL of an endpoint with
+OpenAI's API, calls the policy there as often as it likes, and returns the episode's reward."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from actor.agents.agent_endpoint import AgentEndpoint
+from actor.agents.agent_session import AgentSession
+from actor.agents.agent_thread import AgentThread
+from actor.agents.branches import AgentTurn
+from actor.engine_pool import EngineLease
+from actor.env_threads import EnvThreads
+from actor.episode import EpisodeLimits, Stream
+from actor.render import Renderer
+from actor.rewards import BadReward, Reward, finite, rewarded
+from actor.turn_sampler import EpisodeEnded, TurnSampler
+from envs.base import Played
+from envs.messages import split_images
+from shared.types import TRAINABLE_ENDINGS, Ending, Ticket, Trajectory, Turn, TurnNote
+from shared.util.user_errors import TracebackLog, describe
+
+Agent = Callable[[str, Any, dict[str, Any]], Any]
+"""`run(base_url, sample, args)`, plain or async; returns the episode's reward, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What an agent's function returned: its reward, if it gave one. `is_cut`: a limit of the episode ended it before
+    it could."""
+
+    reward: float | None = None
+    is_cut: bool = False
+
+
+class AgentReward(Reward):
+    """The reward that an agent's function returned; without one, that of `other`. `is_judged`: a judge grades the
+    episode besides, so that it needs no other reward."""
+
+    replaces_turns = True
+
+    def __init__(self, other: Reward | None, *, is_judged: bool = False) -> None:
+        self._other, self._is_judged = other, is_judged
+
+    async def __call__(self, played: Played) -> float:
+        returned = played.env
+        assert isinstance(returned, Returned)
+        if returned.reward is not None:
+            return returned.reward
+        if self._other is not None:
+            graded = await self._other(replace(played, env=None))
+            assert isinstance(graded, float)
+            return graded
+        if self._is_judged or returned.is_cut:
+            return 0.0
+        raise BadReward(
+            "the agent returned None, and the recipe names no other reward: return a number, or set env.reward"
+        )
+
+    async def close(self) -> None:
+        if self._other is not None:
+            await self._other.close()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPlayer:
+    """Plays the episodes of one task with the agent's function `run`, which gets `args`."""
+
+    run: Agent
+    endpoint: AgentEndpoint
+    args: dict[str, Any]
+    renderer: Renderer
+    limits: EpisodeLimits
+    threads: EnvThreads
+    reward: Reward
+    tracebacks: TracebackLog
+
+    async def play(self, lease: EngineLease, ticket: Ticket, index: int) -> Trajectory:
+        """Play episode `index` of the ticket. A failure is its ending, never an exception."""
+        sampler = TurnSampler(lease, ticket, index, self.renderer, self.limits)
+        session = AgentSession(sampler, self.renderer, self.limits)
+        base_url = await self.endpoint.open(session)
+        returned, end = Returned(), EpisodeEnded(Ending.COMPLETED)
+        try:
+            returned = await self._returned(base_url, session, ticket)
+            end = session.failure or end
+        except EpisodeEnded as failure:
+            end = failure
+            returned = Returned(is_cut=end.ending in TRAINABLE_ENDINGS)
+        finally:
+            self.endpoint.end(base_url)
+        if end.ending in TRAINABLE_ENDINGS and not len(session.branches):
+            refused = f"; its last request was refused: {session.last_refusal}" if session.last_refusal else ""
+            end = EpisodeEnded(Ending.ENV_ERROR, f"the agent returned without an answer of the model's{refused}")
+        return await self.threads.to_its_end(self._finished(session, ticket, returned, end))
+
+    async def _returned(self, base_url: str, session: AgentSession, ticket: Ticket) -> Returned:
+        """Call the agent's function and return its result. Raise EpisodeEnded if it fails, or takes too long."""
+        call = AgentThread(lambda: self.run(base_url, ticket.sample, self.args), self.threads)
+        try:
+            await self._wait(call, session)
+        except BaseException:
+            session.close()
+            call.give_up()
+            raise
+        try:
+            value = call.waiting.result()
+        except Exception as error:
+            if session.failure is not None:  # most agents leave a limit's error to whoever has called them
+                raise session.failure from error
+            self.tracebacks.add("the agent", error)
+            raise EpisodeEnded(Ending.ENV_ERROR, describe(error)) from error
+        if value is None:
+            return Returned()
+        try:
+            return Returned(finite(value))
+        except BadReward as error:
+            raise EpisodeEnded(Ending.REWARD_ERROR, f"{error}; the agent has to return one, or None") from error
+
+    async def _wait(self, call: AgentThread, session: AgentSession) -> None:
+        """Wait until the function has returned. Raise EpisodeEnded if it does not within the episode's time, or if it
+        neither returns nor calls the model for the time that an environment has for a step."""
+        whole_s, quiet_s = self.limits.rollout_timeout_s, self.limits.env_timeout_s
+        while True:
+            now = time.monotonic()
+            left_s = session.began + whole_s - now
+            left_quiet_s = session.quiet_since + quiet_s - now if session.is_quiet else quiet_s
+            if left_s <= 0:
+                raise EpisodeEnded(Ending.ENV_TIMEOUT, f"the agent did not return within {whole_s:g} s")
+            if left_quiet_s <= 0:
+                words = f"the agent neither called the model nor returned within {quiet_s:g} s"
+                raise EpisodeEnded(Ending.ENV_TIMEOUT, words)
+            if (await asyncio.wait([call.waiting], timeout=min(left_s, left_quiet_s)))[0]:
+                return
+
+    async def _finished(
+        self, session: AgentSession, ticket: Ticket, returned: Returned, end: EpisodeEnded
+    ) -> Trajectory:
+        """Return the episode with its reward."""
+        trajectory = self._trajectory(session, end)
+        if not trajectory.trainable:
+            return trajectory
+        turns = [turn for branch in session.branches for turn in branch.turns]
+        shown = [split_images([message.shown for message in turn.observed], iter(()))[0] for turn in turns]
+        images = tuple(image for turn in turns for image in turn.images)
+        answers, infos = tuple(turn.text for turn in turns), tuple({} for _ in turns)
+        played = Played(ticket.sample, trajectory, answers, infos, returned, tuple(map(tuple, shown)), images)
+        return await rewarded(trajectory, played, self.reward, self.tracebacks)
+
+    def _trajectory(self, session: AgentSession, end: EpisodeEnded) -> Trajectory:
+        branches = [*session.branches]
+        stream = Stream.of_segments([branch.stream for branch in branches])
+        turns: list[Turn] = []
+        for start, branch in zip((0, *stream.segments), branches, strict=False):
+            turns += [Turn(start + turn.start, start + turn.end, 0.0) for turn in branch.turns]
+        played_s = time.monotonic() - session.began
+        metrics = {
+            "turns": float(len(turns)),
+            "model_tokens": float(stream.num_sampled),
+            "expanded_tokens": float(stream.all_expanded),
+            "generate_s": session.generate_s,
+            "env_s": max(0.0, played_s - session.generate_s),
+            "agent_segments": float(len(branches)),
+            "agent_refused": float(session.num_refused),
+        }
+        text = self.renderer.transcript(stream.token_ids)
+        trajectory = stream.trajectory(turns, end.ending, metrics=metrics, text=text, error=end.error)
+        notes = notes_of([turn for branch in branches for turn in branch.turns], played_s)
+        return msgspec.structs.replace(trajectory, notes=notes, started=session.started)
+
+
+def notes_of(turns: list[AgentTurn], played_s: float) -> tuple[TurnNote, ...]:
+    """Return where the time of each turn went: the agent's is that until the next turn is asked for, or the end."""
+    begins = sorted(turn.begin_s for turn in turns)
+    notes = []
+    for turn in turns:
+        answered = turn.begin_s + turn.generate_s
+        after = next((begin for begin in begins if begin >= answered), max(played_s, answered))
+        notes.append(TurnNote(turn.begin_s, turn.generate_s, 0.0, after - answered))
+    return tuple(notes)
