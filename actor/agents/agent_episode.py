@@ -21,7 +21,7 @@ from actor.episode import EpisodeLimits, Stream
 from actor.render import Renderer
 from actor.rewards import BadReward, Reward, finite, rewarded
 from actor.turn_sampler import EpisodeEnded, TurnSampler
-from envs.base import Played
+from envs.base import Info, Played
 from envs.messages import split_images
 from shared.types import TRAINABLE_ENDINGS, Ending, Ticket, Trajectory, Turn, TurnNote
 from shared.util.user_errors import TracebackLog, describe
@@ -149,7 +149,8 @@ class AgentPlayer:
         turns = [turn for branch in session.branches for turn in branch.turns]
         shown = [split_images([message.shown for message in turn.observed], iter(()))[0] for turn in turns]
         images = tuple(image for turn in turns for image in turn.images)
-        answers, infos = tuple(turn.text for turn in turns), tuple({} for _ in turns)
+        answers = tuple(turn.text for turn in turns)
+        infos: tuple[Info, ...] = tuple({} for _ in turns)
         played = Played(ticket.sample, trajectory, answers, infos, returned, tuple(map(tuple, shown)), images)
         return await rewarded(trajectory, played, self.reward, self.tracebacks)
 

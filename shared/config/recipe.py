@@ -259,7 +259,7 @@ class Recipe(Section):
         for name in ("history", "keep_images"):
             if rollout.agent and (value := getattr(self.env, name)) != "all":
                 raise ValueError(
-                    f"env.{name} = {value} and rollout.agent = {rollout.agent!r}: an agent itself decides what it sends; "
+                    f"env.{name} = {value} and rollout.agent = {rollout.agent!r}: an agent decides what it sends; "
                     f"leave env.{name} out"
                 )
         if self.reward.isolation == "process" and not (self.env.reward or self.tasks):

@@ -93,8 +93,8 @@ class RolloutConfig(Section):
     path: str = Field("", description="async function that plays episodes: dotted path or .py file:function")
     agent: str = Field(
         "",
-        description="function that plays episodes through an endpoint with OpenAI's API: `run(base_url, sample, args)`, "
-        "plain or async, returns the reward or None; dotted path or .py file:function",
+        description="function `run(base_url, sample, args)`, plain or async, that plays episodes through an endpoint "
+        "with OpenAI's API and returns the reward or None: dotted path or .py file:function",
     )
     timeout_s: float = Field(600.0, gt=0, description="time limit of one episode that one of them plays")
 
