@@ -19,13 +19,14 @@ import aiohttp
 import numpy as np
 from PIL import Image as PILImage
 
-from shared.engine.engine_api import EngineClient
+from shared.engine.engine_api import EngineClient, EngineError
 from shared.types import Completion, VersionSpan
 from tests.support.agent_rig import image_part
 from tests.support.tiny import tiny_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 WORDS = ["red", "green", "up", "down", "<answer>", "7", "wall\n", "box", "é", "🙂", "<|im_end|>", "of", "the"]
+DOOMED = "doomed"  # a word that the engine does not answer to
 Talk = list[dict[str, Any]]
 
 
@@ -53,6 +54,8 @@ class Babbler(EngineClient):
     async def generate(self, token_ids: Any, images: Any, sampling: Any, **settings: Any) -> Completion:
         rng, number = self._rng, next(self._numbers)
         await asyncio.sleep(rng.choice((0, 0, 0.001)))
+        if DOOMED in tiny_tokenizer().decode(token_ids[-40:]):
+            raise EngineError(self.url, "refused", 400)
         said = f"{rng.choice(('', ' '))}say {number} {rng.choice(WORDS[:9])}{rng.choice(('', ' ', chr(10)))}"
         if rng.random() < 0.4:
             said = f"<think>why {number}{rng.choice(('', chr(10)))}</think>{rng.choice(('', chr(10) * 2))}{said}"
@@ -100,6 +103,10 @@ class Speaker:
 
     async def _goes_on(self) -> None:
         talk = self.talks.pop(self.rng.randrange(len(self.talks)))
+        if self.rng.random() < 0.2:
+            doomed = [*self._more(), {"role": "user", "content": DOOMED}]
+            status, _ = await self._post([*talk, *doomed])
+            assert status == 503
         await self._ask([*talk, *self._more()])
 
     async def _at_once(self) -> None:
@@ -183,13 +190,16 @@ class Speaker:
         pixels = np.random.default_rng(self.rng.getrandbits(32)).integers(0, 256, (32, 32, 3), dtype=np.uint8)
         return PILImage.fromarray(pixels)
 
-    async def _ask(self, talk: Talk) -> None:
+    async def _post(self, talk: Talk) -> tuple[int, Any]:
         body: dict[str, Any] = {"model": "policy", "messages": [self._rewritten(each) for each in talk]}
         if self._tools:
             body["tools"] = [shuffled(self.rng, each) for each in TOOLS]
         async with self._client.post(f"{self.base_url}/chat/completions", json=body) as got:
-            answer = await got.json()
-            assert got.status == 200, answer
+            return got.status, await got.json()
+
+    async def _ask(self, talk: Talk) -> None:
+        status, answer = await self._post(talk)
+        assert status == 200, answer
         message = answer["choices"][0]["message"]
         self.sent.append((talk, message))
         self.talks.append([*talk, message])
