@@ -71,6 +71,7 @@ MAIN_FIELDS = (
 """The fields that matter to most runs; the reference shows them first."""
 WITH_SECRETS = {"secrets": True}
 """The context of `model_dump(mode="json")` for a process that plays with the recipe."""
+NO_ENV = "envs.no_env"
 
 
 class Recipe(Section):
@@ -163,6 +164,16 @@ class Recipe(Section):
         if port is None or int(port[1]) > 65535 or not isinstance(actor, dict) or "learner" in actor:
             return values
         return {**values, "actor": {**actor, "learner": f"tcp://127.0.0.1:{port[1]}"}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_agent_needs_no_environment(cls, values: Any) -> Any:
+        """Give an agent's samples, if no module is named that explains them, the one in which nothing happens."""
+        parts = [values.get(name) or {} for name in ("rollout", "env", "tasks")] if isinstance(values, dict) else []
+        if not parts or not all(isinstance(part, dict) for part in parts[:2]) or parts[2]:
+            return values
+        rollout, env = parts[:2]
+        return values if not rollout.get("agent") or env.get("module") else {**values, "env": {**env, "module": NO_ENV}}
 
     @model_validator(mode="after")
     def _there_is_a_task(self) -> Self:

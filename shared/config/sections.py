@@ -41,7 +41,10 @@ class ModelConfig(Section):
 
 
 class EnvConfig(Section):
-    module: str = Field("", description="dotted path or .py file that holds build_env; required without [[tasks]]")
+    module: str = Field(
+        "",
+        description="dotted path or .py file that holds build_env; required without [[tasks]], but for rollout.agent",
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="settings handed to build_env as `args`")
     max_turns: int = Field(8, gt=0, description="turns of one episode")
     max_tokens: int = Field(1536, gt=0, description="model tokens of one episode")

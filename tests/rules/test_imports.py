@@ -66,7 +66,7 @@ ROOMS = {
     "image_urls row_columns "
     "action_words gymnasium vagen verifiers remote_messages remote env_server "
     "row_prompts math_reward datasets boards board_env geometry sokoban sokoban_data frozen_lake maze "
-    "sliding_puzzle scene scene_zoom colour geo3k geo3k_multi_turn play check show serve",
+    "sliding_puzzle scene scene_zoom colour no_env geo3k geo3k_multi_turn play check show serve",
     "actor": "engine_pool named_engines journal render history episode actor_loop env_threads custom_rollout isolation "
     "descriptions rewards model_judge turn_sampler agents rollout worker engine",
     "learner": "run_folder_watch vtrace tickets plan objective distributed batch recording metrics alarms coordinator "

@@ -60,6 +60,7 @@ def test_every_setting_of_the_sections_that_actors_use_is_decided_on() -> None:
         ("env__module", "envs.sokoban", "env.module: the learner has "),
         ("env__reward", "envs.math_reward.episode_reward", "env.reward: the learner has none"),
         ("rollout__path", "envs.colour.build_env", "rollout.path: the learner has none"),
+        ("rollout__agent", "envs.colour.build_env", "rollout.agent: the learner has none"),
         ("reward__url", "http://u:hunter2@h/x?token=1", "reward.url: the learner has none, actor host1-actor3#5 has a"),
         ("model__path", "launch/models/geo3k_tiny", "model.path: the learner has launch/models/colour_tiny"),
         ("transport__max_message_bytes", 2**20, "transport.max_message_bytes: the learner has 268435456"),
