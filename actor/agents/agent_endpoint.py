@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections import OrderedDict
 from contextlib import suppress
@@ -33,7 +34,7 @@ ROUTES = {CHAT: "POST", MODELS: "GET"}
 MAX_CONNECTIONS, RESERVED_CONNECTIONS = 4096, 3072  # in all; of them for those who have named a session
 MAX_SESSION_CONNECTIONS = 64
 KEEP_ALIVE_S = 75.0
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 128 << 20  # a client sends all images of its episode again with each call
 MAX_READING_BYTES = 512 << 20  # of all bodies being read at the same time
 READ_S = 60.0  # time limit for reading one body
 MAX_VALUES = 2**18  # of one body, counted before it is decoded; each takes at most 200 bytes
@@ -91,6 +92,7 @@ class AgentEndpoint:
             await self._server.shutdown(timeout=1.0)
 
     async def _start(self) -> None:
+        leave_out_proxies()
         self._server = web.Server(
             self._respond,
             handler_cancellation=True,
@@ -189,6 +191,14 @@ class AgentEndpoint:
         if refusal.status in (408, 413, 429, 503):
             response.force_close()  # what is left of its body is not read, and its connection is one less
         return response
+
+
+def leave_out_proxies() -> None:
+    """Keep clients in this process from asking a proxy, which the host's environment may name, for the endpoint."""
+    for name in ("NO_PROXY", "no_proxy"):
+        hosts = [host for host in os.environ.get(name, "").split(",") if host]
+        if HOST not in hosts:
+            os.environ[name] = ",".join([*hosts, HOST])
 
 
 def _json(body: object, status: int = 200) -> web.Response:

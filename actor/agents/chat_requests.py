@@ -27,7 +27,7 @@ from shared.util.user_errors import in_words
 MODEL = "policy"  # the name of the one model that is served
 MAX_MESSAGES, MAX_PARTS = 4096, 1024
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 256
-CACHED_IMAGE_BYTES = 64 << 20  # of one session
+CACHED_IMAGE_BYTES = 256 << 20  # of one session, whose streams hold most of them anyway
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 OF_THE_RECIPE = ("temperature", "top_p", "top_k", "seed")
 """Fields of sampling that the recipe decides on, for training and for evaluation."""
@@ -93,24 +93,17 @@ class Round:
 @dataclass(frozen=True, slots=True)
 class Dialogue:
     """A conversation as a client sends it: the messages before the first answer, then rounds, the last of which ends
-    with messages that the policy is to answer. `tools` are the schemas of which the model is told."""
+    with messages that the policy is to answer. `tools` are the schemas of which the model is told, `tools_key` the form
+    in which they are compared."""
 
     opening: tuple[ChatMessage, ...]
     rounds: tuple[Round, ...]
     tools: tuple[dict[str, Any], ...]
-
-    @property
-    def tools_key(self) -> str:
-        return json.dumps(self.tools, sort_keys=True)
+    tools_key: str
 
     @property
     def messages(self) -> list[ChatMessage]:
         return [*self.opening, *(message for each in self.rounds for message in (each.answer, *each.after))]
-
-    @property
-    def last(self) -> tuple[ChatMessage, ...]:
-        """The messages that the policy is to answer."""
-        return self.rounds[-1].after if self.rounds else self.opening
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +164,8 @@ class RequestReader:
         rounds = [
             Round(messages[at], tuple(messages[at + 1 : end])) for at, end in zip(answers, ends, strict=bool(answers))
         ]
-        return Dialogue(tuple(messages[: answers[0] if answers else len(messages)]), tuple(rounds), tools)
+        opening = tuple(messages[: answers[0] if answers else len(messages)])
+        return Dialogue(opening, tuple(rounds), tools, json.dumps(tools, sort_keys=True))
 
     def _message(self, number: int, given: Any) -> ChatMessage:
         place = f"messages[{number}]"

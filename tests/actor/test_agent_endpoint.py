@@ -21,22 +21,27 @@ import pytest
 
 from actor.agents import agent_endpoint, agent_session, agent_thread
 from actor.agents.agent_endpoint import AgentEndpoint
-from actor.agents.agent_episode import AgentReward
+from actor.agents.agent_episode import AgentReward, Returned
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads
 from actor.episode import EpisodeLimits
+from actor.model_judge import JudgeReward
 from actor.render import Renderer
 from actor.rewards import FunctionReward
 from actor.rollout import Player
+from actor.worker import make_players, make_reward
 from envs import sokoban
+from envs.base import Played
 from envs.env_calls import messages_of
 from launch.tiny_models.build import TOOLS_TEMPLATE, build_tokenizer
+from shared.config.recipe import Recipe
 from shared.engine.engine_api import EngineError
 from shared.rgb_images import as_png
 from shared.types import Completion, Ending, Image, Sample, VersionSpan
 from shared.vision import VisionSpec
 from tests.support.agent_conversations import Babbler, Speaker
 from tests.support.agent_rig import ROOMY, as_openai, ask, image_part, play_agent, post, text
+from tests.support.mixtures import LIMITS
 from tests.support.rollout_rig import SYSTEM, Brief, Scripted, check, completion, threads, ticket
 from tests.support.tiny import PHRASES, draw_image, png, running_engine
 
@@ -852,6 +857,92 @@ def test_a_fault_of_the_endpoint_itself_is_an_error_and_ends_nothing(renderer, t
 
     trajectory, _ = play_agent(renderer, threads, run, ["a", "b"])
     assert trajectory.ending is Ending.COMPLETED and "a bug" in caplog.text
+
+
+def test_a_client_that_leaves_before_its_answer_leaves_no_trace(renderer, threads):
+    class First(Scripted):
+        async def generate(self, *args, **settings):
+            if not self.requests:
+                self.requests.append(None)
+                await asyncio.sleep(60)
+            return await super().generate(*args, **settings)
+
+    async def run(base_url, sample, args):
+        timeout = aiohttp.ClientTimeout(total=0.3)
+        async with aiohttp.ClientSession(timeout=timeout) as client:
+            with pytest.raises(TimeoutError):
+                await client.post(f"{base_url}/chat/completions", json=BODY)
+        return await at_once(base_url, sample, args)
+
+    trajectory, engine = play_agent(renderer, threads, run, First(["a"]), EpisodeLimits(max_turns=1, max_tokens=300))
+    assert trajectory.ending is Ending.COMPLETED and len(trajectory.turns) == 1, trajectory.error
+    assert len(engine.requests) == 2
+
+
+def test_a_proxy_that_the_host_names_is_not_asked_for_the_endpoint(renderer, threads, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "elsewhere")
+    monkeypatch.setenv("NO_PROXY", "elsewhere")
+
+    def run(base_url, sample, args):
+        with urllib.request.urlopen(f"{base_url}/models", timeout=10) as answer:
+            assert answer.status == 200
+        return at_once_plain(base_url)
+
+    trajectory, _ = play_agent(renderer, threads, run, ["a"])
+    assert trajectory.ending is Ending.COMPLETED, trajectory.error
+
+
+def at_once_plain(base_url):
+    ask(base_url, QUESTION)
+    return 1.0
+
+
+# ---------------------------------------------------------------------- the recipe
+
+AGENT = """
+
+from tests.support.agent_rig import ask
+
+def run(base_url, sample, args):
+    ask(base_url, [{"role": "user", "content": args["word"]}])
+    return {"none": None}.get(args["word"], len(args["word"]))
+
+def score(played):
+    return 10.0 + len(played.answers)
+"""
+
+
+def test_each_task_of_a_recipe_has_its_agent_with_its_arguments_and_its_other_reward(renderer, tmp_path):
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT)
+    one = {"name": "one", "module": "envs.sokoban", "args": {"word": "hello"}}
+    two = {"name": "two", "module": "envs.no_env", "args": {"word": "none"}, "reward": f"{agent}:score"}
+    values = {"model": {"path": "m"}, "rollout": {"agent": f"{agent}:run"}, "tasks": [one, two], "env": LIMITS}
+
+    async def main():
+        engine = Scripted(["ok"] * 2)
+        players, _ = make_players(Recipe.model_validate(values), renderer, EnginePool([engine]))
+        played = [await players.play(ticket(sample=Sample("s", task=name))) for name in ("one", "two")]
+        port = players._endpoint._port
+        await players.close(1.0)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        return played
+
+    first, second = asyncio.run(main())
+    assert (first.ending, first.reward) == (Ending.COMPLETED, 5.0), first.error  # not what envs.sokoban rewards
+    assert (second.ending, second.reward) == (Ending.COMPLETED, 11.0), second.error
+
+
+def test_a_judge_grades_what_an_agent_leaves_open(threads):
+    reward = AgentReward(None, is_judged=True)
+    played = Played(Sample("s"), None, ("a",), (), Returned())
+    assert asyncio.run(reward(played)) == 0.0
+    judged = {"url": "http://h/v1", "model": "m", "rubric": "r"}
+    values = {"model": {"path": "m"}, "rollout": {"agent": "a.b"}, "reward": {"judge": judged}}
+    made = make_reward(Recipe.model_validate(values), threads)
+    assert isinstance(made, JudgeReward) and isinstance(made._base, AgentReward) and made._base._is_judged
 
 
 # ---------------------------------------------------------------------- made-up conversations

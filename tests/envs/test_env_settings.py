@@ -87,6 +87,7 @@ def test_a_module_that_names_no_settings_and_a_rollout_function_take_any(tmp_pat
     module = str(tmp_path / "env.py")
     check_env(recipe(module, {"anything": 1}))
     check_env(recipe("envs.colour", {"anything": 1}, None, "--rollout.path", f"{module}:play"))
+    check_env(recipe("envs.no_env", {"anything": 1}, None, "--rollout.agent", f"{module}:play"))
 
 
 def test_a_value_of_a_type_that_says_the_same_is_taken() -> None:
@@ -152,7 +153,12 @@ def test_an_environment_is_given_max_turns_wherever_it_is_built(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("field", "kind"), [("env.reward", "a function that takes what"), ("rollout.path", "an async function that plays")]
+    ("field", "kind"),
+    [
+        ("env.reward", "a function that takes what"),
+        ("rollout.path", "an async function that plays"),
+        ("rollout.agent", "a function run(base_url, sample, args)"),
+    ],
 )
 def test_a_function_that_is_not_there_is_named_with_its_field(field: str, kind: str) -> None:
     for path, why in (

@@ -1,4 +1,4 @@
-"""The example of the page on agents, really trained: actors serve it, an engine answers it, a learner learns from it."""
+"""The example of the page on agents, really trained: an actor serves it, an engine answers it, a learner learns."""
 
 from __future__ import annotations
 

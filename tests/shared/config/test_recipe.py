@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from shared.config.recipe import MAIN_FIELDS, ConfigError, Recipe, known_fields, load_recipe
+from shared.config.recipe import MAIN_FIELDS, NO_ENV, ConfigError, Recipe, known_fields, load_recipe
 from shared.config.sections import Section
 
 RECIPES = sorted(Path("launch/recipes").glob("*.toml"))
@@ -37,6 +37,14 @@ def test_the_command_line_beats_the_environment_which_beats_the_file(
     monkeypatch.setenv("PRONK_LEARNER__TOTAL_STEPS", "8")
     recipe = load_recipe(path, ["--learner.optimizer.lr", "3e-3"])
     assert (recipe.learner.optimizer.lr, recipe.learner.total_steps, recipe.learner.group_size) == (3e-3, 8, 2)
+
+
+def test_an_agents_recipe_needs_no_environment_and_no_journal(tmp_path: Path) -> None:
+    path = write(tmp_path, '[model]\npath = "m"\n')
+    recipe = load_recipe(path, ["--rollout.agent", "my_agent.py:run", "--env.max_turns", "3"])
+    assert (recipe.env.module, recipe.env.max_turns, recipe.rollout.function) == (NO_ENV, 3, "my_agent.py:run")
+    assert not recipe.journaled and Recipe.model_validate(recipe.model_dump()) == recipe
+    assert load_recipe(write(tmp_path, MINIMAL), ["--rollout.agent", "a.b"]).env.module == "envs.colour"
 
 
 def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
@@ -94,6 +102,14 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
             "a multiple of learner.publish.every = 4",
         ),
         (MINIMAL, ["--env.reward", "a.b", "--reward.url", "http://c"], "leave one of them out"),
+        (MINIMAL, ["--rollout.path", "a.b", "--rollout.agent", "c.d"], "rollout.agent = 'c.d': leave one of them out"),
+        (
+            MINIMAL,
+            ["--rollout.agent", "a.b", "--env.history", "2"],
+            "env.history = 2 and rollout.agent = 'a.b'",
+        ),
+        (MINIMAL, ["--rollout.agent", "a.b", "--env.keep_images", "1"], "leave env.keep_images out"),
+        (MINIMAL, ["--rollout.agent", "a.b", "--env.isolation", "process"], "an agent runs in the actor itself"),
         (MINIMAL, ["--env.max_failure_share", "1.5"], "env.max_failure_share = '1.5'"),
         (MINIMAL, ["--actor.groups", "100000"], "actor.processes x actor.groups = 100000"),
         (MINIMAL, ["--actor.groups", "0", "--engine.count", "0"], "nobody would play or generate"),
