@@ -34,6 +34,7 @@ ROUTES = {CHAT: "POST", MODELS: "GET"}
 MAX_CONNECTIONS, RESERVED_CONNECTIONS = 4096, 3072  # in all; of them for those who have named a session
 MAX_SESSION_CONNECTIONS = 64
 KEEP_ALIVE_S = 75.0
+LINGER_S = 1.0  # for the rest of a body that is not read
 MAX_BODY_BYTES = 128 << 20  # a client sends all images of its episode again with each call
 MAX_READING_BYTES = 512 << 20  # of all bodies being read at the same time
 READ_S = 60.0  # time limit for reading one body
@@ -43,7 +44,7 @@ log = logging.getLogger("actor")
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _Served:
     """An open session, the short name of its answers, and the connections that have named it."""
 
     session: AgentSession
@@ -56,7 +57,7 @@ class AgentEndpoint:
 
     def __init__(self) -> None:
         self.refusals = Refusals("an agent's request", log)
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _Served] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._starting = asyncio.Lock()
         self._listener: asyncio.Server | None = None
@@ -71,7 +72,7 @@ class AgentEndpoint:
             if self._listener is None:
                 await self._start()
         secret = secrets.token_urlsafe(24)
-        self._entries[secret] = _Entry(session, secrets.token_hex(6))
+        self._entries[secret] = _Served(session, secrets.token_hex(6))
         return f"http://{HOST}:{self._port}/{secret}/v1"
 
     def end(self, base_url: str) -> None:
@@ -99,6 +100,7 @@ class AgentEndpoint:
             logger=_EndpointLog(self.refusals),
             access_log=None,
             keepalive_timeout=KEEP_ALIVE_S,
+            lingering_time=LINGER_S,
             auto_decompress=False,
         )
         self._limit.watch(self._server)
@@ -106,7 +108,7 @@ class AgentEndpoint:
         self._port = self._listener.sockets[0].getsockname()[1]
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
-        entry: _Entry | None = None
+        entry: _Served | None = None
         try:
             self._limit.note_request(request)
             entry, route = self._entry(request)
@@ -116,7 +118,7 @@ class AgentEndpoint:
         except Exception as error:  # noqa: BLE001 - its traceback is logged
             return self._refused(request, entry, Refused(500, "internal_error", describe(error)), error)
 
-    def _entry(self, request: web.BaseRequest) -> tuple[_Entry, str]:
+    def _entry(self, request: web.BaseRequest) -> tuple[_Served, str]:
         """Return the session that a request names, and what it asks of it."""
         _, _, rest = request.path.partition("/")
         secret, _, route = rest.partition("/v1")
@@ -139,7 +141,7 @@ class AgentEndpoint:
             raise Refused(405, "method_not_allowed", f"{request.method[:20]} {route}: send a {ROUTES[route]}")
         return entry, route
 
-    async def _answer(self, request: web.BaseRequest, entry: _Entry, route: str) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, entry: _Served, route: str) -> web.StreamResponse:
         session, created = entry.session, int(entry.session.started)
         if route == MODELS:
             return _json(models(created))
@@ -180,7 +182,7 @@ class AgentEndpoint:
         return bytes(body)
 
     def _refused(
-        self, request: web.BaseRequest, entry: _Entry | None, refusal: Refused, failure: Exception | None = None
+        self, request: web.BaseRequest, entry: _Served | None, refusal: Refused, failure: Exception | None = None
     ) -> web.Response:
         """Return the answer with an error, which is counted: at the endpoint, and at the episode that it names."""
         words = f"{request.method[:20]} …{request.path.partition('/v1')[2][:100]}: {str(refusal)[:300]}"

@@ -44,15 +44,16 @@ class Asked:
 
 
 class Babbler(EngineClient):
-    """An engine whose answers are made up, each with a number of its own; `asked` holds them by their tokens."""
+    """An engine whose answers are made up from the seeds of the requests, each with a number of its own; `asked` holds
+    them by their tokens."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self) -> None:
         super().__init__("http://babbler:1")
         self.asked: dict[tuple[int, ...], Asked] = {}
-        self._rng, self._numbers = Random(seed), count()
 
     async def generate(self, token_ids: Any, images: Any, sampling: Any, **settings: Any) -> Completion:
-        rng, number = self._rng, next(self._numbers)
+        number = settings["seed"]
+        rng = Random(number)
         await asyncio.sleep(rng.choice((0, 0, 0.001)))
         if DOOMED in tiny_tokenizer().decode(token_ids[-40:]):
             raise EngineError(self.url, "refused", 400)
@@ -133,10 +134,10 @@ class Speaker:
         answer, first = talk[at], talk[answers[0] - 1]
         kind = rng.choice(("text", "answer", "thought", "call", "image", "drop", "again", "role"))
         if kind == "answer":
-            answer["content"] = (answer["content"] or "") + " no"
+            answer["content"] = f"{answer['content'] or ''} no"
         elif kind == "thought":
             visible = (answer["content"] or "").rpartition("</think>")[2]
-            answer["content"] = f"<think>another</think>{visible}"
+            answer["content"] = f"<think>another {next(self._numbers)}</think>{visible}"
         elif kind == "call" and answer.get("tool_calls"):
             answer["tool_calls"][0]["function"]["arguments"] = '{"at": 0}'
         elif kind == "image" and (parts := self._image_parts(talk)):
