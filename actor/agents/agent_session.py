@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from actor.agents.branches import AgentTurn, Branches, Placed
+from actor.agents.branches import AgentTurn, Branches, Place, Prompt
 from actor.agents.chat_requests import ChatRequest, Refused, RequestReader
 from actor.agents.said import Spoken, spoken
-from actor.episode import EpisodeLimits, TurnTimings
+from actor.episode import EpisodeLimits, Stream, TurnTimings
 from actor.render import Renderer
 from actor.turn_sampler import EpisodeEnded, TurnSampler
 from shared.types import Completion, Ending, VersionSpan
@@ -66,10 +66,6 @@ class AgentSession:
     def is_quiet(self) -> bool:
         """True while no call is open, since `quiet_since`."""
         return not self._num_open
-
-    @property
-    def num_sampled(self) -> int:
-        return self._num_sampled
 
     async def answer(self, body: bytes) -> tuple[ChatRequest, ChatReply]:
         """Return the policy's answer to a request. Raise Refused for one that cannot be served; nothing of it is kept
@@ -124,73 +120,77 @@ class AgentSession:
         return Refused(status, code, end.error or words)
 
     async def _answer(self, request: ChatRequest) -> ChatReply:
-        try:
-            placed = self.branches.place(request.dialogue)
-        except Exception as error:
-            words = str(error) if isinstance(error, ValueError) else describe(error)
-            raise Refused(400, "invalid_messages", f"the messages cannot be shown to the model: {words}") from error
+        place = self.branches.place(request.dialogue)
         if self._num_turns >= self._limits.max_turns:
             raise EpisodeEnded(Ending.MAX_TURNS)
         # From here to the answer nobody else goes on with this branch, and no one else gets this turn.
         turn, self._num_asked = self._num_asked, self._num_asked + 1
         self._num_turns += 1
-        placed.branch.busy = True
+        place.branch.busy = True
         try:
-            return await self._sampled(request, placed, turn)
+            prompt = await self._prompt(place)
+            return await self._sampled(request, place, prompt, turn)
         except BaseException:
             self._num_turns -= 1
             raise
         finally:
-            placed.branch.busy = False
+            place.branch.busy = False
 
-    async def _sampled(self, request: ChatRequest, placed: Placed, turn: int) -> ChatReply:
-        most = await self._reserve(placed, request.most)
+    async def _prompt(self, place: Place) -> Prompt:
+        try:
+            return await in_thread(lambda: self.branches.prompt(place))
+        except Exception as error:  # a chat template may raise anything
+            words = str(error) if isinstance(error, ValueError) else describe(error)
+            raise Refused(400, "invalid_messages", f"the messages cannot be shown to the model: {words}") from error
+
+    async def _sampled(self, request: ChatRequest, place: Place, prompt: Prompt, turn: int) -> ChatReply:
+        stream = prompt.stream
+        most = await self._reserve(stream, request.most)
         try:
             asked = time.monotonic()
-            completion = await self._sampler.generate(placed.stream, turn, most)
+            completion = await self._sampler.generate(stream, turn, most)
             took = time.monotonic() - asked
             self.generate_s += took
             text = self._sampler.text(completion)
             if not completion.token_ids or completion.finish_reason == "abort":
-                self._sampler.check_finish(completion, placed.stream)
+                self._sampler.check_finish(completion, stream)
                 raise EpisodeEnded(Ending.ENGINE_ERROR, "the engine answered without a token")
             completion, shown = stopped(completion, text, request.stop, self._sampler.text)
             text = self._sampler.text(completion)
-            prompt_tokens, start = placed.stream.num_expanded, len(placed.stream.token_ids)
-            placed.stream.sample(completion)
+            prompt_tokens, start = stream.num_expanded, len(stream.token_ids)
+            stream.sample(completion)
             answer = spoken(completion.token_ids, text, shown, with_tools=bool(request.dialogue.tools))
-            end = len(placed.stream.token_ids)
+            end = len(stream.token_ids)
             begin = asked - self.began
-            self.branches.commit(
-                placed, answer, AgentTurn(start, end, text, placed.observed, placed.images, begin, took)
-            )
+            new = AgentTurn(start, end, text, prompt.observed, prompt.images, begin, took)
+            self.branches.commit(place, stream, answer, new)
             self._num_sampled += len(completion.token_ids)
-            self._note_finish(completion, placed, is_clients=most == request.most)
+            self._note_finish(completion, stream, is_clients=most == request.most)
         finally:
+            self._reserved -= most
             async with self._changed:
-                self._reserved -= most
                 self._changed.notify_all()
         reason = "tool_calls" if answer.calls and completion.finish_reason == "stop" else completion.finish_reason
         return ChatReply(turn, answer, reason, prompt_tokens, self._tokens(completion) if request.logprobs else ())
 
-    async def _reserve(self, placed: Placed, wanted: int | None) -> int:
+    async def _reserve(self, stream: Stream, wanted: int | None) -> int:
         """Return how many tokens the answer may have, and take them out of the episode's budget until it is there. Wait
         for answers that are being sampled, if their reservations leave less."""
         async with self._changed:
             while True:
-                most = self._sampler.most_tokens(placed.stream, self._num_sampled)
+                most = self._sampler.most_tokens(stream, self._num_sampled)
                 most = most if wanted is None else min(most, wanted)
                 if not self._reserved or self._num_sampled + self._reserved + most <= self._limits.max_tokens:
                     self._reserved += most
                     return most
                 await self._changed.wait()
 
-    def _note_finish(self, completion: Completion, placed: Placed, *, is_clients: bool) -> None:
+    def _note_finish(self, completion: Completion, stream: Stream, *, is_clients: bool) -> None:
         """Note whether a limit has cut off the answer: one of the episode's, not the client's own."""
         self.failure = None
         if completion.finish_reason == "length" and not is_clients:
             try:
-                self._sampler.check_finish(completion, placed.stream)
+                self._sampler.check_finish(completion, stream)
             except EpisodeEnded as end:
                 self.failure = end
 

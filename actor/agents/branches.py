@@ -66,24 +66,24 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A conversation's place: the branch that it continues or begins, and its stream up to the answer. `stream` becomes
-    the branch's when the answer is there, so that a call that fails leaves no trace. `observed` and `images` are new to
-    the branch."""
+class Place:
+    """Where a conversation belongs: the branch that it continues or begins. The branch has the first `known` of the
+    conversation's `answers`."""
 
     branch: Branch
-    stream: Stream
     dialogue: Dialogue
-    answers: tuple[Spoken | Said, ...]  # of the dialogue's rounds
+    answers: tuple[Spoken | Said, ...]
+    known: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation as the model reads it. `stream` becomes the branch's when the answer is there, so that a call that
+    fails leaves no trace. `observed` and `images` are new to the branch."""
+
+    stream: Stream
     observed: tuple[ChatMessage, ...]
     images: tuple[Image, ...]
-
-    def commit(self, answer: Spoken, turn: AgentTurn) -> None:
-        """Make the stream, which ends with the answer, the branch's."""
-        self.branch.answers = [*self.answers, answer]
-        self.branch.after = [_said(each.after) for each in self.dialogue.rounds]
-        self.branch.turns.append(turn)
-        self.branch.stream = self.stream
 
 
 class Branches:
@@ -100,26 +100,33 @@ class Branches:
     def __len__(self) -> int:
         return len(self._branches)
 
-    def place(self, dialogue: Dialogue) -> Placed:
-        """Return the dialogue's place. Of several branches that it continues, it is the longest, then the latest; one
-        that is busy goes on with the dialogue that came first. Raise ValueError for messages that the model's chat
-        template leaves out."""
+    def place(self, dialogue: Dialogue) -> Place:
+        """Return where a dialogue belongs. Of several branches that it continues that is the longest, then the latest;
+        one that is busy goes on with the dialogue that came first."""
         continued = [each for each in self._branches if not each.busy and each.is_continued_by(dialogue)]
         if continued:
             branch = max(reversed(continued), key=lambda each: len(each.answers))
-            return self._placed(branch, dialogue, len(branch.answers))
-        return self._placed(Branch(dialogue.tools_key, _said(dialogue.opening)), dialogue, 0)
+        else:
+            branch = Branch(dialogue.tools_key, _said(dialogue.opening))
+        known = len(branch.answers)
+        return Place(branch, dialogue, (*branch.answers, *self._answers_of(dialogue)[known:]), known)
 
-    def commit(self, placed: Placed, answer: Spoken, turn: AgentTurn) -> None:
-        """Add an answer, which `placed.stream` ends with."""
-        if not placed.branch.answers:
-            self._branches.append(placed.branch)
-        placed.commit(answer, turn)
+    def commit(self, place: Place, stream: Stream, answer: Spoken, turn: AgentTurn) -> None:
+        """Make a stream, which ends with the answer, that of the place's branch."""
+        branch = place.branch
+        if not branch.answers:
+            self._branches.append(branch)
+        branch.answers = [*place.answers, answer]
+        branch.after = [_said(each.after) for each in place.dialogue.rounds]
+        branch.turns.append(turn)
+        branch.stream = stream
         for said in (answer.whole, answer.given):
             self._by_words.setdefault(said, answer)
 
-    def _placed(self, branch: Branch, dialogue: Dialogue, known: int) -> Placed:
-        answers = (*branch.answers, *self._answers_of(dialogue)[known:])
+    def prompt(self, place: Place) -> Prompt:
+        """Return a conversation as the model reads it. It may run in another thread, while the place's branch is busy.
+        Raise ValueError for messages that the model's chat template leaves out."""
+        dialogue, answers, known = place.dialogue, place.answers, place.known
         if known:
             parts = self._rendered(answers[known - 1 :], dialogue.rounds[known - 1 :])[1:]
             observed = _messages(dialogue.rounds[known - 1 :])[1:]
@@ -128,11 +135,11 @@ class Branches:
             observed = dialogue.messages
         else:  # as the template writes a conversation of others
             parts, observed = [self._start(dialogue, dialogue.messages)], dialogue.messages
-        stream = branch.stream.copy()
+        stream = place.branch.stream.copy()
         for part in parts:
             stream.observe(part)
         images = tuple(image for part in parts for image in part.images)
-        return Placed(branch, stream, dialogue, answers, tuple(observed), images)
+        return Prompt(stream, tuple(observed), images)
 
     def _answers_of(self, dialogue: Dialogue) -> list[Spoken | Said]:
         """Return the answers in a dialogue: those of the policy as they were sampled, in whatever branch. One whose

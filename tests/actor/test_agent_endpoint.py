@@ -24,7 +24,7 @@ from actor.agents.agent_endpoint import AgentEndpoint
 from actor.agents.agent_episode import AgentReward, Returned
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads
-from actor.episode import EpisodeLimits
+from actor.episode import EpisodeLimits, Stream
 from actor.model_judge import JudgeReward
 from actor.render import Renderer
 from actor.rewards import FunctionReward
@@ -260,7 +260,55 @@ def test_calls_at_once_share_a_prompt_and_each_has_a_segment(renderer, threads):
     assert sorted(words[::2]) == ["a", "b", "c"] and sorted(words[1::2]) == ["d", "e", "f"]
 
 
+def test_an_image_of_other_pixels_is_another(renderer, threads):
+    picture = draw_image(64, 64, 5)
+    jpeg = io.BytesIO()
+    picture.save(jpeg, "JPEG")
+
+    def run(base_url, sample, args):
+        first, again = ([{"role": "user", "content": [image_part(each)]}] for each in (png(picture), jpeg.getvalue()))
+        content = ask(base_url, first)["content"]
+        ask(base_url, [*again, text(content, "assistant"), text("Next?")])
+        return 1.0
+
+    trajectory, _ = play_agent(renderer, threads, run, ["a", "b"])
+    assert len(trajectory.bounds) == len(trajectory.images) == 2, trajectory.error
+
+
+def test_a_copy_of_a_stream_grows_by_itself(renderer):
+    stream = Stream()
+    for number in range(2):
+        stream.begin_segment()
+        stream.observe(
+            renderer.start([{"role": "user", "content": [{"type": "image", "image": draw_image(seed=number)}]}])
+        )
+        stream.sample(completion("a"))
+    other = stream.copy()
+    same = (other.segment_ids, other.segment_images, other.num_expanded, other.num_sampled, other.segments)
+    assert same == (stream.segment_ids, stream.segment_images, stream.num_expanded, stream.num_sampled, stream.segments)
+    other.begin_segment()
+    other.sample(completion("b"))
+    assert len(stream.segments) == 1 and len(other.segments) == 2 and other.num_sampled > stream.num_sampled
+
+
 # ---------------------------------------------------------------------- limits and sampling
+
+
+def test_calls_at_once_wait_for_what_others_leave_of_the_episodes_tokens(renderer, threads):
+    class Slow(Scripted):
+        async def generate(self, *args, **settings):
+            await asyncio.sleep(0.2)
+            return await super().generate(*args, **settings)
+
+    async def run(base_url, sample, args):
+        await asyncio.gather(*(asyncio.to_thread(ask, base_url, QUESTION) for _ in range(3)))
+        return 1.0
+
+    limits = EpisodeLimits(max_tokens=20, turn_tokens=10)
+    used = len(completion("aaaa").token_ids)
+    trajectory, engine = play_agent(renderer, threads, run, Slow(["aaaa"] * 3), limits)
+    assert trajectory.ending is Ending.COMPLETED and len(trajectory.turns) == 3, trajectory.error
+    assert used == 5 and [settings["max_new_tokens"] for *_, settings in engine.requests] == [10, 10, 10]
 
 
 def test_the_last_turn_is_the_limits_and_an_agent_that_leaves_its_error_alone_has_no_reward(renderer, threads):
