@@ -1,8 +1,8 @@
 """Describes a scene in words, as the small models write it in <think>.
 
-    16, 16 red circle 48, 16 blue square * 80, 48 red circle
+    16, 16 red circle 48, 16 blue square * 48, 16 80, 48 red circle
 
-Each thing's point and name; a star follows those that the question is about.
+Each thing's point and name; those that the question is about get a star and their point once more.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from envs.boards.scene_board import NAMES, Scene
 
 def reading(scene: Scene, pixels: int) -> str:
     """Return the text of <think>."""
-    return " ".join(
-        f"{scene.point(thing, pixels)} {NAMES[thing.name]}{' *' * (thing.name == scene.asked)}"
-        for thing in scene.things
-    )
+    things = ((scene.point(thing, pixels), thing.name) for thing in scene.things)
+    return " ".join(_starred(point, name, is_asked=name == scene.asked) for point, name in things)
 
 
 def scene_words(side: int, pixels: int) -> tuple[str, ...]:
@@ -27,9 +25,13 @@ def scene_words(side: int, pixels: int) -> tuple[str, ...]:
 
 
 def zoom_reading(marked: MarkedScene, pixels: int) -> str:
-    """Return the text of <think> for a scene that is to be zoomed into: each thing's box and name, with a star after
-    the one that the question is about."""
+    """Return the text of <think> for a scene that is to be zoomed into: each thing's box and name; the one that
+    the question is about gets a star and its box once more."""
     things, asked = marked.scene.things, marked.asked
     return " ".join(
-        f"{list(marked.box(thing, pixels))} {NAMES[thing.name]}{' *' * (thing is asked)}" for thing in things
+        _starred(str(list(marked.box(thing, pixels))), thing.name, is_asked=thing is asked) for thing in things
     )
+
+
+def _starred(place: str, name: int, *, is_asked: bool) -> str:
+    return f"{place} {NAMES[name]}{f' * {place}' * is_asked}"

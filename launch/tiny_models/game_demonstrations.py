@@ -2,7 +2,7 @@
 all four and to answer in form.
 
 Each turn shows another position, drawn at random, so that the model must look. The player writes down what it sees, and
-then makes a random move; of a scene it names a number, or one of the points that it has written down. No good move and
+then makes random moves; of a scene it names a number, or one of the points that it has written down. No good move and
 no right answer is ever shown but by chance.
 """
 
@@ -34,6 +34,7 @@ PICTURES = (
     Pictures(puzzle.TILES, 3, 3),
     Pictures(scenes.TILES, 4, 4),
 )
+MOST_MOVES = 3  # of an answer
 TURNS = (1, 1, 1, 1, 12)  # of an episode
 GUESSED_NUMBERS = range(5)
 
@@ -55,10 +56,11 @@ def play(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
 
 
 def game_answer(env: Any, rng: random.Random) -> DemonstratedAnswer:
-    """Return an answer with what is seen, and a random move."""
-    move = rng.choice(MOVES)
-    text = f"<think> {env.reading(env.position)}</think><answer> {move}"
-    return DemonstratedAnswer(f"{text}</answer>", ((len(text) - len(move) - 1, len(text)),))
+    """Return an answer with what is seen, and up to `MOST_MOVES` random moves, fewer where fewer are allowed."""
+    most = min(MOST_MOVES, env.settings.max_actions_per_step)
+    moves = ", ".join(rng.choice(MOVES) for _ in range(rng.randint(1, most)))
+    text = f"<think> {env.reading(env.position)}</think><answer> {moves}"
+    return DemonstratedAnswer(f"{text}</answer>", ((len(text) - len(moves) - 1, len(text)),))
 
 
 def _lake(rng: random.Random, lesson: Lesson) -> Any:
@@ -79,9 +81,12 @@ def _maze(rng: random.Random, lesson: Lesson) -> Any:
 
 
 def _puzzle(rng: random.Random, lesson: Lesson) -> Any:
-    spec = puzzle.PuzzleSpec(scramble=(2, 4, 6, 8, 10, 20, 40), split=lesson.split)
+    # Odd numbers too: after an even number of moves the gap is never beside where it was.
+    spec = puzzle.PuzzleSpec(scramble=(*range(1, 11), 20, 21, 40, 41), split=lesson.split)
     board = puzzle.make_puzzle(rng.randrange(1 << 30), spec)
-    return sliding_puzzle.SlidingPuzzleEnv(board, sliding_puzzle.SlidingPuzzleSettings(pixels_per_cell=CELL_PIXELS))
+    return sliding_puzzle.SlidingPuzzleEnv(
+        board, sliding_puzzle.SlidingPuzzleSettings(pixels_per_cell=CELL_PIXELS, max_actions_per_step=1)
+    )
 
 
 _GAMES: dict[str, Callable[[random.Random, Lesson], Any]] = {"lake": _lake, "maze": _maze, "puzzle": _puzzle}

@@ -71,9 +71,24 @@ def test_a_small_geometry_model_learns_what_answers_each_kind_of_question(tmp_pa
     assert result["success_after"] >= result["success_before"] + 0.2
 
 
+@pytest.mark.learning
+@pytest.mark.slow
+def test_the_model_of_games_learns_to_cross_a_lake_that_it_only_reads(tmp_path: Path) -> None:
+    fields = {"learner.total_steps": 40, "learner.optimizer.schedule": "constant", "eval.greedy": "false"}
+    result = json.loads(run("frozen_lake_tiny", places(tmp_path, **fields)).stdout.splitlines()[-1])
+    assert result["success_before"] < 0.35 and result["read_accuracy_before"] > 0.95
+    assert result["success_after"] >= result["success_before"] + 0.2
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_starts")
-@pytest.mark.parametrize("recipe", ["geo3k_tiny", "sokoban_tiny"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("geo3k_tiny", "sokoban_tiny", "frozen_lake_tiny", "maze_tiny", "sliding_puzzle_tiny", "scene_tiny"),
+        "scene_zoom_tiny",
+    ],
+)
 def test_a_small_twin_runs_the_whole_loop(tmp_path: Path, recipe: str) -> None:
     fields = {"learner.total_steps": 2, "learner.groups_per_step": 8, "eval.samples": 4, "eval.greedy": "false"}
     before = recipe == "sokoban_tiny"
