@@ -35,7 +35,7 @@ from tests.hostile.system import MODEL, System
 from tests.hostile.watch import Watch
 from tests.support.wires import EXAMPLES
 
-STEPS = 60
+STEPS = 80
 LONGEST_S = 1800.0  # beyond `--seconds`, on a machine that has much else to do
 GROWTH_MB = {"learner": 64.0, "actor": 64.0, "engine": 320.0, "supervisor": 16.0}  # an engine keeps 256 MiB of images
 PEAK_MB = {"learner": 160.0, "actor": 192.0, "engine": 640.0, "supervisor": 16.0}  # with what is being read
