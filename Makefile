@@ -79,8 +79,9 @@ tiny-models: env
 	$(SOKOBAN) --start build/reads --out launch/models/sokoban_sees --seed 1 --steps 350 $(PLAYED) --wall-chances 0.05 0.15 0.3 --expertise 0 --choice-weight 0.1 --lr 2e-3
 	$(SOKOBAN) --start launch/models/sokoban_sees --out launch/models/sokoban_tiny --seed 3 --steps 550 $(PLAYED) --wall-chances 0.05 0.15 --expertise 0.5 --near 0.3 --choice-weight 0.3 --lr 1.5e-3
 
-# Makes the starts of the games and the scenes: an hour on one core. The shipped games_tiny saw scenes in other words in
-# its first two stages, and puzzles only after an even number of moves before its last.
+# Makes the starts of the games and the scenes, in some 80 minutes of one busy core. The shipped ones saw scenes in other
+# words before (games_tiny in two stages, scene_zoom_tiny in one), and puzzles only after an even number of moves before
+# the last stage.
 GAMES := $(PY) launch/warm_start.py games --batch 32 --optimizer muon --decay 1 --turns 12
 GAMES_ON := --choice-weight 0.02 --lr 1.5e-3 --freeze-tower
 ZOOM := $(PY) launch/warm_start.py scene_zoom --batch 32 --optimizer muon --decay 1

@@ -121,6 +121,18 @@ export async function overviewPage({ query, runs }) {
   return { element, update: draw, title: "Overview" };
 }
 
+function head(names) {
+  return h(
+    "thead",
+    {},
+    h(
+      "tr",
+      {},
+      names.map((name) => h("th", {}, name)),
+    ),
+  );
+}
+
 function runTable(all, settings, flipped) {
   const runs = listed(all, settings);
   const chosen = new Set(drawn(all, settings));
@@ -145,15 +157,7 @@ function runTable(all, settings, flipped) {
     h(
       "table",
       { class: "runs" },
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          heads.map((text) => h("th", {}, text)),
-        ),
-      ),
+      head(heads),
       h(
         "tbody",
         {},
@@ -252,15 +256,7 @@ function tasksOf(run) {
       h(
         "table",
         { class: "runs" },
-        h(
-          "thead",
-          {},
-          h(
-            "tr",
-            {},
-            heads.map((text) => h("th", {}, text)),
-          ),
-        ),
+        head(heads),
         h(
           "tbody",
           {},
@@ -407,16 +403,7 @@ function differences(runs, all) {
             h(
               "table",
               {},
-              h(
-                "thead",
-                {},
-                h(
-                  "tr",
-                  {},
-                  h("th", {}, "field"),
-                  runs.map((r) => h("th", {}, r.name)),
-                ),
-              ),
+              head(["field", ...runs.map((r) => r.name)]),
               h(
                 "tbody",
                 {},
