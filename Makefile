@@ -2,8 +2,8 @@
 # make check         format, lint, types and the fast tests: for every edit
 # make test          all that runs on a CPU; make test-learning: what learns to a known answer; make test-watching:
 #                    the dashboard in a browser; make test-sglang: against SGLang's server; make test-chaos: under
-#                    faults; make test-hostile: under hostile input; make test-cluster: on Slurm and Ray; make test-long: a
-#                    million mutated messages; make test-gpu: on an NVIDIA GPU
+#                    faults; make test-hostile: under hostile input; make test-install: the wheel; make test-cluster:
+#                    on Slurm and Ray; make test-long: a million mutated messages; make test-gpu: on an NVIDIA GPU
 # make env TORCH=cpu the environment with torch's CPU build, where PyPI's brings gigabytes of CUDA; make check-pins: whether
 #                    PyPI has what constraints.txt and constraints-gpu.txt ask for
 PYTHON ?= python3
@@ -29,7 +29,7 @@ $(error TORCH=$(TORCH): write TORCH=cpu for the build without CUDA, or leave it 
 endif
 
 .PHONY: env sglang-env train tiny-models game-models two-boxes-model format lint lint-pages format-pages check check-pins test \
-  test-learning test-watching test-sglang test-chaos test-hostile test-long test-peft test-mcp test-cluster test-gpu docs \
+  test-learning test-watching test-sglang test-chaos test-hostile test-install test-long test-peft test-mcp test-cluster test-gpu docs \
   clean
 
 env: $(VENV)/.done
@@ -39,23 +39,16 @@ $(VENV)/.done: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) $(strip $(TORCH_FROM) torch)
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group dev
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --group dev --editable .
 	touch $@
 
 # The environment of SGLang's server, never the learner's: make sglang-env
-SGLANG := sglang==0.5.23
-SGLANG_FILES := launch/sglang_env/requirements-cpu.txt launch/sglang_env/constraints-cpu.txt
-SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+SGLANG_FILES := launch/engine_env.py launch/sglang_env/requirements-cpu.txt launch/sglang_env/constraints-cpu.txt
 
 sglang-env: $(SGLANG_VENV)/.done
 
 $(SGLANG_VENV)/.done: $(SGLANG_FILES)
-	$(PYTHON) -m venv --clear $(SGLANG_VENV)
-	$(SGLANG_PIP) --upgrade 'pip>=25.1'
-	if $(if $(GPUS),true,false); then $(SGLANG_PIP) $(SGLANG); else \
-	  $(SGLANG_PIP) --constraint launch/sglang_env/constraints-cpu.txt torch && \
-	  $(SGLANG_PIP) --constraint launch/sglang_env/constraints-cpu.txt --requirement launch/sglang_env/requirements-cpu.txt && \
-	  $(SGLANG_PIP) --constraint launch/sglang_env/constraints-cpu.txt --no-deps $(SGLANG) torchvision; fi
+	$(PYTHON) launch/engine_env.py $(SGLANG_VENV)
 	touch $@
 
 # make train ENGINE=sglang trains against SGLang's server instead of the embedded engine.
@@ -115,7 +108,7 @@ format: env
 	$(VENV)/bin/ruff check --quiet --fix .
 
 # Lint collects the tests in COLLECTED, to see that they can be imported; beside a run of tests/ only the others.
-COLLECTED := tests tests/sglang tests/cluster tests/gpu
+COLLECTED := tests tests/sglang tests/cluster tests/gpu tests/installed
 lint: env
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
@@ -140,7 +133,7 @@ format-pages:
 PYTEST = $(PY) -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 PROCESSES := 3
 define with_lint
-@$(MAKE) --no-print-directory lint COLLECTED="tests/sglang tests/cluster tests/gpu" & lint=$$!; \
+@$(MAKE) --no-print-directory lint COLLECTED="tests/sglang tests/cluster tests/gpu tests/installed" & lint=$$!; \
 $(PYTEST) $(1) $(ARGS); tests=$$?; \
 wait $$lint || { echo "error: lint failed; what it found stands above, make lint shows it alone" >&2; exit 1; }; \
 exit $$tests
@@ -184,6 +177,10 @@ test-hostile: env
 test-peft: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/peft peft==0.21.2 accelerate==1.15.0 psutil
 	PYTHONPATH=build/peft $(PY) -m pytest tests/learner/checkpoints/test_peft.py $(ARGS)
+
+# The wheel, installed into an empty environment beside the packages of this one: `make test-install`.
+test-install: env
+	$(PY) -m pytest tests/installed $(ARGS)
 
 # Tools of an MCP server, whose packages stay out of the environment.
 test-mcp: env

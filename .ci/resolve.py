@@ -1,9 +1,9 @@
 """Resolves constraints.txt and constraints-gpu.txt as a stranger's pip does, from the package index alone, on each
 Python that they are for: python .ci/resolve.py
 
-It asks for every dependency group of pyproject.toml and installs nothing. Of pip's configuration only the way to the
-index counts: no folders of wheels, no other constraints. One line for each file and Python; the exit code is 1 if a
-file does not resolve, or resolves to something that it does not pin."""
+It asks for what Pronk depends on and every dependency group of pyproject.toml, and installs nothing. Of pip's
+configuration only the way to the index counts: no folders of wheels, no other constraints. One line for each file and
+Python; the exit code is 1 if a file does not resolve, or resolves to something that it does not pin."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ def resolve(file: str, python: str, groups: list[str], environ: dict[str, str]) 
         ]
         command += ["--only-binary", ":all:", "--python-version", python, "--constraint", file]
         command += [part for group in groups for part in ("--group", group)]
+        command += dependencies_of(ROOT / "pyproject.toml")
         try:
             done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -120,6 +121,10 @@ def pins_of(text: str) -> dict[str, str]:
             raise ValueError(f"pins no version: {line}")
         pins[normal(name)] = version
     return pins
+
+
+def dependencies_of(pyproject: Path) -> list[str]:
+    return list(tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["dependencies"])
 
 
 def groups_of(pyproject: Path) -> list[str]:

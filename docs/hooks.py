@@ -16,14 +16,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+PACKAGE = ROOT / "launch" / "package"
+sys.path[:0] = [str(ROOT), str(PACKAGE)]
 PACKAGES = ("shared", "envs", "actor", "learner", "kernels", "launch")
-COMMANDS = (
-    "launch/run.py", "launch/learner.py", "launch/actors.py", "launch/local.py", "launch/prepare.py",
-    "launch/warm_start.py", "launch/curves.py", "launch/dashboard.py", "launch/doctor.py", "launch/evaluate.py",
-    "learner.plan", "learner.export", "learner.replay", "learner.alarms", "shared.config", "shared.keys",
-    "envs.check", "envs.play", "envs.show", "envs.serve", "actor.engine.server",
-)  # fmt: skip
 ENVIRONMENTS = (
     "envs.sokoban", "envs.frozen_lake", "envs.maze", "envs.sliding_puzzle", "envs.scene", "envs.scene_zoom",
     "envs.geo3k", "envs.geo3k_multi_turn", "envs.colour", "envs.gymnasium", "envs.vagen", "envs.verifiers",
@@ -131,11 +126,18 @@ def alarms_page() -> str:
 
 def commands_page() -> str:
     """Return the page of all commands, with their help."""
-    parts = ["# Commands\n\nEach command's own help. Commands with `--config` also take every field of a recipe.\n"]
-    for command in COMMANDS:
-        line = [command] if command.endswith(".py") else ["-m", command]
-        text = _docstring("shared.config.__main__") if command == "shared.config" else f"```\n{_help(line)}\n```"
-        parts.append(f"\n## python {' '.join(line)}\n\n{text}\n")
+    from pronk.command import COMMANDS
+
+    parts = [
+        "# Commands\n\nEach command's own help. `pronk NAME` runs the program that stands below it, of a clone or of an "
+        "[installed](../how-to/install.md) Pronk. Commands with `--config` also take every field of a recipe.\n"
+    ]
+    for name, command in COMMANDS.items():
+        program = command.program
+        shown = _docstring(program) if name == "fields" else f"```\n{_help(['-m', 'pronk', name])}\n```"
+        parts.append(f"\n## pronk {name}\n\n`{program}`: {command.does}.\n\n{shown}\n")
+    engine = "actor.engine.server"
+    parts.append(f"\n## python -m {engine}\n\n```\n{_help(['-m', engine])}\n```\n")
     return "".join(parts)
 
 
@@ -143,7 +145,7 @@ def _help(line: list[str]) -> str:
     """Return what a command prints for --help. SystemExit if it fails."""
     done = subprocess.run(
         [sys.executable, *line, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=HELP_S,
-        env={**os.environ, "COLUMNS": "90"},
+        env={**os.environ, "COLUMNS": "90", "PYTHONPATH": str(PACKAGE)},
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{' '.join(line)} --help ended with {done.returncode}: {done.stderr[-300:]}")

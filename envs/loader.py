@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from envs.base import setting
 from envs.env_settings import read_settings
 from envs.tools.tool import tools_of
+from shared.util.own_package import bind_package, hidden_by_pronk
 from shared.util.user_errors import describe
 
 _LOADING = threading.RLock()
@@ -30,13 +31,19 @@ def load_module(path: str, holds: str = "build_env") -> ModuleType:
         raise ValueError("env.module is empty: give a dotted path such as envs.sokoban, or a .py file")
     if path.endswith(".py") and not Path(path).is_file():
         raise ValueError(f"no file {path!r}: give the path of a .py file that holds {holds}")
+    bind_package()
     try:
         return _from_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is not None and (path == error.name or path.startswith(error.name + ".")):
-            hint = "give a dotted path such as envs.sokoban, or a .py file"
-            raise ValueError(f"no module {path!r}: {hint}, that holds {holds}") from error
-        raise ValueError(f"module {path!r} imports {error.name!r}, which is not installed") from error
+            if why := hidden_by_pronk(path):
+                hint = f"{why}; give yours as a file: {path.replace('.', '/')}.py"
+            else:
+                hint = f"give a dotted path such as envs.sokoban, or a .py file, that holds {holds}"
+            raise ValueError(f"no module {path!r}: {hint}") from error
+        why = hidden_by_pronk(error.name or "")
+        why = f"which is not there: {why}; give yours another name" if why else "which is not installed"
+        raise ValueError(f"module {path!r} imports {error.name!r}, {why}") from error
     except SystemExit as error:
         hint = "put what runs as a program under if __name__ == '__main__'"
         raise ValueError(f"module {path!r} ends the process at import (SystemExit {error.code!r}): {hint}") from error

@@ -32,6 +32,7 @@ from envs.loader import check_settings, grades_mathematics, load_env, load_modul
 from shared.rgb_images import to_rgb
 from shared.types import Sample
 from shared.util.dotted_options import with_json_options
+from shared.util.own_commands import command
 from shared.util.user_errors import describe, trace_of
 
 
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except (Exception, SystemExit) as error:  # noqa: BLE001  any exception here is the environment's mistake
         print(trace_of(error), file=sys.stderr)
-        hint = f"python -m envs.check {options.module} says what an environment must keep"
+        hint = f"{command('check')} {options.module} says what an environment must keep"
         print(f"error: {options.module} raised {describe(error)}; {hint}", file=sys.stderr)
         return 2
     return 0

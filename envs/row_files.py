@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared.util.own_commands import command
+
 SUFFIXES = (".parquet", ".jsonl")
 _SPLIT = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|heldout)(?![a-z])")
 MAX_LINE_BYTES = 256 << 20
@@ -44,7 +46,7 @@ def dataset_files(source: DataSource) -> list[Path]:
     if not files and glob.has_magic(str(path)):
         raise ValueError(f"no dataset file matches {str(path)!r}, seen from {Path.cwd()}")
     if not files:
-        raise ValueError(f"no dataset file {str(path)!r}: make it with launch/prepare.py, or give the path of one")
+        raise ValueError(f"no dataset file {str(path)!r}: make it with {command('prepare')}, or give the path of one")
     return files
 
 
@@ -61,7 +63,7 @@ def read_rows(
     hold texts and numbers are read too, and a value that cannot be read is None. Raise ValueError if the
     file is missing, broken or of another kind; without `refuse` also for the first row that cannot be read."""
     if not path.is_file():
-        raise ValueError(f"no dataset file {str(path)!r}: make it with launch/prepare.py, or give the path of one")
+        raise ValueError(f"no dataset file {str(path)!r}: make it with {command('prepare')}, or give the path of one")
     if path.suffix == ".jsonl":
         rows = _json_lines(path)
     elif path.suffix == ".parquet":

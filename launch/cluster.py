@@ -19,7 +19,8 @@ import os
 
 from launch.clusters import kubernetes, ray_cluster, skypilot, slurm
 from launch.clusters.host_layout import CONTAINER, check_new, cluster_folder, layout, write
-from shared.config.recipe import fail, parse, recipe_parser
+from shared.config.recipe import ConfigError, fail, parse, recipe_parser
+from shared.util.own_commands import is_installed
 
 BACKENDS = {"kubernetes": kubernetes, "ray": ray_cluster, "skypilot": skypilot, "slurm": slurm}
 APART = ("kubernetes", "skypilot")  # their hosts do not share this host's file system
@@ -31,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--on", required=True, choices=sorted(BACKENDS), help="the cluster's scheduler")
     parser.add_argument("--out", default="", metavar="DIR", help="for what is written (default: RUN.cluster)")
     recipe, options = parse(parser, argv)
+    if is_installed():
+        return fail(ConfigError("the hosts of a cluster run a clone: clone Pronk there, make env, and call this in it"))
     backend = BACKENDS[options.on]
     try:
         folder = Path(options.out).resolve() if options.out else cluster_folder(recipe)

@@ -43,6 +43,7 @@ from shared.config.recipe import ConfigError, Recipe, fail, load, recipe_parser
 from shared.engine.engine_api import EngineError
 from shared.log import get_logger
 from shared.types import Sample
+from shared.util.own_commands import command
 from shared.vision import VisionSpec
 
 LOG = get_logger("evaluate")
@@ -153,7 +154,7 @@ def evaluate(
     if len(results) > 1:
         summary |= {"against": records[1], "difference": difference(results, policies)}
     (out / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
-    LOG.info("episodes to look at: python launch/dashboard.py %s", out)
+    LOG.info("episodes to look at: %s %s", command("dashboard"), out)
     return summary
 
 

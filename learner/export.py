@@ -17,11 +17,14 @@ from safetensors import safe_open
 
 from learner.checkpoints.hf_export import export_checkpoint
 from learner.checkpoints.lora_files import CONFIG
+from shared.util.own_commands import called_as
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m learner.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=called_as("python -m learner.export"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")

@@ -49,6 +49,7 @@ from shared.config.recipe import fail
 from shared.recordings.episode_format import ColumnName, RecordedEpisode, StepHeader
 from shared.recordings.reader import FOLDER, SUFFIX, RecordingError, episodes, read_image, read_step, steps
 from shared.types import Image, Trajectory, Turn
+from shared.util.own_commands import called_as
 from shared.vision import VisionSpec
 from shared.wire.codec import TokenRules, check_trajectory
 
@@ -204,7 +205,9 @@ def trajectory_of(episode: RecordedEpisode, folder: Path) -> Trajectory:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m learner.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=called_as("python -m learner.replay"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recording", type=Path, metavar="RECORDING")
     parser.add_argument("--checkpoint", default="", help="a checkpoint's folder, or a model's")

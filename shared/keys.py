@@ -21,6 +21,7 @@ from pathlib import Path
 from shared.config.recipe import fail
 from shared.config.reward_section import JudgeConfig
 from shared.config.sections import TransportConfig
+from shared.util.own_commands import called_as
 from shared.wire.auth import make_key_pair, public_key_of
 from shared.wire.endpoints import ActorKeys, AllowList, HalfWritten, LearnerKeys
 from shared.wire.transports import transport_of
@@ -197,7 +198,7 @@ def write_secret(path: Path, text: str, *, anew: bool = False) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m shared.keys", description="keys of learner and actors")
+    parser = argparse.ArgumentParser(prog=called_as("python -m shared.keys"), description="keys of learner and actors")
     parser.add_argument("folder", nargs="?", default="keys", help="where the files go (default: keys)")
     parser.add_argument("--actors", nargs="+", default=["actor"], help="names of actors' keys (default: actor)")
     parser.add_argument("--engine", action="store_true", help="also make the engines' API key")

@@ -234,7 +234,7 @@ class ForkServer:
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from actor.isolation.fork_server import main; main()"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
+                [sys.executable, "-P", "-c", code, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C must reach only the actor

@@ -78,7 +78,8 @@ class WorkerPool:
         process = None
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
             _read_line(process, START_LIMIT_S)

@@ -22,6 +22,7 @@ from shared.config.tasks import tasks_of
 from shared.engine.engine_api import EngineClient, EngineError, each
 from shared.families.model_sizes import ModelSizes
 from shared.keys import actor_keys, learner_keys, read_api_key
+from shared.util.own_commands import command
 from shared.vision import VisionSpec
 
 GB = 1e9
@@ -60,12 +61,12 @@ def check_task(recipe: Recipe) -> Finding:
     missing = [path for path in named if path]
     missing = [path for path in missing if not has_files(path)]
     if missing:
-        cure = "python launch/prepare.py makes the data of the shipped recipes; for yours set data.source"
+        cure = f"{command('prepare')} makes the data of the shipped recipes; for yours set data.source"
         return failed("task", f"no file {missing[0]}", cure)
     try:
         check_env(recipe)
     except ValueError as error:
-        return refused("task", error, "correct env.module and env.args; python -m envs.check plays an environment")
+        return refused("task", error, f"correct env.module and env.args; {command('check')} plays an environment")
     sources = [(task.env.module, ", ".join(task.data.paths) or "seeds") for task in tasks]
     return ok("task", "; ".join(f"{module}, samples from {source}" for module, source in sources))
 
@@ -111,7 +112,7 @@ def check_keys(recipe: Recipe) -> Finding:
         actor_keys(recipe.transport, recipe.actor.learner)
         key = read_api_key(recipe.engine.api_key_file)
     except ValueError as error:
-        return refused("keys", error, "python -m shared.keys makes them")
+        return refused("keys", error, f"{command('keys')} makes them")
     words = "for the sockets" if recipe.transport.keys else "none needed on loopback"
     return ok("keys", words + (", and for the engines" if key else ""))
 

@@ -35,8 +35,8 @@ def check_python() -> Finding:
 
 def requirements(pyproject: Path) -> list[Requirement]:
     """Return the packages that a run requires, from pyproject.toml."""
-    groups = tomllib.loads(pyproject.read_text(encoding="utf-8"))["dependency-groups"]
-    return [Requirement(line) for line in groups["run"]]
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    return [Requirement(line) for line in project["dependencies"]]
 
 
 def check_packages(pyproject: Path = ROOT / "pyproject.toml") -> Finding:

@@ -36,7 +36,7 @@ class Named:
         ValueError, in one line, for a checkpoint that is damaged or belongs to another model."""
         if self.checkpoint is None:
             return self.folder
-        command = [sys.executable, "-m", "learner.export", str(self.checkpoint), "--out", str(out)]
+        command = [sys.executable, "-P", "-m", "learner.export", str(self.checkpoint), "--out", str(out)]
         command += ["--model", self.folder, "--dtype", dtype]
         env = {**os.environ, "PYTHONPATH": module_path()}
         try:

@@ -35,7 +35,7 @@ class ActorProcess(Supervised):
     def start(self) -> None:
         """Start the process; it gets its settings through an environment variable."""
         env = {"PRONK_ACTOR": json.dumps(self._settings), "OMP_NUM_THREADS": "1"}
-        self.child = start(self.name, [sys.executable, "-m", "actor.worker"], env=env)
+        self.child = start(self.name, [sys.executable, "-P", "-m", "actor.worker"], env=env)
         self.restarts.started()
 
     def failure(self, child: Child) -> str:

@@ -18,6 +18,7 @@ from typing import TextIO
 
 from learner.checkpoints.checkpoint_folder import RESUMED
 from learner.run_folder_watch import LOCK
+from shared.agreement import pronk_version
 from shared.config.recipe import ConfigError, Recipe
 from shared.log import get_logger
 from shared.redaction import holds_secrets, write_private
@@ -62,8 +63,8 @@ def write_recipe(recipe: Recipe, folder: Path) -> None:
 
 
 def software() -> dict[str, str]:
-    """Return the versions of the software that a run depends on most."""
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    """Return the versions of Pronk and of the software that a run depends on most."""
+    versions = {"pronk": pronk_version(), "python": platform.python_version(), "platform": platform.platform()}
     for name in ("torch", "transformers", "triton", "numpy", "pyzmq"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)

@@ -8,7 +8,10 @@ from typing import Any
 
 from launch.recipe_fields import changed_fields
 from learner.plan.gpu_split import RunPlan, Workload
+from shared.util.own_commands import command, is_installed
 
+LEARNER = '"$(pronk --root)/launch/learner.py"' if is_installed() else "launch/learner.py"
+LEARNER = '"$(pronk --root)/launch/learner.py"' if is_installed() else "launch/learner.py"
 KEYS = "--transport.keys keys --engine.api_key_file keys/engine.key"
 
 
@@ -24,7 +27,7 @@ def on_one_host(config: str, ranks: int, options: Sequence[str]) -> list[str]:
 
 def one_host(config: str, ranks: int, options: Sequence[str]) -> str:
     """Return the command that starts everything on one host."""
-    return shlex.join(["python", "launch/local.py", *on_one_host(config, ranks, options)])
+    return f"{command('local')} {shlex.join(on_one_host(config, ranks, options))}"
 
 
 def several_hosts(job: Workload, plan: RunPlan, config: str, options: Sequence[str]) -> list[str]:
@@ -35,11 +38,11 @@ def several_hosts(job: Workload, plan: RunPlan, config: str, options: Sequence[s
     size = f"--cluster.learner_nodes {nodes} --cluster.engine_nodes {engine_nodes} --cluster.gpus_per_node {node}"
     joined = f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500" if nodes > 1 else ""
     return [
-        "python -m shared.keys keys && python -m shared.keys keys --engine",
+        f"{command('keys')} keys && {command('keys')} keys --engine",
         f"# on each learner host ({nodes})",
-        f"torchrun{joined} --nproc-per-node {node} launch/learner.py {fields} --learner.bind tcp://0.0.0.0:5555 {KEYS}",
+        f"torchrun{joined} --nproc-per-node {node} {LEARNER} {fields} --learner.bind tcp://0.0.0.0:5555 {KEYS}",
         f"# on each engine host ({engine_nodes})",
-        f"python launch/actors.py {fields} --actor.learner tcp://HOST:5555 --engine.host ADDRESS {KEYS}",
+        f"{command('actors')} {fields} --actor.learner tcp://HOST:5555 --engine.host ADDRESS {KEYS}",
         "# or all of them by slurm, ray, kubernetes or skypilot, with keys of their own",
-        f"python launch/cluster.py submit --on slurm {fields} {size}",
+        f"{command('cluster')} submit --on slurm {fields} {size}",
     ]

@@ -14,7 +14,7 @@ from typing import Any
 from launch.catalog import tasks
 from launch.doctor_checks.hardware import Gpu, available_bytes, gpus_here
 from launch.engines.host_engines import check_host
-from launch.processes.children import ROOT
+from launch.engines.kinds.sglang_engine import setup_command, sglang_folder
 from launch.recipe_fields import save_recipe
 from launch.task_run.downloads import check_data, download_command, fetch
 from launch.task_run.run_commands import chosen_fields, on_one_host, one_host, several_hosts
@@ -23,6 +23,7 @@ from learner.plan import plan_report
 from learner.plan.gpu_split import Workload, fewest, plan
 from learner.plan.machines import ASSUMED_KIND, Machine, machine, machine_like
 from shared.config.recipe import ConfigError
+from shared.util.own_commands import command
 
 
 def run_on_cpu(request: RunRequest, options: argparse.Namespace) -> int:
@@ -130,16 +131,16 @@ def _start(request: RunRequest, options: argparse.Namespace, ranks: int) -> tupl
 def lacks_sglang(request: RunRequest) -> bool:
     """Tell whether the run needs SGLang's environment, which is not here."""
     engine = request.recipe.engine
-    return engine.kind == "sglang" and not engine.urls and not Path(ROOT, engine.sglang_env).exists()
+    return engine.kind == "sglang" and not engine.urls and not sglang_folder(request.recipe).exists()
 
 
 def _finish(request: RunRequest, options: argparse.Namespace, ranks: int, commands: Sequence[str]) -> int:
     """Print the commands of a dry run, or prepare data and model and run."""
     data, model = request.data, request.recipe.model.path
     if options.dry_run:
-        before = ["make sglang-env"] if lacks_sglang(request) else []
-        before += [] if data.is_here else [shlex.join(["python", "launch/prepare.py", *data.arguments])]
-        before += [command for command in [download_command(request.model, model)] if command]
+        before = [setup_command(request.recipe)] if lacks_sglang(request) else []
+        before += [] if data.is_here else [f"{command('prepare')} {shlex.join(data.arguments)}"]
+        before += [fetching for fetching in [download_command(request.model, model)] if fetching]
         if not options.json:
             print(
                 "\n".join(["", "without --dry-run:", *(f"  {command}" for command in [*before, *commands])]), flush=True

@@ -15,6 +15,7 @@ from launch.terminal.table import run_table
 from shared.config.recipe import Recipe
 from shared.log import get_logger
 from shared.run_status import read_status
+from shared.util.own_commands import command
 
 LOG = get_logger("local")
 LINE_EVERY_S = 30.0
@@ -39,7 +40,7 @@ class RunProgress:
         the dashboard."""
         if not self._told and (self._folder / "recipe.json").exists():
             self._told = True
-            LOG.info("look at the run, now or later: python launch/dashboard.py %s", shlex.quote(str(self._folder)))
+            LOG.info("look at the run, now or later: %s %s", command("dashboard"), shlex.quote(str(self._folder)))
         for alarm in self._alarms.new():
             self.state.add_alarm(alarm)
         self._read_phase()

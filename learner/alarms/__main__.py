@@ -13,11 +13,14 @@ from pathlib import Path
 
 from learner.alarms.alarm_replay import replay
 from shared.config.recipe import fail
+from shared.util.own_commands import called_as
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m learner.alarms", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=called_as("python -m learner.alarms"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, with metrics.jsonl and recipe.json")
     try:

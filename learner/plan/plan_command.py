@@ -25,6 +25,7 @@ from learner.plan.plan_report import compare_meshes, report_learner
 from shared.config.recipe import ConfigError, Recipe, fail, load, recipe_parser
 from shared.families.model_sizes import ModelSizes
 from shared.families.registry import PUBLISHED, find_sizes
+from shared.util.own_commands import called_as
 
 ASSUMED = str(Path(__file__).with_name("assumed.toml"))
 UNITS = ", ".join(field.name for field in fields(Speed))
@@ -33,7 +34,7 @@ UNITS = ", ".join(field.name for field in fields(Speed))
 def plan_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own options; all other options are fields of the recipe."""
     parser = recipe_parser(__doc__, required=False)
-    parser.prog = "python -m learner.plan"
+    parser.prog = called_as("python -m learner.plan")
     parser.add_argument("--model", default="", help=f"a folder, or {', '.join(PUBLISHED)}; left out: all of these")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of the learner")
     parser.add_argument(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import re
 import sys
 import tomllib
@@ -35,6 +34,7 @@ from shared.config.cluster_section import ClusterConfig
 from shared.config.data_section import HELD_OUT_FIRST_SEED, DataConfig, SamplingConfig
 from shared.config.learner_section import LearnerConfig
 from shared.config.pools_section import KEPT, PoolConfig, check_pools
+from shared.config.recipe_paths import beside, with_paths
 from shared.config.reward_section import RewardConfig
 from shared.config.sections import (
     ActorConfig,
@@ -383,28 +383,12 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     if mistake := errors.describe_ignored(overrides, known_fields()):
         raise ConfigError(mistake)
     try:
-        settings = Settings(**from_file)
+        settings = Settings(**beside(from_file, Path(path).parent))
     except SettingsError as error:
         raise ConfigError(errors.describe_unreadable_option(str(error), overrides, known_fields())) from None
     except ValidationError as error:
         raise ConfigError(errors.describe_invalid_field(error, path, overrides, known_fields())) from None
     return Recipe.model_validate(with_paths(settings.model_dump()))
-
-
-def with_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's values with ~ written out in all texts that begin with ~/, and with a model that lies in the
-    project, wherever the command is called."""
-
-    def expanded(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: expanded(inner) for name, inner in value.items()}
-        return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
-
-    values = expanded(values)
-    model = values["model"]["path"]
-    if not Path(model).exists() and (ROOT / model / "config.json").is_file():
-        values["model"]["path"] = str(ROOT / model)
-    return values
 
 
 def dotted_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

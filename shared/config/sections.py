@@ -156,7 +156,7 @@ class EngineConfig(Section):
         False, description="the one engine is on the GPU of the learner's one rank, and has mem_fraction of it"
     )
     flags: dict[str, Any] = Field(default_factory=dict, description="sglang: any other flags of its server")
-    sglang_env: str = Field(".venv-sglang", description="sglang: the environment that make sglang-env builds")
+    sglang_env: str = Field(".venv-sglang", description="sglang: its environment (make sglang-env, pronk engine-env)")
     stage_weights: Literal["auto", "on", "off"] = Field(
         "auto",
         description="sglang: receives weights beside generation, in host memory; auto = where it runs on a CPU, shares "

@@ -75,7 +75,7 @@ ROOMS = {
     "tile_passes linear_logprob scan gpu",
     "launch": "processes findings catalog recipe_fields engines hub task_samples recording terminal actors prepare "
     "plots local tiny_models doctor_checks task_run clusters cluster curves dashboard_server dashboard "
-    "doctor evaluation evaluate learner run warm_start sglang_env",
+    "doctor evaluation evaluate learner run warm_start sglang_env engine_env package",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -97,4 +98,11 @@ def test_what_is_resolved_without_a_pin_is_named(resolve):
 def test_both_files_pin_by_version_alone_and_every_group_is_resolved(resolve):
     for file in resolve.FILES:
         assert resolve.pins_of(Path(file).read_text())["torch"]
-    assert {"run", "dev", "writers", "ray"} <= set(resolve.groups_of(Path("pyproject.toml")))
+    assert {"dev", "writers", "ray"} <= set(resolve.groups_of(Path("pyproject.toml")))
+
+
+def test_an_extra_is_the_group_of_its_name():
+    """pip installs a group without Pronk itself, which no extra allows."""
+    tables = tomllib.loads(Path("pyproject.toml").read_text())
+    groups, extras = tables["dependency-groups"], tables["project"]["optional-dependencies"]
+    assert extras == {name: groups[name] for name in extras}

@@ -13,6 +13,7 @@ FOLDERS = ("actor", "learner", "envs", "shared", "kernels", "launch")
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "__import__", "os.system", "os.popen", "subprocess.getoutput", "np.frompyfunc"}
 LOADERS = {
+    "launch/package/pronk/rooms.py",
     "envs/loader.py",
     "envs/math_grading/worker_main.py",
     "shared/config/named_functions.py",

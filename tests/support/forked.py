@@ -112,7 +112,7 @@ def order_of(
     """Return the order for a program; None for a program that cannot be forked."""
     words = [os.fsdecode(arg) for arg in args] if isinstance(args, list | tuple) else [""]
     unbuffered = words[1:2] == ["-u"]
-    program = words[1 + unbuffered :]
+    program = words[1 + (words[1:2] in (["-u"], ["-P"])) :]
     script = Path(program[0]) if program else Path()
     is_script = "launch" in script.parts and script.suffix == ".py" and script.stem in SCRIPTS
     is_module = program[:1] == ["-m"] and (program[1] in MODULES or program[1].startswith(RANKS))

@@ -43,7 +43,7 @@ class EmbeddedEngine(EngineKind):
         return EngineSpec(
             placement.name,
             url_of(engine.host, placement.port),
-            (sys.executable, "-m", "actor.engine.server", *words),
+            (sys.executable, "-P", "-m", "actor.engine.server", *words),
             engine_env(recipe, placement.gpus),
             placement.gpus,
             shares_gpu=engine.shares_gpu,

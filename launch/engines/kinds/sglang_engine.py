@@ -23,6 +23,7 @@ from learner.plan.memory_use import DTYPE_BYTES
 from shared.config.recipe import ConfigError, Recipe
 from shared.engine.nccl_versions import SGLANG_TESTED, TORCH_OF_SGLANG, Environment, environment_in
 from shared.keys import read_api_key
+from shared.util.own_commands import command, is_installed
 
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
@@ -58,7 +59,7 @@ class SglangEngine(EngineKind):
 
     def environment(self, recipe: Recipe) -> Path:
         """Return engine.sglang_env."""
-        return ROOT / recipe.engine.sglang_env
+        return sglang_folder(recipe)
 
     def check(self, recipe: Recipe) -> None:
         """Raise ConfigError if SGLang's environment is not built, or is built for the other device."""
@@ -82,12 +83,12 @@ def judge_versions(versions: Environment, device: str) -> Finding:
     words = f"SGLang {versions.sglang} with torch {versions.torch}{nccl}, transformers {versions.transformers}"
     if versions.sglang != SGLANG_TESTED:
         return warning(
-            "engine software", f"{words}; tested is {SGLANG_TESTED}", "make sglang-env builds the tested one"
+            "engine software", f"{words}; tested is {SGLANG_TESTED}", f"{setup_command()} builds the tested one"
         )
     wanted = TORCH_OF_SGLANG[versions.sglang]
     if device == "cuda" and versions.torch.partition("+")[0] != wanted:
         problem = f"{words}; this SGLang is made for torch {wanted}"
-        return warning("engine software", problem, "build it anew: make sglang-env")
+        return warning("engine software", problem, f"build it anew: {setup_command()}")
     return ok("engine software", words)
 
 
@@ -149,21 +150,34 @@ def sglang_key(recipe: Recipe, path: Path) -> tuple[Path, str] | None:
     return (path, f"api-key: {json.dumps(key)}\n") if key else None
 
 
+def sglang_folder(recipe: Recipe) -> Path:
+    """Return the folder that engine.sglang_env names: in the working folder if it is there, else in the project's."""
+    name = recipe.engine.sglang_env
+    return Path(name).absolute() if is_installed() or Path(name).exists() else ROOT / name
+
+
+def setup_command(recipe: Recipe | None = None) -> str:
+    """Return the command that builds SGLang's environment, by default the one that most recipes name."""
+    if not is_installed():
+        return SglangEngine.setup_command
+    return command("engine-env") + (f" {recipe.engine.sglang_env}" if recipe else "")
+
+
 def sglang_python(recipe: Recipe) -> Path:
     """Return the Python interpreter of SGLang's environment. Raise ConfigError if the environment is not built, or is
     built for the other device."""
-    folder = ROOT / recipe.engine.sglang_env
+    folder = sglang_folder(recipe)
     python = folder / "bin" / "python"
     if not python.exists() or not any(folder.glob("lib/python*/site-packages/sglang/launch_server.py")):
         raise ConfigError(
             f"engine.kind = 'sglang', but there is no SGLang in engine.sglang_env = {recipe.engine.sglang_env!r}; "
-            "build it with: make sglang-env"
+            f"build it with: {setup_command(recipe)}"
         )
     built_for = "cuda" if any(folder.glob("lib/python*/site-packages/sgl_kernel")) else "cpu"
     if built_for != recipe.engine.device:
         raise ConfigError(
             f"engine.device = {recipe.engine.device!r}, but the environment {recipe.engine.sglang_env!r} is built for "
-            f"{built_for}; set engine.device = {built_for!r}, or build another one with: make sglang-env"
+            f"{built_for}; set engine.device = {built_for!r}, or build another one with: {setup_command(recipe)}"
         )
     return python
 

@@ -196,7 +196,7 @@ def test_a_server_that_is_ill_is_named():
 
 def test_a_package_outside_of_its_range_is_named(tmp_path):
     project = tmp_path / "pyproject.toml"
-    project.write_text('[dependency-groups]\nrun = ["torch>=99", "numpy", "no-such-package>=1"]\n')
+    project.write_text('[project]\ndependencies = ["torch>=99", "numpy", "no-such-package>=1"]\n')
     found = software.check_packages(project)
     assert is_bad(found, "torch", "is not >=99", "no-such-package is missing")
     assert "numpy" not in found.found
