@@ -129,7 +129,7 @@ def commands_page() -> str:
     from pronk.command import COMMANDS
 
     parts = [
-        "# Commands\n\nEach command's own help. `pronk NAME` runs the program that stands below it, of a clone or of an "
+        "# Commands\n\nEach command's own help. `pronk NAME` runs the program below it, of a clone or of an "
         "[installed](../how-to/install.md) Pronk. Commands with `--config` also take every field of a recipe.\n"
     ]
     for name, command in COMMANDS.items():

@@ -31,6 +31,7 @@ LIBRARIES = {  # all that these may import beside Python's own and ours
     "shared.families": {"numpy", "torch"},  # torch only in modules that are imported when a model is built: see LIGHT
     "learner.tickets": {"msgspec", "numpy", "xxhash"},
 }
+WITH_CODE = (Path("kernels"), Path("shared/config"), Path("launch/package/pronk"))  # in their __init__.py
 LIGHT = [
     "shared.types",
     "shared.families.registry",
@@ -204,9 +205,9 @@ def test_class_names_are_told_apart() -> None:
 
 def test_packages_hold_no_code_of_their_own() -> None:
     """A docstring at most, and the look at this Python; `kernels`, whose modules all need torch anyway, names its
-    functions, and `shared.config` the loader of recipes."""
+    functions, `shared.config` the loader of recipes, and `pronk` what programs import."""
     for path in PRODUCT:
-        if path.name == "__init__.py" and path.parent not in (Path("kernels"), Path("shared/config")):
+        if path.name == "__init__.py" and path.parent not in WITH_CODE:
             code = [node for node in tree(path).body if ast.unparse(node) != "import shared.this_python"]
             assert all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in code), path
 

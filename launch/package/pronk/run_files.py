@@ -29,22 +29,22 @@ class RunFiles:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The recipe as it was resolved, section by section."""
+        """Return the recipe as it was resolved, section by section."""
         return self._json("recipe.json")
 
     @property
     def software(self) -> dict[str, str]:
-        """The versions of Pronk and of the software that it ran with."""
+        """Return the versions of Pronk and of the software that it ran with."""
         return self._json("software.json")
 
     @property
     def result(self) -> dict[str, Any]:
-        """What the run reached; {} before its end."""
+        """Return what the run reached; {} before its end."""
         return self._json("result.json") if (self.folder / "result.json").is_file() else {}
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The folders of its checkpoints, the oldest first."""
+        """Return the folders of its checkpoints, the oldest first."""
         return sorted(self.folder.glob("checkpoints/step_*"))
 
     def metrics(self, form: Form = "records") -> Any:
