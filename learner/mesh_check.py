@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.batch.episodes import ExpandedTokens, TrainingEpisode
+from learner.batch.episodes import Document, ExpandedTokens, TrainingEpisode
 from learner.batch.image_decoder import ImageDecoder
 from learner.batch.microbatch import Microbatch
 from learner.batch.packer import pack
@@ -98,7 +98,7 @@ def _episode(token_ids: np.ndarray, images: tuple[Image, ...], decoder: ImageDec
     zeros = np.zeros(len(targets), dtype=np.float32)
     return TrainingEpisode(
         expanded=lambda: ExpandedTokens(ids, positions, targets),
-        documents=(len(ids),),
+        documents=(Document(len(ids), len(targets), len(images)),),
         images=images,
         grids=tuple(grids),
         behaviour_logprobs=zeros,

@@ -11,10 +11,12 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 Bins = list[list[int]]  # indices of episodes
+Item = TypeVar("Item")
 MOST_EXTRA = 1 / 8  # largest accepted share of additional microbatches for encoding each image once
 PROBE_SHARE = 4
 
@@ -65,10 +67,10 @@ def assign_neighbours(
     return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def probe_of(bins: Bins) -> list[int]:
+def probe_of(microbatches: Sequence[list[Item]]) -> list[Item]:
     """Return a quarter of a rank's last microbatch, on which the policy's change is measured; empty if there is
     none."""
-    last = bins[-1] if bins else []
+    last = microbatches[-1] if microbatches else []
     return last[: -(-len(last) // PROBE_SHARE)]
 
 

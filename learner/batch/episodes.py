@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,13 +33,22 @@ class ExpandedTokens:
     targets: np.ndarray  # int64 [K], positions of the sampled tokens; the hidden state at targets-1 predicts them
 
 
+class Document(NamedTuple):
+    """The size of one segment, which the model reads by itself."""
+
+    num_tokens: int  # with image placeholders expanded
+    num_sampled: int
+    num_images: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingEpisode:
-    """One trajectory as the learner trains on it. Its tokens are expanded when it is packed, only on ranks that need
-    it."""
+    """One trajectory as the learner trains on it, or a piece of one. Its tokens are expanded when it is packed, only on
+    ranks that need it."""
 
-    expanded: Callable[[], ExpandedTokens]  # returns the same at each call
-    documents: tuple[int, ...]  # tokens of each of its segments; E in all
+    # Returns the same at each call. Of an episode with several documents, `documents` = (first, stop) selects some.
+    expanded: Callable[..., ExpandedTokens]
+    documents: tuple[Document, ...]  # its segments
     images: tuple[Image, ...]
     grids: tuple[Grid, ...]  # one for each image
     behaviour_logprobs: np.ndarray  # float32 [K]
@@ -48,11 +59,13 @@ class TrainingEpisode:
     group: int = 0  # index of its group in the step
     signal: float = 1.0  # signal of its group's rewards; below 1 their spread is regarded as noise
     index: int = -1  # among all trajectories of the step's groups, including those that are not trained on
+    whole: TrainingEpisode | None = None  # the episode that this is a piece of
+    first: int = 0  # index of its first sampled token among those of its whole episode
 
     @property
     def num_tokens(self) -> int:
         """E, the tokens of all documents."""
-        return sum(self.documents)
+        return sum(document.num_tokens for document in self.documents)
 
     @property
     def num_sampled(self) -> int:
@@ -164,7 +177,7 @@ def make_episode(
     turn_end[-1] = True
     return TrainingEpisode(
         expanded=partial(expand_trajectory, trajectory, grids, decoder.spec),
-        documents=document_lengths(trajectory, [decoder.spec.num_tokens(grid) for grid in grids], decoder.spec),
+        documents=documents_of(trajectory, [decoder.spec.num_tokens(grid) for grid in grids], decoder.spec),
         images=trajectory.images,
         grids=grids,
         behaviour_logprobs=trajectory.behaviour_logprobs[sampled],
@@ -177,11 +190,51 @@ def make_episode(
     )
 
 
-def expand_trajectory(trajectory: Trajectory, grids: Sequence[Grid], spec: VisionSpec) -> ExpandedTokens:
+def pieces_of(episode: TrainingEpisode, budget: int) -> list[TrainingEpisode]:
+    """Return an episode of more than `budget` tokens as pieces, each of consecutive segments with at most as many
+    tokens or of one longer segment; other episodes as they are."""
+    if episode.num_tokens <= budget or len(episode.documents) == 1:
+        return [episode]
+    firsts, filled = [], budget
+    for number, document in enumerate(episode.documents):
+        if filled + document.num_tokens > budget:
+            firsts.append(number)
+            filled = 0
+        filled += document.num_tokens
+    stops = [*firsts[1:], len(episode.documents)]
+    return [_piece(episode, first, stop) for first, stop in zip(firsts, stops, strict=True)]
+
+
+def _piece(episode: TrainingEpisode, first: int, stop: int) -> TrainingEpisode:
+    """Return the piece of an episode that consists of the documents from `first` to before `stop`."""
+    sampled = [0, *accumulate(document.num_sampled for document in episode.documents)]
+    images = [0, *accumulate(document.num_images for document in episode.documents)]
+    tokens, shown = slice(sampled[first], sampled[stop]), slice(images[first], images[stop])
+    return replace(
+        episode,
+        expanded=partial(episode.expanded, documents=(first, stop)),
+        documents=episode.documents[first:stop],
+        images=episode.images[shown],
+        grids=episode.grids[shown],
+        behaviour_logprobs=episode.behaviour_logprobs[tokens],
+        versions=episode.versions[tokens],
+        rewards=episode.rewards[tokens],
+        turn_end=episode.turn_end[tokens],
+        whole=episode,
+        first=sampled[first],
+    )
+
+
+def expand_trajectory(
+    trajectory: Trajectory, grids: Sequence[Grid], spec: VisionSpec, documents: tuple[int, int] | None = None
+) -> ExpandedTokens:
     """Return the tokens with each image's placeholder repeated for all of its visual tokens. Positions begin anew in
-    each segment."""
-    ids_parts, position_parts, mask_parts, left = [], [], [], list(grids)
-    for start, end in trajectory.bounds:
+    each segment. `documents`: only the segments from the first to before the second number."""
+    first, stop = documents or (0, len(trajectory.bounds))
+    begin = trajectory.bounds[first][0]
+    skipped = np.count_nonzero(trajectory.token_ids[:begin] == spec.image_token_id)
+    ids_parts, position_parts, mask_parts, left = [], [], [], list(grids)[skipped:]
+    for start, end in trajectory.bounds[first:stop]:
         compact = trajectory.token_ids[start:end]
         count = np.count_nonzero(compact == spec.image_token_id)
         own, left = left[:count], left[count:]
@@ -193,11 +246,15 @@ def expand_trajectory(trajectory: Trajectory, grids: Sequence[Grid], spec: Visio
     return ExpandedTokens(np.concatenate(ids_parts), positions, np.flatnonzero(np.concatenate(mask_parts)))
 
 
-def document_lengths(trajectory: Trajectory, visual_tokens: Sequence[int], spec: VisionSpec) -> tuple[int, ...]:
-    """Return the tokens of each segment with images expanded. `visual_tokens`: of each image."""
+def documents_of(trajectory: Trajectory, visual_tokens: Sequence[int], spec: VisionSpec) -> tuple[Document, ...]:
+    """Return the size of each segment. `visual_tokens`: of each image."""
     images = np.flatnonzero(trajectory.token_ids == spec.image_token_id)
     return tuple(
-        end - start + sum(visual_tokens[first:last]) - (last - first)
+        Document(
+            end - start + sum(visual_tokens[first:last]) - (last - first),
+            int(np.count_nonzero(trajectory.loss_mask[start:end])),
+            last - first,
+        )
         for start, end in trajectory.bounds
         for first, last in [np.searchsorted(images, (start, end)).tolist()]
     )
@@ -233,7 +290,7 @@ def check_group(group: Group, decoder: ImageDecoder, max_context: int | None = N
     for trajectory in trainable:
         check_layout(trajectory, decoder.spec)
         visual_tokens = [visual[image.content_hash] for image in trajectory.images]
-        num_tokens = max(document_lengths(trajectory, visual_tokens, decoder.spec))
+        num_tokens = max(d.num_tokens for d in documents_of(trajectory, visual_tokens, decoder.spec))
         if max_context is not None and num_tokens > max_context:
             raise ValueError(f"an episode of {num_tokens} tokens, images expanded; model.max_context is {max_context}")
         largest = max(abs(number) for number in (trajectory.reward, *(turn.reward for turn in trajectory.turns)))

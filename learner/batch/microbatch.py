@@ -17,9 +17,24 @@ from learner.batch.vision_inputs import TowerInputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WholeEpisodes:
+    """The sampled tokens of whole episodes, for a microbatch with pieces of some. W = tokens of one episode after the
+    other, once for each piece; N = those of them that the microbatch computes."""
+
+    own: Tensor  # int64 [N], positions among the W
+    behaviour_logprobs: Tensor  # float32 [W]
+    versions: Tensor  # int32 [W]
+    rewards: Tensor  # float32 [W]
+    turn_end: Tensor  # bool [W]
+    episode_end: Tensor  # bool [W]
+    sampled: tuple[int, ...]  # sampled tokens of each episode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
     """Packed documents, one after another, as tensors on one device; only the ids that kernels check stay on the host.
-    A document is an episode, or one segment of an episode that has several.
+    A document is an episode, or one segment of an episode that has several; of an episode that is longer than a
+    microbatch, a microbatch has some segments (a piece).
 
     All that follows from lengths and grids is computed in advance, so that no forward waits for a device. `empty` marks
     a stand-in without any episode.
@@ -53,6 +68,8 @@ class Microbatch:
     empty: bool
     # for each episode its index among the step's trajectories, in the order of this microbatch
     indices: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()  # for each the index of its first token among those of its whole episode
+    whole: WholeEpisodes | None = None  # None if no episode is only a piece
     proximal_logprobs: Tensor | None = None  # float32 [N], if computed before the step's first update
     reference_logprobs: Tensor | None = None  # float32 [N], if computed before the step's first update
     shard: ContextShard | None = None  # this rank's part, if ranks share the microbatch

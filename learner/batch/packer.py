@@ -13,9 +13,9 @@ import torch
 
 from learner.batch.context_shard import divide, filled
 from learner.batch.distinct_images import load_images
-from learner.batch.episodes import ExpandedTokens, TrainingEpisode, shortest_first
+from learner.batch.episodes import Document, ExpandedTokens, TrainingEpisode, shortest_first
 from learner.batch.image_decoder import ImageDecoder
-from learner.batch.microbatch import Microbatch
+from learner.batch.microbatch import Microbatch, WholeEpisodes
 from learner.batch.packing import packing_of
 from learner.batch.shared_prefixes import computed_part, find_prefixes
 from learner.batch.to_device import on, pinned
@@ -74,7 +74,7 @@ def pack_on_host(
     """
     episodes = shortest_first(episodes)
     arrays = _stream(episodes, decoder.spec.image_token_id)
-    lengths, predictors = tuple(length for e in episodes for length in e.documents), arrays["predictors"]
+    lengths, predictors = tuple(d.num_tokens for e in episodes for d in e.documents), arrays["predictors"]
     images = load_images([e.images for e in episodes], decoder, context, pin=pin)
     arrays["visual_rows"] = images.rows_M
     arrays["readable"] = np.repeat(images.readable, [e.num_sampled for e in episodes])
@@ -97,6 +97,8 @@ def pack_on_host(
         sampled=tuple(e.num_sampled for e in episodes),
         empty=False,
         indices=tuple(e.index for e in episodes),
+        firsts=tuple(e.first for e in episodes),
+        whole=_whole_episodes(episodes) if any(e.whole is not None for e in episodes) else None,
         shard=shard,
         **{name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()},
     )
@@ -106,11 +108,10 @@ def _stream(episodes: Sequence[TrainingEpisode], image_token_id: int) -> dict[st
     """Return a microbatch's arrays, except those of its images, for whole episodes, one after another."""
     expanded = [e.expanded() for e in episodes]
     counts = np.array([e.num_sampled for e in episodes])
+    of_episodes = np.array([(e.whole or e).num_sampled for e in episodes], dtype=np.float32)
     starts = np.cumsum([0, *(e.num_tokens for e in episodes)])
     targets = np.concatenate([e.targets + start for e, start in zip(expanded, starts, strict=False)])
     input_ids = np.concatenate([e.input_ids for e in expanded])
-    episode_end = np.zeros(len(targets), dtype=bool)
-    episode_end[counts.cumsum() - 1] = True
     arrays = {
         "input_ids": input_ids[None],
         "position_ids": np.concatenate([e.position_ids for e in expanded], axis=1)[:, None],
@@ -118,12 +119,33 @@ def _stream(episodes: Sequence[TrainingEpisode], image_token_id: int) -> dict[st
         "predictors": targets - 1,
         "target_ids": input_ids[targets],
         "asked_ids": input_ids[targets],
-        "episode_end": episode_end,
+        "episode_end": _ends(counts),
         "advantages": np.repeat(np.array([e.advantage for e in episodes], dtype=np.float32), counts),
-        "episode_tokens": np.repeat(counts.astype(np.float32), counts),
+        "episode_tokens": np.repeat(of_episodes, counts),
     }
+    return arrays | _token_columns(episodes)
+
+
+def _token_columns(episodes: Sequence[TrainingEpisode]) -> dict[str, np.ndarray]:
     names = ("behaviour_logprobs", "versions", "rewards", "turn_end")
-    return arrays | {name: np.concatenate([getattr(e, name) for e in episodes]) for name in names}
+    return {name: np.concatenate([getattr(e, name) for e in episodes]) for name in names}
+
+
+def _ends(counts: np.ndarray) -> np.ndarray:
+    """Return bool [sum of counts], true at the last token of each episode."""
+    ends = np.zeros(counts.sum(), dtype=bool)
+    ends[counts.cumsum() - 1] = True
+    return ends
+
+
+def _whole_episodes(episodes: Sequence[TrainingEpisode]) -> WholeEpisodes:
+    """Return the columns of the episodes of which some are pieces."""
+    whole = [e.whole or e for e in episodes]
+    counts = np.array([e.num_sampled for e in whole])
+    starts = np.cumsum(counts) - counts
+    own = [start + e.first + np.arange(e.num_sampled) for start, e in zip(starts, episodes, strict=True)]
+    columns = _token_columns(whole) | {"episode_end": _ends(counts), "own": np.concatenate(own)}
+    return WholeEpisodes(sampled=tuple(counts.tolist()), **{name: torch.from_numpy(a) for name, a in columns.items()})
 
 
 def empty_microbatch(decoder: ImageDecoder, token_id: int, context: Context = ALONE) -> Microbatch:
@@ -132,7 +154,7 @@ def empty_microbatch(decoder: ImageDecoder, token_id: int, context: Context = AL
     ids = np.full(2, token_id, dtype=np.int64)
     episode = TrainingEpisode(
         expanded=lambda: ExpandedTokens(ids, np.tile(np.arange(2), (4, 1)), np.array([1])),
-        documents=(2,),
+        documents=(Document(2, 1),),
         images=(),
         grids=(),
         behaviour_logprobs=np.zeros(1, dtype=np.float32),

@@ -35,7 +35,8 @@ class StepPlan:
     @property
     def parts(self) -> list[UpdatePlan]:
         """The plan's parts in the order in which they are computed."""
-        return [part for part in (self.beforehand, self.observed) if part is not None] + self.updates
+        of_updates = [part for update in self.updates for part in (update.pieces, update)]
+        return [part for part in (self.beforehand, self.observed, *of_updates) if part is not None]
 
     def images_of(self, rank: int, context_size: int, decoder: ImageDecoder) -> dict[str, Image]:
         """Return the images that a rank decodes in this step, by content hash.
@@ -44,13 +45,12 @@ class StepPlan:
         those of its whole microbatch.
         """
         context_group, position = divmod(rank, context_size)
-        batches = [chosen for part in self.parts for chosen in part.bins[context_group]]
+        batches = [chosen for part in self.parts for chosen in part.of_groups[context_group]]
         if context_size > 1:  # without sharing, the probe's images are among those of its microbatch
-            batches += [probe_of(update.bins[context_group]) for update in self.updates]
+            batches += [probe_of(update.of_groups[context_group]) for update in self.updates]
         images: dict[str, Image] = {}
         for chosen in batches:
-            episodes = shortest_first([self.episodes[i] for i in chosen])
-            dealt, _ = deal_images([e.images for e in episodes], decoder, context_size)
+            dealt, _ = deal_images([e.images for e in shortest_first(chosen)], decoder, context_size)
             images |= {image.content_hash: image for image in dealt[position]}
         return images
 

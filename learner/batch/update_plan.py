@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
-from learner.batch.binning import Bins, assign_microbatches, assign_neighbours, probe_of
-from learner.batch.episodes import TrainingEpisode
+from learner.batch.binning import assign_microbatches, assign_neighbours, probe_of
+from learner.batch.episodes import TrainingEpisode, pieces_of
 from learner.distributed import Ranks
 from shared.config.learner_section import LearnerConfig
 from shared.families.model_sizes import ModelSizes
+
+Microbatches = list[list[TrainingEpisode]]  # episodes, or pieces of those that are longer than a microbatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,10 +23,12 @@ class UpdatePlan:
 
     num_episodes: int
     num_tokens: int  # number of sampled tokens, including those of episodes whose loss is exactly 0
-    # The microbatches of each context group, as indices of the step's episodes; all groups have equally many.
-    bins: list[Bins]
-    microbatches: list[list[TrainingEpisode]]  # microbatches of this rank's context group
+    of_groups: list[Microbatches]  # of each context group; all groups have equally many microbatches
+    microbatches: Microbatches  # of this rank's context group
     probe: list[TrainingEpisode]  # some episodes of the last microbatch
+    # Forwards of the pieces of divided episodes before the update, if the loss of a token depends on tokens of its
+    # episode in other pieces; None if no episode is divided, or no token depends on others.
+    pieces: UpdatePlan | None = None
 
 
 def plan_update(
@@ -41,23 +45,36 @@ def plan_update(
     `sizes`: None if the model's sizes are unknown. Episodes whose loss is exactly 0 are in no microbatch, unless
     `keep_all` is set.
     """
-    useful = [i for i in indices if keep_all or not has_no_loss(episodes[i], config)]
-    num_groups = ranks.size // ranks.context.size
-    bins: list[Bins] = [[] for _ in range(num_groups)]
-    if useful:
-        lengths = [episodes[i].num_tokens for i in useful]
-        costs = None if sizes is None else forward_costs([episodes[i] for i in useful], sizes)
-        assign = assign_microbatches if config.group_size == 1 else assign_neighbours
-        of_groups = assign(lengths, num_groups, config.parallel.microbatch_tokens * ranks.context.size, costs)
-        bins = [[[useful[i] for i in positions] for positions in of_group] for of_group in of_groups]
-    own = bins[ranks.context_group]
-    return UpdatePlan(
+    budget = config.parallel.microbatch_tokens * ranks.context.size
+    useful = [episodes[i] for i in indices if keep_all or not has_no_loss(episodes[i], config)]
+    computed = [piece for episode in useful for piece in pieces_of(episode, budget)]
+    of_groups = _of_groups(computed, config, ranks, sizes)
+    divided = [piece for piece in computed if piece.whole is not None]
+    plan = UpdatePlan(
         num_episodes=len(indices),
         num_tokens=sum(episodes[i].num_sampled for i in indices),
-        bins=bins,
-        microbatches=[[episodes[i] for i in chosen] for chosen in own],
-        probe=[episodes[i] for i in probe_of(own)],
+        of_groups=of_groups,
+        microbatches=of_groups[ranks.context_group],
+        probe=probe_of(of_groups[ranks.context_group]),
     )
+    if not divided or not config.objective.couples_tokens:
+        return plan
+    first = _of_groups(divided, config, ranks, sizes)
+    return replace(plan, pieces=UpdatePlan(0, 0, first, first[ranks.context_group], []))
+
+
+def _of_groups(
+    computed: Sequence[TrainingEpisode], config: LearnerConfig, ranks: Ranks, sizes: ModelSizes | None
+) -> list[Microbatches]:
+    """Return the microbatches of each context group for episodes and pieces."""
+    num_groups = ranks.size // ranks.context.size
+    if not computed:
+        return [[] for _ in range(num_groups)]
+    lengths = [episode.num_tokens for episode in computed]
+    costs = None if sizes is None else forward_costs(computed, sizes)
+    assign = assign_microbatches if config.group_size == 1 else assign_neighbours
+    of_groups = assign(lengths, num_groups, config.parallel.microbatch_tokens * ranks.context.size, costs)
+    return [[[computed[i] for i in positions] for positions in of_group] for of_group in of_groups]
 
 
 def has_no_loss(episode: TrainingEpisode, config: LearnerConfig) -> bool:
@@ -75,7 +92,8 @@ def forward_costs(episodes: Sequence[TrainingEpisode], sizes: ModelSizes) -> lis
         new = {image.content_hash: grid for image, grid in images if image.content_hash not in seen}
         seen |= new.keys()
         patches = [prod(grid) for grid in new.values()]
-        costs.append(sizes.forward_flops(episode.documents, patches, episode.num_sampled))
+        lengths = [document.num_tokens for document in episode.documents]
+        costs.append(sizes.forward_flops(lengths, patches, episode.num_sampled))
     return costs
 
 

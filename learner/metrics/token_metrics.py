@@ -107,11 +107,14 @@ class TokenStats:
         self._edges = torch.tensor(_EDGES, device=device)
 
     @torch.no_grad()
-    def add(self, lags_N: Tensor, columns: dict[str, Tensor]) -> None:
-        """Add tokens. `lags_N`: versions between sampling and training; `columns`: from `loss_columns`."""
-        lag_N = torch.bucketize(lags_N, self._edges, right=True)
+    def add(self, lags_N: Tensor, columns: dict[str, Tensor], own: Tensor | None = None) -> None:
+        """Add tokens of whole episodes. `lags_N`: versions between sampling and training; `columns`: from
+        `loss_columns`; `own`: positions of those that count, None = all."""
         fresh_N = fresh_tokens(lags_N, columns["episode_end"])
         columns = columns | {"fresh": fresh_N, "fresh_gap": torch.where(fresh_N, columns["abs_gap"], 0.0)}
+        if own is not None:
+            lags_N, columns = lags_N[own], {name: column[own] for name, column in columns.items()}
+        lag_N = torch.bucketize(lags_N, self._edges, right=True)
         self._by_lag.index_add_(0, lag_N, _rows(columns, COLUMNS))
         self._by_turn.index_add_(0, columns["turn"].clamp(max=len(TURNS) - 1), _rows(columns, TURN_COLUMNS))
         log_rhos_N = columns["log_rho"].double()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from learner.batch.microbatch import Microbatch
-from learner.distributed import Ranks, all_sum
+from learner.distributed import Ranks, all_max, all_sum
 from learner.objective.loss_records import Loss, Tokens
 from learner.recording.episode_records import evenly
 from shared.config.sections import RecordConfig
@@ -45,33 +45,42 @@ class RecordedColumns:
         """Prepare for some episodes. `lengths`: sampled tokens of each by its index in the step, the same on every
         rank."""
         self._lengths = lengths
-        self._added: dict[int, Tensor] = {}
+        self._added: dict[tuple[int, int], tuple[int, Tensor]] = {}  # (index, first token) -> (update, columns)
         self._columns: dict[int, np.ndarray] = {}
 
     @property
     def indices(self) -> frozenset[int]:
         return frozenset(self._lengths)
 
-    def add(self, batch: Microbatch, columns_CN: Tensor) -> None:
-        """Add the columns of one microbatch. If several passes train on an episode, the columns of the first pass are
-        kept."""
-        for index, (start, end) in zip(batch.indices, pairwise([0, *accumulate(batch.sampled)]), strict=True):
-            if index in self._lengths and index not in self._added:
-                self._added[index] = columns_CN[:, start:end]
+    def add(self, batch: Microbatch, columns_CN: Tensor, update: int) -> None:
+        """Add the columns of one microbatch of an update, counted from 0. If several passes train on an episode, the
+        columns of the first pass are kept."""
+        spans = pairwise([0, *accumulate(batch.sampled)])
+        for index, first, (start, end) in zip(batch.indices, batch.firsts, spans, strict=True):
+            if index in self._lengths and (index, first) not in self._added:
+                self._added[index, first] = update, columns_CN[:, start:end]
 
     def gather(self, ranks: Ranks) -> None:
         """Collect the columns of all ranks on every rank; a collective."""
-        starts = [0, *accumulate(self._lengths.values())]
-        # last row: 1 where the columns are known
-        together = torch.zeros(len(COLUMNS) + 1, starts[-1], device=ranks.device)
-        for (index, length), start in zip(self._lengths.items(), starts, strict=False):
-            if index in self._added:
-                together[:-1, start : start + length] = self._added[index]
-                together[-1, start : start + length] = 1
-        rows = all_sum(together, ranks).cpu().numpy()
-        for (index, length), start in zip(self._lengths.items(), starts, strict=False):
-            if length and rows[-1, start] == 1:
-                self._columns[index] = rows[:-1, start : start + length]
+        *places, total = accumulate(self._lengths.values(), initial=0)
+        starts = dict(zip(self._lengths, places, strict=True))
+        # Another pass may have been on another rank: of each token the first update counts.
+        earliness = torch.full((total,), -torch.inf, device=ranks.device)
+        for (index, first), (update, columns) in self._added.items():
+            start = starts[index] + first
+            earliness[start : start + columns.shape[1]] = -update
+        own = earliness.clone()
+        all_max(earliness, ranks)
+        together = torch.zeros(len(COLUMNS), total, device=ranks.device)
+        for (index, first), (_, columns) in self._added.items():
+            start = starts[index] + first
+            together[:, start : start + columns.shape[1]] = columns
+        rows = all_sum(together.masked_fill(own < earliness, 0.0), ranks).cpu().numpy()
+        known = earliness.isfinite().cpu().numpy()
+        for index, length in self._lengths.items():
+            span = slice(starts[index], starts[index] + length)
+            if length and known[span].all():
+                self._columns[index] = rows[:, span]
         self._added.clear()
 
     def columns(self, index: int) -> np.ndarray | None:

@@ -1,5 +1,5 @@
-"""Logprobs that are computed before a step's first update: those of the policy as the step begins, and of the
-reference."""
+"""Columns of tokens that are computed by forwards without gradient: before a step's first update the logprobs of the
+policy as the step begins and of the reference; before an update what its pieces of episodes need of each other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from torch import Tensor
 
 from learner.batch.episodes import TrainingEpisode
 from learner.batch.microbatch import Microbatch
+from learner.batch.update_plan import UpdatePlan
 from learner.distributed import all_sum
+from learner.model.context_collectives import lowest
+from learner.model.sharding import forward_only
 from learner.objective.advantages import penalised_advantages
 from learner.training.models import Models
 
 
-class PrecomputedLogprobs:
-    """Columns for a step's sampled tokens, on this rank's device, that every update uses."""
+class PrecomputedColumns:
+    """Columns for the sampled tokens of some of a step's episodes, on this rank's device."""
 
     def __init__(self, episodes: Sequence[TrainingEpisode] = ()) -> None:
         ends = np.cumsum([0, *(e.num_sampled for e in episodes)]).tolist()
@@ -34,8 +37,25 @@ class PrecomputedLogprobs:
         self._columns[name] = values
 
     def positions(self, batch: Microbatch) -> list[slice]:
-        """Return the slice of a column for each of a microbatch's episodes."""
-        return [] if batch.empty else [self._spans[index] for index in batch.indices]
+        """Return the slice of a column for each of a microbatch's episodes or pieces."""
+        if batch.empty:
+            return []
+        starts = [self._spans[index].start + first for index, first in zip(batch.indices, batch.firsts, strict=True)]
+        return [slice(start, start + count) for start, count in zip(starts, batch.sampled, strict=True)]
+
+    def of_whole_episodes(self, name: str, batch: Microbatch) -> Tensor | None:
+        """Return a column for the whole episodes of a microbatch with pieces, float32 [W], with 1 for episodes that are
+        not among these; None if it was not computed."""
+        if name not in self._columns:
+            return None
+        assert batch.whole is not None
+        column, places = self._columns[name], zip(batch.indices, batch.whole.sampled, strict=True)
+        return torch.cat([column[self._spans[i]] if i in self._spans else column.new_ones(n) for i, n in places])
+
+    def lower_to_episodes(self, name: str) -> None:
+        """Replace a column by each episode's minimum."""
+        for span in self._spans.values():
+            self._columns[name][span] = self._columns[name][span].amin()
 
     def add_to(self, batch: Microbatch) -> Microbatch:
         """Return the microbatch with the precomputed columns of its tokens."""
@@ -51,13 +71,13 @@ class PrecomputedLogprobs:
 @torch.no_grad()
 def precompute_logprobs(
     episodes: Sequence[TrainingEpisode], batches: Iterator[Microbatch], models: Models
-) -> PrecomputedLogprobs:
+) -> PrecomputedColumns:
     """Return the logprobs of policy and reference for a step's episodes, as the step begins. A collective.
 
     `batches`: microbatches of all episodes that have a loss. If the KL is part of group-relative rewards, the resulting
     advantages are returned too.
     """
-    precomputed = PrecomputedLogprobs(episodes)
+    precomputed = PrecomputedColumns(episodes)
     wanted = models.beforehand
     columns = torch.zeros(2, precomputed.num_tokens, device=models.ranks.device)  # row 0: policy, row 1: reference
     for batch in batches:
@@ -85,3 +105,42 @@ def _divergences(columns: Tensor, counts: list[int]) -> list[float]:
     ends = np.cumsum(counts)[:-1]
     proximal, reference = (np.split(row, ends) for row in columns.cpu().numpy())
     return [float((p.astype(np.float64) - r).sum()) for p, r in zip(proximal, reference, strict=True)]
+
+
+@torch.no_grad()
+def precompute_pieces(plan: UpdatePlan, batches: Iterator[Microbatch], models: Models) -> PrecomputedColumns:
+    """Return what the pieces of an update's divided episodes need of each other, with the policy as the update begins.
+    A collective.
+
+    These are logprobs, values, the reference's logprobs, and `readable`: 0 where any image of the episode is not.
+
+    `batches`: the plan's microbatches of pieces.
+    """
+    objective, ranks = models.config.objective, models.ranks
+    pieces = [piece for of_group in plan.of_groups for chosen in of_group for piece in chosen]
+    whole = {piece.index: piece.whole for piece in pieces if piece.whole is not None}
+    columns = PrecomputedColumns([whole[index] for index in sorted(whole)])
+    names = ["logprobs", "values", "readable"]
+    reads_reference = objective.kl_in_reward and models.reference is not None and not models.beforehand.reference
+    if reads_reference:
+        names.append("reference_logprobs")
+    rows = torch.zeros(len(names), columns.num_tokens, device=ranks.device)
+    for batch in batches:
+        output = forward_only(models.policy, batch, models.temperature, return_lower=models.num_common)
+        values = [output.logprobs, output.values, lowest(batch.readable, batch.shard)]
+        if reads_reference:
+            assert models.reference is not None
+            reference = forward_only(
+                models.reference, batch, models.temperature, output.lower, return_lower=models.num_common
+            )
+            values.append(reference.logprobs)
+        spans = columns.positions(batch)
+        if spans and ranks.context.leads:
+            for row, values_N in zip(rows, values, strict=True):
+                for span, part in zip(spans, values_N.split(batch.sampled), strict=True):
+                    row[span] = part
+    all_sum(rows, ranks)
+    for name, row in zip(names, rows, strict=True):
+        columns.set_column(name, row)
+    columns.lower_to_episodes("readable")
+    return columns

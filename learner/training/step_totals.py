@@ -15,7 +15,7 @@ from learner.metrics.throughput import Clock, speed
 from learner.metrics.token_metrics import TokenStats
 from learner.objective.advantages import Scaling
 from learner.recording.recorded_columns import RecordedColumns
-from learner.training.precomputed import PrecomputedLogprobs
+from learner.training.precomputed import PrecomputedColumns
 from shared.types import PolicyVersion
 
 
@@ -28,8 +28,10 @@ class StepTotals:
     clock: Clock
     stats: TokenStats  # of the updates' tokens
     observed: TokenStats  # of tokens in episodes that no update computes
-    precomputed: PrecomputedLogprobs  # columns computed before the step's first update
+    precomputed: PrecomputedColumns  # columns computed before the step's first update
     recorded: RecordedColumns | None = None  # collects columns of tokens
+    # what the pieces of an update's divided episodes need of each other
+    pieces: PrecomputedColumns = field(default_factory=PrecomputedColumns)
     loads: list[Load] = field(default_factory=list)  # one for each microbatch of this rank
     # for each update the norms of its gradient's parts, before any clip
     norms: list[list[float]] = field(default_factory=list)

@@ -37,7 +37,7 @@ from learner.recording.recorded_columns import RecordedColumns
 from learner.training.guard_state import GuardState
 from learner.training.models import Beforehand, Models
 from learner.training.optim import lr_factor, make_optimizer, set_learning_rates
-from learner.training.precomputed import PrecomputedLogprobs, precompute_logprobs
+from learner.training.precomputed import PrecomputedColumns, precompute_logprobs
 from learner.training.step_totals import StepTotals
 from learner.training.update import make_update, observe, policy_divergence
 from shared.config.learner_section import LearnerConfig
@@ -126,7 +126,7 @@ class Trainer:
         )
         scaling = self.scale(plan.episodes).on(ranks.device)
         stats, observed = TokenStats(ranks.device), TokenStats(ranks.device)
-        totals = StepTotals(version, scaling, clock, stats, observed, PrecomputedLogprobs(), recorded)
+        totals = StepTotals(version, scaling, clock, stats, observed, PrecomputedColumns(), recorded)
         factor, policy_factor = lr_factor(self.num_steps, config), scaling.rate * self.guard.brake
         set_learning_rates(self.optimizer, factor, policy_factor)
         images_of = partial(plan.images_of, context_size=ranks.context.size, decoder=self.decoder)

@@ -6,6 +6,7 @@ Shape suffixes: N = sampled tokens of one microbatch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 import torch
@@ -16,14 +17,16 @@ from learner.batch.microbatch import Microbatch
 from learner.batch.rank_load import load_of
 from learner.batch.update_plan import UpdatePlan
 from learner.distributed import Ranks, all_sum
-from learner.metrics.token_metrics import loss_columns
+from learner.metrics.token_metrics import TokenStats, loss_columns
 from learner.model.context_collectives import lowest
 from learner.model.policy import PolicyOutput
 from learner.model.sharding import add_up_replicas, forward_only
+from learner.objective.loss_records import Loss, Tokens
 from learner.objective.objectives import loss_of
 from learner.recording.recorded_columns import recorded_columns
 from learner.training.models import Models
 from learner.training.optim import clip_, local_gradients, squares
+from learner.training.precomputed import precompute_pieces
 from learner.training.step_totals import StepTotals
 from learner.training.token_inputs import make_tokens
 from shared.config.learner_section import LearnerConfig
@@ -48,6 +51,10 @@ def make_update(
     sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)  # loss, dropped weights, KL, tokens
     optimizer.zero_grad()
     totals.clock.lap("prepare")
+    if plan.pieces is not None:
+        first = islice(batches, len(plan.pieces.microbatches))
+        totals.pieces = precompute_pieces(plan.pieces, first, models)
+        totals.clock.lap("forward")
     for left in reversed(range(len(plan.microbatches))):
         batch = totals.precomputed.add_to(next(batches))
         totals.loads.append(load_of(batch, models.sizes))
@@ -76,7 +83,7 @@ def observe(batches: Iterable[Microbatch], models: Models, totals: StepTotals) -
         if models.ranks.context.leads and not batch.empty:
             tokens = make_tokens(batch, output, None, None, torch.ones_like(batch.episode_tokens))
             loss = loss_of(tokens, models.config.objective, totals.scaling)
-            totals.observed.add(totals.version - batch.versions, loss_columns(tokens, loss))
+            _add_up(batch, totals.observed, tokens, loss, totals)
 
 
 def weighs_episodes(config: LearnerConfig) -> bool:
@@ -127,18 +134,46 @@ def microbatch_loss(
     if objective.proximal == "learner":  # in a step's only update the policy is still what it was
         proximal = output.logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
     weights = 1.0 / batch.episode_tokens if weighs_episodes(models.config) else torch.ones_like(batch.episode_tokens)
-    readable = lowest(batch.readable, batch.shard)
-    tokens = make_tokens(batch, output, reference, proximal, weights * readable)
+    readable, others = lowest(batch.readable, batch.shard), _of_other_pieces(batch, totals)
+    if batch.whole is not None and "readable" in others:
+        divided = torch.zeros_like(batch.whole.rewards).index_put((batch.whole.own,), readable)
+        readable = torch.minimum(divided, others["readable"])[batch.whole.own]
+    tokens = make_tokens(batch, output, reference, proximal, weights * readable, others)
     loss = loss_of(tokens, objective, totals.scaling)
     if ranks.context.leads:  # the other ranks of the group have the same tokens
-        totals.stats.add(totals.version - batch.versions, loss_columns(tokens, loss))
+        _add_up(batch, totals.stats, tokens, loss, totals)
         if totals.recorded is not None:
-            totals.recorded.add(batch, recorded_columns(tokens, loss))
+            columns = recorded_columns(tokens, loss)
+            own_columns = columns if batch.whole is None else columns[:, batch.whole.own]
+            totals.recorded.add(batch, own_columns, update=len(totals.divergences))
     dropped = (weights * (1.0 - readable)).sum()
     if loss.dropped is not None:
         dropped = dropped + (tokens.weights * loss.dropped.any_N).sum()
     # Every output takes part in every backward, since the other ranks may use it.
     return [loss.total / divisor + unused, dropped, *divergence]
+
+
+def _of_other_pieces(batch: Microbatch, totals: StepTotals) -> dict[str, Tensor]:
+    """Return what is known of the other pieces of a microbatch's episodes: columns [W] by name; none for whole
+    episodes."""
+    if batch.whole is None:
+        return {}
+    names = ("logprobs", "values", "readable", "reference_logprobs")
+    found = {name: totals.pieces.of_whole_episodes(name, batch) for name in names}
+    found["proximal_logprobs"] = found["logprobs"]  # in a step's only update
+    for name in ("proximal_logprobs", "reference_logprobs"):
+        before = totals.precomputed.of_whole_episodes(name, batch)
+        found[name] = found[name] if before is None else before
+    return {name: column for name, column in found.items() if column is not None}
+
+
+def _add_up(batch: Microbatch, stats: TokenStats, tokens: Tokens, loss: Loss, totals: StepTotals) -> None:
+    """Add a microbatch's tokens to the sums for metrics."""
+    columns = loss_columns(tokens, loss)
+    if batch.whole is None:
+        stats.add(totals.version - batch.versions, columns)
+    else:
+        stats.add(totals.version - batch.whole.versions, columns, own=batch.whole.own)
 
 
 def policy_divergence(batch: Microbatch, logprobs_N: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:

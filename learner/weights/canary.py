@@ -20,7 +20,7 @@ from PIL import Image as PILImage
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer
 
-from learner.batch.episodes import ExpandedTokens, TrainingEpisode
+from learner.batch.episodes import Document, ExpandedTokens, TrainingEpisode
 from learner.batch.image_decoder import ImageDecoder
 from learner.batch.microbatch import Microbatch
 from learner.batch.packer import pack
@@ -73,7 +73,7 @@ class Canary:
         zeros = np.zeros(len(targets), dtype=np.float32)
         episode = TrainingEpisode(
             expanded=lambda: ExpandedTokens(ids, positions, targets),
-            documents=(len(ids),),
+            documents=(Document(len(ids), len(targets), 1),),
             images=(self.image,),
             grids=(grid,),
             behaviour_logprobs=zeros,

@@ -179,6 +179,12 @@ class ObjectiveConfig(Section):
         return self.spec.clips and (not self.spec.clip_setting or bool(getattr(self, self.spec.clip_setting)))
 
     @property
+    def couples_tokens(self) -> bool:
+        """True if a token's loss depends on the probabilities or values of its episode's other turns."""
+        masks_episodes = self.mask_sequence_ratio is not None or self.mask_veto_ratio is not None
+        return self.has_critic or self.spec.has_episode_ratios or masks_episodes
+
+    @property
     def skips_zero_advantage(self) -> bool:
         """True if the loss of an episode with advantage 0 is exactly 0, whatever probabilities the policy gives its
         tokens."""

@@ -24,6 +24,7 @@ class ObjectiveSpec:
     is_group_relative: bool = False  # advantages compare the episodes of one sample
     has_critic: bool = False  # it uses and trains the value head
     has_traces: bool = False  # it multiplies ratios along V-trace's traces
+    has_episode_ratios: bool = False  # a token's weight depends on the ratios of its whole episode
     clips: bool = True  # it drops the gradient of tokens whose ratio is far from 1
     clip_setting: str = ""  # name of the setting in learner.objective that switches the clip off; "" = none
     zero_advantage_means_zero_loss: bool = False  # such episodes are then left out of the microbatches
@@ -42,7 +43,13 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
         ),
         ObjectiveSpec(name="ppo", loss=f"{_MODULE}:ppo", has_critic=True),
         ObjectiveSpec(name="grpo", loss=f"{_MODULE}:grpo", is_group_relative=True, zero_advantage_means_zero_loss=True),
-        ObjectiveSpec(name="gspo", loss=f"{_MODULE}:gspo", is_group_relative=True, zero_advantage_means_zero_loss=True),
+        ObjectiveSpec(
+            name="gspo",
+            loss=f"{_MODULE}:gspo",
+            is_group_relative=True,
+            has_episode_ratios=True,
+            zero_advantage_means_zero_loss=True,
+        ),
         ObjectiveSpec(
             name="cispo",
             loss=f"{_MODULE}:cispo",

@@ -18,7 +18,7 @@ from learner.metrics.token_metrics import TokenStats
 from learner.model import attention
 from learner.objective.advantages import Scaling
 from learner.setup import build_trainer
-from learner.training.precomputed import PrecomputedLogprobs
+from learner.training.precomputed import PrecomputedColumns
 from learner.training.step_totals import StepTotals
 from learner.training.update import accumulate_gradient
 from shared.config.recipe import Recipe, load_recipe
@@ -163,7 +163,7 @@ def test_a_microbatch_waits_for_the_gpu_at_most_twice(tmp_path, ranks):
     episodes = make_episodes(groups, trainer.decoder, trainer.config.objective)
     scaling = Scaling().on(ranks.device)
     totals = StepTotals(
-        1, scaling, Clock(ranks.device), TokenStats(ranks.device), TokenStats(ranks.device), PrecomputedLogprobs()
+        1, scaling, Clock(ranks.device), TokenStats(ranks.device), TokenStats(ranks.device), PrecomputedColumns()
     )
     with prefetch(trainer.packer.pack, [episodes], ranks.device) as batches:
         for number, batch in enumerate(batches):

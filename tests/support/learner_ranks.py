@@ -43,7 +43,7 @@ from shared.config.recipe import Recipe
 from shared.config.sections import EnvConfig, ModelConfig, RecordConfig
 from shared.types import Group
 from shared.vision import VisionSpec
-from tests.support.episodes import learner_config, random_groups
+from tests.support.episodes import joined, learner_config, random_groups
 from tests.support.publishing import publish_settings
 from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES
 from tests.support.ranks.checks import said_by_the_check
@@ -92,9 +92,13 @@ def recipe_of(config: LearnerConfig) -> Recipe:
 
 
 def groups_of_step(spec: VisionSpec, step: int, num_groups: int) -> list[Group]:
+    """Return groups of two episodes, one more whose episodes have three segments and are longer than most cases'
+    microbatches, and one of text."""
     sides = (64, 96) if spec.patch_size == 16 else (56, 84, 140)  # sides of images that are not resized
     groups = random_groups(spec, num_groups, seed=10 * step, turns=2, group_size=2, sides=sides)
-    return groups + random_groups(spec, 1, seed=10 * step + 9, turns=1, with_images=False)
+    parts = random_groups(spec, 2 if num_groups else 0, seed=10 * step + 5, turns=1, group_size=3, sides=sides)
+    segmented = [Group("segmented", "tester", tuple(joined(part.trajectories) for part in parts))] if parts else []
+    return groups + segmented + random_groups(spec, 1, seed=10 * step + 9, turns=1, with_images=False)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

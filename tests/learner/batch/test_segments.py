@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from learner.batch.episodes import check_group, make_episode
+from learner.batch.episodes import check_group, make_episode, pieces_of
 from learner.batch.image_decoder import ImageDecoder
 from learner.batch.packer import pack
 from learner.model.policy import load_policy
 from learner.objective.objectives import loss_of
+from learner.recording.recorded_columns import watch
 from learner.training.token_inputs import make_tokens
 from learner.training.trainer import Trainer
 from shared.config.objective_section import ObjectiveConfig
-from shared.types import Group
+from shared.config.sections import RecordConfig
+from shared.types import Group, Image
 from tests.support.episodes import joined, learner_config, on_policy, packed, random_trajectory
+from tests.support.ranks.doubled import in_float64
 
 
 @pytest.fixture
@@ -31,12 +37,12 @@ def test_positions_and_lengths_begin_anew_in_each_segment(spec):
     decoder = ImageDecoder(spec)
     whole = make_episode(joined(parts), 0.0, decoder, ObjectiveConfig())
     alone = [make_episode(part, 0.0, decoder, ObjectiveConfig()) for part in parts]
-    assert whole.documents == tuple(part.num_tokens for part in alone)
-    assert whole.num_tokens == sum(whole.documents)
+    assert whole.documents == tuple(part.documents[0] for part in alone)
+    assert whole.num_tokens == sum(part.num_tokens for part in alone)
     expanded, pieces = whole.expanded(), [part.expanded() for part in alone]
     assert (expanded.input_ids == np.concatenate([piece.input_ids for piece in pieces])).all()
     assert (expanded.position_ids == np.concatenate([piece.position_ids for piece in pieces], axis=1)).all()
-    starts = np.cumsum([0, *whole.documents])
+    starts = np.cumsum([0, *(part.num_tokens for part in alone)])
     targets = np.concatenate([piece.targets + start for piece, start in zip(pieces, starts, strict=False)])
     assert (expanded.targets == targets).all()
 
@@ -123,3 +129,123 @@ def test_what_a_step_could_not_train_on_is_refused_by_its_longest_segment(spec):
     check_group(group, decoder, max_context=longest)
     with pytest.raises(ValueError, match=f"an episode of {longest} tokens"):
         check_group(group, decoder, max_context=longest - 1)
+
+
+# ---------------------------------------------------------------------- episodes that are longer than a microbatch
+
+
+def test_an_episode_longer_than_a_microbatch_is_divided_between_its_segments(spec):
+    parts = [random_trajectory(spec, seed, turns=1) for seed in range(5)]
+    decoder = ImageDecoder(spec)
+    whole = make_episode(joined(parts), 0.5, decoder, ObjectiveConfig(), group=2, index=7)
+    alone = [make_episode(part, 0.0, decoder, ObjectiveConfig()) for part in parts]
+    budget = max(a.num_tokens + b.num_tokens for a, b in pairwise(alone))
+    pieces = pieces_of(whole, budget)
+    assert 2 <= len(pieces) < 5 and all(piece.num_tokens <= budget for piece in pieces)
+    assert pieces_of(whole, whole.num_tokens) == [whole]
+    assert [len(piece.documents) for piece in pieces_of(whole, 1)] == [1] * 5  # a longer segment is a piece of its own
+    assert [d for piece in pieces for d in piece.documents] == list(whole.documents)
+    assert [i for piece in pieces for i in piece.images] == list(whole.images)
+    for name in ("behaviour_logprobs", "versions", "rewards", "turn_end"):
+        assert (np.concatenate([getattr(piece, name) for piece in pieces]) == getattr(whole, name)).all()
+    assert [piece.first for piece in pieces] == [0, *accumulate(p.num_sampled for p in pieces[:-1])]
+    assert {(piece.advantage, piece.group, piece.index) for piece in pieces} == {(0.5, 2, 7)}
+    expanded = [piece.expanded() for piece in pieces]
+    assert (np.concatenate([e.input_ids for e in expanded]) == whole.expanded().input_ids).all()
+    assert (np.concatenate([e.position_ids for e in expanded], axis=1) == whole.expanded().position_ids).all()
+    ids = np.concatenate([e.input_ids[e.targets] for e in expanded])
+    assert (ids == whole.expanded().input_ids[whole.expanded().targets]).all()
+
+
+def segmented_groups(policy, spec, *, spoilt=False):
+    """Return groups whose episodes have one to five segments; the second episode of each is far from the policy.
+    `spoilt`: the first one's last image cannot be read."""
+    made = []
+    for group, lengths in enumerate(((5, 3), (1, 4), (2, 1))):
+        of_group = []
+        for number, count in enumerate(lengths):
+            seed = 100 * group + 10 * number
+            parts = [random_trajectory(spec, seed + i, turns=1 + i % 2, version=i % 2) for i in range(count)]
+            episode = on_policy(policy, joined(parts) if count > 1 else parts[0], noise=0.2 + 0.6 * number)
+            of_group.append(replace(episode, reward=float(number + group)))
+        made.append(Group(f"g{group}", "tester", tuple(of_group)))
+    if spoilt:
+        first, second = made[0].trajectories
+        data = bytearray(first.images[-1].data)
+        data[-30:-12] = bytes(18)  # behind the head, which tells the size
+        first = replace(first, images=(*first.images[:-1], Image.of(bytes(data))))
+        made[0] = Group("g0", "tester", (first, second))
+    return made
+
+
+def two_steps(folder, spec, ranks, settings, microbatch_tokens, *, spoilt=False):
+    """Return the metrics of two steps, the columns recorded in the first, and the weights after them."""
+    torch.manual_seed(0)
+    policy = load_policy(str(folder), spec)
+    torch.nn.init.normal_(policy.value_head.weight)
+    fixed = {"lr": 1e-3, "group_size": 2, "warmup_steps": 0, "microbatch_tokens": microbatch_tokens}
+    config = learner_config(**fixed | settings)
+    reference = None
+    if config.objective.has_reference:
+        reference = load_policy(str(folder), spec)
+        with torch.no_grad():
+            for p in reference.vlm.parameters():
+                p.mul_(1.1)
+        reference.requires_grad_(False)
+    trainer = Trainer(policy, config, ranks, reference=reference)
+    groups = segmented_groups(policy, spec, spoilt=spoilt)
+    recorded = watch(groups, 1, RecordConfig(every=1, groups=3))
+    metrics = [trainer.step(groups, 1, recorded), trainer.step(groups, 2)]
+    columns = {index: recorded.columns(index) for index in recorded.indices}
+    return metrics, columns, {n: p.detach().clone() for n, p in policy.named_parameters()}
+
+
+COUPLED = {
+    "vtrace": {},
+    "vtrace by turn": {
+        "vtrace_level": "turn",
+        "turn_ratio": "product",
+        "rho_noise": 0.1,
+        "aggregation": "sequence_mean",
+    },
+    "ppo, several updates": {"objective": "ppo", "passes": 2, "minibatches": 2, "proximal": "learner"},
+    "vtrace, KL in the reward": {"kl_coef": 0.3, "kl_in_reward": True},
+    "vtrace, masks of episodes": {"mask_sequence_ratio": (0.8, 1.2), "mask_veto_ratio": 0.05, "entropy_coef": 0.01},
+    "grpo": {"objective": "grpo"},
+    "grpo, an entropy bonus": {"objective": "grpo", "entropy_coef": 0.01, "aggregation": "sequence_mean"},
+    "gspo": {"objective": "gspo", "clip_low": 0.3, "clip_high": 0.3, "aggregation": "sequence_mean"},
+    "cispo, masks of episodes": {"objective": "cispo", "mask_sequence_ratio": (0.8, 1.2)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COUPLED)
+def test_a_step_on_divided_episodes_is_that_on_whole_ones(folder, spec, ranks, case):
+    """In float64. The second step begins with other weights and running moments."""
+    with in_float64():
+        results = [two_steps(folder, spec, ranks, COUPLED[case], tokens) for tokens in (100_000, 60)]
+    (whole, whole_columns, weights), (divided, columns, others) = results
+    assert divided[0]["batch/microbatches"] > 3 * whole[0]["batch/microbatches"]
+    for one, other in zip(whole, divided, strict=True):
+        names = [n for n in one if not n.startswith(("time/", "speed/", "batch/")) and n != "optim/flops"]
+        assert {n: other[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=1e-9, abs=1e-12)
+    for index, expected in whole_columns.items():
+        assert (columns[index] is None) == (expected is None)
+        if expected is not None:
+            np.testing.assert_allclose(columns[index], expected, rtol=1e-6, atol=1e-9)
+    for name, expected in weights.items():
+        torch.testing.assert_close(others[name], expected, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["vtrace", "gspo"])
+def test_an_image_that_cannot_be_read_takes_out_all_pieces_of_its_episode(folder, spec, ranks, case):
+    with in_float64():
+        (whole, divided), (sound, _) = [
+            [two_steps(folder, spec, ranks, COUPLED[case], tokens, spoilt=spoilt) for tokens in (100_000, 60)]
+            for spoilt in (True, False)
+        ]
+    assert [one[0][0]["images/unreadable"] > 0 for one in (whole, divided, sound)] == [True, True, False]
+    for name, expected in whole[2].items():
+        torch.testing.assert_close(divided[2][name], expected, rtol=0, atol=1e-10, msg=name)
+    assert any(not torch.equal(expected, sound[2][name]) for name, expected in whole[2].items())

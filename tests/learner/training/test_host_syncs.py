@@ -19,7 +19,7 @@ from learner.metrics.token_metrics import TokenStats
 from learner.model import forwards
 from learner.model.policy import load_policy
 from learner.objective.advantages import Scaling
-from learner.training.precomputed import PrecomputedLogprobs
+from learner.training.precomputed import PrecomputedColumns
 from learner.training.step_totals import StepTotals
 from learner.training.trainer import Trainer
 from learner.training.update import accumulate_gradient
@@ -106,7 +106,7 @@ def waits(folder, sides, ranks) -> Iterator[tuple[str, str, HostSyncs]]:
             episodes = make_episodes(groups, trainer.decoder, config.objective)
             batch = trainer.packer.pack(episodes)
             assert (batch.packing.prefixes is not None) == (kind == "begun alike")
-            totals = StepTotals(1, Scaling(), Clock(CPU), TokenStats(CPU), TokenStats(CPU), PrecomputedLogprobs())
+            totals = StepTotals(1, Scaling(), Clock(CPU), TokenStats(CPU), TokenStats(CPU), PrecomputedColumns())
             with counted() as found, answers_travel(found):
                 found.keep(staying(batch))
                 accumulate_gradient(batch, 10, trainer.models, totals, last=True)
