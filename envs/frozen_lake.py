@@ -14,9 +14,10 @@ from pydantic import Field
 from envs.base import metadata_of, seed_of, setting
 from envs.board_env import ANSWER_FORM, SIZE_TEXT, BoardEnv, BoardSettings, GridSize, sizes_of
 from envs.board_env import random_response as random_response
-from envs.boards.lake import TILES, Lake, LakeSpec, lake_of, make_lake, shortest, slipped
+from envs.boards.lake import TILES, Lake, LakeSpec, lake_of, make_lake, slipped
 from envs.boards.lake_values import best_move, win_chance
 from envs.boards.lake_words import reading
+from envs.boards.walks import shortest_way
 from envs.env_settings import read_settings
 from envs.reasoning.board_facts import BoardFacts
 from envs.reasoning.forms import form_words
@@ -114,7 +115,7 @@ class FrozenLakeEnv(BoardEnv[Lake]):
         return goal if self.position.solved else hole if self.position.over else other
 
     def solution(self, position: Lake) -> list[str]:
-        return shortest(position)
+        return shortest_way(position)
 
     def reading(self, position: Lake) -> str:
         return reading(position)

@@ -12,8 +12,9 @@ from pydantic import Field
 from envs.base import Info, Observation, metadata_of, seed_of, setting
 from envs.board_env import ANSWER_FORM, SIZE_TEXT, BoardEnv, BoardSettings, GridSize, sizes_of
 from envs.board_env import random_response as random_response
-from envs.boards.maze_board import DOOR, TILES, MazeBoard, MazeSpec, make_maze, shortest
+from envs.boards.maze_board import DOOR, TILES, MazeBoard, MazeSpec, make_maze
 from envs.boards.maze_words import reading
+from envs.boards.walks import shortest_way
 from envs.env_settings import read_settings
 
 _RULES = f"Walk onto the key to take it; with it you can walk through the door. {ANSWER_FORM}"
@@ -79,7 +80,7 @@ class MazeEnv(BoardEnv[MazeBoard]):
         return reward + self.settings.goal_reward * self.success
 
     def solution(self, position: MazeBoard) -> list[str]:
-        return shortest(position)
+        return shortest_way(position)
 
     def reading(self, position: MazeBoard) -> str:
         return reading(position)

@@ -5,7 +5,6 @@ Cells are numbered row by row: cell = row * width + column.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from envs.boards.tile_sets import Grid
+from envs.splits import split_of_bytes
 
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
 SYMBOLS = "#_O√XPS"
@@ -155,4 +155,4 @@ def canonical(board: Grid) -> bytes:
 def split_of(board: Grid) -> str:
     """Return the split that a board belongs to: "heldout" for one class of symmetric boards in eight, else "train".
     It depends on the board alone."""
-    return "heldout" if hashlib.sha256(canonical(board)).digest()[0] < 32 else "train"
+    return split_of_bytes(canonical(board))

@@ -7,14 +7,14 @@ edge leads nowhere.
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from PIL import ImageDraw
 
-from envs.boards.board import MOVES, STEPS, split_of
+from envs.boards.board import STEPS, split_of
 from envs.boards.tile_sets import TileSet, disc, framed
+from envs.boards.walks import shortest_way
 
 ICE, HOLE, GOAL, PLAYER, PLAYER_IN_HOLE, PLAYER_AT_GOAL = range(6)
 SYMBOLS = "_OGPX√"
@@ -83,27 +83,6 @@ def slipped(rng: random.Random, move: str, success_rate: float) -> str:
     return SIDES[move][drawn >= success_rate + (1 - success_rate) / 2]
 
 
-def shortest(lake: Lake) -> list[str]:
-    """Return a shortest way to the goal on firm ice; [] if the player is there, or there is none."""
-    came: dict[int, tuple[Lake, str]] = {}
-    seen, queue = {lake.player}, deque([lake])
-    while queue:
-        now = queue.popleft()
-        if now.solved:
-            moves = []
-            while now.player != lake.player:
-                now, move = came[now.player]
-                moves.append(move)
-            return moves[::-1]
-        for move in MOVES:
-            after = now.moved(move)
-            if after.player not in seen:
-                seen.add(after.player)
-                came[after.player] = (now, move)
-                queue.append(after)
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class LakeSpec:
     """How random lakes are drawn. Of several sizes each lake draws one."""
@@ -132,7 +111,7 @@ def make_lake(seed: int | str, spec: LakeSpec) -> Lake:
         cells = bytearray(HOLE if rng.random() < spec.hole_chance else ICE for _ in range(size))
         cells[start], cells[goal] = ICE, GOAL
         lake = Lake(height, width, bytes(cells), start)
-        moves = len(shortest(lake))
+        moves = len(shortest_way(lake))
         if (
             moves
             and spec.min_solution <= moves <= spec.max_solution
@@ -153,7 +132,7 @@ def lake_of(rows: tuple[str, ...]) -> Lake:
     if text.count("S") != 1 or text.count("G") != 1:
         raise ValueError(f"desc = {list(rows)}: write one S and one G")
     lake = Lake(len(rows), len(rows[0]), bytes(LETTERS[letter] for letter in text), text.index("S"))
-    if not shortest(lake):
+    if not shortest_way(lake):
         raise ValueError(f"desc = {list(rows)}: no way leads from S to G")
     return lake
 

@@ -7,13 +7,13 @@ nowhere. The door is passed with the key, which is picked up by walking onto it.
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import dataclass, replace
 
 from PIL import ImageDraw
 
-from envs.boards.board import MOVES, STEPS, split_of
+from envs.boards.board import STEPS, split_of
 from envs.boards.tile_sets import TileSet, disc, framed
+from envs.boards.walks import shortest_way
 
 WALL, FLOOR, GOAL, KEY, DOOR, PLAYER, PLAYER_WITH_KEY, PLAYER_AT_GOAL = range(8)
 SYMBOLS = "#_GKDPH√"
@@ -71,28 +71,6 @@ class MazeBoard:
         return row * self.width + column if 0 <= row < self.height and 0 <= column < self.width else None
 
 
-def shortest(maze: MazeBoard) -> list[str]:
-    """Return a shortest way to the goal, by the key and through the door where that is needed; [] if the player is
-    there, or there is none."""
-    came: dict[MazeBoard, tuple[MazeBoard, str]] = {}
-    seen, queue = {maze}, deque([maze])
-    while queue:
-        now = queue.popleft()
-        if now.solved:
-            moves = []
-            while now != maze:
-                now, move = came[now]
-                moves.append(move)
-            return moves[::-1]
-        for move in MOVES:
-            after = now.moved(move)
-            if after not in seen:
-                seen.add(after)
-                came[after] = (now, move)
-                queue.append(after)
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class MazeSpec:
     """How random mazes are drawn. Of several sizes or numbers of walls each maze draws one."""
@@ -117,7 +95,7 @@ def make_maze(seed: int | str, spec: MazeSpec) -> MazeBoard:
     for _ in range(MAX_TRIES):
         height, width = spec.sizes[rng.randrange(len(spec.sizes))]
         maze = draw_maze(rng, height, width, spec.walls[rng.randrange(len(spec.walls))])
-        if not spec.min_solution <= len(shortest(maze)) <= spec.max_solution:
+        if not spec.min_solution <= len(shortest_way(maze)) <= spec.max_solution:
             continue
         if spec.split in ("", split_of(maze)):
             return maze

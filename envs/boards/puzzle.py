@@ -6,7 +6,6 @@ Solved, the tiles stand in order and the gap is last.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import random
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from PIL import ImageDraw, ImageFont
 
 from envs.boards.board import MOVES, STEPS
 from envs.boards.tile_sets import TileSet, framed
+from envs.splits import split_of_bytes
 
 GAP = 0
 MAX_TRIES = 20_000
@@ -180,8 +180,7 @@ def draw_puzzle(rng: random.Random, height: int, width: int, scramble: int) -> P
 
 def split_of_puzzle(puzzle: Puzzle) -> str:
     """Return the split of a puzzle: "heldout" for one in eight, else "train". It depends on the puzzle alone."""
-    digest = hashlib.sha256(bytes((puzzle.height, puzzle.width)) + puzzle.tiles).digest()
-    return "heldout" if digest[0] < 32 else "train"
+    return split_of_bytes(bytes((puzzle.height, puzzle.width)) + puzzle.tiles)
 
 
 _GROUND, _EDGE, _INK = 0, 1, 2

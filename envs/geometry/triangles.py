@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from pydantic import Field
 
 from envs.datasets import data_uri
 from envs.env_settings import EnvSettings
+from envs.splits import split_of_bytes
 
 Kind = Literal["angle_sum", "isosceles", "exterior", "right_angle", "pythagoras"]
 KIND_NAMES: tuple[Kind, ...] = get_args(Kind)
@@ -92,7 +92,7 @@ def rows(count: int, split: str = "", seed: int = 0) -> Iterator[dict[str, Any]]
 
 def _split_of(figure: _Figure) -> str:
     written = repr((figure.text, sorted(figure.corners), sorted(figure.sides)))
-    return "heldout" if hashlib.sha256(written.encode()).digest()[0] < 32 else "train"
+    return split_of_bytes(written.encode())
 
 
 def _angle_sum(rng: Random, step: int) -> _Figure:

@@ -10,9 +10,10 @@ from random import Random
 import pytest
 
 from envs.boards.board import MOVES, split_of
-from envs.boards.lake import Lake, LakeSpec, lake_of, make_lake, outcomes, shortest, slipped
+from envs.boards.lake import Lake, LakeSpec, lake_of, make_lake, outcomes, slipped
 from envs.boards.lake_values import best_move, win_chance
 from envs.boards.lake_words import reading
+from envs.boards.walks import shortest_way
 
 LAKE = lake_of(("SFH", "FFF", "HFG"))
 GYMNASIUM = lake_of(("SFFF", "FHFH", "FFFH", "HFFG"))
@@ -27,7 +28,7 @@ def walked(lake: Lake, moves: list[str]) -> Lake:
 def test_a_shortest_way_is_as_short_as_trying_every_way_finds() -> None:
     for seed in range(40):
         lake = make_lake(seed, LakeSpec(sizes=((3, 3), (3, 4)), hole_chance=0.3))
-        way = shortest(lake)
+        way = shortest_way(lake)
         assert walked(lake, way).solved
         assert not any(walked(lake, list(moves)).solved for moves in product(MOVES, repeat=min(len(way) - 1, 6)))
 
@@ -71,7 +72,7 @@ def test_moves_slip_to_both_sides_equally_often_and_never_back() -> None:
 def test_a_random_lake_can_be_crossed_and_fits_its_spec() -> None:
     spec = LakeSpec(sizes=((4, 4), (5, 3)), hole_chance=0.4, min_solution=3, max_solution=5)
     lakes = [make_lake(seed, spec) for seed in range(50)]
-    assert all(3 <= len(shortest(lake)) <= 5 for lake in lakes)
+    assert all(3 <= len(shortest_way(lake)) <= 5 for lake in lakes)
     assert {(lake.height, lake.width) for lake in lakes} == {(4, 4), (5, 3)}
     assert make_lake(7, spec) == make_lake(7, spec)
     corner = make_lake(1, LakeSpec(corners=True))
