@@ -29,7 +29,7 @@ $(error TORCH=$(TORCH): write TORCH=cpu for the build without CUDA, or leave it 
 endif
 
 .PHONY: env sglang-env train tiny-models game-models two-boxes-model format lint lint-pages format-pages check check-pins test \
-  test-learning test-watching test-sglang test-chaos test-hostile test-install test-long test-peft test-mcp test-cluster test-gpu docs \
+  test-learning test-watching test-sglang test-chaos test-hostile test-install test-long test-peft test-mcp test-clients test-cluster test-gpu docs \
   clean
 
 env: $(VENV)/.done
@@ -186,6 +186,11 @@ test-install: env
 test-mcp: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target build/mcp --constraint $(CONSTRAINTS) --group mcp
 	PYTHONPATH=build/mcp $(PY) -m pytest tests/envs/tools/test_mcp_tools.py $(ARGS)
+
+# Agents through the published clients of OpenAI and Anthropic, which stay out of the environment.
+test-clients: env
+	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target build/clients --constraint $(CONSTRAINTS) --group clients
+	PYTHONPATH=build/clients $(PY) -m pytest tests/actor/test_real_clients.py $(ARGS)
 
 # Runs on real clusters, all of their nodes on this machine: Ray, and Slurm (Debian's slurm-wlm and munge, as root).
 test-cluster: env

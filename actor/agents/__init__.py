@@ -1,1 +1,2 @@
-"""Agents of the user's own (`rollout.agent`): programs that call the policy as a model behind OpenAI's API."""
+"""Agents of the user's own (`rollout.agent`): programs that call the policy as a model behind OpenAI's API, or
+Anthropic's."""

@@ -1,9 +1,9 @@
 """The HTTP server of an actor's agents, on loopback: one base URL for each episode that is played.
 
-    POST {base_url}/chat/completions        GET {base_url}/models
+    POST {base_url}/chat/completions        POST {base_url}/messages        GET {base_url}/models
 
 A base URL holds a secret, which stands for the episode and for the right to ask. Whatever a client does is answered
-with an error in OpenAI's form, counted, and costs nobody else anything.
+with an error in its API's form, counted, and costs nobody else anything.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import msgspec
 from aiohttp import web
 
 from actor.agents.agent_session import AgentSession, ended
-from actor.agents.chat_answers import chunks, completion_body, error_body, models
-from actor.agents.chat_requests import Refused
+from actor.agents.api_forms import FORMS, form_of
+from actor.agents.chat_answers import models
+from actor.agents.dialogues import Refused
 from shared.util.http_connections import ConnectionLimit
 from shared.util.process_memory import give_back_soon
 from shared.util.refusals import Refusals
 from shared.util.user_errors import describe
 
 HOST = "127.0.0.1"
-CHAT, MODELS = "/chat/completions", "/models"
-ROUTES = {CHAT: "POST", MODELS: "GET"}
+MODELS = "/models"
+ROUTES = {**dict.fromkeys(FORMS, "POST"), MODELS: "GET"}
 MAX_CONNECTIONS, RESERVED_CONNECTIONS = 4096, 3072  # in all; of them for those who have named a session
 MAX_SESSION_CONNECTIONS = 64
 KEEP_ALIVE_S = 75.0
@@ -122,6 +123,7 @@ class AgentEndpoint:
         """Return the session that a request names, and what it asks of it."""
         _, _, rest = request.path.partition("/")
         secret, _, route = rest.partition("/v1")
+        route = route.removeprefix("/v1")  # Anthropic's client adds this to its base URL, OpenAI's does not
         entry = self._entries.get(secret)
         if entry is None and secret in self._ended:
             raise ended()
@@ -136,7 +138,7 @@ class AgentEndpoint:
             raise Refused(429, "too_many_connections", words)
         entry.connections.add(request.protocol)
         if route not in ROUTES:
-            raise Refused(404, "unknown_url", f"{route[:100]} is not served here; {CHAT} and {MODELS} are")
+            raise Refused(404, "unknown_url", f"{route[:100]} is not served here; {', '.join(ROUTES)} are")
         if request.method != ROUTES[route]:
             raise Refused(405, "method_not_allowed", f"{request.method[:20]} {route}: send a {ROUTES[route]}")
         return entry, route
@@ -145,16 +147,16 @@ class AgentEndpoint:
         session, created = entry.session, int(entry.session.started)
         if route == MODELS:
             return _json(models(created))
-        asked, reply = await session.answer(await self._body(request))
+        form = FORMS[route]
+        asked, reply = await session.answer(await self._body(request), form.read)
         if not asked.stream:
-            return _json(completion_body(entry.name, created, asked, reply))
+            return _json(form.whole(entry.name, created, asked, reply))
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         with suppress(ConnectionError):  # the client has left
             await response.prepare(request)
-            for chunk in chunks(entry.name, created, asked, reply):
-                await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
-            await response.write(b"data: [DONE]\n\n")
+            for event in form.streamed(entry.name, created, asked, reply):
+                await response.write(event)
             await response.write_eof()
         return response
 
@@ -189,7 +191,7 @@ class AgentEndpoint:
         self.refusals.add(request.remote or "", f"status_{refusal.status}", words, failure=failure)
         if entry is not None:
             entry.session.refused(refusal)
-        response = _json(error_body(refusal), refusal.status)
+        response = _json(form_of(request.path).error(refusal), refusal.status)
         if refusal.status in (408, 413, 429, 503):
             response.force_close()  # what is left of its body is not read, and its connection is one less
         return response

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from actor.agents.branches import AgentTurn, Branches, Place, Prompt
-from actor.agents.chat_requests import ChatRequest, Refused, RequestReader
+from actor.agents.dialogues import ChatRequest, ReadRequest, Refused, SentImages
 from actor.agents.said import Spoken, spoken
 from actor.episode import EpisodeLimits, Stream, TurnTimings
 from actor.render import Renderer
@@ -37,7 +37,8 @@ class ChatReply:
 
     number: int
     answer: Spoken
-    finish_reason: str  # OpenAI's: stop, length or tool_calls
+    finish_reason: str  # stop, length or tool_calls
+    stopped_by: str  # the client's text before which the answer ends; "" if none of them ended it
     prompt_tokens: int
     tokens: tuple[tuple[str, float], ...]
 
@@ -48,7 +49,7 @@ class AgentSession:
 
     def __init__(self, sampler: TurnSampler, renderer: Renderer, limits: EpisodeLimits) -> None:
         self._sampler, self._renderer, self._limits = sampler, renderer, limits
-        self._reader = RequestReader()
+        self._images = SentImages()
         self.branches = Branches(renderer)
         self.failure: EpisodeEnded | None = None
         self.num_refused = 0
@@ -67,11 +68,11 @@ class AgentSession:
         """True while no call is open, since `quiet_since`."""
         return not self._num_open
 
-    async def answer(self, body: bytes) -> tuple[ChatRequest, ChatReply]:
-        """Return the policy's answer to a request. Raise Refused for one that cannot be served; nothing of it is kept
-        then."""
+    async def answer(self, body: bytes, read: ReadRequest) -> tuple[ChatRequest, ChatReply]:
+        """Return the policy's answer to a request, whose body is of the form that `read` reads. Raise Refused for one
+        that cannot be served; nothing of it is kept then."""
         with self._counted():
-            request = await in_thread(lambda: self._reader.read(body))
+            request = await in_thread(lambda: read(body, self._images))
             self._check_open()
             task = asyncio.create_task(self._answer(request))
             self._open.add(task)
@@ -155,7 +156,7 @@ class AgentSession:
             if not completion.token_ids or completion.finish_reason == "abort":
                 self._sampler.check_finish(completion, stream)
                 raise EpisodeEnded(Ending.ENGINE_ERROR, "the engine answered without a token")
-            completion, shown = stopped(completion, text, request.stop, self._sampler.text)
+            completion, shown, stop = stopped(completion, text, request.stop, self._sampler.text)
             text = self._sampler.text(completion)
             prompt_tokens, start = stream.num_expanded, len(stream.token_ids)
             stream.sample(completion)
@@ -171,7 +172,8 @@ class AgentSession:
             async with self._changed:
                 self._changed.notify_all()
         reason = "tool_calls" if answer.calls and completion.finish_reason == "stop" else completion.finish_reason
-        return ChatReply(turn, answer, reason, prompt_tokens, self._tokens(completion) if request.logprobs else ())
+        tokens = self._tokens(completion) if request.logprobs else ()
+        return ChatReply(turn, answer, reason, stop, prompt_tokens, tokens)
 
     async def _reserve(self, stream: Stream, wanted: int | None) -> int:
         """Return how many tokens the answer may have, and take them out of the episode's budget until it is there. Wait
@@ -206,11 +208,11 @@ def ended() -> Refused:
 
 def stopped(
     completion: Completion, text: str, stops: tuple[str, ...], text_of: Callable[[Completion], str]
-) -> tuple[Completion, str]:
-    """Return the answer up to the token that completes the first of `stops`, and its text before that. The policy has
-    sampled what is kept in the same way, whether or not it went on."""
+) -> tuple[Completion, str, str]:
+    """Return the answer up to the token that completes the first of `stops`, its text before that, and that stop; ""
+    if there is none. The policy has sampled what is kept in the same way, whether or not it went on."""
     if not any(stop in text for stop in stops):
-        return completion, text
+        return completion, text, ""
     low, high = 1, len(completion.token_ids)  # of so many tokens the text has one: the least number
     while low < high:
         middle = (low + high) // 2
@@ -220,7 +222,8 @@ def stopped(
             low = middle + 1
     kept = first(completion, low)
     words = text_of(kept)
-    return kept, words[: min(at for stop in stops if (at := words.find(stop)) >= 0)]
+    at, stop = min((words.find(stop), stop) for stop in stops if stop in words)
+    return kept, words[:at], stop
 
 
 def first(completion: Completion, count: int) -> Completion:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from actor.agents.chat_requests import Dialogue, Round
+from actor.agents.dialogues import Dialogue, Round
 from actor.agents.said import ChatMessage, Said, Spoken
 from actor.episode import Stream
 from actor.history import after_answer

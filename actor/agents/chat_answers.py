@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from actor.agents.agent_session import ChatReply
-from actor.agents.chat_requests import MODEL, ChatRequest, Refused
+from actor.agents.dialogues import MODEL, ChatRequest, Refused
 
 OWNER = "pronk"
 

@@ -121,9 +121,10 @@ def call_of(name: str, arguments: Any) -> Call:
     """Return a call with its arguments in the one form in which calls are compared."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        written = json.dumps(value, sort_keys=True, ensure_ascii=False)
+        return Call(name, written.encode(errors="replace").decode())  # a lone surrogate cannot be sent
     except (ValueError, RecursionError):
         return Call(name, str(arguments))
-    return Call(name, json.dumps(value, sort_keys=True, ensure_ascii=False))
 
 
 def calls_in_words(calls: Iterable[Call]) -> str:

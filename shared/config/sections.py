@@ -97,7 +97,7 @@ class RolloutConfig(Section):
     agent: str = Field(
         "",
         description="function `run(base_url, sample, args)`, plain or async, that plays episodes through an endpoint "
-        "with OpenAI's API and returns the reward or None: dotted path or .py file:function",
+        "with OpenAI's and Anthropic's API and returns the reward or None: dotted path or .py file:function",
     )
     timeout_s: float = Field(600.0, gt=0, description="time limit of one episode that one of them plays")
 

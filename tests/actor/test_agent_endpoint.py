@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from random import Random
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from actor.agents import agent_endpoint, agent_session, agent_thread
+from actor.agents import agent_endpoint, agent_session, agent_thread, api_forms
 from actor.agents.agent_endpoint import AgentEndpoint
 from actor.agents.agent_episode import AgentReward, Returned
 from actor.engine_pool import EnginePool
@@ -897,7 +898,7 @@ def test_a_fault_of_the_endpoint_itself_is_an_error_and_ends_nothing(renderer, t
         raise RuntimeError("a bug")
 
     def run(base_url, sample, args):
-        monkeypatch.setattr(agent_endpoint, "completion_body", breaks)
+        monkeypatch.setitem(api_forms.FORMS, "/chat/completions", replace(api_forms.OPENAI, whole=breaks))
         assert post(f"{base_url}/chat/completions", BODY)[0] == 500
         monkeypatch.undo()
         ask(base_url, QUESTION)

@@ -1,7 +1,8 @@
 """Conversations of agents as a seeded generator makes them up: the same ones written in other ways, and others.
 
 A `Talk` says what the policy has said and what it was shown, in the form in which all of it was first sent. A rewriting
-changes how a talk is written down and nothing that it says; an edit changes what it says.
+changes how a talk is written down, in OpenAI's form or Anthropic's, and nothing that it says; an edit changes what it
+says.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from PIL import Image as PILImage
 
 from shared.engine.engine_api import EngineClient, EngineError
 from shared.types import Completion, VersionSpan
+from tests.support.agent_forms import as_anthropic, as_chat
 from tests.support.agent_rig import image_part
 from tests.support.tiny import tiny_tokenizer
 
@@ -195,13 +197,16 @@ class Speaker:
         body: dict[str, Any] = {"model": "policy", "messages": [self._rewritten(each) for each in talk]}
         if self._tools:
             body["tools"] = [shuffled(self.rng, each) for each in TOOLS]
-        async with self._client.post(f"{self.base_url}/chat/completions", json=body) as got:
-            return got.status, await got.json()
+        in_messages = self.rng.random() < 0.4
+        path = "messages" if in_messages else "chat/completions"
+        written = as_anthropic(body, self.rng) if in_messages else body
+        async with self._client.post(f"{self.base_url}/{path}", json=written) as got:
+            answer = await got.json()
+        return got.status, answer if got.status != 200 else as_chat(answer) if in_messages else message_of(answer)
 
     async def _ask(self, talk: Talk) -> None:
-        status, answer = await self._post(talk)
-        assert status == 200, answer
-        message = answer["choices"][0]["message"]
+        status, message = await self._post(talk)
+        assert status == 200, message
         self.sent.append((talk, message))
         self.talks.append([*talk, message])
 
@@ -241,6 +246,11 @@ class Speaker:
             written["tool_calls"] = [rewritten_call(rng, call) for call in calls]
             written["content"] = None if not content.strip() and rng.random() < 0.5 else written["content"]
         return written
+
+
+def message_of(answer: dict[str, Any]) -> dict[str, Any]:
+    message: dict[str, Any] = answer["choices"][0]["message"]
+    return message
 
 
 def rewritten_call(rng: Random, call: dict[str, Any]) -> dict[str, Any]:
