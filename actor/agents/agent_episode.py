@@ -1,5 +1,5 @@
 """Episodes that an agent of the user's plays (`rollout.agent`): a function that gets the base URL of an endpoint with
-OpenAI's API, calls the policy there as often as it likes, and returns the episode's reward."""
+OpenAI's API and Anthropic's, calls the policy there as often as it likes, and returns the episode's reward."""
 
 from __future__ import annotations
 
