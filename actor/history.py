@@ -67,26 +67,15 @@ class History:
             return Shown(fragment)
         self._answers.append(tuple(answer))
         self._observations.append(messages)
-        seen_from = self._first_shown()
+        seen_from = first_shown(self._window, self._observations)
         if seen_from == self._seen_from:
             return Shown(fragment)
         self._seen_from = seen_from
         return Shown(fragment, tuple(self._segment(*seen_from)))
 
-    def _first_shown(self) -> tuple[int, int]:
-        count = len(self._observations)
-        first = max(0, count - (self._window.turns or count))
-        with_images, left = count - 1, self._window.images
-        if left is None:
-            return first, first
-        left -= _num_images(self._observations[-1])
-        while with_images > first and (left := left - _num_images(self._observations[with_images - 1])) >= 0:
-            with_images -= 1
-        return first, with_images
-
     def _segment(self, first: int, with_images: int) -> list[Fragment]:
         shown = [
-            messages if number >= with_images else _without_images(messages)
+            messages if number >= with_images else without_images(messages)
             for number, messages in enumerate(self._observations[first:], first)
         ]
         parts = [self._start(shown[0])]
@@ -97,6 +86,19 @@ class History:
 
     def _start(self, messages: Messages) -> Fragment:
         return self._renderer.start([*self._sample.prompt, *messages], self._sample.images, self._sample.tools)
+
+
+def first_shown(window: Window, observations: Sequence[Messages]) -> tuple[int, int]:
+    """Return the numbers of the first observation that a window shows, and of the first whose images it shows."""
+    count = len(observations)
+    first = max(0, count - (window.turns or count))
+    with_images, left = count - 1, window.images
+    if left is None:
+        return first, first
+    left -= _num_images(observations[-1])
+    while with_images > first and (left := left - _num_images(observations[with_images - 1])) >= 0:
+        with_images -= 1
+    return first, with_images
 
 
 def after_answer(answer: Sequence[int], fragment: Fragment, end_id: int) -> Fragment:
@@ -110,7 +112,8 @@ def _num_images(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(_is_image(part) for message in messages for part in _parts(message))
 
 
-def _without_images(messages: Messages) -> Messages:
+def without_images(messages: Messages) -> Messages:
+    """Return an observation's messages with words in place of their images."""
     said = {"type": "text", "text": NO_LONGER}
     return [
         {**message, "content": [said if _is_image(part) else part for part in _parts(message)]}

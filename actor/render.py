@@ -140,9 +140,9 @@ class Renderer:
 
     def _fragment(self, text: str, images: Sequence[Image | PILImage.Image]) -> Fragment:
         token_ids = self._token_ids(text, len(images))
-        encoded = [_encoded(source) for source in images]
-        counts = (self.spec.num_tokens(self.spec.grid(*size)) for _, size in encoded)
-        return Fragment(token_ids, tuple(image for image, _ in encoded), tuple(counts))
+        made = [encoded_image(source) for source in images]
+        counts = (self.spec.num_tokens(self.spec.grid(*size)) for _, size in made)
+        return Fragment(token_ids, tuple(image for image, _ in made), tuple(counts))
 
     def _token_ids(self, text: str, num_images: int) -> tuple[int, ...]:
         token_ids = self._encode(text)
@@ -301,7 +301,7 @@ def _layout_of(messages: Sequence[Mapping[str, Any]]) -> Layout:
 
 
 def _size_of(source: Any) -> tuple[int, int]:
-    """Return (width, height) of the image that `_encoded` makes. Raise ValueError for a file that is not an image."""
+    """Return (width, height) of the image that `encoded_image` makes. Raise ValueError for a file that is no image."""
     if isinstance(source, PILImage.Image):
         return to_rgb(source).size
     return size_as_shown(_data_of(source))
@@ -316,7 +316,7 @@ def _data_of(source: Any) -> bytes | memoryview:
     return bytes(source)
 
 
-def _encoded(source: Any) -> tuple[Image, tuple[int, int]]:
+def encoded_image(source: Any) -> tuple[Image, tuple[int, int]]:
     """Return the file that the engine gets, always a plain PNG, and the image's size (width, height). Raise ValueError
     for an image that cannot be decoded."""
     try:

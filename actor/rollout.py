@@ -21,14 +21,14 @@ from actor.agents.agent_endpoint import AgentEndpoint
 from actor.agents.agent_episode import Agent, AgentPlayer
 from actor.custom_rollout import Rollout, RolloutContext, play_custom
 from actor.descriptions import EnvMetrics, LeftOutLog, describable
-from actor.engine_pool import EngineLease, EnginePool
+from actor.engine_pool import EnginePool
 from actor.env_threads import EnvCalls, EnvThreads, EnvTimeout
 from actor.episode import EpisodeLimits, Stream, TurnTimings, cache_key, episode_seed, process_of
 from actor.history import History, Shown
 from actor.journal import EngineAnswer, Journal
 from actor.render import Fragment, Renderer
 from actor.rewards import BadReward, Reward, finite, rewarded
-from actor.turn_sampler import EpisodeEnded, TurnSampler
+from actor.turn_sampler import EpisodeEnded, Sampler, TurnSampler
 from envs.base import Info, Played
 from envs.env_calls import close_env, messages_of, reset_env, step_env
 from envs.messages import split_images
@@ -103,7 +103,8 @@ class Player:
                 elif self._agents is not None:
                     trajectory, metrics = await self._agents.play(lease, ticket, index), EnvMetrics()
                 else:
-                    episode = _OpenEpisode(self, lease, ticket, index)
+                    sampler = TurnSampler(lease, ticket, index, self.renderer, self.limits)
+                    episode = OpenEpisode(self, sampler, ticket, index)
                     trajectory, metrics = await episode.play(), episode.metrics
         except EngineError as error:  # no engine was available
             return Stream().trajectory((), Ending.ENGINE_ERROR, error=str(error))
@@ -146,16 +147,16 @@ class Players:
             await self._endpoint.close()
 
 
-class _OpenEpisode:
+class OpenEpisode:
     """The state of one episode while it is played. Its methods raise `EpisodeEnded` when the episode is over."""
 
-    def __init__(self, player: Player, lease: EngineLease, ticket: Ticket, index: int) -> None:
+    def __init__(self, player: Player, sampler: Sampler, ticket: Ticket, index: int) -> None:
         self._player = player
         self._ticket = ticket
         self._index = index
         self._renderer = player.renderer
         self._limits = player.limits
-        self._sampler = TurnSampler(lease, ticket, index, player.renderer, player.limits)
+        self._sampler = sampler
         self._stream = Stream()
         self._history = History(player.renderer, ticket.sample, player.limits.window)
         self._env: Any = None
@@ -277,6 +278,7 @@ class _OpenEpisode:
             self.metrics.add(info.get("metrics"), is_turn=False)
         messages = messages_of(self._env, observation) if observation else []
         self._keep([*sample.prompt, *messages], sample.images)
+        self._sampler.shown(messages)
         return self._history.start(messages)
 
     def _step(self, text: str, answer: Sequence[int]) -> tuple[Shown | None, float]:
@@ -289,6 +291,7 @@ class _OpenEpisode:
             return None, reward
         messages = messages_of(self._env, observation)
         self._keep(messages)
+        self._sampler.shown(messages)
         return self._history.observe(answer, messages), reward
 
     def _keep(self, messages: Sequence[dict[str, Any]], images: Sequence[Image] = ()) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 from actor.engine_pool import EngineLease
 from actor.episode import EpisodeLimits, Stream, cache_key, episode_seed
 from actor.render import Renderer
@@ -18,6 +21,21 @@ class EpisodeEnded(Exception):
         self.ending, self.error = ending, error
 
 
+class Sampler(Protocol):
+    """The policy of one episode. Its methods raise `EpisodeEnded` when the episode is over."""
+
+    def shown(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Take in the messages that the environment shows next."""
+
+    def most_tokens(self, stream: Stream, num_sampled: int) -> int: ...
+
+    async def generate(self, stream: Stream, turn: int, most: int) -> Completion: ...
+
+    def text(self, completion: Completion) -> str: ...
+
+    def check_finish(self, completion: Completion, stream: Stream) -> None: ...
+
+
 class TurnSampler:
     """Asks the engine of one episode for its turns. Its methods raise `EpisodeEnded` when the episode is over."""
 
@@ -26,6 +44,9 @@ class TurnSampler:
     ) -> None:
         self._lease, self._ticket, self._index = lease, ticket, index
         self._renderer, self._limits = renderer, limits
+
+    def shown(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Do nothing: the engine reads the stream."""
 
     def most_tokens(self, stream: Stream, num_sampled: int) -> int:
         """Return how many tokens the next turn of the stream's last segment may have, if the episode has `num_sampled`

@@ -20,6 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from actor.actor_loop import EXIT_NO_LEARNER, ActorSettings, run_actor
 from actor.agents.agent_endpoint import AgentEndpoint
 from actor.agents.agent_episode import AgentReward
+from actor.api_player import ApiPlayer
+from actor.api_sampler import ApiModel
 from actor.engine_pool import EnginePool
 from actor.env_threads import EnvThreads, TooManyHang
 from actor.episode import EpisodeLimits
@@ -148,7 +150,11 @@ def user_processes(recipe: Recipe) -> UserProcesses | None:
 
 
 def make_players(
-    recipe: Recipe, renderer: Renderer, engines: EnginePool, journal: Journal | None = None
+    recipe: Recipe,
+    renderer: Renderer,
+    engines: EnginePool,
+    journal: Journal | None = None,
+    api: ApiModel | None = None,
 ) -> tuple[Players, list[UserProcesses]]:
     """Return the players of the recipe's tasks, and the processes that run the user's code, to be closed at the end.
     The tasks share engines, journal and threads; each has its own environment, limits and reward. Raise ValueError for
@@ -160,7 +166,9 @@ def make_players(
             with task.named():
                 processes = user_processes(task.recipe)
                 started += [processes] if processes is not None else []
-                players[task.name] = make_player(task.recipe, renderer, engines, journal, processes, threads, endpoint)
+                players[task.name] = make_player(
+                    task.recipe, renderer, engines, journal, processes, threads, endpoint, api
+                )
     except ValueError:
         for each in started:
             each.close()
@@ -176,6 +184,7 @@ def make_player(
     processes: UserProcesses | None = None,
     threads: EnvThreads | None = None,
     endpoint: AgentEndpoint | None = None,
+    api: ApiModel | None = None,
 ) -> Player:
     """Return the player of the episodes of a recipe of one task; `processes` is the result of `user_processes`. Raise
     ValueError for a missing or broken module."""
@@ -190,6 +199,9 @@ def make_player(
         Window(*(None if limit == "all" else limit for limit in (env.history, env.keep_images))),
     )
     threads = threads or EnvThreads(env.threads)
+    if api is not None:
+        reward, build = make_reward(recipe, threads, processes), make_builder(recipe, processes)
+        return ApiPlayer(api, build, renderer, limits, threads, reward)
     rollout = load_function(recipe.rollout.path) if recipe.rollout.path else None
     reward, build = make_reward(recipe, threads, processes), make_builder(recipe, processes)
     agent = load_function(recipe.rollout.agent) if recipe.rollout.agent else None

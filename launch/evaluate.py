@@ -2,6 +2,7 @@
 
     python launch/evaluate.py --config launch/recipes/R.toml --model runs/R/checkpoints/step_00000190
     python launch/evaluate.py --config R.toml --model MODEL_OR_CHECKPOINT --against OTHER [--samples N] [--repeats K]
+    python launch/evaluate.py --config R.toml --api https://HOST/v1 --api-model NAME [--against CHECKPOINT]
 
 It starts engines and actors on this machine as launch/local.py does. Some episodes are recorded for the dashboard. The
 last line is one JSON object: `success` with its 95 % interval `low` and `high`, and all else that was measured.
@@ -27,6 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from launch.engines.host_engines import check_alone, check_host
+from launch.evaluation.api_playing import ApiPolicy, api_policy, play_api, usage_in_words, usage_of
 from launch.evaluation.evaluation_report import difference_of, failures_of, is_shown, lines_of, record_of
 from launch.evaluation.playing import EvaluationFailed, play
 from launch.evaluation.policies import Named, named
@@ -82,6 +84,24 @@ def command_line() -> argparse.ArgumentParser:
     add("--samples", metavar="N", help="samples to play; without it eval.samples, and all of a --dataset")
     add("--repeats", metavar="K", help="episodes of each sample; without it eval.repeats. Gives pass@k")
     add("--greedy", action="store_true", help="the likeliest token always; without it sampling.temperature")
+    add("--api", default="", metavar="URL", help="the model of a server with OpenAI's API plays: https://HOST/v1")
+    add("--api-model", default="", metavar="NAME", help="the model's name at that server")
+    add(
+        "--api-key-env",
+        default="OPENAI_API_KEY",
+        metavar="VARIABLE",
+        help="environment variable with the API key; none is sent if it is not set",
+    )
+    add(
+        "--api-price",
+        nargs=2,
+        type=float,
+        metavar=("IN", "OUT"),
+        help="dollars for a million tokens of prompts, and of answers",
+    )
+    add("--api-max-tokens", type=int, default=0, metavar="N", help="the most of one answer; without it env.turn_tokens")
+    add("--api-concurrency", type=int, default=8, metavar="N", help="requests that are open at once")
+    add("--api-timeout", type=float, default=300.0, metavar="SECONDS", help="the longest wait for one answer")
     add("--out", default="", metavar="FOLDER", help="where results go; without it RUN.DIR/evaluations/RUN.NAME-NUMBER")
     return parser
 
@@ -92,7 +112,7 @@ def shorthands(options: argparse.Namespace) -> list[str]:
     return [word for name, value in given.items() if value is not None for word in (name, value)]
 
 
-def checked(recipe: Recipe, options: argparse.Namespace) -> tuple[Recipe, list[Named], list[Sample]]:
+def checked(recipe: Recipe, options: argparse.Namespace) -> tuple[Recipe, list[Named | ApiPolicy], list[Sample]]:
     """Return the recipe, changed to use only this machine, the policies, and the samples to play. Raise ValueError, in
     one line, for every mistake that can be found before anything heavy starts."""
     if recipe.engine.urls:
@@ -103,14 +123,15 @@ def checked(recipe: Recipe, options: argparse.Namespace) -> tuple[Recipe, list[N
         raise ConfigError(
             f"--greedy --repeats {options.repeats}: greedy episodes of one sample are equal; leave one out"
         )
-    policies = [named("--model" if options.model else "model.path", options.model or recipe.model.path, recipe)]
+    policies = [first_policy(recipe, options)]
     policies += [named("--against", options.against, recipe)] if options.against else []
     actor = recipe.actor.model_copy(update={"learner": LOOPBACK})
     transport = recipe.transport.model_copy(update={"keys": ""})
     recipe = of_model(recipe.model_copy(update={"actor": actor, "transport": transport}), policies[0].folder)
     recipe = ready(recipe)
-    check_alone(recipe)
-    check_host(recipe)
+    if any(isinstance(policy, Named) for policy in policies):
+        check_alone(recipe)
+        check_host(recipe)
     count = recipe.eval.samples if options.samples is not None else None
     if options.dataset and count == 0:
         raise ConfigError("--samples 0: there is nothing to play")
@@ -120,9 +141,47 @@ def checked(recipe: Recipe, options: argparse.Namespace) -> tuple[Recipe, list[N
     return recipe, policies, samples
 
 
+def first_policy(recipe: Recipe, options: argparse.Namespace) -> Named | ApiPolicy:
+    """Return the policy of --api, of --model, or the recipe's. Raise ConfigError if there are two."""
+    if not options.api:
+        if options.api_model:
+            raise ConfigError(f"--api-model {options.api_model}: give the server's address too, with --api URL")
+        return named("--model" if options.model else "model.path", options.model or recipe.model.path, recipe)
+    if options.model:
+        raise ConfigError(f"--api {options.api} and --model {options.model}: give the second one as --against")
+    return api_policy(
+        options.api,
+        options.api_model,
+        options.api_key_env,
+        options.api_max_tokens,
+        options.api_concurrency,
+        options.api_timeout,
+        options.api_price,
+        recipe,
+    )
+
+
+def played(
+    recipe: Recipe,
+    policy: Named | ApiPolicy,
+    samples: Sequence[Sample],
+    plan: EvaluationPlan,
+    out: Path,
+    screen: Screen | None,
+    *,
+    last: bool,
+) -> EvaluationResult:
+    """Play the samples with a policy. Raise EvaluationFailed, EngineError, ActorFailed or ValueError if it fails."""
+    if isinstance(policy, ApiPolicy):
+        return play_api(recipe, samples, plan, policy, screen.update if screen else LOG.info)
+    with TemporaryDirectory(prefix=".weights-", dir=out) as weights:
+        folder = policy.export(Path(weights), recipe.model.dtype)
+        return play(of_model(recipe, folder), samples, plan, screen, last=last)
+
+
 def evaluate(
     recipe: Recipe,
-    policies: Sequence[Named],
+    policies: Sequence[Named | ApiPolicy],
     samples: Sequence[Sample],
     options: argparse.Namespace,
     screen: Screen | None,
@@ -135,19 +194,20 @@ def evaluate(
     for policy, name in zip(policies, ("model", "against"), strict=False):
         LOG.info("%s plays %d samples %s", policy.given, len(samples), in_words(plan))
         (out / name).mkdir()
-        with TemporaryDirectory(prefix=".weights-", dir=out) as weights:
-            folder = policy.export(Path(weights), recipe.model.dtype)
-            own = of_model(recipe, policy.folder)  # the model's own folder, which stays after the evaluation
-            own = own.model_copy(update={"run": own.run.model_copy(update={"dir": str(out), "name": name})})
-            write_recipe(own, out / name)
-            result = play(of_model(own, folder), samples, plan, screen, last=policy is policies[-1])
+        own = of_model(recipe, policy.folder)  # the model's own folder, which stays after the evaluation
+        own = own.model_copy(update={"run": own.run.model_copy(update={"dir": str(out), "name": name})})
+        write_recipe(own, out / name)
+        result = played(own, policy, samples, plan, out, screen, last=policy is policies[-1])
         record(own, result)
         results.append(result)
-        records.append({"model": policy.given, **record_of(result), "folder": str(out / name)})
+        usage = {"api": usage_of(result, policy)} if isinstance(policy, ApiPolicy) else {}
+        records.append({"model": policy.given, **record_of(result), **usage, "folder": str(out / name)})
         # written now, in case the next policy fails
         (out / name / "result.json").write_text(json.dumps(records[-1], indent=2) + "\n")
         for line in lines_of(records[-1]):
             LOG.info("  %s", line)
+        if isinstance(policy, ApiPolicy):
+            LOG.info("  %s", usage_in_words(usage_of(result, policy)))
         for line in failures_of(result):
             LOG.warning("  %s", line)
     summary = {**records[0], "repeats": plan.repeats, "greedy": options.greedy}
@@ -186,7 +246,7 @@ def record(recipe: Recipe, result: EvaluationResult) -> None:
     recorder.close(RECORDER_S)
 
 
-def difference(results: Sequence[EvaluationResult], policies: Sequence[Named]) -> dict[str, Any] | None:
+def difference(results: Sequence[EvaluationResult], policies: Sequence[Named | ApiPolicy]) -> dict[str, Any] | None:
     """Return and log the difference of two policies; None if no sample has an episode of both."""
     comparison = compared(*results)
     if comparison is None:

@@ -69,7 +69,7 @@ ROOMS = {
     "row_prompts math_reward datasets boards board_env geometry sokoban sokoban_data frozen_lake maze "
     "sliding_puzzle scene scene_zoom colour no_env geo3k geo3k_multi_turn play check show serve",
     "actor": "engine_pool named_engines journal render history episode actor_loop env_threads custom_rollout isolation "
-    "descriptions rewards model_judge turn_sampler agents rollout worker engine",
+    "descriptions rewards model_judge turn_sampler agents api_sampler rollout api_player worker engine",
     "learner": "run_folder_watch vtrace tickets plan objective distributed batch recording metrics alarms coordinator "
     "model weights training checkpoints export mesh_check setup shutdown guards shared_gpu learner_loop offline replay",
     "kernels": "heads checks gated low_rank reference cpu gemm row_records tiles rows_triton scan_triton rows "
