@@ -28,7 +28,7 @@ from actor.history import History, Shown
 from actor.journal import EngineAnswer, Journal
 from actor.render import Fragment, Renderer
 from actor.rewards import BadReward, Reward, finite, rewarded
-from actor.turn_sampler import EpisodeEnded, Sampler, TurnSampler
+from actor.turn_sampler import EpisodeEnded, TurnPolicy, TurnSampler
 from envs.base import Info, Played
 from envs.env_calls import close_env, messages_of, reset_env, step_env
 from envs.messages import split_images
@@ -150,7 +150,7 @@ class Players:
 class OpenEpisode:
     """The state of one episode while it is played. Its methods raise `EpisodeEnded` when the episode is over."""
 
-    def __init__(self, player: Player, sampler: Sampler, ticket: Ticket, index: int) -> None:
+    def __init__(self, player: Player, sampler: TurnPolicy, ticket: Ticket, index: int) -> None:
         self._player = player
         self._ticket = ticket
         self._index = index

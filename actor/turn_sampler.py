@@ -21,7 +21,7 @@ class EpisodeEnded(Exception):
         self.ending, self.error = ending, error
 
 
-class Sampler(Protocol):
+class TurnPolicy(Protocol):
     """The policy of one episode. Its methods raise `EpisodeEnded` when the episode is over."""
 
     def shown(self, messages: Sequence[dict[str, Any]]) -> None:

@@ -135,7 +135,7 @@ def test_it_plays_the_samples_that_an_engine_would_be_given_and_repeats_them(ser
 def test_several_turns_are_one_conversation_and_the_window_is_the_recipes(serve, call):
     server = serve(lambda body: says("I look. <answer>left</answer>"))
     words = ("--samples", "8", "--env.max_turns", "3", "--env.keep_images", "1")
-    code, result, log = call(server, *words, recipe="frozen_lake_tiny")
+    code, _, log = call(server, *words, recipe="frozen_lake_tiny")
     assert code == 0, log
     longest = max(server.bodies, key=lambda body: len(body["messages"]))
     roles = [message["role"] for message in longest["messages"]]
