@@ -29,6 +29,7 @@ from envs.base import total_turn_reward
 from envs.datasets import load_dataset, with_images
 from envs.env_calls import check_methods, close_env, make_env, messages_of, reset_env, reward_of, step_env
 from envs.loader import check_settings, grades_mathematics, load_env, load_module, system_prompt, tool_schemas
+from shared.config.data_section import checked_columns
 from shared.rgb_images import to_rgb
 from shared.types import Sample
 from shared.util.dotted_options import with_json_options
@@ -87,14 +88,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--seed", type=int, default=0, help="the sample's seed")
     options.add_argument("--data", help="a .parquet or .jsonl file; its row is the sample")
     options.add_argument("--row", type=int, default=0, help="row of --data")
-    options.add_argument(
-        *("--env.args", "--env.args.NAME"),
-        dest="env_args",
-        action="append",
-        default=[],
-        metavar="JSON",
-        help="settings of the environment, as a run takes them",
-    )
+    add_object_option(options, "data.columns", "columns of --data by their meaning, as a run takes them")
+    add_object_option(options, "env.args", "settings of the environment, as a run takes them")
     options.add_argument(
         "--env.max_turns", "--max-turns", dest="max_turns", type=int, default=8, help="turns of the episode"
     )
@@ -102,9 +97,32 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return options
 
 
+OBJECTS = ("env.args", "data.columns")  # options that are JSON objects, given whole or entry by entry
+
+
+def add_object_option(options: argparse.ArgumentParser, name: str, told: str) -> None:
+    """Add an option of OBJECTS. `told`: its help."""
+    flags = (f"--{name}", f"--{name}.NAME")
+    options.add_argument(*flags, dest=name, action="append", default=[], metavar="JSON", help=told)
+
+
 def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line with the recipe's grammar for `env.args`."""
-    return options.parse_args(with_json_options(sys.argv[1:] if argv is None else argv, ["env.args"]))
+    """Parse a command line with the recipe's grammar for OBJECTS."""
+    return options.parse_args(with_json_options(sys.argv[1:] if argv is None else argv, OBJECTS))
+
+
+def object_of(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return the value of an option of OBJECTS. Raise ValueError if it is no JSON object."""
+    found: dict[str, Any] = {}
+    for given in getattr(options, name):
+        try:
+            values = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--{name} {given!r} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"--{name} {given!r}: write it like '{{\"name\": 1}}', or --{name}.name 1")
+        found |= values
+    return found
 
 
 def start(options: argparse.Namespace) -> tuple[ModuleType, Any, list[dict[str, Any]]]:
@@ -115,8 +133,11 @@ def start(options: argparse.Namespace) -> tuple[ModuleType, Any, list[dict[str, 
     check_settings(module, args, "--env.args")
     prompt, tools = system_prompt(module, args), tool_schemas(module, args)
     if options.data:
+        columns = checked_columns(object_of(options, "data.columns"), "--data.columns")
         is_mathematics = grades_mathematics(module)
-        samples = load_dataset(options.data, system_prompt=prompt, tools=tools, is_mathematics=is_mathematics).samples
+        samples = load_dataset(
+            options.data, system_prompt=prompt, tools=tools, columns=columns, is_mathematics=is_mathematics
+        ).samples
         if not 0 <= options.row < len(samples):
             raise ValueError(f"--row {options.row} is not in {options.data}: it has rows 0 to {len(samples) - 1}")
         sample = samples[options.row]
@@ -141,16 +162,7 @@ def build(build_env: Callable[..., Any], sample: Sample, args: dict[str, Any]) -
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings for the environment. Raise ValueError for `--env.args` that is no JSON object."""
-    args: dict[str, Any] = {"max_turns": options.max_turns}
-    for given in options.env_args:
-        try:
-            values = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--env.args {given!r} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"--env.args {given!r}: write it like '{{\"name\": 1}}', or --env.args.name 1")
-        args |= values
-    return args
+    return {"max_turns": options.max_turns} | object_of(options, "env.args")
 
 
 def show_all(messages: list[dict[str, Any]], folder: Path | None, name: str) -> None:

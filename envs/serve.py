@@ -26,7 +26,7 @@ from aiohttp import web
 
 from envs.env_server import EnvServer, ServeLimits
 from envs.loader import check_settings, load_env, load_module, system_prompt
-from envs.play import parse, settings
+from envs.play import add_object_option, parse, settings
 from shared.keys import is_local, read_api_key
 from shared.log import TIME
 
@@ -64,14 +64,7 @@ def command_line() -> argparse.ArgumentParser:
     options.add_argument(
         "--env.max_turns", dest="max_turns", type=int, default=8, help="unless the player says another"
     )
-    options.add_argument(
-        *("--env.args", "--env.args.NAME"),
-        dest="env_args",
-        action="append",
-        default=[],
-        metavar="JSON",
-        help="settings of the environment; a player's own override them",
-    )
+    add_object_option(options, "env.args", "settings of the environment; a player's own override them")
     return options
 
 

@@ -122,6 +122,8 @@ def checked_columns(columns: Mapping[str, str], place: str) -> dict[str, str]:
             raise ValueError(f"{place}.{key}: {hint}")
         if part in parts:
             raise ValueError(f"{place}.{key}: {part!r} is named twice, by another name too; leave one out")
+        if not isinstance(column, str):
+            raise ValueError(f"{place}.{key} = {column!r}: write the column's name, a text")
         parts[part] = column
     return parts
 

@@ -15,6 +15,7 @@ import pytest
 
 from envs.datasets import load_dataset, weighted
 from envs.row_files import write_rows
+from envs.show import main as show
 from shared.types import Sample
 
 NAMED = {"answer": "gold", "problem": "q"}
@@ -112,3 +113,25 @@ def test_a_rows_metadata_reaches_json(tmp_path: Path) -> None:
     data = load_dataset(tmp_path / "rows.jsonl")
     assert json.loads(json.dumps(data.samples[0].metadata)) == {"row": 0, "lone": "?"}
     assert dict(data.report.unused) == {"big": 1, "nan": 1}
+
+
+def test_tools_that_show_a_row_take_the_columns_as_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "What is 1 + 1?", "gold": "2"}\n')
+
+    def shown(*columns: str) -> str:
+        show(["envs.geo3k", "--data", str(rows), "--out", str(tmp_path / "shown.png"), *columns])
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    for columns in (
+        ("--data.columns", '{"prompt": "question", "answer": "gold"}'),
+        ("--data.columns.prompt", "question", "--data.columns.answer", "gold"),
+    ):
+        assert "1 turns" in shown(*columns)
+    for value, named in (
+        ('{"promt": "question"}', "did you mean 'prompt'"),
+        ('{"prompt": 3}', "write the column's name"),
+    ):
+        assert f"error: --data.columns.{next(iter(json.loads(value)))}" in (told := shown("--data.columns", value))
+        assert named in told and told.count("\n") == 1
