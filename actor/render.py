@@ -76,12 +76,13 @@ class Renderer:
         self.banned_ids = spec.banned_ids
         self.end_id = int(tokenizer.convert_tokens_to_ids(spec.family.end_of_turn))
         self.image_id = spec.image_token_id
-        if tokenizer.convert_ids_to_tokens(self.image_id) != spec.family.image_placeholder:
+        image_ids = (self.image_id,) if spec.takes_images else ()
+        if image_ids and tokenizer.convert_ids_to_tokens(self.image_id) != spec.family.image_placeholder:
             raise ValueError(
                 f"token {self.image_id} of the tokenizer is not {spec.family.image_placeholder}: "
                 "is it this model's tokenizer?"
             )
-        self._controls = control_tokens(tokenizer, (*spec.banned_ids, self.end_id, self.image_id))
+        self._controls = control_tokens(tokenizer, (*spec.banned_ids, self.end_id, *image_ids))
         self._spelled = spelling_of(self._controls)
         self._stop_ids = stop_ids(tokenizer, self.end_id)
         self._starts = {control[:length] for control in self._controls for length in range(1, len(control))}
@@ -227,8 +228,10 @@ class Renderer:
 
     def _split(self, messages: Sequence[Mapping[str, Any]], spare: Any) -> tuple[list[dict[str, Any]], list[Any]]:
         """Return messages without their images and with `SEAM`s, and the images in order. Raise ValueError for content
-        of another type."""
+        of another type, and for an image if the model takes none."""
         plain, images = split_images(messages, spare)
+        if images and not self.spec.takes_images:
+            raise ValueError(f"{len(images)} images, but {self.spec.family.title} models take text alone")
         for message in plain:
             content = message["content"]
             if isinstance(content, str):

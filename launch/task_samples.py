@@ -9,7 +9,7 @@ from typing import Any
 
 from actor.render import Renderer
 from envs.datasets import Dataset, load_dataset, weighted
-from envs.env_calls import call_within, close_env, make_env, messages_of, play_a_turn
+from envs.env_calls import call_within, close_env, make_env, messages_of, play_a_turn, reset_env
 from envs.loader import (
     check_settings,
     check_turn_rewards,
@@ -20,6 +20,7 @@ from envs.loader import (
     system_prompt,
     tool_schemas,
 )
+from envs.messages import split_images
 from envs.row_files import dataset_files, share_names
 from launch.catalog import sizes_in
 from launch.hub import with_local_model
@@ -45,12 +46,14 @@ def ready(recipe: Recipe) -> Recipe:
     check_kernels()
     check_env(recipe)
     recipe = with_local_model(recipe)
-    VisionSpec.load(recipe.model.path)
+    spec = VisionSpec.load(recipe.model.path)
     if sizes := sizes_in(Path(recipe.model.path)):
         check_context("model.max_context", recipe.model.max_context, recipe.model.path, sizes)
     for task in tasks_of(recipe):
         with task.named():
             check_tools(task.recipe)
+            if not spec.takes_images:
+                check_shows_no_images(task.recipe, spec.family.title)
     return recipe
 
 
@@ -295,6 +298,30 @@ def check_tools(recipe: Recipe) -> None:
         renderer = renderer_of(recipe)
         renderer.start([{"role": "user", "content": "?"}], tools=schemas)
         renderer.observation({"role": "tool", "content": "the first result"})
+
+
+def check_shows_no_images(recipe: Recipe, title: str) -> None:
+    """Raise ValueError if the first observation of a sample has images, for a text model; `title` is its family's. Rows
+    of a dataset are tried when they are read."""
+    if recipe.rollout.function or recipe.data.source != "seeds":
+        return
+    for variant in ({}, *recipe.data.variants):
+        if call_within(recipe.env.timeout_s, "a first observation", partial(shows_images, recipe, variant)):
+            raise ConfigError(
+                f"env.module = {recipe.env.module!r} shows images, and model.path = {recipe.model.path!r} is a text "
+                f"model ({title}): name a vision-language model, or let the environment show text (most take "
+                'env.args.render_mode = "text")'
+            )
+
+
+def shows_images(recipe: Recipe, variant: dict[str, Any]) -> bool:
+    """Tell whether the first observation of an environment with `variant` has images."""
+    sample = Sample("check", metadata={"seed": 0} | ({"env_config": variant} if variant else {}))
+    env = make_env(load_env(recipe.env.module), sample=sample, args=recipe.env.build_args)
+    observation, _ = reset_env(env)
+    messages = messages_of(env, observation) if observation else []
+    close_env(env)
+    return bool(split_images(messages, iter(()))[1])
 
 
 def check_observation(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration
+from transformers import PreTrainedTokenizerFast
 
 from actor.render import Renderer
 from launch.tiny_models import build as tiny_model
@@ -105,14 +105,15 @@ def train(task: Task, options: argparse.Namespace) -> None:
     tokenizer = tiny_model.build_tokenizer(phrases, vocab_size, template)
     model = tiny_model.build_model(tiny_model.build_config(tokenizer, **task.model), options.seed)
     if options.start is not None:
-        start = Qwen3VLForConditionalGeneration.from_pretrained(options.start, dtype=torch.float32)
+        start = type(model).from_pretrained(options.start, dtype=torch.float32)
         model.load_state_dict(start.state_dict())
     tiny_model.save(options.out, model, tokenizer)
     spec = VisionSpec.load(options.out, max_pixels=task.max_pixels)
     policy, decoder, renderer = Policy(model, spec), ImageDecoder(spec), Renderer(tokenizer, spec)
     if options.tower_steps:
         teach_tower(policy, task.pictures, pixels=CELL_PIXELS, steps=options.tower_steps, seed=options.seed)
-    model.model.visual.requires_grad_(not options.freeze_tower)
+    if policy.tower is not None:
+        policy.tower.requires_grad_(not options.freeze_tower)
     if options.compile:
         compile_blocks(policy)
     settings, device = ObjectiveConfig(), torch.device("cpu")

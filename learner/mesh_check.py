@@ -77,16 +77,17 @@ def is_rounding(distance: float, bound: float) -> bool:
 
 
 def _episodes(policy: Policy, decoder: ImageDecoder, max_tokens: int) -> list[TrainingEpisode]:
-    """Return one long document with an image, and shorter ones without; the same on every rank."""
+    """Return one long document, with an image if the model takes any, and shorter ones without; the same on every
+    rank."""
     spec, draw = policy.spec, np.random.default_rng(0)
-    picture = canary_image(spec)
-    ids = np.arange(policy.vlm.config.text_config.vocab_size)
+    pictures = (canary_image(spec),) if spec.takes_images else ()
+    ids = np.arange(policy.vlm.config.get_text_config().vocab_size)
     allowed = np.setdiff1d(ids, [*policy.banned_ids, spec.image_token_id])
-    room = max_tokens - spec.num_tokens(decoder.grid(picture))
+    room = max_tokens - sum(spec.num_tokens(decoder.grid(picture)) for picture in pictures)
     counts = [max(room // shard, 4) for shard in (2, 4, 8)]
     long, *short = (draw.choice(allowed, count) for count in counts)
-    pictured = _episode(np.insert(long, 1, spec.image_token_id), (picture,), decoder)
-    return [pictured, *(_episode(ids, (), decoder) for ids in short)]
+    first = _episode(np.insert(long, 1, spec.image_token_id) if pictures else long, pictures, decoder)
+    return [first, *(_episode(ids, (), decoder) for ids in short)]
 
 
 def _episode(token_ids: np.ndarray, images: tuple[Image, ...], decoder: ImageDecoder) -> TrainingEpisode:

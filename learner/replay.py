@@ -176,8 +176,8 @@ def columns_of(
     """Compute an episode's columns, [K] each, by a forward of this episode only. Raise ValueError if the episode is not
     of this model or has no sampled token."""
     trajectory = trajectory_of(episode, folder)
-    config = policy.vlm.config
-    check_trajectory(trajectory, TokenRules(config.image_token_id, policy.banned_ids, config.text_config.vocab_size))
+    vocab_size = policy.vlm.config.get_text_config().vocab_size
+    check_trajectory(trajectory, TokenRules(policy.spec.image_token_id, policy.banned_ids, vocab_size))
     recorded = episode.columns.get("advantage")
     advantage = float(recorded.numpy()[0]) if recorded is not None else 0.0
     batch = pack([make_episode(trajectory, advantage, decoder, objective)], decoder, ranks.device)

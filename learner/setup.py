@@ -173,5 +173,6 @@ def refusal(config: ObjectiveConfig) -> Callable[[Group], str] | None:
 
 
 def token_rules(trainer: Trainer) -> TokenRules:
-    config = trainer.policy.vlm.config
-    return TokenRules(config.image_token_id, trainer.policy.banned_ids, config.text_config.vocab_size)
+    policy = trainer.policy
+    vocab_size = policy.vlm.config.get_text_config().vocab_size
+    return TokenRules(policy.spec.image_token_id, policy.banned_ids, vocab_size)

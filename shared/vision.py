@@ -26,7 +26,7 @@ MAX_IMAGE_PIXELS = 1 << 26  # a file whose header claims more is refused before 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
     """How a model's images are cut into patches and tokens; `min_pixels` and `max_pixels` bound an image's area after
-    resizing."""
+    resizing. Of a text model only the family is meant, and its image token occurs in no stream."""
 
     image_token_id: int
     family: ModelFamily
@@ -47,17 +47,23 @@ class VisionSpec:
         usable."""
         config = read_json(Path(model_dir) / "config.json")
         family = family_of(config, model_dir)
-        images = read_json(Path(model_dir) / "preprocessor_config.json")
+        images = read_json(Path(model_dir) / "preprocessor_config.json") if family.takes_images else {}
         try:
             fields = family.vision_fields(config, images)
         except ValueError as error:
             raise ValueError(f"{model_dir} is not a vision-language model: {error}") from None
-        fields["min_pixels"] = min_pixels or fields["min_pixels"]
-        fields["max_pixels"] = max_pixels or fields["max_pixels"]
-        return VisionSpec(family=family, **fields)
+        bounds = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        return VisionSpec(family=family, **fields | {name: bound for name, bound in bounds.items() if bound})
+
+    @property
+    def takes_images(self) -> bool:
+        return self.family.takes_images
 
     def grid(self, width: int, height: int) -> Grid:
-        """Return the patch grid of an image of `width` × `height` pixels. ValueError if it is too narrow."""
+        """Return the patch grid of an image of `width` × `height` pixels. ValueError if it is too narrow, or the model
+        takes no images."""
+        if not self.takes_images:
+            raise ValueError(f"an image, but {self.family.title} is a family of text models, which take none")
         new_height, new_width = self.resized(width, height)
         return (1, new_height // self.patch_size, new_width // self.patch_size)
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from msgspec import Struct
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
-from transformers import AutoModelForImageTextToText, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from actor.engine.generate_request import GenerateBody, GenerateRequest
@@ -44,9 +45,10 @@ def load_model(settings: EngineSettings) -> Any:
     torch.set_num_threads(settings.threads)
     dtype = getattr(torch, settings.dtype)
     path = settings.model_path
-    family_in(path).prepare()
+    family = family_in(path)
+    family.prepare()
     try:
-        model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, use_safetensors=True)
+        model: Any = getattr(transformers, family.auto_class).from_pretrained(path, dtype=dtype, use_safetensors=True)
     except SafetensorError as error:
         raise ValueError(f"the .safetensors files in {path} cannot be read ({error}): copy them anew") from error
     return model.to(device=settings.device)

@@ -54,7 +54,9 @@ class Runner:
         self.num_kv_heads = text.num_key_value_heads
         weight = self.text.embed_tokens.weight
         self.device, self.dtype, self.vocab_size = weight.device, weight.dtype, text.vocab_size
-        self.tower = family.engine_tower(family.tower(model), spec.mean, spec.std)
+        visual = family.tower(model)
+        self.tower = None if visual is None else family.engine_tower(visual, spec.mean, spec.std)
+        self.rotary_positions = family.rotary_positions
         shape = (num_slots, self.num_kv_heads, max_context, self.head_dim)
         self.cache: list[Cache] = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in self.text.layers]
         self.layers = make_layers(self.text, text)
@@ -66,12 +68,13 @@ class Runner:
         """Recompute all tensors derived from the parameters. Call it after writing to the parameters."""
         for layer in self.layers:
             layer.weights_changed()
-        self.tower.weights_changed()
+        if self.tower is not None:
+            self.tower.weights_changed()
 
     @torch.inference_mode()
     def encode(self, patches: Sequence[np.ndarray], grids: Sequence[tuple[int, int, int]]) -> list[tuple[Tensor, ...]]:
         """Return the features of each image: the embedding and the deepstack levels, each [tokens, hidden]."""
-        return self.tower.encode(patches, grids)
+        return [] if self.tower is None else self.tower.encode(patches, grids)
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -115,7 +118,7 @@ class Runner:
         offsets = np.arange(sum(counts)) - np.repeat(np.cumsum(counts) - counts, counts)
         entry = np.full(num_tokens, -1)
         entry[: sum(counts)] = np.repeat(first + past, counts) + offsets
-        cos, sin = self.text.rotary_emb(hidden, positions[:, None])
+        cos, sin = self.text.rotary_emb(hidden, self.rotary_positions(positions[:, None]))
         return Batch(
             angles=(cos[0], sin[0]),
             entry=self._tensor(entry),

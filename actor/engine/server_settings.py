@@ -18,7 +18,7 @@ def _option(help: str, default: Any = MISSING) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    model_path: str = _option("folder of a Qwen3-VL or Qwen2.5-VL model")
+    model_path: str = _option("folder of a model of a known family")
     port: int = _option("0 takes a free one, named in the log")
     host: str = _option("others than loopback only with --api-key-file", "127.0.0.1")
     api_key_file: str = _option("file of the key that each request must carry", "")

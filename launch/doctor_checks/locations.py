@@ -44,7 +44,7 @@ def check_model(recipe: Recipe, folder: Path | None) -> Finding:
         if not any(folder.glob("*.safetensors")):
             raise ValueError(f"{folder} has no .safetensors file; download the model again")
     except (ValueError, OSError, KeyError) as error:
-        return refused("model", error, "set model.path to the folder of a vision-language model, or its hub name")
+        return refused("model", error, "set model.path to the folder of a model, or its hub name")
     sizes = sizes_in(folder)
     return ok("model", f"{folder}" + (f", {sizes.parameters / 1e6:.1f} M parameters" if sizes else ""))
 

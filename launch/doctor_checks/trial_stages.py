@@ -207,7 +207,7 @@ class Trial:
             return math.inf
 
         async def ask() -> list[float]:
-            request = (canary.token_ids, [canary.image], canary.watched, self.trainer.policy.banned_ids)
+            request = (canary.token_ids, canary.images, canary.watched, self.trainer.policy.banned_ids)
             async with EngineClient(self._urls[0], api_key=self._key) as client:
                 return (await client.next_logprobs(*request, uuid.uuid4().hex, PATIENCE_S))[0]
 

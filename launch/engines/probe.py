@@ -1,4 +1,5 @@
-"""Checks that an engine serves the recipe's model: by its model type, its vocabulary, and its answer to an image."""
+"""Checks that an engine serves the recipe's model: by its model type, its vocabulary, and its answer to a prompt, with
+an image if the model takes any."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class ModelFacts:
 
 
 async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
-    """Wait until the engine answers a request with an image. Raise EngineError if it does not within `timeout_s`, or if
+    """Wait until the engine answers a request. Raise EngineError if it does not within `timeout_s`, or if
     it serves another model."""
     await client.wait_healthy(timeout_s)
     info = await client.model_info()
@@ -74,11 +75,14 @@ async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float
 async def check_answers(client: EngineClient, model: ModelFacts, timeout_s: float) -> None:
     """Check that requests reach the engine unchanged (directly or through a router): an image's size, each token of the
     prompt, and banned tokens. Raise EngineError if they do not."""
-    width, height = 2 * model.vision.patch_size * model.vision.merge_size, model.vision.patch_size
-    image = _image(width, height)
+    images: list[Image] = []
+    image_tokens = 0
+    if model.vision.takes_images:
+        width, height = 2 * model.vision.patch_size * model.vision.merge_size, model.vision.patch_size
+        images = [_image(width, height)]
+        image_tokens = model.vision.num_tokens(model.vision.grid(width, height)) + len(model.image_ids) - 1
     prompt = (*model.image_ids, *model.spelled_ids)
-    num_tokens, likeliest = await client.warm_up(prompt, [image], timeout_s)
-    image_tokens = model.vision.num_tokens(model.vision.grid(width, height)) + 2
+    num_tokens, likeliest = await client.warm_up(prompt, images, timeout_s)
     expected = image_tokens + len(model.spelled_ids)
     if num_tokens == image_tokens + model.num_spelled != expected:
         raise EngineError(
@@ -93,7 +97,7 @@ async def check_answers(client: EngineClient, model: ModelFacts, timeout_s: floa
             f"makes {num_tokens} tokens of a prompt with an image, the learner {expected}; give it "
             "the bounds model.min_pixels and model.max_pixels, as the embedded and the SGLang engine are started with",
         )
-    if (await client.warm_up(prompt, [image], timeout_s, (likeliest,)))[1] == likeliest:
+    if (await client.warm_up(prompt, images, timeout_s, (likeliest,)))[1] == likeliest:
         raise EngineError(
             client.url,
             "samples a token that the request bans: it loses logit_bias (sglang-router 0.3.2 does), "

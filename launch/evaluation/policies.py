@@ -92,7 +92,7 @@ def _checkpoint(option: str, given: str, recipe: Recipe) -> Named:
 
 
 def _check_model(folder: Path) -> None:
-    """Raise ValueError for a folder without a vision-language model of a family that engines load."""
+    """Raise ValueError for a folder without a model of a family that engines load."""
     ModelFacts.load(str(folder), VisionSpec.load(folder))
     if not any(folder.glob("*.safetensors")):
         raise ValueError("no weights: the folder has no .safetensors file")

@@ -1,4 +1,4 @@
-"""Builds a small model: real Qwen3-VL classes with a small config, and a byte-level BPE tokenizer with Qwen's special
+"""Builds a small model: a family's real classes with a small config, and a byte-level BPE tokenizer with Qwen's special
 tokens and chat layout. 1.4 M parameters for Sokoban, 0.3 and 1.3 M for geometry, 0.2 M for the colour task; all run on
 a laptop's CPU."""
 
@@ -6,16 +6,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
+    Qwen3Config,
     Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 from transformers.utils.logging import disable_progress_bar
+
+from shared.families.registry import FAMILIES
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -87,40 +93,44 @@ def build_config(
     vision_hidden: int = 64,
     vision_depth: int = 2,
     vocab_size: int = 640,
-) -> Qwen3VLConfig:
-    """Return the config of the small Qwen3-VL. `hidden` must be a multiple of 64 (heads of size 32)."""
+    family: str = "qwen3_vl",
+) -> PreTrainedConfig:
+    """Return the config of a small model of a `family`, given by its model_type: qwen3_vl, or qwen3 for a text model.
+    `hidden` must be a multiple of 64 (heads of size 32)."""
     heads, ids = hidden // 32, tokenizer.get_vocab()
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    text = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "initializer_range": hidden**-0.5,
+        "bos_token_id": None,
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
+    if family == "qwen3":
+        return Qwen3Config(**text, rope_parameters=rope)
+    vision = {
+        "depth": vision_depth,
+        "hidden_size": vision_hidden,
+        "intermediate_size": 2 * vision_hidden,
+        "num_heads": max(1, vision_hidden // 16),
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": hidden,
+        "num_position_embeddings": 256,
+        "initializer_range": vision_hidden**-0.5,
+    }
     return Qwen3VLConfig(
-        text_config={
-            "vocab_size": vocab_size,
-            "hidden_size": hidden,
-            "intermediate_size": 3 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads // 2,
-            "head_dim": 32,
-            "max_position_embeddings": 4096,
-            "rope_parameters": rope,
-            "tie_word_embeddings": True,
-            "initializer_range": hidden**-0.5,
-            "bos_token_id": None,
-            "eos_token_id": ids["<|im_end|>"],
-            "pad_token_id": ids["<|endoftext|>"],
-        },
-        vision_config={
-            "depth": vision_depth,
-            "hidden_size": vision_hidden,
-            "intermediate_size": 2 * vision_hidden,
-            "num_heads": max(1, vision_hidden // 16),
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": hidden,
-            "deepstack_visual_indexes": list(range(vision_depth)),
-            "num_position_embeddings": 256,
-            "initializer_range": vision_hidden**-0.5,
-        },
+        text_config=text | {"rope_parameters": rope | {"mrope_section": [8, 4, 4], "mrope_interleaved": True}},
+        vision_config=vision | {"deepstack_visual_indexes": list(range(vision_depth))},
         tie_word_embeddings=True,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -129,20 +139,23 @@ def build_config(
     )
 
 
-def build_model(config: Qwen3VLConfig, seed: int = 0) -> Qwen3VLForConditionalGeneration:
+def build_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return Qwen3VLForConditionalGeneration(config)
+    model: PreTrainedModel = getattr(transformers, FAMILIES[config.model_type].auto_class).from_config(config)
+    return model
 
 
-def save(folder: str | Path, model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a model folder as on the hub: config, safetensors, tokenizer with chat template, image processor."""
+def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a model folder as on the hub: config, safetensors, tokenizer with chat template, and of a vision-language
+    model the image processor."""
     disable_progress_bar()
     folder = Path(folder)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    half, size = [0.5, 0.5, 0.5], {"shortest_edge": 1024, "longest_edge": 1048576}
-    Qwen2VLImageProcessorPil(
-        patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=half, image_std=half, size=size
-    ).save_pretrained(folder)
+    if FAMILIES[model.config.model_type].takes_images:
+        half, size = [0.5, 0.5, 0.5], {"shortest_edge": 1024, "longest_edge": 1048576}
+        Qwen2VLImageProcessorPil(
+            patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=half, image_std=half, size=size
+        ).save_pretrained(folder)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -86,6 +86,11 @@ def play_colour(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
     yield [env.format_observation(env.reset()[0])], DemonstratedAnswer(rng.choice(list(colour.COLOURS)))
 
 
+def play_told_colour(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
+    env = colour.build_env(seeded(seed), {"render_mode": "text"})
+    yield [env.format_observation(env.reset()[0])], DemonstratedAnswer(rng.choice(list(colour.COLOURS)))
+
+
 def play_geometry(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
     calls = with_tool = seed % 2 == 0
     module: Any = geo3k_multi_turn if with_tool else geo3k
@@ -217,6 +222,12 @@ TASKS = {
         (*colour.COLOURS, "Which colour?", COLOUR_PROMPT),
         {"hidden": 64, "layers": 2, "vision_hidden": 32, "vision_depth": 1, "vocab_size": 384},
         play_colour,
+    ),
+    "colour_text": Task(
+        (COLOUR_PROMPT,),
+        (*colour.COLOURS, "Which colour?", COLOUR_PROMPT, *map(colour.told, colour.COLOURS)),
+        {"hidden": 64, "layers": 2, "vocab_size": 384, "family": "qwen3"},
+        play_told_colour,
     ),
     "geo3k": Task(
         (TOOL_PROMPT, ANSWER_PROMPT),

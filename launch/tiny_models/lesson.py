@@ -45,7 +45,7 @@ class Task:
 
     prompts: tuple[str, ...]
     phrases: tuple[str, ...]
-    model: dict[str, int]
+    model: dict[str, Any]
     demonstrate: Callable[[int, random.Random, Lesson], Demonstration]
     """One episode of a seed."""
     pictures: tuple[Pictures, ...] = ()

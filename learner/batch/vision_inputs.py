@@ -108,7 +108,7 @@ def takes_precomputed() -> bool:
 
 
 def with_tower(spec: VisionSpec, vision_config: Any) -> VisionSpec:
-    """Return `spec` with the learned positions and windows of the tower with this config."""
+    """Return `spec` with the learned positions and windows of the tower with this config; None = it has no tower."""
     positions, window = (getattr(vision_config, name, 0) for name in ("num_position_embeddings", "window_size"))
     unit = spec.patch_size * spec.merge_size
     return replace(spec, position_side=isqrt(positions), window_tokens=window // unit)

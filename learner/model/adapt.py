@@ -177,16 +177,12 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
     family = family_named(vlm.config.model_type, "the model")
     visual, decoder = family.tower(vlm), family.decoder(vlm)
     layers = decoder.layers
-    proj: Any = getattr(getattr(visual, "patch_embed", None), "proj", None)
-    TRICKS["patch_embed"].require(isinstance(proj, nn.Conv3d) and proj.stride == proj.kernel_size)
-    visual.patch_embed = StillPatchEmbed(proj, spec)
     _register(packed_attention)
-    vlm.set_attn_implementation({"text_config": ATTENTION, "vision_config": ATTENTION})
-    for index, block in enumerate(visual.blocks):
-        _replace_vision_attention(block.attn)
-        block.attn.looks_through_windows = index not in getattr(visual, "fullatt_block_indexes", (index,))
-    fixed = getattr(visual, "interpolation_mode", MODE), getattr(visual, "interpolation_align_corners", ALIGN_CORNERS)
-    TRICKS["tower"].require(fixed == (MODE, ALIGN_CORNERS) and takes_precomputed())
+    if visual is None:
+        vlm.set_attn_implementation(ATTENTION)
+    else:
+        _adapt_tower(visual, spec)
+        vlm.set_attn_implementation({"text_config": ATTENTION, "vision_config": ATTENTION})
     TRICKS["decoder"].require(_is_known_decoder(decoder))
     for layer in layers:
         _replace_attention(getattr(layer, "self_attn", None))
@@ -194,7 +190,18 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
     use_fast_linear(vlm)
     use_fast_gelu(vlm)
     use_fast_parts(vlm)
-    return len(layers) > len(getattr(vlm.config.vision_config, "deepstack_visual_indexes", ()))
+    return len(layers) > len(getattr(visual, "deepstack_visual_indexes", ()))
+
+
+def _adapt_tower(visual: Any, spec: VisionSpec) -> None:
+    proj: Any = getattr(getattr(visual, "patch_embed", None), "proj", None)
+    TRICKS["patch_embed"].require(isinstance(proj, nn.Conv3d) and proj.stride == proj.kernel_size)
+    visual.patch_embed = StillPatchEmbed(proj, spec)
+    for index, block in enumerate(visual.blocks):
+        _replace_vision_attention(block.attn)
+        block.attn.looks_through_windows = index not in getattr(visual, "fullatt_block_indexes", (index,))
+    fixed = getattr(visual, "interpolation_mode", MODE), getattr(visual, "interpolation_align_corners", ALIGN_CORNERS)
+    TRICKS["tower"].require(fixed == (MODE, ALIGN_CORNERS) and takes_precomputed())
 
 
 def use_fast_parts(model: nn.Module) -> None:

@@ -87,7 +87,7 @@ def _check(vlm: Any, config: LoraConfig, linears: dict[str, nn.Linear], stacks: 
     assert config.rank is not None
     targets = _targets(vlm)
     for target in config.targets:
-        if not (stacks if target == "experts" else any(targets[target].search(name) for name in linears)):
+        if not (stacks if target == "experts" else target in targets and any(map(targets[target].search, linears))):
             raise ValueError(
                 f"learner.lora.targets: {target!r} matches nothing in this {vlm.config.model_type} model; leave it out"
             )

@@ -1,4 +1,4 @@
-"""The policy: a vision-language model with a value head, computed on packed documents.
+"""The policy: a language model, with or without a vision tower, with a value head, computed on packed documents.
 
 Shape suffixes: T = packed tokens, N = sampled tokens, n = those that this rank predicts, H = hidden size, V =
 vocabulary, P = patches, M = visual tokens.
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from learner.batch.microbatch import Microbatch
 from learner.batch.vision_inputs import with_tower
@@ -40,8 +41,8 @@ class PolicyOutput(NamedTuple):
     label_logprobs: Tensor | None = None  # float32 [K], differentiable; set if `labels` is given
 
 
-Vision = tuple[Tensor, list[Tensor]]
-"""Features of visual tokens [M,H], and each deepstack layer's."""
+Vision = tuple[Tensor, list[Tensor]] | None
+"""Features of visual tokens [M,H], and each deepstack layer's; None of a text model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +58,7 @@ class LowerActivations:
 
 
 class Policy(nn.Module):
-    """A vision-language model with a value head. Its logits are never kept."""
+    """A language model with a value head. Its logits are never kept. `vlm` may be a text model, without a tower."""
 
     def __init__(self, vlm: PreTrainedModel, spec: VisionSpec, critic_width: int = 0) -> None:
         """Adapt `vlm` in place. `critic_width`: width of a critic that reads several layers; 0 = a linear critic on the
@@ -65,11 +66,11 @@ class Policy(nn.Module):
         super().__init__()
         self.vlm = vlm
         self.family = family_named(vlm.config.model_type, "the policy")
-        self.spec = spec = with_tower(spec, vlm.config.vision_config)
+        self.spec = spec = with_tower(spec, getattr(vlm.config, "vision_config", None))
         self.dtype = torch.float32  # dtype of forward and backward, and of the published weights
         self.adapters: Adapters | None = None  # set if adapters are trained instead of the weights of `vlm`
         self.trimmed = adapt(vlm, spec)  # true if the last layer accepts `rows=`
-        hidden_size, layers = vlm.config.text_config.hidden_size, self.decoder.layers
+        hidden_size, layers = vlm.config.get_text_config().hidden_size, self.decoder.layers
         chosen = chosen_layers(len(layers))
         self.listener = Listener([layers[i] for i in chosen])
         if critic_width:
@@ -117,7 +118,7 @@ class Policy(nn.Module):
 
     @property
     def tower(self) -> Any:
-        """The vision tower, part of `vlm`."""
+        """The vision tower, part of `vlm`; None for a text model."""
         return self.family.tower(self.vlm)
 
     @property
@@ -134,9 +135,9 @@ class Policy(nn.Module):
         """
         if known is not None and known.num_layers:
             return known
-        vision = self._run_tower(batch) if known is None else known.vision
+        vision = (self._run_tower(batch) if self.tower is not None else None) if known is None else known.vision
         embeds_1TH = self._embed(batch, vision)
-        rotary = self.decoder.rotary_emb(embeds_1TH, batch.position_ids[1:])
+        rotary = self.decoder.rotary_emb(embeds_1TH, self.family.rotary_positions(batch.position_ids[1:]))
         self.listener.listen(batch.predictors)
         hidden_1TH = self._run_layers(embeds_1TH, range(num_layers), batch, vision, rotary)
         return LowerActivations(vision, rotary, num_layers, hidden_1TH, self.listener.take())
@@ -159,7 +160,7 @@ class Policy(nn.Module):
         self, hidden_1TH: Tensor, layers: range, batch: Microbatch, vision: Vision, rotary: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Run some decoder layers; the deepstack's features are added after the first ones."""
-        text, (_, deepstack) = self.decoder, vision
+        text, deepstack = self.decoder, [] if vision is None else vision[1]
         for index in layers:
             trims = self.trimmed and index == len(text.layers) - 1
             rows = {"rows": batch.predictors} if trims else {}
@@ -173,6 +174,8 @@ class Policy(nn.Module):
     def _embed(self, batch: Microbatch, vision: Vision) -> Tensor:
         """Return the tokens' embeddings [1,T,H], with the tower's features at the positions of visual tokens."""
         embeds_TH = self.decoder.embed_tokens(batch.input_ids).squeeze(0)
+        if vision is None:
+            return embeds_TH[None]
         features, deepstack = vision
         if len(batch.visual_rows):
             return embeds_TH.index_copy(0, batch.visual_positions, features.to(embeds_TH.dtype))[None]
@@ -200,7 +203,7 @@ class Policy(nn.Module):
         return features[rows], [layer[rows] for layer in deepstack]
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the vision-language model's parameters under transformers' names, without a tied output head.
+        """Yield the language model's parameters under transformers' names, without a tied output head.
 
         The factors of adapters are left out too: they are part of the weights that they adapt.
         """
@@ -220,14 +223,15 @@ def empty_policy(path: str, spec: VisionSpec, critic_width: int = 0) -> Policy:
 
     Raise ValueError if the folder's config.json cannot be read or names no known family.
     """
-    family_in(path).prepare()
+    family = family_in(path)
+    family.prepare()
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"model.path = {path!r} holds no readable config.json: {reason}") from error
     with torch.device("meta"):
-        vlm = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        vlm = getattr(transformers, family.auto_class).from_config(config, dtype=torch.float32)
     return Policy(vlm.eval(), spec, critic_width)
 
 

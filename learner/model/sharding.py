@@ -74,6 +74,11 @@ def freeze(policy: Policy, parts: tuple[str, ...], layers: int = 0) -> None:
     for module in (text.embed_tokens, *text.layers[:layers]) if layers else ():
         module.requires_grad_(False)
     visual = policy.tower
+    if visual is None:
+        if parts:
+            why = f"{policy.family.title} models have no vision tower"
+            raise ValueError(f"learner.optimizer.freeze = {[*parts]}: {why}; leave it out")
+        return
     mergers = {id(p) for name, p in visual.named_parameters() if policy.family.is_projector(name)}
     for p in visual.parameters():
         if ("projector" if id(p) in mergers else "vision") in parts:
@@ -108,7 +113,9 @@ def shard(policy: Policy, ranks: Ranks, dtype: torch.dtype, *, offload: bool = F
     in_float32 = MixedPrecisionPolicy(cast_forward_inputs=False)
     fully_shard(policy.value_head, mesh=mesh, mp_policy=in_float32, offload_policy=offload_policy)
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
-    policy.dtype = policy.tower.patch_embed.compute_dtype = dtype
+    policy.dtype = dtype
+    if policy.tower is not None:
+        policy.tower.patch_embed.compute_dtype = dtype
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -124,7 +131,7 @@ def add_up_replicas(policy: Policy, ranks: Ranks, *, now: bool) -> None:
 
 @torch.no_grad()
 def copy_weights(source: Policy, target: Policy) -> None:
-    """Copy the vision-language model's weights into a policy that is sharded over the ranks in the same way."""
+    """Copy the language model's weights into a policy that is sharded over the ranks in the same way."""
     _reshard(source, target)
     for source_weight, target_weight in zip(source.vlm.parameters(), target.vlm.parameters(), strict=True):
         target_weight.copy_(source_weight)
@@ -140,7 +147,7 @@ def layers_alike(policy: Policy, reference: Policy | BasePolicy, ranks: Ranks) -
     """
     visual, text = policy.tower, policy.decoder
     _reshard(policy, reference)
-    parts: list[list[nn.Module]] = [[visual]]
+    parts: list[list[nn.Module]] = [[] if visual is None else [visual]]
     if isinstance(reference, Policy) and not any(True for _ in expert_stacks(policy.vlm)):
         parts += [[text.embed_tokens, layer] if not index else [layer] for index, layer in enumerate(text.layers[:-1])]
     theirs = dict(reference.vlm.named_parameters()) if isinstance(reference, Policy) else {}
@@ -163,5 +170,5 @@ def _reshard(*policies: Policy | BasePolicy) -> None:
 
 
 def _blocks(policy: Policy) -> Iterator[nn.Module]:
-    yield from policy.tower.blocks
+    yield from () if policy.tower is None else policy.tower.blocks
     yield from policy.decoder.layers

@@ -41,7 +41,7 @@ def page() -> str:
         recipe = _recipe(task)
         parts += [f"\n## {task}: episodes of up to {recipe.model.max_context:,} tokens\n"]
         parts += ["\n| model | GPU | GPUs | learner | engines | mesh | GB a GPU | s a step |\n", f"|{'---|' * 8}\n"]
-        for base in (base for base in PUBLISHED if base.startswith("Qwen3")):
+        for base in (base for base in PUBLISHED if base.startswith("Qwen3") and PUBLISHED[base].vision_depth):
             parts += [
                 f"| {base} | {_card(kind)} | {_row(_recipe(task, base), base, machine(kind))} |\n" for kind in CARDS
             ]

@@ -37,12 +37,14 @@ def report_learner(
     host = host_memory(sizes, setting)
     room = usable_bytes(gpu_bytes)
     parts = {"text": sizes.text_parameters, "vision": sizes.vision_parameters, "projector": sizes.projector_parameters}
+    parts = {part: count for part, count in parts.items() if count}
     parts |= {"of the text, experts": sizes.expert_parameters} if sizes.num_experts else {}
     lines = [f"{name}: {sizes.parameters / 1e9:.3f} B parameters"]
     lines[0] += f" ({', '.join(f'{part} {count / 1e9:.3f}' for part, count in parts.items())})"
     lines.append(
         f"{setting.gpus} GPUs of {gpu_bytes / 1e9:.0f} GB, {setting.shards} a copy; "
-        f"{setting.microbatch_tokens * setting.context} tokens a microbatch, {setting.visual_share:.0%} of them images"
+        f"{setting.microbatch_tokens * setting.context} tokens a microbatch"
+        + (f", {setting.visual_share:.0%} of them images" if sizes.vision_depth else "")
     )
     if setting.context > 1:
         lines[-1] += f"; {setting.context} GPUs share each"

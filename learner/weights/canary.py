@@ -1,5 +1,5 @@
-"""The canary: a fixed prompt with an image, and fixed tokens after it whose logprobs an engine must compute as the
-learner does.
+"""The canary: a fixed prompt, with an image if the model takes any, and fixed tokens after it whose logprobs an engine
+must compute as the learner does.
 
 The tolerance for the difference is measured during the run, because nobody knows the noise beforehand: it depends on
 the model, the dtype and the kernels. The first verification is judged by its checksums and by a ceiling for the dtype;
@@ -29,7 +29,8 @@ from shared.types import Image
 from shared.vision import VisionSpec, expand
 
 NUM_WATCHED = 16
-MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Which colour?"}, {"type": "image"}]}]
+QUESTION = "Which colour?"
+PICTURED = [{"type": "text", "text": QUESTION}, {"type": "image"}]
 CEILING = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # neighbouring bfloat16 values between 16 and 32 are 0.125 apart
 # same limits as the alarm on publish/canary_gap: a gap below them is no fault
 FLOOR = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -48,10 +49,11 @@ class Canary:
     def __init__(self, policy: Policy, model_path: str, device: torch.device) -> None:
         self._policy = policy
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-        text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+        messages = [{"role": "user", "content": PICTURED if policy.spec.takes_images else QUESTION}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         self.token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        self.image = canary_image(policy.spec)
-        allowed = np.setdiff1d(np.arange(policy.vlm.config.text_config.vocab_size), policy.banned_ids)
+        self.images = (canary_image(policy.spec),) if policy.spec.takes_images else ()
+        allowed = np.setdiff1d(np.arange(policy.vlm.config.get_text_config().vocab_size), policy.banned_ids)
         self.watched = [int(allowed[i]) for i in np.linspace(0, len(allowed) - 1, NUM_WATCHED).round().astype(int)]
         self._batch = self._pack(ImageDecoder(policy.spec), device)
 
@@ -65,17 +67,17 @@ class Canary:
         return [float(value) for value in logprobs]
 
     def _pack(self, decoder: ImageDecoder, device: torch.device) -> Microbatch:
-        spec, grid = self._policy.spec, decoder.grid(self.image)
-        ids, _ = expand(self.token_ids, [grid], spec)
+        spec, grids = self._policy.spec, tuple(decoder.grid(image) for image in self.images)
+        ids, _ = expand(self.token_ids, grids, spec)
         ids = np.append(ids, self.watched[0])  # the prompt's last token needs a successor; any token will do
-        positions = np.concatenate([np.arange(len(ids))[None], spec.position_ids(ids, [grid])])
+        positions = np.concatenate([np.arange(len(ids))[None], spec.position_ids(ids, grids)])
         targets = np.full(len(self.watched), len(ids) - 1)  # all watched tokens are targets at the same position
         zeros = np.zeros(len(targets), dtype=np.float32)
         episode = TrainingEpisode(
             expanded=lambda: ExpandedTokens(ids, positions, targets),
             documents=(Document(len(ids), len(targets), 1),),
-            images=(self.image,),
-            grids=(grid,),
+            images=self.images,
+            grids=grids,
             behaviour_logprobs=zeros,
             versions=np.zeros(len(targets), dtype=np.int32),
             rewards=zeros,

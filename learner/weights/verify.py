@@ -322,7 +322,7 @@ class WeightVerifier:
         canary, limit = self.canary, self.timeout_s
         banned = self._policy.banned_ids
         logprobs, version = await engine.next_logprobs(
-            canary.token_ids, [canary.image], canary.watched, banned, key, limit
+            canary.token_ids, canary.images, canary.watched, banned, key, limit
         )
         reported: RankChecksums = ()
         if with_checksums:

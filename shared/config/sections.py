@@ -23,9 +23,7 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str = Field(
-        ..., min_length=1, description="folder or hub name of a vision-language model with tokenizer and chat template"
-    )
+    path: str = Field(..., min_length=1, description="folder or hub name of a model with tokenizer and chat template")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of forward and backward")
     max_context: int = Field(2048, gt=0, description="tokens of one episode, images expanded")
     min_pixels: int = Field(1024, gt=0, description="pixels: smaller images are enlarged")

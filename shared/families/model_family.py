@@ -1,7 +1,7 @@
 """The interface that each family of models implements.
 
 A family gives parameters the names of its published checkpoints, reads a model's sizes from its config.json, turns
-images into tokens and positions, and finds the parts of transformers' model.
+images into tokens and positions if it takes any, and finds the parts of transformers' model.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """A model of the hub: `organisation`/NAME-`variant` for each of its variants."""
+    """A model of the hub: `organisation`/NAME-`variant` for each of its variants, NAME alone for the variant ""."""
 
     organisation: str
     variants: tuple[str, ...]
     sizes: ModelSizes
+
+    def hub_names(self, name: str) -> dict[str, str]:
+        """Return the hub's name of each variant, by its name without the organisation."""
+        names = [f"{name}-{variant}" if variant else name for variant in self.variants]
+        return {each: f"{self.organisation}/{each}" for each in names}
 
 
 class ModelFamily(ABC):
@@ -38,14 +43,21 @@ class ModelFamily(ABC):
     in, out].
     """
 
+    title: ClassVar[str]  # its name in messages and tables
     model_type: ClassVar[str]  # in config.json
+    auto_class: ClassVar[str] = "AutoModelForImageTextToText"  # class of transformers that makes its models
     end_of_turn: ClassVar[str]  # the token with which the model ends its turn
-    image_placeholder: ClassVar[str]  # the token that stands for an image's visual tokens
+    image_placeholder: ClassVar[str] = ""  # the token that stands for an image's visual tokens; "" = it takes none
     prefixes: ClassVar[tuple[tuple[str, str], ...]] = ()
     transposed: ClassVar[tuple[str, ...]] = ()
     decoder_path: ClassVar[str]  # path of the language model in transformers' model
-    tower_path: ClassVar[str]  # path of the vision tower in transformers' model
+    tower_path: ClassVar[str] = ""  # path of the vision tower in transformers' model; "" = it has none
     published: ClassVar[Mapping[str, PublishedModel]] = {}  # by name without the variant
+
+    @property
+    def takes_images(self) -> bool:
+        """Tell whether its models have a vision tower."""
+        return bool(self.tower_path)
 
     # ------------------------------------------------------------------ parameters
 
@@ -68,11 +80,10 @@ class ModelFamily(ABC):
         """Return, for each target of learner.lora, the pattern of transformers' names of its linear layers. Experts
         have none: they are recognised by shape."""
         layer = rf"^{re.escape(self.decoder_path)}\.layers\.\d+\."
-        return {
-            "attention": re.compile(layer + r"self_attn\.\w+$"),
-            "dense": re.compile(layer + r"mlp\.\w+$"),
-            "vision": re.compile(rf"^{re.escape(self.tower_path)}\."),
-        }
+        targets = {"attention": layer + r"self_attn\.\w+$", "dense": layer + r"mlp\.\w+$"}
+        if self.takes_images:
+            targets["vision"] = rf"^{re.escape(self.tower_path)}\."
+        return {target: re.compile(pattern) for target, pattern in targets.items()}
 
     # ------------------------------------------------------------------ config.json
 
@@ -83,6 +94,30 @@ class ModelFamily(ABC):
     @abstractmethod
     def sizes(self, config: Mapping[str, Any]) -> ModelSizes:
         """Return the sizes of the model with this config.json. Raise KeyError if it lacks one."""
+
+    def text_sizes(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of `ModelSizes` about the decoder, which most families read from the same keys."""
+        text = self.text_config(config)
+        num_experts = text.get("num_experts") or text.get("num_local_experts") or 0
+        step = text.get("decoder_sparse_step") or 1
+        only_dense = set(text.get("mlp_only_layers") or ())
+        layers = range(text["num_hidden_layers"])
+        dense = [i for i in layers if not num_experts or i in only_dense or (i + 1) % step]
+        return {
+            "vocab_size": text["vocab_size"],
+            "hidden_size": text["hidden_size"],
+            "num_layers": text["num_hidden_layers"],
+            "num_dense_layers": len(dense),
+            "num_heads": text["num_attention_heads"],
+            "num_kv_heads": text["num_key_value_heads"],
+            "head_dim": text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+            "intermediate_size": text.get("intermediate_size") or 0,
+            "num_experts": num_experts,
+            "experts_per_token": text.get("num_experts_per_tok") or 0,
+            "expert_size": text.get("moe_intermediate_size") or 0,
+            "tied": bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+            "max_context": text["max_position_embeddings"],
+        }
 
     @abstractmethod
     def vision_fields(self, config: Mapping[str, Any], images: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +148,15 @@ class ModelFamily(ABC):
         return model.get_submodule(self.decoder_path)
 
     def tower(self, model: Any) -> Any:
-        """Return the vision tower of transformers' model."""
-        return model.get_submodule(self.tower_path)
+        """Return the vision tower of transformers' model, None if the family has none."""
+        return model.get_submodule(self.tower_path) if self.takes_images else None
 
-    @abstractmethod
+    def rotary_positions(self, positions: Any) -> Any:
+        """Return what the decoder's rotary embedding takes, from positions [3, batch, tokens] as `position_ids` counts
+        them."""
+        return positions
+
     def engine_tower(self, visual: Any, mean: Sequence[float], std: Sequence[float]) -> VisionTower[Any]:
         """Return the embedded engine's tower, made of transformers' `visual`. `mean` and `std` normalise the
-        colours."""
+        colours. A family that takes images has to implement it."""
+        raise NotImplementedError(f"{type(self).__name__} has no engine_tower")

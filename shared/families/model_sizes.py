@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class ModelSizes:
     """Sizes of a model made of a decoder and a vision tower, and which optional parts these have.
 
-    Names are those of config.json. `num_experts` 0: a dense model.
+    Names are those of config.json. `num_experts` 0: a dense model. `vision_depth` 0: a text model, without a tower.
     """
 
     vocab_size: int
@@ -28,17 +28,17 @@ class ModelSizes:
     max_context: int
     qk_norm: bool = True  # each head of queries and keys is normed
     attention_bias: bool = False  # queries, keys and values have biases
-    vision_depth: int
-    vision_hidden: int
-    vision_intermediate: int
-    vision_full_blocks: int  # blocks that attend to the whole image; the others attend within windows
+    vision_depth: int = 0
+    vision_hidden: int = 0
+    vision_intermediate: int = 0
+    vision_full_blocks: int = 0  # blocks that attend to the whole image; the others attend within windows
     window_patches: int = 0  # patches of one window
     vision_positions: int = 0  # number of learned positions; 0 = none
     vision_gated_mlp: bool = False  # SwiGLU, else one activation
     vision_rms_norm: bool = False  # RMSNorms, else LayerNorms
     vision_patch_bias: bool = True  # the patches' embedding has a bias
-    patch_values: int  # colours x frames x height x width of a patch
-    merge: int  # patches of one visual token
+    patch_values: int = 0  # colours x frames x height x width of a patch
+    merge: int = 1  # patches of one visual token
     num_deepstack: int = 0  # levels of the tower whose features are added in a layer of the decoder
 
     # ------------------------------------------------------------------ parameters
@@ -118,6 +118,8 @@ class ModelSizes:
     @property
     def projector_parameters(self) -> int:
         """The parameters of the mergers, which make visual tokens of patches, including the deepstack's."""
+        if not self.vision_depth:
+            return 0
         wide = self.merge * self.vision_hidden
         linear = wide * wide + wide + wide * self.hidden_size + self.hidden_size
         norms = self._vision_norm * (self.vision_hidden + self.num_deepstack * wide)
@@ -134,7 +136,8 @@ class ModelSizes:
         h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sparse = (self.num_layers - self.num_dense_layers) * self.num_experts
         wide, v, i = self.merge * self.vision_hidden, self.vision_hidden, self.vision_intermediate
-        mergers, blocks, dense = 1 + self.num_deepstack, self.vision_depth, self.num_dense_layers
+        mergers = 1 + self.num_deepstack if self.vision_depth else 0
+        blocks, dense = self.vision_depth, self.num_dense_layers
         rising = 2 if self.vision_gated_mlp else 1
         matrices = {
             "attention": [(self.num_layers, q, h), (2 * self.num_layers, kv, h), (self.num_layers, h, q)],

@@ -51,26 +51,8 @@ class QwenVL(ModelFamily):
 
     def common_sizes(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of `ModelSizes` that all these families read from the same keys."""
-        text, vision = self.text_config(config), config["vision_config"]
-        num_experts = text.get("num_experts") or text.get("num_local_experts") or 0
-        step = text.get("decoder_sparse_step") or 1
-        only_dense = set(text.get("mlp_only_layers") or ())
-        layers = range(text["num_hidden_layers"])
-        dense = [i for i in layers if not num_experts or i in only_dense or (i + 1) % step]
-        return {
-            "vocab_size": text["vocab_size"],
-            "hidden_size": text["hidden_size"],
-            "num_layers": text["num_hidden_layers"],
-            "num_dense_layers": len(dense),
-            "num_heads": text["num_attention_heads"],
-            "num_kv_heads": text["num_key_value_heads"],
-            "head_dim": text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
-            "intermediate_size": text["intermediate_size"],
-            "num_experts": num_experts,
-            "experts_per_token": text.get("num_experts_per_tok") or 0,
-            "expert_size": text.get("moe_intermediate_size") or 0,
-            "tied": bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-            "max_context": text["max_position_embeddings"],
+        vision = config["vision_config"]
+        return self.text_sizes(config) | {
             "vision_depth": vision["depth"],
             "vision_hidden": vision["hidden_size"],
             "vision_intermediate": vision["intermediate_size"],

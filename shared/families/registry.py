@@ -10,6 +10,7 @@ from typing import Any
 from shared.families.model_family import ModelFamily
 from shared.families.model_sizes import ModelSizes
 from shared.families.qwen2_5_vl.qwen2_5_vl_family import Qwen25VL
+from shared.families.qwen3.qwen3_family import Qwen3
 from shared.families.qwen3_vl.qwen3_vl_family import Qwen3VL, Qwen3VLMoe
 
 FAMILIES: dict[str, ModelFamily] = {}
@@ -27,13 +28,14 @@ def register(family: ModelFamily) -> ModelFamily:
     FAMILIES[family.model_type] = family
     for name, model in family.published.items():
         PUBLISHED[name] = model.sizes
-        HUB_NAMES.update({f"{name}-{variant}": f"{model.organisation}/{name}-{variant}" for variant in model.variants})
+        HUB_NAMES.update(model.hub_names(name))
     return family
 
 
 register(Qwen3VL())
 register(Qwen3VLMoe())
 register(Qwen25VL())
+register(Qwen3())
 
 
 def family_named(model_type: Any, where: object) -> ModelFamily:
@@ -84,9 +86,9 @@ def find_sizes(name: str) -> ModelSizes:
         config = json.loads(file.read_text())
         return family_of(config, name).sizes(config)
     short = name.rpartition("/")[2]
-    for base, sizes in PUBLISHED.items():
-        if short == base or (short in HUB_NAMES and short.rpartition("-")[0] == base):
-            return sizes
+    bases = [base for base in PUBLISHED if short == base or (short in HUB_NAMES and short.startswith(f"{base}-"))]
+    if bases:
+        return PUBLISHED[max(bases, key=len)]
     raise ValueError(f"no sizes of {name!r}: give a folder with config.json, or one of {', '.join(PUBLISHED)}")
 
 
@@ -95,9 +97,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"no {path.name} in {path.parent}: give the folder of a vision-language model") from None
+        raise ValueError(f"no {path.name} in {path.parent}: give the folder of a model") from None
     except NotADirectoryError:
-        raise ValueError(f"{path.parent} is a file: give the folder of a vision-language model") from None
+        raise ValueError(f"{path.parent} is a file: give the folder of a model") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read as a file: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

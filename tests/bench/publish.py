@@ -46,7 +46,7 @@ from tests.support.engines import ask, engine_process, sglang_process
 from tests.support.publishing import publish_settings
 from tests.support.small.adapted import adapted_policy
 
-SIZES = {"tiny": {"hidden": 128, "layers": 4}, "large": {"hidden": 768, "layers": 7}}
+SIZES: dict[str, dict[str, Any]] = {"tiny": {"hidden": 128, "layers": 4}, "large": {"hidden": 768, "layers": 7}}
 PARTS = ("seconds", "gather_s", "broadcast_s", "load_s", "pause_s", "proof_s")
 
 

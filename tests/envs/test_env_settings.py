@@ -53,7 +53,7 @@ def test_every_recipe_sets_what_its_environment_knows(path: Path) -> None:
         ("envs.geo3k_multi_turn", {"picture_pixel": 64}, [], "did you mean 'picture_pixels'?"),
         ("envs.geo3k_multi_turn", {"max_turns": 2}, [], "env.args has max_turns = 2: set env.max_turns"),
         ("envs.geo3k", {}, [{"kinds": ["circle"]}], "kinds = ['circle']: write it like ["),
-        ("envs.colour", {"size": 3}, [], "envs.colour has no setting 'size'; it has none"),
+        ("envs.colour", {"size": 3}, [], "envs.colour has no setting 'size'; it has render_mode"),
         ("envs.sokoban", {"wall_chance": "high"}, [], "env.args: wall_chance = 'high': input should be a valid number"),
         ("envs.sokoban", {"max_steps": 1.5}, [], "max_steps = 1.5: input should be a valid integer"),
         ("envs.sokoban", {"grid_size": [6, 6, 6]}, [], "grid_size = [6, 6, 6]: write it like [6, 6]"),

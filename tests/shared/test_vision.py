@@ -63,7 +63,7 @@ def test_a_models_file_that_holds_no_object_is_named(tmp_path, name, content, wo
 
 def test_a_file_in_place_of_a_models_folder_is_named(tmp_path):
     (tmp_path / "README.md").write_text("Hello")
-    with pytest.raises(ValueError, match=r"README\.md is a file: give the folder of a vision-language model"):
+    with pytest.raises(ValueError, match=r"README\.md is a file: give the folder of a model"):
         VisionSpec.load(tmp_path / "README.md")
 
 

@@ -244,7 +244,7 @@ async def play(client, spec, seed, turns=3, temperature=1.0, pause_s=0.0, sizes=
     rng = random.Random(seed)
     ids, drawn_images, sampled = [rng.randrange(20, 200) for _ in range(rng.randint(1, 30))], [], []
     for _ in range(turns):
-        for _ in range(rng.randint(0, 2)):
+        for _ in range(rng.randint(0, 2) if spec.takes_images else 0):
             drawn_images.append(draw_image(*rng.choice(sizes), seed=rng.randrange(6)))
             ids += [21, spec.image_token_id, 22]
         ids += [rng.randrange(20, 200) for _ in range(rng.randint(1, 20))]

@@ -61,7 +61,7 @@ def random_trajectory(
     mask, images, spans = [0] * prompt_tokens, [], []
     for turn in range(turns):
         observation = rng.integers(1, vocab_size, 4).tolist()
-        if with_images:
+        if with_images and spec.takes_images:
             width, height = rng.choice(sides, 2)
             images.append(Image.of(png(draw_image(int(width), int(height), seed * 100 + turn))))
             observation.insert(1, spec.image_token_id)

@@ -244,8 +244,9 @@ def said_of_a_number_on_the_last_rank(ranks: Ranks, number: float) -> str:
 
 
 def model_of(folder: str, case: str) -> str:
-    """Return the folder of a case's model: the mixture of experts and Qwen2.5-VL are in folders beside `folder`."""
-    other = {"experts": "moe", "windows": "windows"}
+    """Return the folder of a case's model: the mixture of experts, Qwen2.5-VL and the text model are in folders beside
+    `folder`."""
+    other = {"experts": "moe", "windows": "windows", "text": "text"}
     return str(Path(folder).parent / other[case]) if case in other else folder
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image as PILImage
 from transformers import (
-    AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -30,6 +30,7 @@ from actor.engine.http import HttpServer
 from actor.engine.server_settings import EngineSettings
 from launch.tiny_models.build import build_config, build_model, build_tokenizer, save
 from learner.model.policy import Policy
+from shared.families.registry import family_in
 from shared.vision import VisionSpec, expand, patchify, pixel_values
 
 PHRASES = [
@@ -55,7 +56,8 @@ def tiny_model_dir(tmp: str | Path, *, hidden: int = 64, layers: int = 2, seed: 
 
 
 def load_model(folder: str | Path) -> Any:
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    auto_class = getattr(transformers, family_in(folder).auto_class)
+    return auto_class.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def moe_policy(folder: str | Path, spec: VisionSpec) -> Policy:
@@ -111,7 +113,8 @@ def reference_logits(
             "pixel_values": torch.from_numpy(np.concatenate([pixel_values(p, spec) for p in patches])),
             "image_grid_thw": torch.tensor(grids),
         }
-    out = model(input_ids=torch.from_numpy(ids)[None], position_ids=torch.from_numpy(positions)[:, None], **extra)
+    of_rotary = spec.family.rotary_positions(torch.from_numpy(positions)[:, None])
+    out = model(input_ids=torch.from_numpy(ids)[None], position_ids=of_rotary, **extra)
     last = np.searchsorted(compact, np.arange(len(token_ids)), side="right") - 1
     return out.logits[0, torch.from_numpy(last)].float()
 

@@ -35,6 +35,14 @@ def test_v_trace_teaches_a_small_model_to_name_colours_from_chance(tmp_path: Pat
 
 @pytest.mark.learning
 @pytest.mark.slow
+def test_a_small_text_model_learns_to_name_colours_told_in_numbers(tmp_path: Path) -> None:
+    result = json.loads(run("colour_text_tiny", places(tmp_path, **{"eval.samples": 200})).stdout.splitlines()[-1])
+    assert 0.1 < result["success_before"] < 0.5
+    assert result["success_after"] >= 0.8
+
+
+@pytest.mark.learning
+@pytest.mark.slow
 def test_adapters_alone_teach_a_small_model_to_name_colours_from_chance(tmp_path: Path) -> None:
     """Each publication proves that engines have the adapters."""
     fields = {"learner.lora.rank": 8, "eval.samples": 200}

@@ -59,6 +59,7 @@ class Qwen25VL(QwenVL):
     positions, and most of its blocks attend within windows. Published checkpoints have the parameter names of an
     earlier version of transformers."""
 
+    title = "Qwen2.5-VL"
     model_type = "qwen2_5_vl"
     prefixes = (("model.language_model.", "model."), ("model.visual.", "visual."))
     published: ClassVar = {

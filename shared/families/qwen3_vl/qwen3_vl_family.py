@@ -65,6 +65,7 @@ class Qwen3VL(QwenVL):
     """Qwen3-VL: queries and keys are normed; the tower has LayerNorms and learned positions, and its features are also
     added in layers of the decoder (deepstack)."""
 
+    title = "Qwen3-VL"
     model_type = "qwen3_vl"
     published: ClassVar = {
         "Qwen3-VL-2B": _dense(2048, 28, 16, 6144, SMALL_TOWER),
@@ -93,6 +94,7 @@ class Qwen3VL(QwenVL):
 class Qwen3VLMoe(Qwen3VL):
     """Qwen3-VL whose layers have experts, stored as stacks of matrices."""
 
+    title = "Qwen3-VL-MoE"
     model_type = "qwen3_vl_moe"
     transposed = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     published: ClassVar = {

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 
 from learner.checkpoints.hf_export import export
 from learner.model.policy import empty_policy, load_policy, load_weights
 from learner.model.sharding import parallelize
 from shared.vision import VisionSpec
 from tests.support.episodes import learner_config
-from tests.support.loading.models import FAMILIES, experts, rewrite, tensors
+from tests.support.loading.models import FAMILIES, auto_class, experts, rewrite, tensors
 from tests.support.paths import ROOT
 
 
@@ -31,7 +30,7 @@ def load(folder, width=0):
 
 
 def wanted(folder):
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return auto_class(folder).from_pretrained(folder, dtype=torch.float32)
 
 
 def assert_equal(policy, model):

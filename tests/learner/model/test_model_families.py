@@ -33,11 +33,11 @@ from tests.support.episodes import (
     random_trajectory,
 )
 from tests.support.small.families import FAMILIES as SMALL
-from tests.support.small.families import qwen3_moe, qwen25
+from tests.support.small.families import qwen3, qwen3_moe, qwen25
 from tests.support.tiny import draw_image, png, running_engine, tiny_model_dir
 
 
-@pytest.fixture(scope="module", params=["Qwen2.5-VL", "Qwen3-VL-MoE"])
+@pytest.fixture(scope="module", params=["Qwen2.5-VL", "Qwen3-VL-MoE", "Qwen3"])
 def family(request, tmp_path_factory):
     make, kind, sides = SMALL[request.param]
     folder = make(tmp_path_factory.mktemp("model"))
@@ -55,8 +55,16 @@ def test_packed_logprobs_equal_transformers_own_forward(family):
     torch.testing.assert_close(policy(packed(policy, trajectories), 1.0).logprobs, expected, rtol=0, atol=5e-5)
 
 
-def test_the_positions_of_text_and_images_are_those_of_transformers(family):
-    folder, kind, sides = family
+@pytest.fixture
+def seeing(family):
+    """The same for families that take images."""
+    if not VisionSpec.load(family[0]).takes_images:
+        pytest.skip("a text model")
+    return family
+
+
+def test_the_positions_of_text_and_images_are_those_of_transformers(seeing):
+    folder, kind, sides = seeing
     spec = VisionSpec.load(folder)
     model = kind.from_pretrained(folder, dtype=torch.float32)
     episode = make_episode(random_trajectory(spec, 5, sides=sides), 0.0, ImageDecoder(spec), ObjectiveConfig())
@@ -102,8 +110,8 @@ def test_a_resumed_model_goes_on_as_if_it_had_not_been_interrupted(family, ranks
         assert torch.equal(got, expected), name
 
 
-def test_a_blank_image_stands_in_where_an_episode_has_none(family):
-    folder, _, _ = family
+def test_a_blank_image_stands_in_where_an_episode_has_none(seeing):
+    folder, _, _ = seeing
     spec = VisionSpec.load(folder)
     policy = load_policy(str(folder), spec)
     policy(packed(policy, [random_trajectory(spec, 2, with_images=False)]), 1.0).logprobs.sum().backward()
@@ -112,8 +120,8 @@ def test_a_blank_image_stands_in_where_an_episode_has_none(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [(50, 70), (300, 200), (37, 500), (28, 28), (1400, 900)])
-def test_images_become_the_patches_of_the_image_processor(family, size):
-    folder, _, _ = family
+def test_images_become_the_patches_of_the_image_processor(seeing, size):
+    folder, _, _ = seeing
     spec = VisionSpec.load(folder)
     image = draw_image(*size, seed=3)
     expected = Qwen2VLImageProcessorPil.from_pretrained(folder)(image, return_tensors="np")
@@ -127,16 +135,18 @@ def test_images_become_the_patches_of_the_image_processor(family, size):
 
 
 @pytest.mark.parametrize(
-    ("make", "temperature"), [(tiny_model_dir, 1.0), (tiny_model_dir, 0.7), (qwen3_moe, 1.0), (qwen25, 1.0)]
+    ("make", "temperature"),
+    [(tiny_model_dir, 1.0), (tiny_model_dir, 0.7), (qwen3_moe, 1.0), (qwen25, 1.0), (qwen3, 1.0)],
 )
 def test_behaviour_logprobs_of_the_embedded_engine_equal_the_learners(tmp_path, make, temperature):
     folder = make(tmp_path)
     spec = VisionSpec.load(folder)
-    images = [Image.of(png(draw_image(64, 96, 1))), Image.of(png(draw_image(96, 64, 2)))]
+    shown = [(Image.of(png(draw_image(*size, seed=n))),) for n, size in enumerate([(64, 96), (96, 64)], 1)]
     stream, turns, sampling = Stream(), [], Sampling(temperature, max_new_tokens=12)
     with running_engine(folder, min_pixels=1024, max_pixels=1 << 20) as (url, _):
-        for seed, image in enumerate(images):
-            stream.observe(Fragment((5, 6, 7, spec.image_token_id, 9), (image,)))
+        for seed, images in enumerate(shown):
+            placed = Fragment((5, 6, 7, spec.image_token_id, 9), images)
+            stream.observe(placed if spec.takes_images else Fragment((5, 6, 7, 8, 9)))
             start, options = len(stream.token_ids), {"banned_ids": spec.banned_ids, "seed": seed}
             stream.sample(ask(url, lambda c, o=options: c.generate(stream.token_ids, stream.images, sampling, **o)))
             turns.append(Turn(start, len(stream.token_ids), 0.0))
@@ -166,10 +176,10 @@ def test_the_engine_cuts_the_windows_that_the_learner_cuts_and_lays_equal_ones_t
 
 
 def test_both_engines_serve_each_family_that_is_trained_and_no_other(tmp_path):
-    for said in ({"model_type": "internvl", "vision_config": {}, "image_token_id": 5}, {"model_type": "qwen3"}, {}):
+    for said in ({"model_type": "internvl", "vision_config": {}, "image_token_id": 5}, {"model_type": "llama"}, {}):
         (tmp_path / "config.json").write_text(json.dumps(said))
         with pytest.raises(
             ValueError,
-            match=r"qwen3_vl, qwen3_vl_moe, qwen2_5_vl; add .* in shared/families/registry.py$",
+            match=r"qwen3_vl, qwen3_vl_moe, qwen2_5_vl, qwen3; add .* in shared/families/registry.py$",
         ):
             VisionSpec.load(tmp_path)

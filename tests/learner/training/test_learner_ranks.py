@@ -15,7 +15,7 @@ from tests.support.learner_ranks import recipe_of, train, trainer_of
 from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES
 from tests.support.ranks.cuts import CUTS
 from tests.support.ranks.weights import distance
-from tests.support.small.families import qwen25
+from tests.support.small.families import qwen3, qwen25
 from tests.support.tiny import mixture_dir, running_engine, tiny_model_dir
 
 pytestmark = pytest.mark.slow
@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     folder = tiny_model_dir(tmp_path_factory.mktemp("ranks"), layers=3)  # more than the deepstack: the last is trimmed
     mixture_dir(folder)
     qwen25(folder.parent / "windows")
+    qwen3(folder.parent)
     return folder
 
 

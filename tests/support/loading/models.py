@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
 
+from shared.families.registry import family_in
 from tests.support.tiny import tiny_model_dir, tiny_tokenizer
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -77,7 +81,24 @@ def qwen25(tmp: Path) -> Path:
     return tmp
 
 
-FAMILIES = {"Qwen3-VL": dense, "Qwen3-VL-MoE": experts, "Qwen2.5-VL": qwen25}
+def text(tmp: Path) -> Path:
+    """Write a Qwen3 in two files; the output head is no embeddings."""
+    sizes = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, rope_parameters=rope, tie_word_embeddings=False))
+    tmp.mkdir(exist_ok=True)
+    model.config.save_pretrained(tmp)
+    return rewrite(tmp, dict(model.named_parameters()), files=2)
+
+
+FAMILIES = {"Qwen3-VL": dense, "Qwen3-VL-MoE": experts, "Qwen2.5-VL": qwen25, "Qwen3": text}
+
+
+def auto_class(folder: str | Path) -> Any:
+    """Return transformers' class that loads the model in a folder."""
+    return getattr(transformers, family_in(folder).auto_class)
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

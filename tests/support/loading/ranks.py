@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForImageTextToText
 
 from learner.distributed import Ranks, close_ranks, init_ranks
 from learner.model.policy import Policy
 from learner.setup import build_policy
 from shared.config.recipe import Recipe
 from shared.config.sections import EnvConfig, ModelConfig
+from tests.support.loading.models import auto_class
 
 
 def load(folder: str, ranks: Ranks, dtype: str = "float32") -> Policy:
@@ -30,7 +30,7 @@ def load(folder: str, ranks: Ranks, dtype: str = "float32") -> Policy:
 def differing(folder: str, ranks: Ranks, dtype: str) -> list[str]:
     """Return the names of the parameters and buffers that are not bit for bit equal to those of `from_pretrained`."""
     policy = load(folder, ranks, dtype)
-    wanted = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    wanted = auto_class(folder).from_pretrained(folder, dtype=torch.float32)
     found: dict[str, Any] = dict(policy.vlm.state_dict(keep_vars=True)) | dict(policy.vlm.named_buffers())
     wrong = []
     for name, expected in (wanted.state_dict() | dict(wanted.named_buffers())).items():
@@ -38,7 +38,7 @@ def differing(folder: str, ranks: Ranks, dtype: str) -> list[str]:
         whole = got.full_tensor() if isinstance(got, DTensor) else got
         if whole.dtype != expected.dtype or not torch.equal(whole, expected):
             wrong.append(f"{Path(folder).name}: {name}")
-    tied = policy.vlm.lm_head.weight is policy.vlm.model.language_model.embed_tokens.weight
+    tied = policy.vlm.lm_head.weight is policy.decoder.embed_tokens.weight
     return wrong if tied == wanted.config.tie_word_embeddings else [*wrong, f"{folder}: tied {tied}"]
 
 

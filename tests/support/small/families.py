@@ -14,11 +14,13 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3ForCausalLM,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
 
+from launch.tiny_models.build import build_config, build_model, save
 from tests.support.tiny import tiny_model_dir, tiny_tokenizer
 
 NUM_EXPERTS, EXPERT_SIZE = 6, 24  # beside a hidden size of 64 or 128
@@ -112,9 +114,22 @@ def as_mixture(dense: Path, folder: Path) -> Path:
     return folder
 
 
+def qwen3(folder: Path) -> Path:
+    """Write a tiny Qwen3, which takes no images."""
+    config = build_config(tiny_tokenizer(), hidden=64, layers=2, family="qwen3")
+    model = build_model(config, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms of 1 would hide mistakes
+                parameter += 0.1 * torch.randn(parameter.shape)
+    save(folder / "text", model, tiny_tokenizer())
+    return folder / "text"
+
+
 FAMILIES: dict[str, tuple[Callable[[Path], Path], type, tuple[int, ...]]] = {
     "Qwen2.5-VL": (qwen25, Qwen2_5_VLForConditionalGeneration, (56, 84, 140)),
+    "Qwen3": (qwen3, Qwen3ForCausalLM, ()),
     "Qwen3-VL": (tiny_model_dir, Qwen3VLForConditionalGeneration, (64, 96)),
     "Qwen3-VL-MoE": (qwen3_moe, Qwen3VLMoeForConditionalGeneration, (64, 96)),
 }
-"""How a model is made, its class in transformers, sides of images that are not resized."""
+"""How a model is made, its class in transformers, sides of images that are not resized; () = it takes no images."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from transformers import (
-    AutoModelForImageTextToText,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
+    Qwen3Config,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
 
 from launch.tiny_models.build import build_tokenizer, save
-from shared.families.registry import PUBLISHED
+from shared.families.registry import FAMILIES, PUBLISHED
 from tests.support.tiny import PHRASES
 
 IDS = {
@@ -43,14 +45,16 @@ def published_config(name: str, ids: Mapping[str, int] | None = None) -> PreTrai
         "moe_intermediate_size": sizes.expert_size,
         "max_position_embeddings": sizes.max_context,
     }
+    more = {"tie_word_embeddings": sizes.tied, **(ids or {})}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    if not sizes.vision_depth:
+        return Qwen3Config(**text, **more, rope_parameters=rope)
     vision = {
         "depth": sizes.vision_depth,
         "hidden_size": sizes.vision_hidden,
         "intermediate_size": sizes.vision_intermediate,
         "out_hidden_size": sizes.hidden_size,
     }
-    more = {"tie_word_embeddings": sizes.tied, **(ids or {})}
-    rope = {"rope_type": "default", "rope_theta": 1e6}
     if sizes.vision_rms_norm:
         text["rope_parameters"] = rope | {"mrope_section": [16, 24, 24]}
         vision["fullatt_block_indexes"] = [7, 15, 23, 31]
@@ -64,6 +68,11 @@ def published_config(name: str, ids: Mapping[str, int] | None = None) -> PreTrai
     return kind(text_config=text, vision_config=vision, **more)
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class that makes the model of this config."""
+    return getattr(transformers, FAMILIES[config.model_type].auto_class)
+
+
 def save_random(name: str, folder: str | Path) -> None:
     """Write a model with this published model's sizes, random bfloat16 weights, and the small models' tokenizer, whose
     tokens are the first few hundred of the vocabulary."""
@@ -71,5 +80,6 @@ def save_random(name: str, folder: str | Path) -> None:
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in IDS.items()}
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForImageTextToText.from_config(published_config(name, ids), dtype=torch.bfloat16)
+        config = published_config(name, ids)
+        model = auto_class(config).from_config(config, dtype=torch.bfloat16)
     save(folder, model, tokenizer)

@@ -1,0 +1,1 @@
+"""Qwen3, a family of text models."""
