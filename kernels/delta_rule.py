@@ -16,7 +16,7 @@ channels, J = taps of the convolution, R = initial states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -87,6 +87,13 @@ def plan_scan(pieces: Sequence[Piece], chunk: int = CHUNK) -> ScanPlan:
         lasts=torch.tensor([int(offsets[level]) + index for level, index in last]),
         ends=torch.tensor([piece.start + piece.count - 1 for piece in pieces]),
     )
+
+
+def on_device(plan: ScanPlan, device: torch.device) -> ScanPlan:
+    """Return the plan with its tensors on a device."""
+    moved = {each.name: getattr(plan, each.name) for each in fields(plan)}
+    sources = tuple(source.to(device) for source in moved.pop("sources"))
+    return ScanPlan(sources=sources, **{name: tensor.to(device) for name, tensor in moved.items()})
 
 
 def gated_delta_rule(

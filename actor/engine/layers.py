@@ -1,11 +1,12 @@
-"""One decoder layer of the embedded engine over packed tokens and a slotted KV cache: one version in torch for any
-device, and one with kernels/cpu/layer.py for float32 on a CPU.
+"""One decoder layer of the embedded engine over packed tokens and a slotted cache: one version in torch for any device,
+and one with kernels/cpu/layer.py for float32 on a CPU.
 
 Suffixes: N = new tokens of all sequences, R = sequences, H = query heads, K = key heads, D = head size.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cpu import layer as cpu_layer
-from kernels.cpu.library import supports_layer
 from kernels.cpu.linear import linear
+from kernels.delta_rule import ScanPlan
 
 Cache = tuple[Tensor, Tensor]
-"""Keys and values of a layer, each [slots, K, max_context, D]."""
+"""Keys and values of a layer, each [slots, K, max_context, D]; of a delta net see actor/engine/delta_layers.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ class Batch:
     Sequences that add one token come first. For these, `first` (int64) is the row at which their slot begins, `length`
     (int64) the number of entries that they attend to, including the new one. `singles` are the segments of these
     sequences (empty for CpuLayer), `longer` those of all other sequences (without a mask for CpuLayer).
+
+    For models with delta nets: `slots` int64[R] of the rows, `begun` bool[R] says whether a row has entries before, and
+    `scan` is the order of computation for the `longer` rows' tokens, None without such rows.
     """
 
     angles: tuple[Tensor, Tensor]
@@ -53,40 +57,40 @@ class Batch:
     length: Tensor
     singles: Sequence[Segment]
     longer: Sequence[Segment]
+    slots: Tensor | None = None
+    begun: Tensor | None = None
+    scan: ScanPlan | None = None
 
 
-class Layer:
-    """A text layer with its parallel projections fused; the module's own parameters become views of the fused ones."""
+class Block(ABC):
+    """A text layer: norms, what mixes tokens, and an MLP. Parallel projections are fused, and the module's own
+    parameters become views of the fused ones."""
 
-    def __init__(self, module: Any, num_heads: int, num_kv_heads: int, eps: float) -> None:
-        attention, mlp = module.self_attn, module.mlp
-        self.attention, self.mlp, self.eps = attention, mlp, eps
-        self.input_norm, self.post_norm = module.input_layernorm, module.post_attention_layernorm
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, attention.head_dim
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.qkv_weight = _concatenate([p.weight for p in projections])
-        self.qkv_bias = None if attention.q_proj.bias is None else _concatenate([p.bias for p in projections])
-        dense = hasattr(mlp, "gate_proj")  # a mixture of experts is run by its own module
-        self.gate_up_weight = _concatenate([mlp.gate_proj.weight, mlp.up_proj.weight]) if dense else None
-        self._norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
-        self.qk_norm: Tensor | None = None  # weights of these norms, [H + K, D]
-        self.weights_changed()
+    def __init__(self, module: Any, eps: float, norm_offset: float) -> None:
+        self.mlp, self.eps, self.norm_offset = module.mlp, eps, norm_offset
+        self._norms = module.input_layernorm, module.post_attention_layernorm
+        dense = hasattr(self.mlp, "gate_proj")  # a mixture of experts is run by its own module
+        self.gate_up_weight = concatenated([self.mlp.gate_proj.weight, self.mlp.up_proj.weight]) if dense else None
+
+    @abstractmethod
+    def new_cache(self, num_slots: int, max_context: int) -> Cache:
+        """Make the layer's cache."""
+
+    @abstractmethod
+    def mix(self, normed: Tensor, cache: Cache, batch: Batch) -> Tensor:
+        """Compute what the layer adds before its MLP: [N, hidden] -> [N, hidden]. Store what later tokens need."""
+
+    def keep(self, cache: Cache) -> None:  # noqa: B027 - keys and values are stored at once
+        """Store the states after the last forward, if the layer has any, once its tokens are final."""
 
     def weights_changed(self) -> None:
-        """Copy the norms' weights again, repeated for each head."""
-        if self._norms is not None:
-            heads = (self.num_heads, self.num_kv_heads)
-            weights = [norm.weight.detach().expand(n, -1) for norm, n in zip(self._norms, heads, strict=True)]
-            self.qk_norm = torch.cat(weights)
+        """Derive the tensors that depend on the weights again."""
+        self.input_weight, self.post_weight = (norm_weight(norm, self.norm_offset) for norm in self._norms)
 
     def forward(self, hidden: Tensor, cache: Cache, batch: Batch) -> Tensor:
-        """Compute the layer: [N, hidden] -> [N, hidden], and store the tokens' K and V in the cache. May write to
-        `hidden`."""
-        normed = self.add_norm(hidden, None, self.input_norm.weight)
-        heads = linear(normed, self.qkv_weight, self.qkv_bias).view(len(hidden), -1, self.head_dim)
-        heads = self.rotate_and_store(heads, cache, batch)
-        attended = self.attention.o_proj(self.attend(heads, cache, batch))
-        normed = self.add_norm(hidden, attended, self.post_norm.weight)
+        """Compute the layer: [N, hidden] -> [N, hidden]. May write to `hidden`."""
+        mixed = self.mix(self.add_norm(hidden, None, self.input_weight), cache, batch)
+        normed = self.add_norm(hidden, mixed, self.post_weight)
         if self.gate_up_weight is None:
             return hidden.add_(self.mlp(normed[None])[0])
         gated = self.gate(linear(normed, self.gate_up_weight))
@@ -96,7 +100,45 @@ class Layer:
         """Add `delta` to `hidden` in place; return the RMS norm of the sum."""
         if delta is not None:
             hidden.add_(delta)
-        return F.rms_norm(hidden, hidden.shape[-1:], weight, self.eps)
+        return rms_norm(hidden, weight, self.eps)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """Apply the gated activation, SwiGLU or the model's own: [N, 2 * width] -> [N, width]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.mlp.act_fn(gate) * up
+
+
+class Layer(Block):
+    """A layer that attends."""
+
+    def __init__(self, module: Any, num_heads: int, num_kv_heads: int, eps: float, norm_offset: float = 0.0) -> None:
+        super().__init__(module, eps, norm_offset)
+        self.attention = attention = module.self_attn
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, attention.head_dim
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv_weight = concatenated([p.weight for p in projections])
+        self.qkv_bias = None if attention.q_proj.bias is None else concatenated([p.bias for p in projections])
+        self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        self.qk_norm: Tensor | None = None  # weights of these norms, [H + K, D]
+        self.weights_changed()
+
+    def new_cache(self, num_slots: int, max_context: int) -> Cache:
+        shape = (num_slots, self.num_kv_heads, max_context, self.head_dim)
+        return self.qkv_weight.new_zeros(shape), self.qkv_weight.new_zeros(shape)
+
+    def weights_changed(self) -> None:
+        """Copy the norms' weights again, those of heads repeated for each head."""
+        super().weights_changed()
+        if self._head_norms is not None:
+            heads = (self.num_heads, self.num_kv_heads)
+            norms = zip(self._head_norms, heads, strict=True)
+            self.qk_norm = torch.cat([norm_weight(norm, self.norm_offset).expand(n, -1) for norm, n in norms])
+
+    def mix(self, normed: Tensor, cache: Cache, batch: Batch) -> Tensor:
+        heads = linear(normed, self.qkv_weight, self.qkv_bias).view(len(normed), -1, self.head_dim)
+        heads = self.rotate_and_store(heads, cache, batch)
+        attended: Tensor = self.attention.o_proj(self.attend(heads, cache, batch))
+        return attended
 
     def rotate_and_store(self, heads: Tensor, cache: Cache, batch: Batch) -> Tensor:
         """Norm and rotate the queries and keys in `heads` [N, H + 2 K, D]; store keys and values in the cache. Return
@@ -104,10 +146,11 @@ class Layer:
         num_qk = self.num_heads + self.num_kv_heads
         qk = heads[:, :num_qk]
         if self.qk_norm is not None:
-            qk = F.rms_norm(qk, (self.head_dim,), None, self.eps) * self.qk_norm
-        half = self.head_dim // 2
+            qk = (F.rms_norm(qk, (self.head_dim,), None, self.eps) * self.qk_norm).to(heads.dtype)
         cos, sin = (angle[:, None] for angle in batch.angles)
-        qk = qk * cos + torch.cat((-qk[..., half:], qk[..., :half]), dim=-1) * sin
+        turned, half = qk[..., : cos.shape[-1]], cos.shape[-1] // 2  # a family may rotate a part of each head alone
+        turned = turned * cos + torch.cat((-turned[..., half:], turned[..., :half]), dim=-1) * sin
+        qk = torch.cat((turned, qk[..., 2 * half :]), dim=-1) if 2 * half < self.head_dim else turned
         stored, context = batch.stored, cache[0].shape[2]
         offsets = torch.arange(self.num_kv_heads, device=heads.device) * context
         index = (batch.entry[:stored, None] + offsets).reshape(-1)
@@ -124,11 +167,6 @@ class Layer:
         for segment in batch.longer:
             self._attend_causally(query, cache, segment, out)
         return out.view(len(query), -1)
-
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """Apply the gated activation, SwiGLU or the model's own: [N, 2 * width] -> [N, width]."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.mlp.act_fn(gate) * up
 
     def _attend_one_each(self, query: Tensor, cache: Cache, s: Segment, out: Tensor) -> None:
         """Attend from one query token in each of several neighbouring slots; heads that share keys are queries of one
@@ -147,6 +185,18 @@ class Layer:
         grouped = self.num_heads > self.num_kv_heads
         part = F.scaled_dot_product_attention(q, k, v, s.mask, is_causal=s.mask is None, enable_gqa=grouped)
         out[s.start : s.end] = part[0].transpose(0, 1)
+
+
+class GatedLayer(Layer):
+    """A layer that attends and multiplies each head's output by a gate, which the projection of queries gives too."""
+
+    def mix(self, normed: Tensor, cache: Cache, batch: Batch) -> Tensor:
+        projected = linear(normed, self.qkv_weight, self.qkv_bias).view(len(normed), -1, self.head_dim)
+        queries, keys_values = projected.split((2 * self.num_heads, 2 * self.num_kv_heads), 1)
+        query, gate = queries.unflatten(1, (-1, 2)).unbind(2)
+        heads = self.rotate_and_store(torch.cat((query, keys_values), 1), cache, batch)
+        attended: Tensor = self.attention.o_proj(self.attend(heads, cache, batch) * gate.flatten(1).sigmoid())
+        return attended
 
 
 class CpuLayer(Layer):
@@ -172,16 +222,18 @@ class CpuLayer(Layer):
         return cpu_layer.silu_mul(*gate_up.chunk(2, dim=1))
 
 
-def make_layers(text: Any, config: Any) -> list[Layer]:
-    """Make the layers of transformers' text model: CpuLayer if it supports them, else Layer."""
-    heads = config.num_attention_heads, config.num_key_value_heads
-    head_dim = text.layers[0].self_attn.head_dim
-    supported = supports_layer(text.embed_tokens.weight, *heads, head_dim) and config.hidden_act == "silu"
-    kind = CpuLayer if supported else Layer
-    return [kind(module, *heads, config.rms_norm_eps) for module in text.layers]
+def norm_weight(norm: Any, offset: float) -> Tensor:
+    """Return what a norm multiplies by: its parameter itself, or in float32 at least the sum of the offset and it."""
+    weight: Tensor = norm.weight.detach()
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset if offset else weight
 
 
-def _concatenate(parameters: list[nn.Parameter]) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute an RMS norm [..., D] in the dtype of the weight, if that is the wider one; return it in that of x."""
+    return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, eps).to(x.dtype)
+
+
+def concatenated(parameters: list[nn.Parameter]) -> Tensor:
     """Return one tensor with all parameters, which become views of it: writing to a parameter writes to the tensor."""
     fused = torch.cat([p.detach() for p in parameters])
     start = 0

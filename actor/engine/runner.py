@@ -1,4 +1,4 @@
-"""The embedded engine's model: modules of transformers, run over packed tokens with a slotted KV cache.
+"""The embedded engine's model: modules of transformers, run over packed tokens with a slotted cache.
 
 One call computes the new tokens of many sequences laid end to end: one token for a sequence that decodes, a whole
 prompt for one that starts. All linear layers see one [N, hidden] matrix without padding; attention runs per segment.
@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actor.engine.layers import Batch, Cache, CpuLayer, Segment, make_layers
+from actor.engine.delta_layers import make_layers
+from actor.engine.layers import Batch, Cache, CpuLayer, Segment, norm_weight
 from kernels.cpu.gelu import use_fast_gelu
 from kernels.cpu.linear import padded, use_fast_linear, uses_onednn
+from kernels.delta_rule import Piece, on_device, plan_scan
 from shared.families.registry import family_named
 from shared.vision import VisionSpec
 
@@ -40,7 +42,8 @@ class Row:
 
 
 class Runner:
-    """Owns the weights and the KV cache. Not thread-safe: one thread calls it."""
+    """Owns the weights and the cache. Not thread-safe: one thread calls it. `is_recurrent`: a slot's content also has
+    states, so that it can be continued but not cut."""
 
     def __init__(self, model: Any, spec: VisionSpec, *, num_slots: int, max_context: int) -> None:
         self.model = model.eval()
@@ -50,22 +53,22 @@ class Runner:
         text = model.config.get_text_config()
         family = family_named(model.config.model_type, "the engine")
         self.text, self.lm_head = family.decoder(model), model.lm_head
-        self.head_dim = self.text.layers[0].self_attn.head_dim
+        self.is_recurrent, self._norm_offset = family.is_recurrent, family.norm_offset
         self.num_kv_heads = text.num_key_value_heads
         weight = self.text.embed_tokens.weight
         self.device, self.dtype, self.vocab_size = weight.device, weight.dtype, text.vocab_size
         visual = family.tower(model)
         self.tower = None if visual is None else family.engine_tower(visual, spec.mean, spec.std)
         self.rotary_positions = family.rotary_positions
-        shape = (num_slots, self.num_kv_heads, max_context, self.head_dim)
-        self.cache: list[Cache] = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in self.text.layers]
-        self.layers = make_layers(self.text, text)
+        self.layers = make_layers(self.text, text, family.norm_offset)
+        self.cache: list[Cache] = [layer.new_cache(num_slots, max_context) for layer in self.layers]
         self._pads = uses_onednn(weight)
         self._by_torch = not isinstance(self.layers[0], CpuLayer)
         self.weights_changed()
 
     def weights_changed(self) -> None:
         """Recompute all tensors derived from the parameters. Call it after writing to the parameters."""
+        self._final_weight = norm_weight(self.text.norm, self._norm_offset)
         for layer in self.layers:
             layer.weights_changed()
         if self.tower is not None:
@@ -78,7 +81,7 @@ class Runner:
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` KV entries of one slot to another."""
+        """Copy the first `length` KV entries of one slot to another; not of a recurrent model."""
         for keys, values in self.cache:
             keys[target, :, :length] = keys[source, :, :length]
             values[target, :, :length] = values[source, :, :length]
@@ -86,7 +89,8 @@ class Runner:
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> Tensor:
         """Compute the rows' tokens and store their K and V; return float32 logits [R, V] after each row's last token.
-        Rows of one token must come first, sorted by slot, so that neighbouring slots are computed together.
+        Rows of one token must come first, sorted by slot, so that neighbouring slots are computed together. Of a
+        recurrent model, call `keep_states` once the result has been used.
         """
         counts = [len(row.token_ids) for row in rows]
         num_tokens = sum(counts)
@@ -108,8 +112,14 @@ class Runner:
                 hidden.index_add_(0, visual, features[depth + 1])
         last = np.full(self._rows(len(rows)), ends[-1] - 1)
         last[: len(rows)] = ends - 1
-        hidden = self.layers[-1].add_norm(hidden[self._tensor(last)], None, self.text.norm.weight)
+        hidden = self.layers[-1].add_norm(hidden[self._tensor(last)], None, self._final_weight)
         return self.lm_head(hidden)[: len(rows)].float()
+
+    @torch.inference_mode()
+    def keep_states(self) -> None:
+        """Store the states after the last forward in its rows' slots. Until then the forward can be repeated."""
+        for layer, cache in zip(self.layers, self.cache, strict=True):
+            layer.keep(cache)
 
     def _batch(self, rows: Sequence[Row], counts: list[int], positions: Tensor, hidden: Tensor) -> Batch:
         num_tokens, num_singles = len(hidden), counts.count(1)
@@ -127,7 +137,20 @@ class Runner:
             length=self._tensor(past[:num_singles] + 1),
             singles=self._singles(rows[:num_singles]) if self._by_torch else (),
             longer=self._longer(rows[num_singles:], num_singles),
+            **self._recurrence(rows, counts[num_singles:]),
         )
+
+    def _recurrence(self, rows: Sequence[Row], longer: Sequence[int]) -> dict[str, Any]:
+        """Return the fields of `Batch` for delta nets. `longer`: tokens of each row that has several."""
+        if not self.is_recurrent:
+            return {}
+        starts = np.cumsum([0, *longer]).tolist()
+        pieces = [Piece(start, count) for start, count in zip(starts, longer, strict=False)]
+        return {
+            "slots": self._tensor(np.array([row.slot for row in rows])),
+            "begun": self._tensor(np.array([row.past > 0 for row in rows])),
+            "scan": on_device(plan_scan(pieces), self.device) if pieces else None,
+        }
 
     def _singles(self, rows: Sequence[Row]) -> list[Segment]:
         """Group rows of one token into segments of neighbouring slots."""

@@ -43,7 +43,7 @@ class Scheduler:
         on_failure: Callable[[], object],
     ) -> None:
         self.runner = runner
-        self.slots = SlotTable(runner.num_slots, runner.max_context)
+        self.slots = SlotTable(runner.num_slots, runner.max_context, only_whole=runner.is_recurrent)
         self.weight_version, self.generation = weight_version, 0
         self.paused = False
         self.failed: BaseException | None = None
@@ -181,6 +181,8 @@ class Scheduler:
                 break
             self._waiting.popleft()
             reused = request.whole_images(placement.reused)
+            if reused < placement.reused and self.slots.only_whole:
+                reused = 0
             self.slots.shorten(placement.slot, reused)
             if placement.donor >= 0 and reused:
                 self.runner.copy_prefix(placement.donor, placement.slot, reused)
@@ -222,6 +224,7 @@ class Scheduler:
         features = {id(image): found for image, found in zip(distinct, encoded, strict=True)}
         rows = [_row(r, [features[id(p)] for p in own]) for r, own in zip(batch, images, strict=True)]
         tokens, logprobs, watched = sample(self.runner.forward(rows), [r.sampler for r in batch], self._biases)
+        self.runner.keep_states()
         self.steps += 1
         self.tokens_out += len(batch)
         for request, token, logprob, seen in zip(batch, tokens, logprobs, watched, strict=True):

@@ -24,9 +24,11 @@ class Placement:
 
 
 class SlotTable:
-    """The bookkeeping of the cache's slots; it holds no tensors."""
+    """The bookkeeping of the cache's slots; it holds no tensors. `only_whole`: a slot's content can be continued, but
+    no part of it be reused, as its states are those after its last token."""
 
-    def __init__(self, num_slots: int, max_context: int) -> None:
+    def __init__(self, num_slots: int, max_context: int, *, only_whole: bool = False) -> None:
+        self.only_whole = only_whole
         self.keys = np.zeros((num_slots, max_context), dtype=np.int64)
         self.lengths = np.zeros(num_slots, dtype=np.int64)
         self.busy = np.zeros(num_slots, dtype=bool)
@@ -61,7 +63,7 @@ class SlotTable:
         donors = np.where((self._version == generation) & ~self._doomed, common, 0)
         donor = int(donors.argmax())
         reused = int(donors[donor])
-        if reused < MIN_COPIED_PREFIX:
+        if self.only_whole or reused < MIN_COPIED_PREFIX:
             return self._take(slot, 0, -1, generation)
         return self._take(slot, reused, -1 if donor == slot else donor, generation)
 

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
+    Qwen3_5Config,
     Qwen3Config,
     Qwen3VLConfig,
 )
@@ -95,8 +96,8 @@ def build_config(
     vocab_size: int = 640,
     family: str = "qwen3_vl",
 ) -> PreTrainedConfig:
-    """Return the config of a small model of a `family`, given by its model_type: qwen3_vl, or qwen3 for a text model.
-    `hidden` must be a multiple of 64 (heads of size 32)."""
+    """Return the config of a small model of a `family`, given by its model_type: qwen3_vl, qwen3_5, or qwen3 for a text
+    model. `hidden` must be a multiple of 64 (heads of size 32)."""
     heads, ids = hidden // 32, tokenizer.get_vocab()
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     text = {
@@ -128,15 +129,29 @@ def build_config(
         "num_position_embeddings": 256,
         "initializer_range": vision_hidden**-0.5,
     }
+    named: dict[str, Any] = {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+    if family == "qwen3_5":
+        rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+        text |= {"rope_parameters": rope, "layer_types": _layer_types(layers), "linear_conv_kernel_dim": 4}
+        text |= {"linear_num_key_heads": heads // 2, "linear_num_value_heads": heads}
+        text |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+        return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **named)
     return Qwen3VLConfig(
         text_config=text | {"rope_parameters": rope | {"mrope_section": [8, 4, 4], "mrope_interleaved": True}},
         vision_config=vision | {"deepstack_visual_indexes": list(range(vision_depth))},
         tie_word_embeddings=True,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **named,
     )
+
+
+def _layer_types(layers: int) -> list[str]:
+    """Return the kinds of Qwen3.5's layers: every fourth attends, and the last."""
+    return ["full_attention" if (i + 1) % 4 == 0 or i == layers - 1 else "linear_attention" for i in range(layers)]
 
 
 def build_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.delta_rule import ScanPlan, plan_scan
 from learner.batch.context_shard import ContextShard
-from learner.batch.shared_prefixes import Prefixes
+from learner.batch.shared_prefixes import Prefixes, pieces_of
 from learner.batch.zigzag import Chunk
 
 ROWS_AT_ONCE = 128  # queries that share one mask
@@ -37,6 +38,7 @@ class Packing:
     chunks: tuple[PackedChunk, ...] = ()
     prefixes: Prefixes | None = None
     own: Rows | None = None  # the shard's tokens, or the tokens that are computed
+    scan: ScanPlan | None = None  # the order of a recurrence over the documents, if the model has one
     asked: Rows | None = None  # the tokens that predict something, in order; with a shard only its own
 
 
@@ -66,10 +68,12 @@ def packing_of(
     own: np.ndarray | None = None,
     asked: np.ndarray | None = None,
     prefixes: Prefixes | None = None,
+    recurrent: bool = False,
 ) -> Packing:
     """Return the packing of documents with these lengths, on the host.
 
-    `lengths` are those of the whole microbatch, even with a `shard`; `own` and `asked` are int64 [R].
+    `lengths` are those of the whole microbatch, even with a `shard`; `own` and `asked` are int64 [R]. `recurrent`: plan
+    a recurrence too, which no shard can have.
     """
     runs = tuple((len(list(group)), length) for length, group in groupby(lengths))
     parts = [] if shard is None else shard.chunks
@@ -81,6 +85,7 @@ def packing_of(
         shard=shard,
         chunks=tuple(PackedChunk(part, _borders(part.queries), _borders(part.keys)) for part in parts),
         prefixes=prefixes,
+        scan=plan_scan(pieces_of(lengths, prefixes)) if recurrent else None,
         own=None if own is None else rows_of(own, lengths),
         asked=None if asked is None else rows_of(asked, lengths),
     )

@@ -2,8 +2,9 @@
 its images, and sampled tokens that are equal.
 
 A group's first episode is computed whole; each other one from its first token that differs from the earlier episode
-with the longest common prefix. Only attention reads the prefix: the earlier episode's keys and values are copied to the
-positions where the episode's own would be, so that any kernel can be used that supports fewer queries than keys.
+with the longest common prefix. Attention reads the prefix: the earlier episode's keys and values are copied to the
+positions where the episode's own would be, so that any kernel can be used that supports fewer queries than keys. A
+recurrence goes on from the earlier episode's state at the end of the prefix.
 
 Shape suffixes: C = inputs that are compared for each token, T = tokens of the documents, U = tokens that are computed,
 K = key heads, D = head size.
@@ -21,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from kernels.delta_rule import Piece
 
 Arrays = dict[str, np.ndarray]
 
@@ -111,6 +114,32 @@ def computed_part(arrays: Arrays, prefixes: Prefixes) -> Arrays:
         "visual_positions": rows[at[stays]],
         "visual_rows": arrays["visual_rows"][stays],
     }
+
+
+def pieces_of(lengths: Sequence[int], prefixes: Prefixes | None) -> list[Piece]:
+    """Return the pieces of a recurrence over documents of these lengths: the computed tokens of each, cut where another
+    one goes on from."""
+    if prefixes is None:
+        starts = np.cumsum([0, *lengths]).tolist()
+        return [Piece(start, length) for start, length in zip(starts, lengths, strict=False)]
+    positions, rows = prefixes.positions.numpy(), prefixes.rows.numpy()
+    begins = np.cumsum([0, *lengths])[:-1]
+    firsts, ends = prefixes.cu_queries[:-1].tolist(), prefixes.cu_queries[1:].tolist()
+    # The row of the token before each document's first computed one; -1 = there is none.
+    before = [
+        int(rows[positions[first] - 1]) if positions[first] > begin else -1
+        for first, begin in zip(firsts, begins.tolist(), strict=True)
+    ]
+    cuts = {row + 1 for row in before if row >= 0}
+    pieces: list[Piece] = []
+    ending: dict[int, int] = {}  # the piece that ends at a row
+    for first, end, row in zip(firsts, ends, before, strict=True):
+        borders = sorted({first, end, *(cut for cut in cuts if first < cut < end)})
+        parent = ending[row] if row >= 0 else -1
+        for start, stop in pairwise(borders):
+            pieces.append(Piece(start, stop - start, parent))
+            parent = ending[stop - 1] = len(pieces) - 1
+    return pieces
 
 
 def with_prefixes(x_1KUD: Tensor, prefixes: Prefixes) -> Tensor:

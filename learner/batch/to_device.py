@@ -52,6 +52,6 @@ def _value(value: Any, change: Callable[[Tensor], Tensor], all_fields: bool) -> 
         return change(value)
     if is_dataclass(value) and not isinstance(value, type):
         return _changed(value, change, all_fields=all_fields)
-    if isinstance(value, tuple) and any(is_dataclass(item) for item in value):
+    if isinstance(value, tuple) and any(isinstance(item, Tensor) or is_dataclass(item) for item in value):
         return tuple(_value(item, change, all_fields) for item in value)
     return value

@@ -89,7 +89,7 @@ TRICKS = {
     ),
     "rms_norm": Trick(
         "transformers",
-        "classes called ...RMSNorm with a weight and a variance_epsilon that compute torch's rms_norm",
+        "classes called ...RMSNorm with a weight that compute torch's rms_norm, times their family's offset and weight",
         "a norm is one pass over memory in each direction",
         "kernels/cpu/test_cpu_norm.py",
         "transformers computes them by torch.nn.functional.rms_norm, and torch in one pass each way",
@@ -135,6 +135,13 @@ TRICKS = {
         "queries and keys are normed and turned in one pass, and the last layer asks at sampled places alone",
         "learner/model/test_policy.py::test_packed_logprobs_equal_a_plain_forward_with_vision_ids_banned",
         "transformers norms and turns heads in one pass, and takes chosen queries",
+    ),
+    "delta_net": Trick(
+        "transformers",
+        "gated delta nets with the parts that learner/model/forwards.py copies",
+        "packed documents are kept apart: without flash-linear-attention, transformers' own state leaks between them",
+        "learner/model/test_delta_nets.py::test_transformers_own_layers_leak_between_packed_documents",
+        "transformers keeps packed documents apart on any device",
     ),
     "layer": Trick(
         "transformers",
@@ -186,10 +193,11 @@ def adapt(vlm: PreTrainedModel, spec: VisionSpec) -> bool:
     TRICKS["decoder"].require(_is_known_decoder(decoder))
     for layer in layers:
         _replace_attention(getattr(layer, "self_attn", None))
+        _replace_delta_net(getattr(layer, "linear_attn", None))
         _replace_layer(layer)
     use_fast_linear(vlm)
     use_fast_gelu(vlm)
-    use_fast_parts(vlm)
+    use_fast_parts(vlm, family.norm_offset)
     return len(layers) > len(getattr(visual, "deepstack_visual_indexes", ()))
 
 
@@ -204,13 +212,14 @@ def _adapt_tower(visual: Any, spec: VisionSpec) -> None:
     TRICKS["tower"].require(fixed == (MODE, ALIGN_CORNERS) and takes_precomputed())
 
 
-def use_fast_parts(model: nn.Module) -> None:
+def use_fast_parts(model: nn.Module, norm_offset: float = 0.0) -> None:
     """Make every norm and SwiGLU MLP of the model compute in one pass over memory where possible: kernels/gpu,
-    kernels/cpu."""
+    kernels/cpu. `norm_offset`: see `ModelFamily`."""
     for module in model.modules():
         kind: Any = type(module)
         if kind.__name__.endswith("RMSNorm"):
-            TRICKS["rms_norm"].require(_is_known_norm(kind))
+            TRICKS["rms_norm"].require(_is_known_norm(kind, norm_offset))
+            vars(module).update(offset=norm_offset, variance_epsilon=epsilon_of(module))
             replace_forward(module, MethodType(forwards.rms_norm, module))
         elif kind is nn.LayerNorm:
             replace_forward(module, MethodType(forwards.layer_norm, module))
@@ -219,12 +228,19 @@ def use_fast_parts(model: nn.Module) -> None:
             replace_forward(module, MethodType(forwards.swiglu, module))
 
 
-def _is_known_norm(kind: Any) -> bool:
+def epsilon_of(norm: Any) -> float:
+    """Return an RMSNorm's epsilon, which has two names in transformers."""
+    epsilon: Any = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 0.0)
+    return float(epsilon)
+
+
+def _is_known_norm(kind: Any, offset: float) -> bool:
     with torch.device("cpu"):
         norm, x = kind(8, eps=0.25), torch.arange(16.0).reshape(2, 8)
-    if {name for name, _ in norm.named_parameters()} != {"weight"} or getattr(norm, "variance_epsilon", 0) != 0.25:
-        return False
-    return torch.allclose(norm(x), nn.functional.rms_norm(x, (8,), None, 0.25))
+        if {name for name, _ in norm.named_parameters()} != {"weight"} or epsilon_of(norm) != 0.25:
+            return False
+        nn.init.constant_(norm.weight, 3.0)
+    return torch.allclose(norm(x), (offset + 3.0) * nn.functional.rms_norm(x, (8,), None, 0.25))
 
 
 def _is_known_mlp(kind: Any) -> bool:
@@ -342,6 +358,13 @@ def _replace_attention(attention: Any) -> None:
         replace_forward(attention, MethodType(forwards.text_attention, attention))
 
 
+def _replace_delta_net(net: Any) -> None:
+    """Replace the forward of a gated delta net; None: the layer has none."""
+    if net is not None:
+        TRICKS["delta_net"].require(_has(net, forwards.DELTA_NET_PARTS, ("hidden_states",)))
+        replace_forward(net, MethodType(forwards.delta_net, net))
+
+
 def _replace_vision_attention(attention: Any) -> None:
     TRICKS["vision_attention"].require(
         _has(attention, forwards.VISION_ATTENTION_PARTS, forwards.VISION_ATTENTION_ARGUMENTS)
@@ -355,7 +378,8 @@ def _has(module: Any, parts: Sequence[str], arguments: Sequence[str]) -> bool:
 
 
 def _replace_layer(layer: Any) -> None:
-    TRICKS["layer"].require(all(hasattr(layer, name) for name in forwards.LAYER_PARTS))
+    mixes = hasattr(layer, "self_attn") or hasattr(layer, "linear_attn")
+    TRICKS["layer"].require(mixes and all(hasattr(layer, name) for name in forwards.LAYER_PARTS))
     replace_forward(layer, MethodType(forwards.decoder_layer, layer))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb, apply_rotary_pos_emb_vision
@@ -21,11 +22,16 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb,
 from kernels.cpu import cpu_norm, cpu_swiglu
 from kernels.cpu import linear as cpu_linear
 from kernels.cpu import mlp as cpu_mlp
+from kernels.delta_rule import gated_delta_rule, short_conv
 from kernels.rows import use_triton
 
-LAYER_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+LAYER_PARTS = ("mlp", "input_layernorm", "post_attention_layernorm")
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "scaling", "config")
 ATTENTION_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask")
+DELTA_NET_PARTS = (
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "dt_bias", "A_log", "norm", "out_proj"),
+    *("key_dim", "value_dim", "head_k_dim", "head_v_dim"),
+)
 VISION_ATTENTION_PARTS = ("qkv", "proj", "num_heads", "scaling", "config")
 VISION_ATTENTION_ARGUMENTS = ("hidden_states", "cu_seqlens", "position_embeddings")
 
@@ -33,7 +39,9 @@ VISION_ATTENTION_ARGUMENTS = ("hidden_states", "cu_seqlens", "position_embedding
 def decoder_layer(layer: Any, hidden_states: Tensor, *args: Any, rows: Tensor | None = None, **kwargs: Any) -> Tensor:
     """Compute a decoder layer: hidden_states [1,T,H] -> [1,T,H]; in the last layer, with rows int64 [N], -> [1,N,H]."""
     hidden_states, normed = _add_and_norm(layer.input_layernorm, hidden_states)
-    if hasattr(layer.self_attn, "q_norm"):
+    if hasattr(layer, "linear_attn"):
+        attended = layer.linear_attn(normed, packing=kwargs["packing"], rows=rows)
+    elif hasattr(layer.self_attn, "q_norm"):
         attended, _ = layer.self_attn(*args, hidden_states=normed, rows=rows, **kwargs)
     else:
         attended, _ = layer.self_attn(*args, hidden_states=normed, **kwargs)
@@ -46,10 +54,47 @@ def decoder_layer(layer: Any, hidden_states: Tensor, *args: Any, rows: Tensor | 
 def _add_and_norm(norm: Any, hidden_states: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return hidden_states [..., H] plus `delta` if there is one, and their norm."""
     kernels = _kernels_for(hidden_states)
-    if kernels is _CPU_KERNELS and cpu_norm.supports_rms_norm(hidden_states, norm.weight):
-        return cpu_norm.add_rms_norm(hidden_states, delta, norm.weight, norm.variance_epsilon)
+    weight = norm_weight(norm)
+    if kernels is _CPU_KERNELS and cpu_norm.supports_rms_norm(hidden_states, weight):
+        return cpu_norm.add_rms_norm(hidden_states, delta, weight, norm.variance_epsilon)
     hidden_states = hidden_states if delta is None else hidden_states + delta
     return hidden_states, norm(hidden_states)
+
+
+def norm_weight(norm: Any) -> Tensor:
+    """Return what an RMSNorm multiplies by: its weight, or in float32 at least the sum of its offset and its weight
+    (`ModelFamily.norm_offset`)."""
+    offset = getattr(norm, "offset", 0.0)
+    if not offset:
+        return cast("Tensor", norm.weight)
+    return offset + norm.weight.to(torch.promote_types(norm.weight.dtype, torch.float32))
+
+
+def delta_net(net: Any, hidden_states: Tensor, *, packing: Any, rows: Tensor | None = None) -> Tensor:
+    """Compute a gated delta net over packed documents: hidden_states [1,T,H] -> [1,T,H], with rows [N] -> [1,N,H].
+
+    If the packing has prefixes, T are the tokens that are computed.
+    """
+    plan = packing.scan
+    projections = (net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
+    mixed, z, b, a = (x.squeeze(0) for x in _project(hidden_states, *projections))
+    mixed = short_conv(mixed, net.conv1d.weight.squeeze(1), plan)
+    query, key, value = mixed.split((net.key_dim, net.key_dim, net.value_dim), -1)
+    query, key = (x.unflatten(-1, (-1, net.head_k_dim)) for x in (query, key))
+    wide = torch.promote_types(a.dtype, torch.float32)
+    g = -net.A_log.to(wide).exp() * F.softplus(a.to(wide) + net.dt_bias)
+    out, _ = gated_delta_rule(query, key, value.unflatten(-1, (-1, net.head_v_dim)), g, b.sigmoid(), plan)
+    gate = z.unflatten(-1, (-1, net.head_v_dim))
+    if rows is not None:
+        out, gate = out.index_select(0, rows), gate.index_select(0, rows)
+    return cast("Tensor", net.out_proj(gated_norm(net.norm, out, gate).flatten(1)))[None]
+
+
+def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """Compute a delta net's last norm: that of x [..., D] times SiLU of the gate, in float32 at least."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normed = F.rms_norm(x.to(wide), x.shape[-1:], None, norm.variance_epsilon).to(x.dtype) * norm.weight
+    return (normed * F.silu(gate.to(wide))).to(x.dtype)
 
 
 def text_attention(
@@ -74,6 +119,9 @@ def text_attention(
         projected = _project(hidden_states, attention.k_proj, attention.v_proj)
         projected += (attention.q_proj(hidden_states.index_select(1, query_rows)),)
     key, value, query = (part.unflatten(-1, heads) for part in projected)
+    gate = None
+    if projected[2].shape[-1] == 2 * attention.o_proj.in_features:  # each head's query, then its output's gate
+        query, gate = query.unflatten(-2, (-1, 2)).unbind(-2)
     key, value = _rms_norm_rope(attention.k_norm, key, cos, sin), value.transpose(1, 2)
     if query_rows is not None:
         cos, sin = cos.index_select(1, query_rows), sin.index_select(1, query_rows)
@@ -89,6 +137,8 @@ def text_attention(
         only_asked=query_rows is not None,
         **kwargs,
     )
+    if gate is not None:
+        attended_1NAD = attended_1NAD * gate.sigmoid()
     if rows is not None and query_rows is None:
         attended_1NAD = attended_1NAD.index_select(1, rows)
     return attention.o_proj(attended_1NAD.flatten(2)), None
@@ -151,9 +201,14 @@ def _kernels_for(x: Tensor) -> _Kernels | None:
 
 def _rms_norm_rope(norm: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Normalise x [1,T,A,D] and apply the rotary embedding [1,T,D]; return [1,A,T,D]."""
-    kernels = _kernels_for(x)
-    if kernels is not None and kernels.norm.supports_rope(x, norm.weight, cos):
-        rotated: Tensor = kernels.norm.rms_norm_rope(x, norm.weight, norm.variance_epsilon, cos, sin)
+    kernels, size = _kernels_for(x), cos.shape[-1]
+    if size < x.shape[-1]:  # only the first part of a head is rotated
+        normed = norm(x).transpose(1, 2)
+        turned = apply_rotary_pos_emb(normed[..., :size], torch.empty_like(normed[:, :0, :, :size]), cos, sin)[0]
+        return torch.cat((turned, normed[..., size:]), -1)
+    weight = norm_weight(norm)
+    if kernels is not None and kernels.norm.supports_rope(x, weight, cos):
+        rotated: Tensor = kernels.norm.rms_norm_rope(x, weight, norm.variance_epsilon, cos, sin)
         return rotated.transpose(1, 2)
     normed = norm(x).transpose(1, 2)
     return apply_rotary_pos_emb(normed, torch.empty_like(normed[:, :0]), cos, sin)[0]
@@ -161,10 +216,13 @@ def _rms_norm_rope(norm: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
     """Compute an RMS norm: [..., H] -> [..., H]."""
-    kernels = _kernels_for(hidden_states)
-    if kernels is None or not kernels.norm.supports_rms_norm(hidden_states, module.weight):
+    kernels, weight = _kernels_for(hidden_states), norm_weight(module)
+    if kernels is not None and kernels.norm.supports_rms_norm(hidden_states, weight):
+        return cast("Tensor", kernels.norm.rms_norm(hidden_states, weight, module.variance_epsilon))
+    if weight is module.weight:
         return cast("Tensor", type(module).forward(module, hidden_states))
-    return cast("Tensor", kernels.norm.rms_norm(hidden_states, module.weight, module.variance_epsilon))
+    wide = hidden_states.to(weight.dtype)
+    return F.rms_norm(wide, wide.shape[-1:], weight, module.variance_epsilon).to(hidden_states.dtype)
 
 
 def layer_norm(module: Any, hidden_states: Tensor) -> Tensor:

@@ -30,6 +30,11 @@ def parallelize(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
     The weights of an empty policy are loaded afterwards. The policy is sharded if there are several ranks, a dtype
     other than float32, or an offload.
     """
+    if policy.family.is_recurrent and ranks.context.size > 1:
+        raise ValueError(
+            f"learner.parallel.context = {ranks.context.size}: the layers of {policy.family.title} hand a state from "
+            "token to token, so that no rank could compute its part of an episode before the others; set it to 1"
+        )
     freeze(policy, config.optimizer.freeze, config.optimizer.freeze_layers)
     if ranks.experts is not None:
         check_experts(policy.vlm, ranks.experts)

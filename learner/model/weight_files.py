@@ -66,6 +66,8 @@ class WeightFiles:
                     own_name = transformers_names.get(name, name)
                     stored[own_name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
             stored = _mark_transposed(family, stored, shapes)
+            if family.ignored is not None:
+                stored = {name: each for name, each in stored.items() if not family.ignored.match(name)}
             _check(folder, stored, shapes, {*also})
             return WeightFiles(folder, stored, opened, stack.pop_all())
 

@@ -96,7 +96,7 @@ class Engines:
         """Return the bytes of one token's keys and values on all GPUs of an engine. With more GPUs than heads, heads
         are held more than once."""
         heads = max(sizes.num_kv_heads, self.tensor_parallel)
-        return 2 * sizes.num_layers * heads * sizes.head_dim * self.dtype_bytes
+        return 2 * sizes.num_attention_layers * heads * sizes.head_dim * self.dtype_bytes
 
     def cache_tokens(self, sizes: ModelSizes) -> int:
         """Return the number of tokens whose keys and values fit into one engine; 0 or less if its weights alone do not

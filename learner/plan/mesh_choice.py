@@ -77,7 +77,7 @@ def _settings(sizes: ModelSizes, setting: Setting, longest: int, fixed: Mapping[
     whole = {0} | ({node} if setting.gpus > node and setting.gpus % node == 0 else set())
     for shard_size in [fixed["shard_size"]] if "shard_size" in fixed else sorted(whole):
         shards = shard_size or setting.gpus
-        for context in [fixed["context"]] if "context" in fixed else _powers(MOST_CONTEXT):
+        for context in [fixed["context"]] if "context" in fixed else _contexts(sizes):
             if setting.gpus % shards or setting.gpus % context:
                 continue
             # Adapters and dealt experts exclude each other.
@@ -88,6 +88,11 @@ def _settings(sizes: ModelSizes, setting: Setting, longest: int, fixed: Mapping[
                     again = fixed.get("activation_checkpointing")
                     for each in (False, True) if again is None else (again,):
                         yield replace(made, activation_checkpointing=each)
+
+
+def _contexts(sizes: ModelSizes) -> list[int]:
+    """Return the numbers of ranks that can share a microbatch: a recurrence is not divided."""
+    return [1] if sizes.num_linear_layers else _powers(MOST_CONTEXT)
 
 
 def _deals(sizes: ModelSizes, ranks: int) -> list[int]:

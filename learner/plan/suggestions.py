@@ -27,7 +27,7 @@ def suggest(sizes: ModelSizes, setting: Setting, room: float, longest: int = 0) 
 
     on = {"activation_checkpointing": True}
     smaller = [on | each for each in _microbatches(setting, longest, setting.context)]
-    contexts = [c for c in CONTEXTS if c > setting.context and longest]
+    contexts = [c for c in CONTEXTS if c > setting.context and longest and not sizes.num_linear_layers]
     shared = [[on | each for each in _microbatches(setting, longest, context)] for context in contexts]
     here = [each for each in [on, *smaller, *chain(*shared)] if _divides(setting, each)]
     if changes := next(filter(fits, here), None):

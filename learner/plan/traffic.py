@@ -28,7 +28,7 @@ def traffic(sizes: ModelSizes, setting: Setting, microbatches: int = 1) -> Traff
     `microbatches`: number in an update; the sum over replicas at its end is divided among them.
     """
     times = 3 if setting.activation_checkpointing else 2
-    keys_values = 2 * sizes.num_kv_heads * sizes.head_dim * setting.dtype_bytes * sizes.num_layers
+    keys_values = 2 * sizes.num_kv_heads * sizes.head_dim * setting.dtype_bytes * sizes.num_attention_layers
     tokens = setting.microbatch_tokens * setting.context
     rows = setting.microbatch_tokens * sizes.experts_per_token * (sizes.num_layers - sizes.num_dense_layers)
     return Traffic(

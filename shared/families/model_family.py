@@ -50,6 +50,9 @@ class ModelFamily(ABC):
     image_placeholder: ClassVar[str] = ""  # the token that stands for an image's visual tokens; "" = it takes none
     prefixes: ClassVar[tuple[tuple[str, str], ...]] = ()
     transposed: ClassVar[tuple[str, ...]] = ()
+    ignored: ClassVar[re.Pattern[str] | None] = None  # tensors of published checkpoints that are not loaded
+    norm_offset: ClassVar[float] = 0.0  # the decoder's RMSNorms multiply by this plus their weight
+    is_recurrent: ClassVar[bool] = False  # some layers carry a state from token to token
     decoder_path: ClassVar[str]  # path of the language model in transformers' model
     tower_path: ClassVar[str] = ""  # path of the vision tower in transformers' model; "" = it has none
     published: ClassVar[Mapping[str, PublishedModel]] = {}  # by name without the variant

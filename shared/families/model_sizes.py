@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+DELTA_CHUNK = 64  # tokens that the gated delta rule computes at once (kernels/delta_rule.py)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
@@ -28,6 +30,13 @@ class ModelSizes:
     max_context: int
     qk_norm: bool = True  # each head of queries and keys is normed
     attention_bias: bool = False  # queries, keys and values have biases
+    attention_gate: bool = False  # the projection of queries also gives a gate for each head's output
+    num_linear_layers: int = 0  # number of the layers that are gated delta nets; the others attend
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
+    conv_taps: int = 0
     vision_depth: int = 0
     vision_hidden: int = 0
     vision_intermediate: int = 0
@@ -45,12 +54,13 @@ class ModelSizes:
 
     @property
     def attention_matrices(self) -> int:
-        """The parameters of one decoder layer's projections."""
-        return self.hidden_size * 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        """The parameters of the projections of one decoder layer that attends."""
+        heads = (2 + self.attention_gate) * self.num_heads + 2 * self.num_kv_heads
+        return self.hidden_size * heads * self.head_dim
 
     @property
     def attention_vectors(self) -> int:
-        """The parameters of one decoder layer's norms and biases."""
+        """The parameters of the norms and biases of one decoder layer that attends."""
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.attention_bias else 0
         return 2 * self.hidden_size + biases + (2 * self.head_dim if self.qk_norm else 0)
 
@@ -58,13 +68,47 @@ class ModelSizes:
     def attention_parameters(self) -> int:
         return self.attention_matrices + self.attention_vectors
 
-    def layer_parameters(self, *, sparse: bool, active: bool = False) -> int:
-        """Return the parameters of one decoder layer; with `active`, only those that one token uses."""
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - self.num_linear_layers
+
+    @property
+    def linear_widths(self) -> tuple[int, int]:
+        """The widths of a delta net's keys and of its values."""
+        return self.linear_key_heads * self.linear_key_dim, self.linear_value_heads * self.linear_value_dim
+
+    @property
+    def linear_matrices(self) -> int:
+        """The parameters of one delta net's projections."""
+        keys, values = self.linear_widths
+        return self.hidden_size * (2 * keys + 3 * values + 2 * self.linear_value_heads)
+
+    @property
+    def linear_parameters(self) -> int:
+        """The parameters of one delta net, with the two norms of its layer."""
+        keys, values = self.linear_widths
+        vectors = 2 * self.linear_value_heads + self.linear_value_dim + 2 * self.hidden_size
+        return self.linear_matrices + (2 * keys + values) * self.conv_taps + vectors
+
+    @property
+    def mixer_parameters(self) -> int:
+        """The parameters of all decoder layers but their MLPs."""
+        linear = self.num_linear_layers * self.linear_parameters if self.num_linear_layers else 0
+        return self.num_attention_layers * self.attention_parameters + linear
+
+    def mlp_parameters(self, *, sparse: bool, active: bool = False) -> int:
+        """Return the parameters of the MLP, or of router and experts, of one decoder layer; with `active`, only those
+        that one token uses."""
         if not sparse:
-            return self.attention_parameters + 3 * self.hidden_size * self.intermediate_size
+            return 3 * self.hidden_size * self.intermediate_size
         experts = self.experts_per_token if active else self.num_experts
         router = self.num_experts * self.hidden_size
-        return self.attention_parameters + router + experts * 3 * self.hidden_size * self.expert_size
+        return router + experts * 3 * self.hidden_size * self.expert_size
+
+    def layer_parameters(self, *, sparse: bool, active: bool = False) -> int:
+        """Return the parameters of the largest decoder layer; with `active`, only those that one token uses."""
+        mixer = max(self.attention_parameters, self.linear_parameters if self.num_linear_layers else 0)
+        return mixer + self.mlp_parameters(sparse=sparse, active=active)
 
     @property
     def layer_experts(self) -> int:
@@ -85,7 +129,8 @@ class ModelSizes:
         """The parameters of all decoder layers' matrices except the stacks of experts: those that Muon trains."""
         sparse = self.num_layers - self.num_dense_layers
         dense = self.num_dense_layers * 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * self.attention_matrices + dense + sparse * self.num_experts * self.hidden_size
+        mixers = self.num_attention_layers * self.attention_matrices + self.num_linear_layers * self.linear_matrices
+        return mixers + dense + sparse * self.num_experts * self.hidden_size
 
     @property
     def head_parameters(self) -> int:
@@ -94,9 +139,9 @@ class ModelSizes:
     @property
     def text_parameters(self) -> int:
         sparse = self.num_layers - self.num_dense_layers
-        layers = sparse * self.layer_parameters(sparse=True) if sparse else 0
-        layers += self.num_dense_layers * self.layer_parameters(sparse=False)
-        return layers + self.hidden_size + self.head_parameters * (1 if self.tied else 2)
+        layers = sparse * self.mlp_parameters(sparse=True) if sparse else 0
+        layers += self.num_dense_layers * self.mlp_parameters(sparse=False)
+        return self.mixer_parameters + layers + self.hidden_size + self.head_parameters * (1 if self.tied else 2)
 
     @property
     def vision_block_parameters(self) -> int:
@@ -138,9 +183,17 @@ class ModelSizes:
         wide, v, i = self.merge * self.vision_hidden, self.vision_hidden, self.vision_intermediate
         mergers = 1 + self.num_deepstack if self.vision_depth else 0
         blocks, dense = self.vision_depth, self.num_dense_layers
+        full, (keys, values) = self.num_attention_layers, self.linear_widths
         rising = 2 if self.vision_gated_mlp else 1
         matrices = {
-            "attention": [(self.num_layers, q, h), (2 * self.num_layers, kv, h), (self.num_layers, h, q)],
+            "attention": [
+                (full, (1 + self.attention_gate) * q, h),
+                (2 * full, kv, h),
+                (full, h, q),
+                (self.num_linear_layers, 2 * keys + values, h),
+                (self.num_linear_layers, values, h),
+                (self.num_linear_layers, h, values),
+            ],
             "dense": [(2 * dense, self.intermediate_size, h), (dense, h, self.intermediate_size)],
             "experts": [(sparse, 2 * self.expert_size, h), (sparse, h, self.expert_size)],
             "vision": [
@@ -169,19 +222,27 @@ class ModelSizes:
         """
         return self.part_flops(sum(documents), sum(n * (n + 1) // 2 for n in documents), images, num_rows)
 
+    @property
+    def _rule_flops(self) -> int:
+        """The operations of one delta net's rule for one token: products within its chunk and with the state."""
+        k, v = self.linear_key_dim, self.linear_value_dim
+        within = DELTA_CHUNK * (2 * k + (k + v) + v)  # two of keys, the triangular system, the values
+        return self.linear_value_heads * 2 * (within + 3 * k * v)
+
     def part_flops(self, tokens: int, pairs: int, images: Sequence[int], num_rows: int) -> float:
         """Return the operations, as `forward_flops` counts them, for a part of the documents' tokens. `pairs`: number
         of pairs of one of these tokens as query and a key that it reads."""
         patches, h = sum(images), self.vision_hidden
         sparse = self.num_layers - self.num_dense_layers
-        active = self.num_dense_layers * self.layer_parameters(sparse=False)
-        active += sparse * self.layer_parameters(sparse=True, active=True) if sparse else 0
+        active = self.mixer_parameters + self.num_dense_layers * self.mlp_parameters(sparse=False)
+        active += sparse * self.mlp_parameters(sparse=True, active=True) if sparse else 0
         width = self.num_heads * self.head_dim
-        text = 2 * active * tokens + 2 * self.num_layers * width * 2 * pairs
+        text = 2 * active * tokens + 2 * self.num_attention_layers * width * 2 * pairs
+        text += self.num_linear_layers * self._rule_flops * tokens
         text += 2 * self.head_parameters * num_rows
         if self.num_layers > self.num_deepstack:  # see learner/model/forwards.py
             key_value = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
-            last = self.layer_parameters(sparse=sparse > 0, active=True) - key_value
+            last = self.attention_parameters + self.mlp_parameters(sparse=sparse > 0, active=True) - key_value
             text -= 2 * last * (tokens - num_rows)
         vision = 2 * (self.vision_depth * self.vision_block_parameters + h * self.patch_values // 2) * patches
         full = self.vision_full_blocks

@@ -8,9 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
-from kernels.delta_rule import Piece, gated_delta_rule, next_history, one_step, plan_scan, short_conv
+from kernels.delta_rule import CHUNK, Piece, gated_delta_rule, next_history, one_step, plan_scan, short_conv
+from shared.families.model_sizes import DELTA_CHUNK
 
 K, V, TAPS = 8, 6, 4
+
+
+def test_the_plan_counts_with_the_chunks_of_the_rule():
+    assert DELTA_CHUNK == CHUNK
 
 
 def make(num_tokens, seed=0, heads=(2, 4), dtype=torch.float64, roots=0):

@@ -244,9 +244,9 @@ def said_of_a_number_on_the_last_rank(ranks: Ranks, number: float) -> str:
 
 
 def model_of(folder: str, case: str) -> str:
-    """Return the folder of a case's model: the mixture of experts, Qwen2.5-VL and the text model are in folders beside
-    `folder`."""
-    other = {"experts": "moe", "windows": "windows", "text": "text"}
+    """Return the folder of a case's model: the mixture of experts, Qwen2.5-VL, the text model and Qwen3.5 are in
+    folders beside `folder`."""
+    other = {"experts": "moe", "windows": "windows", "text": "text", "recurrent": "recurrent"}
     return str(Path(folder).parent / other[case]) if case in other else folder
 
 

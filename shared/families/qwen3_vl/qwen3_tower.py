@@ -1,4 +1,5 @@
-"""The vision tower of Qwen3-VL and Qwen3-VL-MoE: learned positions, attention to the whole image, deepstack levels."""
+"""The vision tower of Qwen3-VL, Qwen3-VL-MoE and Qwen3.5: learned positions, attention to the whole image, and
+deepstack levels unless the family has none."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ class Qwen3Tables(Tables):
 class Qwen3Tower(VisionTower[Qwen3Tables]):
     def _levels(self, patches: Tensor, tables: Qwen3Tables) -> list[Tensor]:
         visual = self.visual
+        levels = getattr(visual, "deepstack_visual_indexes", ())
         hidden, deepstack = patches + tables.positions, []
         for depth, block in enumerate(visual.blocks):
             hidden = hidden + attend_all(block.attn, block.norm1(hidden), tables)
             hidden = hidden + block.mlp(block.norm2(hidden))
-            if depth in visual.deepstack_visual_indexes:
-                merger = visual.deepstack_merger_list[visual.deepstack_visual_indexes.index(depth)]
-                deepstack.append(merger(hidden))
+            if depth in levels:
+                deepstack.append(visual.deepstack_merger_list[levels.index(depth)](hidden))
         return [visual.merger(hidden), *deepstack]
 
     def _build_tables(self, grid: Grid) -> Qwen3Tables:

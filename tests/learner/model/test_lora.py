@@ -19,7 +19,7 @@ from shared.config.lora_section import LoraConfig
 from shared.config.recipe import ConfigError, load_recipe
 from tests.support.episodes import learner_config, packed, random_groups
 from tests.support.small.adapted import adapted_config, adapted_policy, adapted_trainer, move_adapters, values_of
-from tests.support.small.families import qwen3
+from tests.support.small.families import qwen3, qwen3_5
 from tests.support.tiny import mixture_dir, tiny_model_dir
 
 ALL = ("attention", "dense", "vision")
@@ -57,11 +57,12 @@ def test_the_sum_is_that_of_float64_and_rounded_once(shapes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "mixture", "text"])
+@pytest.mark.parametrize("kind", ["dense", "mixture", "text", "recurrent"])
 def test_logprobs_are_bit_for_bit_those_of_the_merged_model_and_gradients_those_of_its_own(deep, tmp_path, kind):
     """dA = s B' dW and dB = s dW A', in float64, from the gradients dW of all weights of the merged model."""
-    folder = {"dense": lambda: deep, "mixture": lambda: mixture_dir(deep), "text": lambda: qwen3(tmp_path)}[kind]()
-    targets = {"dense": ALL, "mixture": ("attention", "experts"), "text": ("attention", "dense")}[kind]
+    folder = {"dense": lambda: deep, "mixture": lambda: mixture_dir(deep), "text": lambda: qwen3(tmp_path),
+            "recurrent": lambda: qwen3_5(tmp_path)}[kind]()  # fmt: skip
+    targets = {"dense": ALL, "mixture": ("attention", "experts"), "text": ("attention", "dense")}.get(kind, ALL)
     policy = adapted_policy(folder, targets=targets)
     batch = batch_of(policy)
     start = load_policy(str(folder), policy.spec)(batch, 1.0).logprobs

@@ -15,7 +15,7 @@ from tests.support.learner_ranks import recipe_of, train, trainer_of
 from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES
 from tests.support.ranks.cuts import CUTS
 from tests.support.ranks.weights import distance
-from tests.support.small.families import qwen3, qwen25
+from tests.support.small.families import qwen3, qwen3_5, qwen25
 from tests.support.tiny import mixture_dir, running_engine, tiny_model_dir
 
 pytestmark = pytest.mark.slow
@@ -28,6 +28,7 @@ def folder(tmp_path_factory):
     mixture_dir(folder)
     qwen25(folder.parent / "windows")
     qwen3(folder.parent)
+    qwen3_5(folder.parent)
     return folder
 
 

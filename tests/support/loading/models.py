@@ -21,6 +21,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
+from launch.tiny_models.build import build_config, build_model, save
 from shared.families.registry import family_in
 from tests.support.tiny import tiny_model_dir, tiny_tokenizer
 
@@ -93,7 +94,15 @@ def text(tmp: Path) -> Path:
     return rewrite(tmp, dict(model.named_parameters()), files=2)
 
 
-FAMILIES = {"Qwen3-VL": dense, "Qwen3-VL-MoE": experts, "Qwen2.5-VL": qwen25, "Qwen3": text}
+def recurrent(tmp: Path) -> Path:
+    """Write a Qwen3.5 with a tensor that predicts further tokens, as the published ones have; its layers are three
+    delta nets and one that attends."""
+    config = build_config(tiny_tokenizer(), hidden=64, layers=4, vision_hidden=32, family="qwen3_5")
+    save(tmp, build_model(config), tiny_tokenizer())
+    return rewrite(tmp, tensors(tmp) | {"mtp.norm.weight": torch.ones(64)}, files=2)
+
+
+FAMILIES = {"Qwen3-VL": dense, "Qwen3-VL-MoE": experts, "Qwen2.5-VL": qwen25, "Qwen3": text, "Qwen3.5": recurrent}
 
 
 def auto_class(folder: str | Path) -> Any:

@@ -27,11 +27,16 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
     "windows": ({}, 2),  # uses the Qwen2.5-VL beside the model, whose tower has windows
+    "recurrent": ({}, 2),  # uses the Qwen3.5 beside the model
     "text": ({}, 2),  # uses the Qwen3 beside the model, which has no tower
 }
 # Three ranks test sizes that are not divisible; the other cases differ from these only in the loss of a token.
 OF_THREE = ("vtrace", "empty_shard", "grpo", "uneven", "muon", "experts", "updates")
-CASES_OF = {1: tuple(CASES), 2: tuple(name for name in CASES if name not in ("windows", "text")), 3: OF_THREE}
+CASES_OF = {
+    1: tuple(CASES),
+    2: tuple(name for name in CASES if name not in ("windows", "text", "recurrent")),
+    3: OF_THREE,
+}
 MODES: dict[str, tuple[int, str, dict[str, Any]]] = {  # (ranks, case, settings); must equal that case on one rank
     "checkpointing": (2, "vtrace", {"activation_checkpointing": True}),
     "offload": (2, "vtrace", {"offload": True}),
@@ -47,6 +52,7 @@ MODES: dict[str, tuple[int, str, dict[str, Any]]] = {  # (ranks, case, settings)
     "context_2_groups": (4, "experts", {"context": 2}),
     "context_offloaded": (2, "vtrace", {"context": 2, "offload": True}),
     "text": (2, "text", {}),
+    "recurrent": (2, "recurrent", {}),
     "context_text": (2, "text", {"context": 2}),
     "context_windows": (2, "windows", {"context": 2}),
     "context_4_windows": (4, "windows", {"context": 4}),

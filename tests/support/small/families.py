@@ -14,6 +14,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3_5ForConditionalGeneration,
     Qwen3ForCausalLM,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -114,6 +115,19 @@ def as_mixture(dense: Path, folder: Path) -> Path:
     return folder
 
 
+def qwen3_5(folder: Path) -> Path:
+    """Write a tiny Qwen3.5: one delta net, with half as many heads of keys as of values, and one layer that attends."""
+    config = build_config(tiny_tokenizer(), hidden=128, layers=2, vision_hidden=32, vision_depth=2, family="qwen3_5")
+    config.text_config.linear_value_head_dim = 24
+    model = build_model(config, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms of 1 would hide mistakes
+                parameter += 0.1 * torch.randn(parameter.shape)
+    save(folder / "recurrent", model, tiny_tokenizer())
+    return folder / "recurrent"
+
+
 def qwen3(folder: Path) -> Path:
     """Write a tiny Qwen3, which takes no images."""
     config = build_config(tiny_tokenizer(), hidden=64, layers=2, family="qwen3")
@@ -129,6 +143,7 @@ def qwen3(folder: Path) -> Path:
 FAMILIES: dict[str, tuple[Callable[[Path], Path], type, tuple[int, ...]]] = {
     "Qwen2.5-VL": (qwen25, Qwen2_5_VLForConditionalGeneration, (56, 84, 140)),
     "Qwen3": (qwen3, Qwen3ForCausalLM, ()),
+    "Qwen3.5": (qwen3_5, Qwen3_5ForConditionalGeneration, (64, 96)),
     "Qwen3-VL": (tiny_model_dir, Qwen3VLForConditionalGeneration, (64, 96)),
     "Qwen3-VL-MoE": (qwen3_moe, Qwen3VLMoeForConditionalGeneration, (64, 96)),
 }

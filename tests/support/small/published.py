@@ -11,6 +11,7 @@ import transformers
 from transformers import (
     PreTrainedConfig,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
     Qwen3Config,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
@@ -59,6 +60,17 @@ def published_config(name: str, ids: Mapping[str, int] | None = None) -> PreTrai
         text["rope_parameters"] = rope | {"mrope_section": [16, 24, 24]}
         vision["fullatt_block_indexes"] = [7, 15, 23, 31]
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **more)
+    if sizes.num_linear_layers:
+        text |= {
+            "linear_num_key_heads": sizes.linear_key_heads,
+            "linear_num_value_heads": sizes.linear_value_heads,
+            "linear_key_head_dim": sizes.linear_key_dim,
+            "linear_value_head_dim": sizes.linear_value_dim,
+            "linear_conv_kernel_dim": sizes.conv_taps,
+        }
+        text["rope_parameters"] = rope | {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+        vision["num_position_embeddings"] = sizes.vision_positions
+        return Qwen3_5Config(text_config=text, vision_config=vision, **more)
     text["rope_parameters"] = rope | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
     vision |= {
         "num_position_embeddings": sizes.vision_positions,
