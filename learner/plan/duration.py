@@ -101,13 +101,17 @@ class Engines:
     def cache_tokens(self, sizes: ModelSizes) -> int:
         """Return the number of tokens whose keys and values fit into one engine; 0 or less if its weights alone do not
         fit."""
+        return int(self._room(sizes) // self.token_bytes(sizes))
+
+    def _room(self, sizes: ModelSizes) -> float:
+        """Return the bytes of one engine beside its weights."""
         room = self.mem_fraction * self.gpu_bytes * self.tensor_parallel - self.reserved
-        room -= self.dtype_bytes * sizes.parameters
-        return int(room // self.token_bytes(sizes))
+        return room - self.dtype_bytes * sizes.parameters
 
     def batch(self, sizes: ModelSizes, episode_tokens: int, playing: int) -> int:
         """Return the number of episodes that one engine advances at once; `playing` are in play on all engines."""
-        return max(1, min(self.max_batch, self.cache_tokens(sizes) // episode_tokens, -(-playing // self.count)))
+        each = episode_tokens * self.token_bytes(sizes) + sizes.state_bytes(self.dtype_bytes)
+        return max(1, min(self.max_batch, int(self._room(sizes) // each), -(-playing // self.count)))
 
 
 def generation_time(
@@ -116,7 +120,8 @@ def generation_time(
     """Return the seconds in which the engines play a step's episodes, with `sampled` tokens each.
 
     Each token costs one read of the weights (of the experts, those that a batch is expected to need) and of its
-    episodes' keys and values. Tokens that were not sampled are computed once.
+    episodes' keys and values; states of delta nets are read and written. Tokens that were not sampled are computed
+    once.
     """
     batch = engines.batch(sizes, setting.episode_tokens, playing)
     needed = 1 - (1 - sizes.experts_per_token / sizes.num_experts) ** batch if sizes.num_experts else 1.0
@@ -124,6 +129,7 @@ def generation_time(
     weights = sizes.text_parameters - (0 if sizes.tied else sizes.head_parameters)
     weights -= round(sizes.expert_parameters * (1 - needed))
     read = engines.dtype_bytes * weights + batch * setting.episode_tokens * engines.token_bytes(sizes)
+    read += 2 * batch * sizes.state_bytes(engines.dtype_bytes)
     forwards = setting.episodes * sampled / (engines.count * batch)
     decoding = forwards * read / (engines.tensor_parallel * speed.hbm * 1e9 * speed.decode)
     if engines.tensor_parallel > 1:  # two sums per layer, each sent in two directions

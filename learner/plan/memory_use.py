@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from shared.config.optimizer_specs import optimizer_spec
-from shared.families.model_sizes import ModelSizes
+from shared.families.model_sizes import DELTA_CHUNK, ModelSizes
 
 FP32 = 4
 DTYPE_BYTES = {"float32": FP32, "bfloat16": 2}  # bytes by model.dtype
@@ -221,16 +221,19 @@ def activations(sizes: ModelSizes, setting: Setting) -> float:
     read = 2 * sizes.num_kv_heads * sizes.head_dim * setting.dtype_bytes  # keys and values of a token
     shared = read * setting.context if setting.context > 1 else 0
     per_token = _layer_bytes(sizes, setting.dtype_bytes) + shared
+    recurrent = _delta_bytes(sizes, setting.dtype_bytes) if sizes.num_linear_layers else 0.0
     narrow = 3 if sizes.vision_gated_mlp else 2  # intermediate tensors of a gated MLP, or of an MLP with one activation
     per_patch = setting.dtype_bytes * (10 * sizes.vision_hidden + narrow * sizes.vision_intermediate)  # one block
     if setting.activation_checkpointing:  # inputs of all layers, and everything in one layer at a time
         kept = sizes.num_layers * sizes.hidden_size * setting.dtype_bytes * text
         kept += sizes.vision_depth * sizes.vision_hidden * setting.dtype_bytes * patches
-        kept += max(per_token * text, per_patch * patches)
+        kept += max(max(per_token, recurrent) * text, per_patch * patches)
     else:
         trimmed = sizes.num_layers > sizes.num_deepstack  # see learner/model/forwards.py
         last = _layer_bytes(sizes, setting.dtype_bytes, output_share=setting.sampled_share if trimmed else 1.0) + shared
-        kept = ((sizes.num_layers - 1) * per_token + last) * text + sizes.vision_depth * per_patch * patches
+        whole = sizes.num_attention_layers - 1
+        kept = (whole * per_token + last + sizes.num_linear_layers * recurrent) * text
+        kept += sizes.vision_depth * per_patch * patches
     ends = _norm_bytes(sizes.hidden_size, setting.dtype_bytes) * text  # the last norm
     # inputs of the output head, and the embeddings
     ends += sizes.hidden_size * setting.dtype_bytes * (setting.sampled_share + 1) * text
@@ -250,10 +253,26 @@ def _layer_bytes(sizes: ModelSizes, dtype_bytes: int, output_share: float = 1.0)
     GPU.
     """
     q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    attention = _norm_bytes(sizes.hidden_size, dtype_bytes) + (dtype_bytes * (q + kv) if sizes.qk_norm else 0)
+    gated = dtype_bytes * 3 * q if sizes.attention_gate else 0  # the gate, its sigmoid, and the product
+    attention = gated + _norm_bytes(sizes.hidden_size, dtype_bytes) + (dtype_bytes * (q + kv) if sizes.qk_norm else 0)
     attention += dtype_bytes * 2 * (q + kv) + FP32 * sizes.num_heads
+    return attention + output_share * (_norm_bytes(sizes.hidden_size, dtype_bytes) + _mlp_bytes(sizes, dtype_bytes))
+
+
+def _delta_bytes(sizes: ModelSizes, dtype_bytes: int) -> float:
+    """Return the bytes per token of one layer that is a gated delta net; its rule is computed in float32."""
+    (keys, values), heads = sizes.linear_widths, sizes.linear_value_heads
+    wide = heads * sizes.linear_key_dim  # keys, repeated for all heads
+    conv = dtype_bytes * 5 * (2 * keys + values)  # its input, the inputs shifted, and what SiLU gets
+    rule: float = FP32 * (4 * keys + 7 * wide + 5 * values + 5 * heads * DELTA_CHUNK)
+    rule += FP32 * 2 * wide * sizes.linear_value_dim / DELTA_CHUNK  # states
+    norm = FP32 * 3 * values + dtype_bytes * 3 * values
+    both = 2 * _norm_bytes(sizes.hidden_size, dtype_bytes)
+    return both + conv + rule + norm + _mlp_bytes(sizes, dtype_bytes)
+
+
+def _mlp_bytes(sizes: ModelSizes, dtype_bytes: int) -> float:
     dense = dtype_bytes * 3 * sizes.intermediate_size
     routed = sizes.experts_per_token * dtype_bytes * (2 * sizes.hidden_size + 4 * sizes.expert_size)
     sparse_share = 1 - sizes.num_dense_layers / sizes.num_layers
-    mlp = (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * sizes.num_experts)
-    return attention + output_share * (_norm_bytes(sizes.hidden_size, dtype_bytes) + mlp)
+    return (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * sizes.num_experts)

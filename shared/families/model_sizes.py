@@ -174,6 +174,13 @@ class ModelSizes:
     def parameters(self) -> int:
         return self.text_parameters + self.vision_parameters + self.projector_parameters
 
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """Return the bytes of the states that an engine holds for one sequence, besides keys and values: those of the
+        delta nets' rules, in float32, and of their convolutions."""
+        keys, values = self.linear_widths
+        rule = 4 * self.linear_value_heads * self.linear_key_dim * self.linear_value_dim
+        return self.num_linear_layers * (rule + dtype_bytes * (2 * keys + values) * max(self.conv_taps - 1, 0))
+
     # ------------------------------------------------------------------ adapters
 
     def adapted(self, targets: Sequence[str]) -> list[tuple[int, int, int]]:

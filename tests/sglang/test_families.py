@@ -95,7 +95,7 @@ def prepare(family: str, place: Path) -> None:
 def loaded(tmp_path_factory):
     """The folder of each family, after SGLang's classes of all of them have loaded what lies there: its import alone
     takes half a minute."""
-    folders = {family: tmp_path_factory.mktemp(family) for family in sorted(FAMILIES)}
+    folders = {family: tmp_path_factory.mktemp(family) for family in sorted(CASES)}
     for family, place in folders.items():
         prepare(family, place)
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(STAND_INS)}
@@ -105,7 +105,7 @@ def loaded(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(CASES))
 def test_each_rank_of_sglangs_class_holds_the_same_of_the_learners_buckets_as_of_its_export(family, loaded):
     for name in [f"{case.name}_{rank}" for case in CASES[family] for rank in range(case.ranks)]:
         rank = json.loads((loaded[family] / f"{name}.json").read_text())

@@ -13,17 +13,22 @@ from safetensors import safe_open
 from launch.engines.network import free_port
 from learner.checkpoints.hf_export import export_checkpoint
 from tests.support.runs import command, finished, metrics, places
-from tests.support.small.families import EXPERT_SIZE, FAMILIES, NUM_EXPERTS, as_mixture, qwen3, qwen25
+from tests.support.small.families import EXPERT_SIZE, FAMILIES, NUM_EXPERTS, as_mixture, qwen3, qwen3_5, qwen25
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("all_starts_forked")]
 
 COLOURS = Path("launch/models/colour_tiny")
-MADE = {"Qwen2.5-VL": qwen25, "Qwen3-VL-MoE": lambda folder: as_mixture(COLOURS, folder), "Qwen3": qwen3}
+MADE = {"Qwen2.5-VL": qwen25, "Qwen3-VL-MoE": lambda folder: as_mixture(COLOURS, folder)}
+MADE |= {"Qwen3": qwen3, "Qwen3.5": qwen3_5}
 LAID_OUT = {
     "Qwen2.5-VL": {"visual.blocks.0.attn.qkv.weight": [96, 32], "model.layers.1.self_attn.q_proj.bias": [64]},
     "Qwen3-VL-MoE": {
         "model.language_model.layers.1.mlp.experts.gate_up_proj": [NUM_EXPERTS, 64, 2 * EXPERT_SIZE],
         "model.language_model.layers.1.mlp.experts.down_proj": [NUM_EXPERTS, EXPERT_SIZE, 64],
+    },
+    "Qwen3.5": {
+        "model.language_model.layers.0.linear_attn.in_proj_qkv.weight": [224, 128],
+        "model.language_model.layers.0.linear_attn.conv1d.weight": [224, 1, 4],
     },
     "Qwen3": {"model.layers.1.self_attn.q_proj.weight": [64, 64]},
 }

@@ -16,9 +16,10 @@ from learner.model.lora_adapters import is_factor
 from learner.model.policy import load_policy
 from learner.model.sharding import parallelize
 from learner.plan import fit
-from learner.plan.duration import Speed, publication_time, step_time
+from learner.plan.duration import Engines, Speed, publication_time, step_time
 from learner.plan.fit import check_fits
 from learner.plan.memory_use import Setting, activations, host_memory, memory
+from learner.plan.mesh_choice import choices
 from learner.plan.plan_command import main
 from learner.plan.plan_report import report_learner
 from learner.training.optim import make_optimizer
@@ -32,7 +33,7 @@ from tests.support.episodes import learner_config, random_trajectory
 from tests.support.loading.kept import kept_bytes
 from tests.support.loading.models import qwen25
 from tests.support.small.adapted import adapted_policy
-from tests.support.small.families import qwen3_moe
+from tests.support.small.families import qwen3, qwen3_5, qwen3_moe
 from tests.support.small.published import auto_class, published_config
 from tests.support.tiny import moe_policy, tiny_model_dir
 
@@ -86,6 +87,28 @@ def test_what_is_planned_for_qwen25_is_what_it_has_and_what_its_forward_keeps(tm
     assert (sizes.vision_full_blocks, sizes.window_patches) == (1, 16)
     batch = packed(policy.spec, sides=(56, 84, 140))
     assert activations(sizes, setting_of(batch)) == pytest.approx(kept_bytes(policy, batch, in_c=True), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [qwen3, qwen3_5])
+def test_what_is_planned_for_a_text_model_and_for_delta_nets_is_what_they_keep(tmp_path, make):
+    """Chunks of the rule that are not full are not planned: here a fifth of them."""
+    folder = make(tmp_path)
+    policy = load_policy(str(folder), VisionSpec.load(folder, min_pixels=1024, max_pixels=1 << 20))
+    batch = packed(policy.spec)
+    planned = activations(find_sizes(str(folder)), setting_of(batch))
+    assert planned == pytest.approx(kept_bytes(policy, batch, in_c=True), rel=0.1)
+
+
+def test_an_engine_has_room_for_the_states_of_delta_nets_beside_keys_and_values():
+    sizes = PUBLISHED["Qwen3.5-9B"]
+    assert sizes.state_bytes(2) == 24 * (4 * 32 * 128 * 128 + 2 * 8192 * 3)
+    engines = Engines(1, 1, 80e9, 0.8, 10_000, 2)
+    each = 1000 * engines.token_bytes(sizes) + sizes.state_bytes(2)
+    assert engines.batch(sizes, 1000, 1 << 20) == int((0.8 * 80e9 - 2 * sizes.parameters) // each)
+    assert engines.token_bytes(sizes) == 2 * 8 * 4 * 256 * 2  # of the eight layers that attend
+    with_context = {c.setting.context for c in choices(sizes, Setting(gpus=8), 8192, 141e9, Speed())}
+    assert with_context == {1}
 
 
 @pytest.mark.slow
