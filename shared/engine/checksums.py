@@ -1,8 +1,8 @@
 """An engine server's names of parameters, the parts of a model, and the checksums that a server reports.
 
 A server joins projections that read the same input: q, k and v into one `qkv_proj`, gate and up into one
-`gate_up_proj`, of a delta net qkv and z into `in_proj_qkvz`, and b and a into `in_proj_ba`, each in this order, which is
-also their order in the model's own list of parameters.
+`gate_up_proj`, of a delta net qkv and z into `in_proj_qkvz`, and b and a into `in_proj_ba`, each in this order, which
+is also their order in the model's own list of parameters.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _RULES = (
     (re.compile(r"\.linear_attn\.in_proj_(qkv|z)\."), ".linear_attn.in_proj_qkvz."),
     (re.compile(r"\.linear_attn\.in_proj_(b|a)\."), ".linear_attn.in_proj_ba."),
     (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
+    (re.compile(r"\.mlp\.shared_expert\.(gate|up)_proj\."), ".mlp.shared_expert.gate_up_proj."),
     (re.compile(r"\.mlp\.experts\.gate_up_proj$"), ".mlp.experts.w13_weight"),
     (re.compile(r"\.mlp\.experts\.down_proj$"), ".mlp.experts.w2_weight"),
 )

@@ -118,6 +118,7 @@ class ModelFamily(ABC):
             "num_experts": num_experts,
             "experts_per_token": text.get("num_experts_per_tok") or 0,
             "expert_size": text.get("moe_intermediate_size") or 0,
+            "shared_expert_size": text.get("shared_expert_intermediate_size") or 0,
             "tied": bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
             "max_context": text["max_position_embeddings"],
         }

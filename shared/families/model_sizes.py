@@ -26,6 +26,7 @@ class ModelSizes:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
+    shared_expert_size: int = 0  # of the expert that every token uses, with a gate
     tied: bool  # the output head is the embeddings
     max_context: int
     qk_norm: bool = True  # each head of queries and keys is normed
@@ -103,7 +104,12 @@ class ModelSizes:
             return 3 * self.hidden_size * self.intermediate_size
         experts = self.experts_per_token if active else self.num_experts
         router = self.num_experts * self.hidden_size
-        return router + experts * 3 * self.hidden_size * self.expert_size
+        return router + self.shared_expert + experts * 3 * self.hidden_size * self.expert_size
+
+    @property
+    def shared_expert(self) -> int:
+        """The parameters of one layer's shared expert and its gate."""
+        return self.hidden_size * (3 * self.shared_expert_size + 1) if self.shared_expert_size else 0
 
     def layer_parameters(self, *, sparse: bool, active: bool = False) -> int:
         """Return the parameters of the largest decoder layer; with `active`, only those that one token uses."""
@@ -130,7 +136,7 @@ class ModelSizes:
         sparse = self.num_layers - self.num_dense_layers
         dense = self.num_dense_layers * 3 * self.hidden_size * self.intermediate_size
         mixers = self.num_attention_layers * self.attention_matrices + self.num_linear_layers * self.linear_matrices
-        return mixers + dense + sparse * self.num_experts * self.hidden_size
+        return mixers + dense + sparse * (self.num_experts * self.hidden_size + self.shared_expert)
 
     @property
     def head_parameters(self) -> int:
@@ -187,6 +193,7 @@ class ModelSizes:
         """Return (count, rows, columns) of the matrices that these targets of learner.lora adapt."""
         h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sparse = (self.num_layers - self.num_dense_layers) * self.num_experts
+        shared = self.num_layers - self.num_dense_layers if self.shared_expert_size else 0
         wide, v, i = self.merge * self.vision_hidden, self.vision_hidden, self.vision_intermediate
         mergers = 1 + self.num_deepstack if self.vision_depth else 0
         blocks, dense = self.vision_depth, self.num_dense_layers
@@ -201,7 +208,10 @@ class ModelSizes:
                 (self.num_linear_layers, values, h),
                 (self.num_linear_layers, h, values),
             ],
-            "dense": [(2 * dense, self.intermediate_size, h), (dense, h, self.intermediate_size)],
+            "dense": [
+                *[(2 * dense, self.intermediate_size, h), (dense, h, self.intermediate_size)],
+                *[(2 * shared, self.shared_expert_size, h), (shared, h, self.shared_expert_size)],
+            ],
             "experts": [(sparse, 2 * self.expert_size, h), (sparse, h, self.expert_size)],
             "vision": [
                 (blocks, 3 * v, v),

@@ -11,7 +11,7 @@ from shared.families.model_family import ModelFamily
 from shared.families.model_sizes import ModelSizes
 from shared.families.qwen2_5_vl.qwen2_5_vl_family import Qwen25VL
 from shared.families.qwen3.qwen3_family import Qwen3
-from shared.families.qwen3_5.qwen3_5_family import Qwen35
+from shared.families.qwen3_5.qwen3_5_family import Qwen35, Qwen35Moe
 from shared.families.qwen3_vl.qwen3_vl_family import Qwen3VL, Qwen3VLMoe
 
 FAMILIES: dict[str, ModelFamily] = {}
@@ -38,6 +38,7 @@ register(Qwen3VLMoe())
 register(Qwen25VL())
 register(Qwen3())
 register(Qwen35())
+register(Qwen35Moe())
 
 
 def family_named(model_type: Any, where: object) -> ModelFamily:

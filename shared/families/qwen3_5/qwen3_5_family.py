@@ -60,6 +60,24 @@ def _dense(
     )
 
 
+def _mixture(
+    hidden_size: int, num_layers: int, num_heads: int, value_heads: int, num_experts: int, chosen: int, expert_size: int
+) -> PublishedModel:
+    return _published(
+        27,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_dense_layers=0,
+        num_heads=num_heads,
+        num_kv_heads=2,
+        value_heads=value_heads,
+        num_experts=num_experts,
+        experts_per_token=chosen,
+        expert_size=expert_size,
+        shared_expert_size=expert_size,
+    )
+
+
 class Qwen35(QwenVL):
     """Qwen3.5: norms multiply by 1 + weight, a quarter of each head is rotated; the tower is that of Qwen3-VL without
     deepstack. Checkpoints also hold layers that predict further tokens (mtp), which are neither trained nor sent."""
@@ -108,3 +126,21 @@ class Qwen35(QwenVL):
         from shared.families.qwen3_vl.qwen3_tower import Qwen3Tower
 
         return Qwen3Tower(visual, mean, std)
+
+
+class Qwen35Moe(Qwen35):
+    """Qwen3.5 whose layers have experts, stored as stacks of matrices as transformers holds them, and one expert that
+    every token uses."""
+
+    title = "Qwen3.5-MoE"
+    model_type = "qwen3_5_moe"
+    published: ClassVar = {
+        "Qwen3.5-35B-A3B": _mixture(2048, 40, 16, 32, 256, 8, 512),
+        "Qwen3.5-122B-A10B": _mixture(3072, 48, 32, 64, 256, 8, 1024),
+        "Qwen3.5-397B-A17B": _mixture(4096, 60, 32, 64, 512, 10, 1024),
+    }
+
+    def lora_targets(self) -> Mapping[str, re.Pattern[str]]:
+        """Return the patterns; the dense layers are those of the shared experts."""
+        shared = re.compile(rf"^{re.escape(self.decoder_path)}\.layers\.\d+\.mlp\.shared_expert\.\w+$")
+        return {**super().lora_targets(), "dense": shared}

@@ -60,7 +60,8 @@ def test_few_slots_change_nothing_but_speed(folder, spec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("Qwen2.5-VL", WINDOWED), ("Qwen3-VL-MoE", SIZES), ("Qwen3", ()), ("Qwen3.5", SIZES)]
+    ("family", "sizes"),
+    [("Qwen2.5-VL", WINDOWED), *((family, SIZES) for family in ("Qwen3-VL-MoE", "Qwen3", "Qwen3.5", "Qwen3.5-MoE"))],
 )
 def test_each_family_gives_the_logprobs_of_a_plain_forward_turn_after_turn(tmp_path, family, sizes):
     folder = FAMILIES[family][0](tmp_path / "model")

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3ForCausalLM,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -128,6 +131,27 @@ def qwen3_5(folder: Path) -> Path:
     return folder / "recurrent"
 
 
+def qwen3_5_moe(folder: Path) -> Path:
+    """Write a tiny Qwen3.5 with experts in each layer, two of six for each token, and a shared one."""
+    dense = json.loads((qwen3_5(folder) / "config.json").read_text())
+    text = dense["text_config"] | {"model_type": "qwen3_5_moe_text", "num_experts": NUM_EXPERTS}
+    text |= {"num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_SIZE, "shared_expert_intermediate_size": 40}
+    text.pop("intermediate_size")
+    vision = dense["vision_config"] | {"model_type": "qwen3_5_moe_vision"}
+    ids = {name: dense[name] for name in dense if name.endswith("token_id")}
+    config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    model = build_model(config, seed=2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):  # routers of zeros would take the same experts for all tokens
+                parameter.normal_()
+    save(folder / "recurrent_moe", model, tiny_tokenizer())
+    # Stacks, as the published checkpoints have them: transformers writes each expert's matrices.
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    save_file(weights, folder / "recurrent_moe" / "model.safetensors", metadata={"format": "pt"})
+    return folder / "recurrent_moe"
+
+
 def qwen3(folder: Path) -> Path:
     """Write a tiny Qwen3, which takes no images."""
     config = build_config(tiny_tokenizer(), hidden=64, layers=2, family="qwen3")
@@ -144,6 +168,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], type, tuple[int, ...]]] = {
     "Qwen2.5-VL": (qwen25, Qwen2_5_VLForConditionalGeneration, (56, 84, 140)),
     "Qwen3": (qwen3, Qwen3ForCausalLM, ()),
     "Qwen3.5": (qwen3_5, Qwen3_5ForConditionalGeneration, (64, 96)),
+    "Qwen3.5-MoE": (qwen3_5_moe, Qwen3_5MoeForConditionalGeneration, (64, 96)),
     "Qwen3-VL": (tiny_model_dir, Qwen3VLForConditionalGeneration, (64, 96)),
     "Qwen3-VL-MoE": (qwen3_moe, Qwen3VLMoeForConditionalGeneration, (64, 96)),
 }

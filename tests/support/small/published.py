@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3Config,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
@@ -70,6 +71,10 @@ def published_config(name: str, ids: Mapping[str, int] | None = None) -> PreTrai
         }
         text["rope_parameters"] = rope | {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
         vision["num_position_embeddings"] = sizes.vision_positions
+        if sizes.num_experts:
+            text["shared_expert_intermediate_size"] = sizes.shared_expert_size
+            text.pop("intermediate_size")
+            return Qwen3_5MoeConfig(text_config=text, vision_config=vision, **more)
         return Qwen3_5Config(text_config=text, vision_config=vision, **more)
     text["rope_parameters"] = rope | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
     vision |= {
