@@ -4,6 +4,7 @@ wire format, engine API and files."""
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import subprocess
@@ -24,6 +25,8 @@ ENVIRONMENTS = (
     "envs.geo3k", "envs.geo3k_multi_turn", "envs.colour", "envs.gymnasium", "envs.vagen", "envs.verifiers",
     "envs.remote",
 )  # fmt: skip
+WITH_METHODS = ("Env", "RunFiles")  # of the page of Python
+NO_SIGNATURE = ("Recipe", "Sample", "Played")
 HELP_S = 120.0
 
 
@@ -36,6 +39,7 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/metrics.md": metrics_page,
         "reference/alarms.md": alarms_page,
         "reference/commands.md": commands_page,
+        "reference/python.md": python_page,
         "reference/wire-format.md": wire_page,
         "reference/engine-api.md": engine_page,
         "reference/files.md": files_page,
@@ -150,6 +154,46 @@ def _help(line: list[str]) -> str:
     if done.returncode:
         raise SystemExit(f"{' '.join(line)} --help ended with {done.returncode}: {done.stderr[-300:]}")
     return done.stdout.strip()
+
+
+def python_page() -> str:
+    """Return the page of what `import pronk` gives, from its docstrings."""
+    import pronk
+
+    parts = [f"# Python\n\n{_text(inspect.getdoc(pronk) or '')}\n\n[A script](../how-to/python.md) uses all of it.\n"]
+    for name in pronk.__all__:
+        value = getattr(pronk, name)
+        if not callable(value):
+            continue
+        signature = _signature(value) if name not in NO_SIGNATURE else ""
+        parts.append(f"\n## pronk.{name}\n\n```python\n{name}{signature}\n```\n\n{_sections(inspect.getdoc(value))}\n")
+        for method, function in vars(value).items() if inspect.isclass(value) and name in WITH_METHODS else ():
+            if method.startswith("_"):
+                continue
+            own = function.fget if isinstance(function, property) else function
+            words = "" if isinstance(function, property) else _signature(own)
+            parts.append(f"\n### {name}.{method}{words}\n\n{_sections(inspect.getdoc(own))}\n")
+    return "".join(parts)
+
+
+def _signature(function: Any) -> str:
+    """Return a signature without the quotes around its types."""
+    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
+
+
+def _sections(docstring: str | None) -> str:
+    """Return a docstring whose sections Args and Raises are tables."""
+    text, *sections = re.split(r"^(Args|Raises):\n", docstring or "", flags=re.M)
+    parts = [_text(text.strip())]
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        rows = re.sub(r"\n {5,}", " ", body.rstrip()).splitlines()
+        named = [row.strip().partition(": ") for row in rows if row.strip()]
+        parts.append(f"| {title.lower()} | |\n|---|---|\n" + "\n".join(f"| `{a}` | {_row(b)} |" for a, _, b in named))
+    return "\n\n".join(parts)
+
+
+def _row(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def wire_page() -> str:

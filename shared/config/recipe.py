@@ -75,6 +75,9 @@ NO_ENV = "envs.no_env"
 
 
 class Recipe(Section):
+    """A recipe as it was resolved, from the file, the environment and the command line together:
+    `recipe.learner.total_steps` is the field learner.total_steps."""
+
     run: RunConfig = RunConfig()
     model: ModelConfig
     env: EnvConfig = EnvConfig()

@@ -22,7 +22,7 @@ README = Path("README.md")
 PAGES = [README, *sorted(Path("docs").rglob("*.md"))]
 SECTIONS = "run|model|env|reward|rollout|data|sampling|actor|engine|learner|eval|record|transport"
 GENERATED = {
-    "reference": "recipe environments metrics alarms commands wire-format engine-api files",
+    "reference": "recipe environments metrics alarms commands python wire-format engine-api files",
 }
 CATALOGUE = tomllib.loads(Path("learner/metrics/catalogue.toml").read_text(encoding="utf-8"))
 DESCRIBED = [re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(name)) for section in CATALOGUE.values() for name in section]

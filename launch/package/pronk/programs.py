@@ -36,6 +36,7 @@ def train(recipe: str | Path, settings: Settings | None = None, *, ranks: int = 
         show: write progress to this program's stderr; otherwise it is kept for the error, if there is one.
 
     Raises:
+        ValueError: a mistake in the recipe or in the settings, in one line.
         ProgramFailed: the run ended with an error; the message says which, in one line.
     """
     words = ["--config", str(recipe), *(["--ranks", str(ranks)] if ranks != 1 else []), *_options(settings)]
