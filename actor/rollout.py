@@ -43,8 +43,8 @@ BuildEnv = Callable[[Sample], Any]
 class Player:
     """Plays episodes of tickets. `build_env(sample)` makes an environment; `reward_function` computes the episode's
     reward at the end (None: the sum of the turns' rewards). A `rollout` function, if there is one, plays the whole
-    episode instead and gets `env_args`; an `agent` does so through the `endpoint`. Answers are recorded in the
-    `journal`; those that it already holds are replayed first."""
+    episode instead and gets `env_args`; with an `endpoint` an `agent` does so through it, or, without one, an agent
+    elsewhere. Answers are recorded in the `journal`; those that it already holds are replayed first."""
 
     def __init__(
         self,
@@ -72,8 +72,7 @@ class Player:
         self.tracebacks = TracebackLog(log)
         self._left_out = LeftOutLog()
         self._agents: AgentPlayer | None = None
-        if agent is not None:
-            assert endpoint is not None
+        if endpoint is not None:
             assert reward_function is not None
             self._agents = AgentPlayer(
                 agent, endpoint, self.env_args, renderer, limits, threads, reward_function, self.tracebacks
@@ -101,7 +100,7 @@ class Player:
                     metrics.add(trajectory.metrics)
                     trajectory = replace(trajectory, metrics=metrics.values())
                 elif self._agents is not None:
-                    trajectory, metrics = await self._agents.play(lease, ticket, index), EnvMetrics()
+                    trajectory, metrics = await self._agents.play(lease, ticket, index)
                 else:
                     sampler = TurnSampler(lease, ticket, index, self.renderer, self.limits)
                     episode = OpenEpisode(self, sampler, ticket, index)
@@ -135,6 +134,11 @@ class Players:
             why = f"this actor has no task {ticket.sample.task!r}; start it with the learner's recipe"
             return Stream().trajectory((), Ending.ENV_ERROR, error=why)
         return await player.play(ticket, index)
+
+    async def listen(self) -> None:
+        """Begin to listen for agents elsewhere, if they play. Raise ValueError if the address cannot be had."""
+        if self._endpoint is not None:
+            await self._endpoint.listen()
 
     async def close(self, within_s: float) -> None:
         """Wait at most `within_s` for calls of cancelled episodes, and free what the rewards hold."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from actor.actor_loop import EXIT_NO_LEARNER, ActorSettings, run_actor
 from actor.agents.agent_endpoint import AgentEndpoint
 from actor.agents.agent_episode import AgentReward
+from actor.agents.remote_agents import RemoteAgents
 from actor.api_player import ApiPlayer
 from actor.api_sampler import ApiModel
 from actor.engine_pool import EnginePool
@@ -38,11 +39,12 @@ from envs.env_calls import make_env
 from envs.loader import load_env, load_function, load_module
 from shared.agreement import settings_of
 from shared.config.recipe import EXIT_USER_ERROR, Recipe
+from shared.config.sections import RolloutConfig
 from shared.config.tasks import tasks_of
 from shared.engine.engine_api import EngineClient
 from shared.engine.http_client import JsonClient
 from shared.families.registry import vocab_size_in
-from shared.keys import actor_keys, judge_key, read_api_key
+from shared.keys import actor_keys, agents_key, judge_key, read_api_key
 from shared.redaction import redact_text
 from shared.vision import VisionSpec
 from shared.wire.codec import TokenRules
@@ -90,7 +92,8 @@ async def work(recipe: Recipe, index: int, urls: tuple[str, ...], journals: str)
     renderer = Renderer(PreTrainedTokenizerFast.from_pretrained(model.path), spec)
     engines = make_pool(recipe, urls)
     journal = Journal(Path(journals, str(index)), actor.journal_mb * 2**20) if journals else None
-    players, processes = make_players(recipe, renderer, engines, journal)
+    players, processes = make_players(recipe, renderer, engines, journal, index=index)
+    await players.listen()
     rules = TokenRules(spec.image_token_id, spec.banned_ids, vocab_size_in(model.path))
     settings = ActorSettings(
         name=f"{socket.gethostname()}-actor{index}",
@@ -155,11 +158,12 @@ def make_players(
     engines: EnginePool,
     journal: Journal | None = None,
     api: ApiModel | None = None,
+    index: int = 0,
 ) -> tuple[Players, list[UserProcesses]]:
     """Return the players of the recipe's tasks, and the processes that run the user's code, to be closed at the end.
     The tasks share engines, journal and threads; each has its own environment, limits and reward. Raise ValueError for
     a missing or broken module."""
-    threads, endpoint = EnvThreads(recipe.env.threads), AgentEndpoint() if recipe.rollout.agent else None
+    threads, endpoint = EnvThreads(recipe.env.threads), make_endpoint(recipe.rollout, index)
     players, started = dict[str, Player](), list[UserProcesses]()
     try:
         for task in tasks_of(recipe):
@@ -174,6 +178,13 @@ def make_players(
             each.close()
         raise
     return Players(players, endpoint), started
+
+
+def make_endpoint(rollout: RolloutConfig, index: int) -> AgentEndpoint | None:
+    """Return what the agents of an actor call; None if no agents play. Raise ValueError for a key that is missing."""
+    if rollout.listen:
+        return AgentEndpoint(*rollout.address(index), api_key=agents_key(rollout), remote=RemoteAgents())
+    return AgentEndpoint() if rollout.agent else None
 
 
 def make_player(
@@ -223,7 +234,7 @@ def make_reward(recipe: Recipe, threads: EnvThreads, processes: UserProcesses | 
     its judge's score; None if only the turns' rewards count. Raise ValueError for a judge's rubric or key that cannot
     be read."""
     base, judge = make_base_reward(recipe, threads, processes), recipe.reward.judge
-    if recipe.rollout.agent:
+    if recipe.rollout.by_agents:
         base = AgentReward(base, is_judged=bool(judge.url))
     if not judge.url:
         return base
@@ -240,7 +251,7 @@ def make_base_reward(recipe: Recipe, threads: EnvThreads, processes: UserProcess
         return ProcessReward(processes, threads, reward.timeout_s)
     if env.reward:
         return FunctionReward(load_function(env.reward), threads, reward.timeout_s)
-    if recipe.rollout.agent:
+    if recipe.rollout.by_agents:
         return None  # there is no environment that could be asked
     if env.isolation == "process":
         assert processes is not None

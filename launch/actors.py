@@ -42,7 +42,7 @@ from launch.terminal.table import process_table
 from shared.config.recipe import Recipe, fail, parse, recipe_parser
 from shared.engine.engine_api import EngineError
 from shared.engine.engine_messages import UNTRAINED
-from shared.keys import actor_keys, judge_key, read_api_key
+from shared.keys import actor_keys, agents_key, judge_key, read_api_key
 from shared.log import get_logger
 from shared.vision import VisionSpec
 from shared.wire.codec import TokenRules
@@ -55,10 +55,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = recipe_parser(__doc__)
     parser.add_argument("--record", default="", metavar="DIR", help="no learner: groups go into this folder")
     recipe, options = parse(parser, argv)
+    return run_to_its_end(recipe, options.record)
+
+
+def run_to_its_end(recipe: Recipe, folder: str = "") -> int:
+    """Do what `run` does in a program of its own; return its exit code. `folder`: where groups are recorded, without a
+    learner; "" = there is one."""
     with ExitStack() as cleanup:
         screen = cleanup.enter_context(Screen()) if is_terminal() else None
         try:
-            record = partial(RecordingServer, Path(options.record)) if options.record else None
+            record = partial(RecordingServer, Path(folder)) if folder else None
             return run(recipe, cleanup, record, screen)
         except ActorFailed as failure:
             LOG.error("%s; stopping the others", failure)
@@ -86,6 +92,7 @@ def run(
     actor_keys(recipe.transport, recipe.actor.learner)  # raises now if the keys are wrong
     api_key = read_api_key(recipe.engine.api_key_file)
     judge_key(recipe.reward.judge)  # likewise
+    agents_key(recipe.rollout)
     # Without a learner the engines keep the weights that they load, which then count as version 0.
     model, specs = check(recipe, "0" if make_server else UNTRAINED)
     if make_server:

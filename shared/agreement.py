@@ -67,6 +67,7 @@ MAY_DIFFER = (
     *("model.dtype", "env.timeout_s", "env.isolation", "env.memory_mb", "env.threads", "env.max_failure_share"),
     *("reward.timeout_s", "reward.isolation", "rollout.timeout_s", "reward.judge.concurrency"),
     *("reward.judge.cache_mb", "reward.judge.api_key_file", "reward.judge.api_key_env"),
+    *("rollout.listen", "rollout.api_key_file"),
     *("transport.keys", "transport.key_name", "transport.allow_plain"),
 )
 """The other settings of these sections: of one host, or of the learner alone. So are all other sections."""

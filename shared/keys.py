@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shared.config.recipe import fail
 from shared.config.reward_section import JudgeConfig
-from shared.config.sections import TransportConfig
+from shared.config.sections import RolloutConfig, TransportConfig
 from shared.util.own_commands import called_as
 from shared.wire.auth import make_key_pair, public_key_of
 from shared.wire.endpoints import ActorKeys, AllowList, HalfWritten, LearnerKeys
@@ -85,6 +85,18 @@ def read_api_key(path: str, field: str = "engine.api_key_file") -> str:
         raise ValueError(
             f"{field} = {path!r} holds no key: one line of 16 to 512 letters, digits or any of '._~+/=-'; "
             "make one with python -m shared.keys FOLDER --engine"
+        )
+    return key
+
+
+def agents_key(rollout: RolloutConfig) -> str:
+    """Return the key that agents elsewhere send; "" for none. Raise ValueError, in one line, if it cannot be read, or
+    is missing although they may call from other machines."""
+    key = read_api_key(rollout.api_key_file, "rollout.api_key_file")
+    if rollout.listen and not key and not is_local(f"tcp://{rollout.listen}"):
+        raise ValueError(
+            f"rollout.listen = {rollout.listen!r} is not loopback, and there is no key: make one with python -m "
+            "shared.keys FOLDER --engine, and set --rollout.api_key_file FOLDER/engine.key"
         )
     return key
 

@@ -55,6 +55,7 @@ class Ending(StrEnum):
     ENV_TIMEOUT = "env_timeout"  # the environment took longer than its time limit
     REWARD_ERROR = "reward_error"  # the reward function raised, or returned no finite number
     REWARD_TIMEOUT = "reward_timeout"  # the reward function took longer than its time limit
+    AGENT_GONE = "agent_gone"  # no agent elsewhere took the episode, or its agent let the lease run out
     WIRE_ERROR = "wire_error"  # the episode breaks the wire's contract or its limits
 
 

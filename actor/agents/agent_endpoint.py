@@ -1,4 +1,5 @@
-"""The HTTP server of an actor's agents, on loopback: one base URL for each episode that is played.
+"""The HTTP server of an actor's agents: one base URL for each episode that is played. It is on loopback, or, for agents
+elsewhere (`remote_agents`), where the recipe says.
 
     POST {base_url}/chat/completions        POST {base_url}/messages        GET {base_url}/models
 
@@ -9,6 +10,7 @@ with an error in its API's form, counted, and costs nobody else anything.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import secrets
@@ -23,14 +25,16 @@ from aiohttp import web
 from actor.agents.agent_session import AgentSession, ended
 from actor.agents.api_forms import FORMS, form_of
 from actor.agents.chat_answers import models
-from actor.agents.dialogues import Refused
-from shared.util.http_connections import ConnectionLimit
+from actor.agents.dialogues import Refused, object_in
+from actor.agents.remote_agents import RemoteAgents, unauthorised, wait_in
+from shared.util.http_connections import ConnectionLimit, is_foreign_host
 from shared.util.process_memory import give_back_soon
 from shared.util.refusals import Refusals
 from shared.util.user_errors import describe
 
 HOST = "127.0.0.1"
-MODELS = "/models"
+MODELS, RESULT = "/models", "/result"
+LEASE = "/lease"  # beside the base URLs
 ROUTES = {**dict.fromkeys(FORMS, "POST"), MODELS: "GET"}
 MAX_CONNECTIONS, RESERVED_CONNECTIONS = 4096, 3072  # in all; of them for those who have named a session
 MAX_SESSION_CONNECTIONS = 64
@@ -56,7 +60,12 @@ class _Served:
 class AgentEndpoint:
     """Serves the sessions that are open. It listens from the first one on."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, host: str = HOST, port: int = 0, *, api_key: str = "", remote: RemoteAgents | None = None
+    ) -> None:
+        """Prepare it. `port` 0: any that is free. `remote`: what agents elsewhere lease, with the key `api_key`."""
+        self.remote = remote
+        self._host, self._port, self._api_key = host, port, api_key
         self.refusals = Refusals("an agent's request", log)
         self._entries: dict[str, _Served] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -65,20 +74,33 @@ class AgentEndpoint:
         self._server: web.Server | None = None
         self._limit = ConnectionLimit(MAX_CONNECTIONS, RESERVED_CONNECTIONS)
         self._reading = 0  # total size of the bodies being read
-        self._port = 0
 
-    async def open(self, session: AgentSession) -> str:
-        """Return the base URL under which the session is served until `end`. Raise OSError if no port is free."""
+    async def listen(self) -> None:
+        """Listen from now on, if agents elsewhere may call. Raise ValueError if the address cannot be had."""
+        if self.remote is None:
+            return
+        try:
+            await self._begin()
+        except OSError as error:
+            words = f"rollout.listen: cannot listen on {self._host} port {self._port}: {error.strerror or error}"
+            raise ValueError(f"{words}; choose another one") from error
+        log.info("agents elsewhere lease episodes at http://%s:%d%s", self._host, self._port, LEASE)
+
+    async def _begin(self) -> None:
         async with self._starting:
             if self._listener is None:
                 await self._start()
+
+    async def open(self, session: AgentSession) -> str:
+        """Return the base URL under which the session is served until `end`. Raise OSError if no port is free."""
+        await self._begin()
         secret = secrets.token_urlsafe(24)
         self._entries[secret] = _Served(session, secrets.token_hex(6))
-        return f"http://{HOST}:{self._port}/{secret}/v1"
+        return f"http://{self._host}:{self._port}/{secret}/v1"
 
     def end(self, base_url: str) -> None:
         """End the session of a base URL: its calls that are open are answered with an error, and so are later ones."""
-        secret = base_url.split("/")[-2]
+        secret = secret_of(base_url)
         entry = self._entries.pop(secret)
         entry.session.close()
         self._ended[secret] = None
@@ -105,13 +127,17 @@ class AgentEndpoint:
             auto_decompress=False,
         )
         self._limit.watch(self._server)
-        self._listener = await asyncio.get_running_loop().create_server(self._server, HOST, 0, backlog=1024)
+        self._listener = await asyncio.get_running_loop().create_server(
+            self._server, self._host, self._port, backlog=1024
+        )
         self._port = self._listener.sockets[0].getsockname()[1]
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         entry: _Served | None = None
         try:
             self._limit.note_request(request)
+            if self.remote is not None and request.path == LEASE:
+                return await self._lease(request, self.remote)
             entry, route = self._entry(request)
             return await self._answer(request, entry, route)
         except Refused as refusal:
@@ -132,21 +158,27 @@ class AgentEndpoint:
                 404, "session_not_found", "no episode has this base URL: use the one that the agent was given"
             )
         self._limit.authorise(request)
+        entry.session.renew()
         entry.connections = {each for each in entry.connections if each.transport is not None}
         if request.protocol not in entry.connections and len(entry.connections) >= MAX_SESSION_CONNECTIONS:
             words = f"this episode has {MAX_SESSION_CONNECTIONS} connections: close those that are not used"
             raise Refused(429, "too_many_connections", words)
         entry.connections.add(request.protocol)
-        if route not in ROUTES:
-            raise Refused(404, "unknown_url", f"{route[:100]} is not served here; {', '.join(ROUTES)} are")
-        if request.method != ROUTES[route]:
-            raise Refused(405, "method_not_allowed", f"{request.method[:20]} {route}: send a {ROUTES[route]}")
+        routes = ROUTES if self.remote is None else {**ROUTES, RESULT: "POST"}
+        if route not in routes:
+            raise Refused(404, "unknown_url", f"{route[:100]} is not served here; {', '.join(routes)} are")
+        if request.method != routes[route]:
+            raise Refused(405, "method_not_allowed", f"{request.method[:20]} {route}: send a {routes[route]}")
         return entry, route
 
     async def _answer(self, request: web.BaseRequest, entry: _Served, route: str) -> web.StreamResponse:
         session, created = entry.session, int(entry.session.started)
         if route == MODELS:
             return _json(models(created))
+        if route == RESULT and self.remote is not None:
+            if not self.remote.report(secret_in(request.path), object_in(await self._body(request))):
+                raise ended()
+            return _json({"taken": True})
         form = FORMS[route]
         asked, reply = await session.answer(await self._body(request), form.read)
         if not asked.stream:
@@ -159,6 +191,26 @@ class AgentEndpoint:
                 await response.write(event)
             await response.write_eof()
         return response
+
+    async def _lease(self, request: web.BaseRequest, remote: RemoteAgents) -> web.StreamResponse:
+        """Give the caller the next episode, or none after the time for which it wants to wait."""
+        if request.method != "POST":
+            raise Refused(405, "method_not_allowed", f"{request.method[:20]} {LEASE}: send a POST")
+        if self._api_key:
+            given = request.headers.get("authorization", "").encode("utf-8", "replace")
+            if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+                raise unauthorised()
+        elif "origin" in request.headers or is_foreign_host(request, frozenset()):
+            raise Refused(403, "forbidden", "without a key only programs on this machine are served")
+        self._limit.authorise(request)
+        body = await self._body(request)
+        call = await remote.lease(wait_in(object_in(body) if body else {}))
+        if call is None:
+            return web.Response(status=204)
+        base_url = f"http://{request.headers.get('host') or f'{self._host}:{self._port}'}/{call.secret}/v1"
+        limits = self._entries[call.secret].session.limits
+        times = {"lease_s": limits.env_timeout_s, "timeout_s": limits.rollout_timeout_s}
+        return _json({"base_url": base_url, **call.described(), **times})
 
     async def _body(self, request: web.BaseRequest) -> bytes:
         """Read the body, with or without a Content-Length, if there is room for it beside those being read."""
@@ -195,6 +247,16 @@ class AgentEndpoint:
         if refusal.status in (408, 413, 429, 503):
             response.force_close()  # what is left of its body is not read, and its connection is one less
         return response
+
+
+def secret_of(base_url: str) -> str:
+    """Return the secret in a base URL, which stands for its episode."""
+    return base_url.split("/")[-2]
+
+
+def secret_in(path: str) -> str:
+    """Return the secret in the path of a request."""
+    return path.split("/")[1]
 
 
 def leave_out_proxies() -> None:

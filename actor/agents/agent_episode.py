@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from actor.agents.agent_endpoint import AgentEndpoint
+from actor.agents.agent_endpoint import AgentEndpoint, secret_of
 from actor.agents.agent_session import AgentSession
 from actor.agents.agent_thread import AgentThread
 from actor.agents.branches import AgentTurn
+from actor.agents.remote_agents import AgentFailed, RemoteCall, Reported
+from actor.descriptions import EnvMetrics
 from actor.engine_pool import EngineLease
 from actor.env_threads import EnvThreads
 from actor.episode import EpisodeLimits, Stream
@@ -24,7 +26,7 @@ from actor.turn_sampler import EpisodeEnded, TurnSampler
 from envs.base import Info, Played
 from envs.messages import split_images
 from shared.types import TRAINABLE_ENDINGS, Ending, Ticket, Trajectory, Turn, TurnNote
-from shared.util.user_errors import TracebackLog, describe
+from shared.util.user_errors import TracebackLog, describe, text_of
 
 Agent = Callable[[str, Any, dict[str, Any]], Any]
 """`run(base_url, sample, args)`, plain or async; returns the episode's reward, or None."""
@@ -37,6 +39,7 @@ class Returned:
 
     reward: float | None = None
     is_cut: bool = False
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 class AgentReward(Reward):
@@ -70,9 +73,10 @@ class AgentReward(Reward):
 
 @dataclass(frozen=True, slots=True)
 class AgentPlayer:
-    """Plays the episodes of one task with the agent's function `run`, which gets `args`."""
+    """Plays the episodes of one task with the agent's function `run`, which gets `args`; None: with agents elsewhere,
+    of the endpoint."""
 
-    run: Agent
+    run: Agent | None
     endpoint: AgentEndpoint
     args: dict[str, Any]
     renderer: Renderer
@@ -81,8 +85,9 @@ class AgentPlayer:
     reward: Reward
     tracebacks: TracebackLog
 
-    async def play(self, lease: EngineLease, ticket: Ticket, index: int) -> Trajectory:
-        """Play episode `index` of the ticket. A failure is its ending, never an exception."""
+    async def play(self, lease: EngineLease, ticket: Ticket, index: int) -> tuple[Trajectory, EnvMetrics]:
+        """Play episode `index` of the ticket; return it and the metrics that its agent has given. A failure is its
+        ending, never an exception."""
         sampler = TurnSampler(lease, ticket, index, self.renderer, self.limits)
         session = AgentSession(sampler, self.renderer, self.limits)
         base_url = await self.endpoint.open(session)
@@ -98,12 +103,17 @@ class AgentPlayer:
         if end.ending in TRAINABLE_ENDINGS and not len(session.branches):
             refused = f"; its last request was refused: {session.last_refusal}" if session.last_refusal else ""
             end = EpisodeEnded(Ending.ENV_ERROR, f"the agent returned without an answer of the model's{refused}")
-        return await self.threads.to_its_end(self._finished(session, ticket, returned, end))
+        metrics = EnvMetrics()
+        metrics.add(returned.metrics)
+        trajectory = await self.threads.to_its_end(self._finished(session, ticket, returned, end))
+        return msgspec.structs.replace(trajectory, metrics=metrics.values() | trajectory.metrics), metrics
 
     async def _returned(self, base_url: str, session: AgentSession, ticket: Ticket) -> Returned:
         """Call the agent's function and return its result. Raise EpisodeEnded if it fails, or takes too long."""
-        call = AgentThread(lambda: self.run(base_url, ticket.sample, self.args), self.threads)
+        call = self._call(base_url, ticket)
         try:
+            if isinstance(call, RemoteCall):
+                await self._leased(call, session)
             await self._wait(call, session)
         except BaseException:
             session.close()
@@ -114,8 +124,12 @@ class AgentPlayer:
         except Exception as error:
             if session.failure is not None:  # most agents leave a limit's error to whoever has called them
                 raise session.failure from error
+            if isinstance(error, AgentFailed):
+                raise EpisodeEnded(Ending.ENV_ERROR, f"the agent reports: {text_of(error)}") from error
             self.tracebacks.add("the agent", error)
             raise EpisodeEnded(Ending.ENV_ERROR, describe(error)) from error
+        if isinstance(value, Reported):
+            return Returned(value.reward, metrics=value.metrics)
         if value is None:
             return Returned()
         try:
@@ -123,9 +137,27 @@ class AgentPlayer:
         except BadReward as error:
             raise EpisodeEnded(Ending.REWARD_ERROR, f"{error}; the agent has to return one, or None") from error
 
-    async def _wait(self, call: AgentThread, session: AgentSession) -> None:
-        """Wait until the function has returned. Raise EpisodeEnded if it does not within the episode's time, or if it
-        neither returns nor calls the model for the time that an environment has for a step."""
+    def _call(self, base_url: str, ticket: Ticket) -> AgentThread | RemoteCall:
+        if (run := self.run) is not None:
+            return AgentThread(lambda: run(base_url, ticket.sample, self.args), self.threads)
+        assert self.endpoint.remote is not None
+        return self.endpoint.remote.offer(secret_of(base_url), ticket, self.args)
+
+    async def _leased(self, call: RemoteCall, session: AgentSession) -> None:
+        """Wait until an agent elsewhere has leased the episode. Raise EpisodeEnded if none does in time."""
+        within_s = self.limits.rollout_timeout_s
+        try:
+            async with asyncio.timeout(within_s):
+                await call.leased.wait()
+        except TimeoutError:
+            words = f"no agent elsewhere asked for an episode within {within_s:g} s: are any running?"
+            raise EpisodeEnded(Ending.AGENT_GONE, words) from None
+        session.begin()
+
+    async def _wait(self, call: AgentThread | RemoteCall, session: AgentSession) -> None:
+        """Wait until the function has returned, or the agent has posted its result. Raise EpisodeEnded if that does not
+        happen within the episode's time, or if the agent neither ends nor calls the model for the time that an
+        environment has for a step."""
         whole_s, quiet_s = self.limits.rollout_timeout_s, self.limits.env_timeout_s
         while True:
             now = time.monotonic()
@@ -133,6 +165,9 @@ class AgentPlayer:
             left_quiet_s = session.quiet_since + quiet_s - now if session.is_quiet else quiet_s
             if left_s <= 0:
                 raise EpisodeEnded(Ending.ENV_TIMEOUT, f"the agent did not return within {whole_s:g} s")
+            if left_quiet_s <= 0 and isinstance(call, RemoteCall):
+                words = f"the agent neither called nor posted its result within {quiet_s:g} s: its lease ran out"
+                raise EpisodeEnded(Ending.AGENT_GONE, words)
             if left_quiet_s <= 0:
                 words = f"the agent neither called the model nor returned within {quiet_s:g} s"
                 raise EpisodeEnded(Ending.ENV_TIMEOUT, words)

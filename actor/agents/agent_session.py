@@ -48,7 +48,7 @@ class AgentSession:
     ending, if no other call follows."""
 
     def __init__(self, sampler: TurnSampler, renderer: Renderer, limits: EpisodeLimits) -> None:
-        self._sampler, self._renderer, self._limits = sampler, renderer, limits
+        self._sampler, self._renderer, self.limits = sampler, renderer, limits
         self._images = SentImages()
         self.branches = Branches(renderer)
         self.failure: EpisodeEnded | None = None
@@ -62,6 +62,15 @@ class AgentSession:
         self._open: set[asyncio.Task[ChatReply]] = set()
         self._num_open = 0
         self.closed = False
+
+    def renew(self) -> None:
+        """Count the time in which the agent is quiet from now on."""
+        self.quiet_since = time.monotonic()
+
+    def begin(self) -> None:
+        """Count all of the episode's time from now on: an agent has begun to play it."""
+        self.began, self.started = time.monotonic(), TurnTimings().started
+        self.renew()
 
     @property
     def is_quiet(self) -> bool:
@@ -108,7 +117,7 @@ class AgentSession:
             yield
         finally:
             self._num_open -= 1
-            self.quiet_since = time.monotonic()
+            self.renew()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -122,7 +131,7 @@ class AgentSession:
 
     async def _answer(self, request: ChatRequest) -> ChatReply:
         place = self.branches.place(request.dialogue)
-        if self._num_turns >= self._limits.max_turns:
+        if self._num_turns >= self.limits.max_turns:
             raise EpisodeEnded(Ending.MAX_TURNS)
         # From here to the answer nobody else goes on with this branch, and no one else gets this turn.
         turn, self._num_asked = self._num_asked, self._num_asked + 1
@@ -182,7 +191,7 @@ class AgentSession:
             while True:
                 most = self._sampler.most_tokens(stream, self._num_sampled)
                 most = most if wanted is None else min(most, wanted)
-                if not self._reserved or self._num_sampled + self._reserved + most <= self._limits.max_tokens:
+                if not self._reserved or self._num_sampled + self._reserved + most <= self.limits.max_tokens:
                     self._reserved += most
                     return most
                 await self._changed.wait()

@@ -125,15 +125,21 @@ ReadRequest = Callable[[bytes, SentImages], ChatRequest]
 """Reads the body of a request in one form of API. Raises Refused for one that cannot be served."""
 
 
-def fields_in(body: bytes) -> dict[str, Any]:
-    """Return the fields of a body that are not null. Raise Refused for a body of another form, and for another
-    model."""
+def object_in(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body. Raise Refused for what is none."""
     try:
         given = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
         raise invalid(f"the body is no JSON: {error}", "invalid_json") from None
     if not isinstance(given, dict):
         raise invalid("the body is no JSON object", "invalid_json")
+    return given
+
+
+def fields_in(body: bytes) -> dict[str, Any]:
+    """Return the fields of a body that are not null. Raise Refused for a body of another form, and for another
+    model."""
+    given = object_in(body)
     if (model := given.get("model")) not in (None, MODEL):
         raise Refused(404, "model_not_found", f"model {in_words(model)} is not served here; the one model is {MODEL!r}")
     return {name: value for name, value in given.items() if value is not None}

@@ -11,6 +11,7 @@ const ENDINGS = {
   engine_error: "the engine failed",
   env_error: "the environment failed",
   env_timeout: "the environment took too long",
+  agent_gone: "no agent took the episode, or its agent let the lease run out",
   reward_error: "the reward function failed",
   reward_timeout: "the reward function took too long",
   wire_error: "it broke the contract of the wire",

@@ -112,6 +112,8 @@ def _stand_in() -> dict[str, Any]:
         "reward.isolation": "thread",
         "rollout.path": "",
         "rollout.agent": "",
+        "rollout.listen": "",
+        "rollout.api_key_file": "",
     }
     fields |= {"model.path": str(ROOT / STAND_IN), "model.max_context": 128}
     return fields | {"model.min_pixels": 1024, "model.max_pixels": 1048576}

@@ -82,7 +82,8 @@ def api_policy(
     if key and not (key.isascii() and key.isprintable()):
         raise ConfigError(f"the key in {key_env} has characters that no key has")
     for task in tasks_of(recipe):
-        for field, path in {"path": task.recipe.rollout.path, "agent": task.recipe.rollout.agent}.items():
+        rollout = task.recipe.rollout
+        for field, path in {"path": rollout.path, "agent": rollout.agent, "listen": rollout.listen}.items():
             if path:
                 raise ConfigError(f"--api: rollout.{field} = {path!r} plays through an engine; leave one of them out")
     return ApiPolicy(url, model, key, max_tokens, concurrency, timeout_s, prices, recipe.model.path)

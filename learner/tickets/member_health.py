@@ -14,7 +14,14 @@ from typing import NamedTuple
 from shared.types import TRAINABLE_ENDINGS, Ending, Group, Trajectory
 
 SYSTEMATIC = frozenset(
-    {Ending.ENV_ERROR, Ending.ENV_TIMEOUT, Ending.REWARD_ERROR, Ending.REWARD_TIMEOUT, Ending.WIRE_ERROR}
+    {
+        Ending.ENV_ERROR,
+        Ending.ENV_TIMEOUT,
+        Ending.REWARD_ERROR,
+        Ending.REWARD_TIMEOUT,
+        Ending.AGENT_GONE,
+        Ending.WIRE_ERROR,
+    }
 )
 WINDOW = 256  # number of an actor's latest episodes that are counted
 KEPT_REASONS = 8  # failures of that window whose reason is kept

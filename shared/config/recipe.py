@@ -176,7 +176,8 @@ class Recipe(Section):
         if not parts or not all(isinstance(part, dict) for part in parts[:2]) or parts[2]:
             return values
         rollout, env = parts[:2]
-        return values if not rollout.get("agent") or env.get("module") else {**values, "env": {**env, "module": NO_ENV}}
+        by_agents = rollout.get("agent") or rollout.get("listen")
+        return values if not by_agents or env.get("module") else {**values, "env": {**env, "module": NO_ENV}}
 
     @model_validator(mode="after")
     def _there_is_a_task(self) -> Self:
@@ -265,15 +266,15 @@ class Recipe(Section):
                 f"env.isolation = 'process' and rollout.path = {rollout.path!r}: a rollout function plays in the "
                 "actor itself; leave one of them out"
             )
-        if self.env.isolation == "process" and rollout.agent:
+        if self.env.isolation == "process" and rollout.by_agents:
             raise ValueError(
-                f"env.isolation = 'process' and rollout.agent = {rollout.agent!r}: an agent runs in the actor itself; "
+                f"env.isolation = 'process' and {rollout.by_agents}: an agent plays no environment of the actor's; "
                 "leave env.isolation out"
             )
         for name in ("history", "keep_images"):
-            if rollout.agent and (value := getattr(self.env, name)) != "all":
+            if rollout.by_agents and (value := getattr(self.env, name)) != "all":
                 raise ValueError(
-                    f"env.{name} = {value} and rollout.agent = {rollout.agent!r}: an agent decides what it sends; "
+                    f"env.{name} = {value} and {rollout.by_agents}: an agent decides what it sends; "
                     f"leave env.{name} out"
                 )
         if self.reward.isolation == "process" and not (self.env.reward or self.tasks):

@@ -41,7 +41,7 @@ class ModelConfig(Section):
 class EnvConfig(Section):
     module: str = Field(
         "",
-        description="dotted path or .py file that holds build_env; required without [[tasks]], but for rollout.agent",
+        description="dotted path or .py file that holds build_env; required without [[tasks]], unless agents play",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="settings handed to build_env as `args`")
     max_turns: int = Field(8, gt=0, description="turns of one episode")
@@ -97,17 +97,50 @@ class RolloutConfig(Section):
         description="function `run(base_url, sample, args)`, plain or async, that plays episodes through an endpoint "
         "with OpenAI's and Anthropic's API and returns the reward or None: dotted path or .py file:function",
     )
+    listen: str = Field(
+        "",
+        description="HOST:PORT at which the first actor serves its episodes to agents elsewhere, in place of "
+        "rollout.agent; the next actors have the ports that follow",
+    )
+    api_key_file: str = Field(
+        "",
+        description="file with the key that such agents send (mode 0600); needed where rollout.listen is not loopback",
+    )
     timeout_s: float = Field(600.0, gt=0, description="time limit of one episode that one of them plays")
 
     @property
     def function(self) -> str:
-        """The function that plays episodes in place of the environment; "" if there is none."""
-        return self.path or self.agent
+        """Return what plays episodes in place of the environment; "" if there is nothing."""
+        return self.path or self.agent or self.listen
+
+    @property
+    def by_agents(self) -> str:
+        """Return what makes agents play, as `field = value`; "" if none do."""
+        found = [(name, value) for name, value in (("agent", self.agent), ("listen", self.listen)) if value]
+        return f"rollout.{found[0][0]} = {found[0][1]!r}" if found else ""
+
+    def address(self, index: int) -> tuple[str, int]:
+        """Return host and port at which an actor listens for agents elsewhere."""
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port) + index
+
+    @field_validator("listen")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        if value and not re.fullmatch(r"[^\s/:]+:[1-9]\d{0,4}|\[[0-9a-fA-F:.]+\]:[1-9]\d{0,4}", value):
+            raise ValueError(f"rollout.listen = {value!r}: write it as HOST:PORT, such as 127.0.0.1:8600")
+        if value:
+            checked_address("rollout.listen", f"tcp://{value}")
+        return value
 
     @model_validator(mode="after")
     def _one_of_them_plays(self) -> Self:
-        if self.path and self.agent:
-            raise ValueError(f"rollout.path = {self.path!r} and rollout.agent = {self.agent!r}: leave one of them out")
+        named = [(name, value) for name in ("path", "agent", "listen") if (value := getattr(self, name))]
+        if len(named) > 1:
+            (first, one), (second, other) = named[:2]
+            raise ValueError(f"rollout.{first} = {one!r} and rollout.{second} = {other!r}: leave one of them out")
+        if self.api_key_file and not self.listen:
+            raise ValueError(f"rollout.api_key_file = {self.api_key_file!r} without rollout.listen: leave it out")
         return self
 
 

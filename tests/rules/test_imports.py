@@ -50,6 +50,7 @@ LIGHT = [
     "actor.actor_loop",
     "envs.base",
     "launch.actors",
+    "launch.agents",
     "launch.dashboard",
     "launch.doctor",
     "launch.evaluate",
@@ -74,8 +75,8 @@ ROOMS = {
     "model weights training checkpoints export mesh_check setup shutdown guards shared_gpu learner_loop offline replay",
     "kernels": "heads checks gated low_rank delta_rule reference cpu gemm row_records tiles rows_triton scan_triton "
     "rows tile_passes linear_logprob scan gpu",
-    "launch": "processes findings catalog recipe_fields engines hub task_samples recording terminal actors prepare "
-    "plots local tiny_models doctor_checks task_run clusters cluster curves dashboard_server dashboard "
+    "launch": "processes findings catalog recipe_fields engines hub task_samples recording terminal actors agents "
+    "prepare plots local tiny_models doctor_checks task_run clusters cluster curves dashboard_server dashboard "
     "doctor evaluation evaluate learner run warm_start sglang_env engine_env package",
 }
 

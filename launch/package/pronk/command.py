@@ -38,6 +38,7 @@ COMMANDS = {
     "local": Command("launch/local.py", "learner, engines and actors of a recipe on this machine", recipe=True),
     "learner": Command("launch/learner.py", "the learner of a recipe alone, of --ranks N processes", recipe=True),
     "actors": Command("launch/actors.py", "engines and actors of a recipe, for a learner elsewhere", recipe=True),
+    "agents": Command("launch/agents.py", "episodes of a recipe for agents elsewhere", recipe=True),
     "cluster": Command("launch/cluster.py", "a run on Slurm, Ray, Kubernetes or SkyPilot"),
     "evaluate": Command("launch/evaluate.py", "success of a checkpoint or a model, with its interval", recipe=True),
     "dashboard": Command("launch/dashboard.py", "runs in the browser: curves, episodes, alarms"),
