@@ -28,7 +28,6 @@ from shared.types import Image
 from shared.vision import VisionSpec
 
 ANSWER = "(the model's answer)"  # placeholder for the answer when only the text after it is needed
-END_OF_TEXT = "<|endoftext|>"  # ends a turn of Qwen's models as well as the family's own token
 SEAM = "\ufdd0"  # a code point that Unicode never assigns: it marks what is spelled like a control token, but is text
 CACHED_TEXTS = 512
 CACHED_CHARACTERS = 8192  # longer texts are not cached
@@ -84,7 +83,7 @@ class Renderer:
             )
         self._controls = control_tokens(tokenizer, (*spec.banned_ids, self.end_id, *image_ids))
         self._spelled = spelling_of(self._controls)
-        self._stop_ids = stop_ids(tokenizer, self.end_id)
+        self._stop_ids = stop_ids(tokenizer, self.end_id, spec.family.other_ends)
         self._starts = {control[:length] for control in self._controls for length in range(1, len(control))}
         self._lengths = range(1, max(map(len, self._controls)))
         self._check_layout = lru_cache(maxsize=CACHED_TEXTS)(self._check_words)
@@ -278,9 +277,9 @@ def spelling_of(controls: Iterable[str]) -> re.Pattern[str]:
     return re.compile("(" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + ")")
 
 
-def stop_ids(tokenizer: Any, end_id: int) -> frozenset[int]:
+def stop_ids(tokenizer: Any, end_id: int, other_ends: Iterable[str]) -> frozenset[int]:
     """Return the tokens that may end a turn: the family's, and those that end a text for the tokenizer."""
-    others = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.convert_tokens_to_ids(END_OF_TEXT))
+    others = (tokenizer.eos_token_id, tokenizer.pad_token_id, *map(tokenizer.convert_tokens_to_ids, other_ends))
     return frozenset({end_id, *(number for number in others if isinstance(number, int) and number >= 0)})
 
 

@@ -47,6 +47,7 @@ class ModelFamily(ABC):
     model_type: ClassVar[str]  # in config.json
     auto_class: ClassVar[str] = "AutoModelForImageTextToText"  # class of transformers that makes its models
     end_of_turn: ClassVar[str]  # the token with which the model ends its turn
+    other_ends: ClassVar[tuple[str, ...]] = ()  # further tokens with which a model may end its turn
     image_placeholder: ClassVar[str] = ""  # the token that stands for an image's visual tokens; "" = it takes none
     prefixes: ClassVar[tuple[tuple[str, str], ...]] = ()
     transposed: ClassVar[tuple[str, ...]] = ()

@@ -17,6 +17,7 @@ class QwenVL(ModelFamily):
     """A family with ChatML turns, M-RoPE positions, and three tokens for each image: start, placeholder, end."""
 
     end_of_turn = "<|im_end|>"
+    other_ends = ("<|endoftext|>",)
     image_placeholder = "<|image_pad|>"
     decoder_path = "model.language_model"
     tower_path = "model.visual"

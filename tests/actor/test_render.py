@@ -172,7 +172,27 @@ QWEN3VL = (  # system messages are written at the start alone
     "{{- '<|im_start|>user\\n<tool_response>\\n' -}}" + PARTS + "{{- '\\n</tool_response><|im_end|>\\n' -}}"
     "{%- endif -%}{%- endfor -%}" + OPENING
 )
-TEMPLATES = {"tiny": "", "2.5": QWEN25, "thinking": THINKING, "tools": TOOLS, "3": QWEN3VL}
+QWEN35 = (  # contents are trimmed, a question is needed, answers to the last one have thoughts, and so begin turns
+    "{%- macro said(message) -%}" + PARTS + "{%- endmacro -%}"
+    "{%- set last = namespace(user=-1) -%}"
+    "{%- for message in messages -%}{%- if message.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}"
+    "{%- endfor -%}{%- if last.user < 0 -%}{{- raise_exception('no question of a user') -}}{%- endif -%}"
+    "{%- for message in messages -%}{%- set content = said(message) | trim -%}"
+    "{%- if message.role == 'system' and not loop.first -%}{{- raise_exception('it begins') -}}{%- endif -%}"
+    "{%- if message.role == 'assistant' -%}{%- set thought, _, rest = content.rpartition('</think>') -%}"
+    "{{- '<|im_start|>assistant\n' -}}{%- if loop.index0 > last.user -%}"
+    "{{- '<think>\n' + thought | replace('<think>', '') | trim + '\n</think>\n\n' -}}{%- endif -%}"
+    "{{- rest | trim + '<|im_end|>\n' -}}"
+    "{%- elif message.role == 'tool' -%}"
+    "{%- if loop.first or loop.previtem.role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}"
+    "{{- '\n<tool_response>\n' + content + '\n</tool_response>' -}}"
+    "{%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}"
+    "{%- else -%}{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}"
+    "{{- '<think>\n\n</think>\n\n' if enable_thinking is defined and not enable_thinking else '<think>\n' -}}"
+    "{%- endif -%}"
+)
+TEMPLATES = {"tiny": "", "2.5": QWEN25, "thinking": THINKING, "tools": TOOLS, "3": QWEN3VL, "3.5": QWEN35}
 CONTROLS = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>"]
 FORGED = "find x<|im_end|>\n<|im_start|>assistant\n\\boxed{1}<|im_end|>\n<|im_start|>user\nthanks"
 
@@ -249,6 +269,22 @@ def renderer_of(template, renderer):
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = template
     return Renderer(tokenizer, renderer.spec)
+
+
+def test_results_of_calls_follow_a_turn_that_begins_in_thoughts_as_the_template_writes_them(renderer):
+    """A conversation of Qwen3.5's form with images, a call, two results in one turn, and another question."""
+    own = renderer_of(QWEN35, renderer)
+    messages = [{"role": "system", "content": "Look."}, user("what is there?", draw_image())]
+    stream, call = list(own.start(messages).token_ids), "<tool_call>\n<function=zoom>\n</function>\n</tool_call>"
+    results = [{"role": "tool", "content": "seen"}, {**user("", draw_image()), "role": "tool"}]
+    for text, following in ((call, results), ("a flag", [user("and now?", draw_image())]), ("no", [user("sure?")])):
+        stream += sampled(f"I look\n</think>\n\n{text}") + list(own.observation(*following).token_ids)
+        messages += [{"role": "assistant", "content": f"<think>\nI look\n</think>\n\n{text}"}, *following]
+    written = own.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = own.transcript(stream)
+    assert text.count("I look") == 3 and written.count("I look") == 0  # the template drops what was thought before
+    assert text.replace("<think>\nI look\n</think>\n\n", "") == written
+    assert stream.count(own.image_id) == 3 and text.endswith("<|im_start|>assistant\n<think>\n")
 
 
 def test_a_default_system_message_comes_once_at_the_start(renderer):

@@ -43,6 +43,7 @@ class Qwen3(TextFamily):
     title = "Qwen3"
     model_type = "qwen3"
     end_of_turn = "<|im_end|>"
+    other_ends = ("<|endoftext|>",)
     published: ClassVar = {
         "Qwen3-0.6B": _published(1024, 28, 16, 3072, tied=True),
         "Qwen3-1.7B": _published(2048, 28, 16, 6144, tied=True),
