@@ -15,8 +15,9 @@ channels, J = taps of the convolution, R = initial states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens
+SequenceRule = Callable[..., tuple[Tensor, Tensor]]
+_sequence_rule: SequenceRule | None = None  # a state of the process, like torch's own choice of kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,15 @@ class Piece:
     start: int
     count: int
     parent: int = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wave:
+    """Pieces that can be computed side by side as whole sequences, each from the state after its parent."""
+
+    rows: Tensor  # int64, the pieces' tokens, one piece after another
+    borders: Tensor  # int64 [pieces of the wave + 1]
+    parents: Tensor  # int64, the parents' indices among all pieces in the order of the waves; of roots unused
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +60,9 @@ class ScanPlan:
     roots: Tensor  # int64 [R], the first token of each piece that begins a document
     lasts: Tensor  # int64 [pieces], the last chunk of each piece
     ends: Tensor  # int64 [pieces], its last token
+    waves: tuple[Wave, ...]  # the same order for a kernel of whole sequences; the first wave are the roots
+    wave_places_U: Tensor  # int64, each token's place among the waves' tokens
+    wave_pieces: Tensor  # int64 [pieces], each piece's place among the waves' pieces
 
 
 def plan_scan(pieces: Sequence[Piece], chunk: int = CHUNK) -> ScanPlan:
@@ -86,14 +101,42 @@ def plan_scan(pieces: Sequence[Piece], chunk: int = CHUNK) -> ScanPlan:
         roots=torch.tensor(roots),
         lasts=torch.tensor([int(offsets[level]) + index for level, index in last]),
         ends=torch.tensor([piece.start + piece.count - 1 for piece in pieces]),
+        **_waves(pieces),
     )
+
+
+def _waves(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Return the fields of `ScanPlan` about waves."""
+    depth: list[int] = []
+    for piece in pieces:
+        depth.append(0 if piece.parent < 0 else depth[piece.parent] + 1)
+    order = sorted(range(len(pieces)), key=lambda number: depth[number])
+    place = {number: at for at, number in enumerate(order)}
+    waves, rows = [], [np.arange(p.start, p.start + p.count) for p in (pieces[number] for number in order)]
+    for level in range(max(depth) + 1):
+        own = [number for number in order if depth[number] == level]
+        tokens = np.concatenate([rows[place[number]] for number in own])
+        borders = np.cumsum([0, *(pieces[number].count for number in own)])
+        parents = [place.get(pieces[number].parent, 0) for number in own]
+        waves.append(Wave(torch.from_numpy(tokens), torch.from_numpy(borders), torch.tensor(parents)))
+    return {
+        "waves": tuple(waves),
+        "wave_places_U": torch.from_numpy(np.concatenate(rows).argsort()),
+        "wave_pieces": torch.tensor([place[number] for number in range(len(pieces))]),
+    }
 
 
 def on_device(plan: ScanPlan, device: torch.device) -> ScanPlan:
     """Return the plan with its tensors on a device."""
-    moved = {each.name: getattr(plan, each.name) for each in fields(plan)}
-    sources = tuple(source.to(device) for source in moved.pop("sources"))
-    return ScanPlan(sources=sources, **{name: tensor.to(device) for name, tensor in moved.items()})
+    return _moved(plan, device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(item, device) for item in value)
+    return type(value)(**{each.name: _moved(getattr(value, each.name), device) for each in fields(value)})
 
 
 def gated_delta_rule(
@@ -110,7 +153,12 @@ def gated_delta_rule(
     Queries and keys are L2-normed first, and queries divided by the root of K; fewer heads of these serve neighbouring
     heads of values alike. `g` <= 0 is the logarithm of the decay. `initial`: the state with which each piece without a
     parent begins; None = zeros.
+
+    On a GPU, whole sequences are computed by flash-linear-attention if `use_fla` has found that it fits.
     """
+    if _sequence_rule is not None and value_UHV.is_cuda and value_UHV.dtype in (torch.bfloat16, torch.float16):
+        inputs = (query_UHK, key_UHK, value_UHV, g_UH, beta_UH)
+        return by_sequences(_sequence_rule, *inputs, plan, initial_RHKV)
     dtype = torch.promote_types(value_UHV.dtype, torch.float32)
     shared = value_UHV.shape[1] // key_UHK.shape[1]
     query, key = (_l2_normed(x.to(dtype)).repeat_interleave(shared, 1) for x in (query_UHK, key_UHK))
@@ -146,6 +194,76 @@ def gated_delta_rule(
     out_NLHV = torch.cat(outs).transpose(1, 2)
     out_UHV = out_NLHV.flatten(0, 1).index_select(0, plan.places_U)
     return out_UHV.to(value_UHV.dtype), torch.cat(states).index_select(0, plan.lasts)
+
+
+def by_sequences(
+    rule: SequenceRule,
+    query_UHK: Tensor,
+    key_UHK: Tensor,
+    value_UHV: Tensor,
+    g_UH: Tensor,
+    beta_UH: Tensor,
+    plan: ScanPlan,
+    initial_RHKV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `gated_delta_rule` does, wave by wave, with a rule of whole sequences that has the arguments of
+    flash-linear-attention's `chunk_gated_delta_rule`."""
+    outs, states = [], list[Tensor]()
+    for number, wave in enumerate(plan.waves):
+        begin = torch.cat(states).index_select(0, wave.parents) if number else initial_RHKV
+        inputs = (x.index_select(0, wave.rows)[None] for x in (query_UHK, key_UHK, value_UHV, g_UH, beta_UH))
+        out, state = rule(
+            *inputs,
+            initial_state=begin,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=wave.borders,
+        )
+        outs.append(out[0])
+        states.append(state)
+    return torch.cat(outs).index_select(0, plan.wave_places_U), torch.cat(states).index_select(0, plan.wave_pieces)
+
+
+def use_fla(device: torch.device) -> str:
+    """Let flash-linear-attention compute the rule on this GPU if it gives the same values and gradients as this module.
+    Return "", or why it is not used, in one line."""
+    global _sequence_rule
+    _sequence_rule = None
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except Exception as error:  # noqa: BLE001 - another version of Triton or torch may raise anything at its import
+        return f"flash-linear-attention cannot be imported ({type(error).__name__}: {str(error).splitlines()[0]})"
+    try:
+        off = _difference(chunk_gated_delta_rule, device)
+    except Exception as error:  # noqa: BLE001 - a kernel that does not build raises anything
+        return f"flash-linear-attention fails ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+    if not off < 0.05:
+        return f"flash-linear-attention is off by {off:.2g} where bfloat16 allows 0.05"
+    _sequence_rule = chunk_gated_delta_rule
+    return ""
+
+
+def _difference(rule: SequenceRule, device: torch.device) -> float:
+    """Return the largest difference of outputs, states and gradients between a rule in bfloat16 and this module's in
+    float32, relative to the largest value of each, for documents of which one goes on from another."""
+    draw = torch.Generator().manual_seed(0)
+    pieces = (Piece(0, 70), Piece(70, 40), Piece(110, 90, 0), Piece(200, 5, 1))
+    keys, heads, size = 2, 4, 64
+    shapes = ((205, keys, size), (205, keys, size), (205, heads, size))
+    rounded = [torch.randn(shape, generator=draw).bfloat16().to(device) for shape in shapes]
+    gates = [-torch.rand(205, heads, generator=draw).to(device), torch.rand(205, heads, generator=draw).to(device)]
+    plan, found = on_device(plan_scan(pieces), device), []
+    for exact in (False, True):
+        own = [x.float() if exact else x for x in rounded] + gates
+        q, k, v, g, beta = own = [x.detach().clone().requires_grad_() for x in own]
+        if exact:
+            out, state = gated_delta_rule(q, k, v, g, beta, plan)
+        else:
+            out, state = by_sequences(rule, q, k, v, g, beta, plan)
+        loss = out.float().sin().sum() + state.float().sin().sum()
+        found.append([out, state, *torch.autograd.grad(loss, own)])
+    pairs = [(a.detach().float(), b.detach().float()) for a, b in zip(*found, strict=True)]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
 def one_step(

@@ -52,6 +52,8 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     recipe.learner.objective.spec.load_loss()
     recipe.learner.optimizer.spec.load_optimizer()
     attention_backend.activate(recipe.learner.parallel.attention, recipe.model.dtype, ranks.device)
+    if why := attention_backend.activate_delta_rule(recipe.model.path, ranks.device):
+        get_logger("learner").warning(why)
     slow = slow_dtype(recipe.model.dtype, ranks.device)
     if slow and ranks.is_main:
         get_logger("learner").warning("%s", slow)

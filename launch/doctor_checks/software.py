@@ -14,6 +14,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from launch.catalog import model_folder
 from launch.engines.gpus import DRIVER
 from launch.engines.kinds.engine_kind import engine_kind
 from launch.findings import Finding, failed, not_checked, ok, warning
@@ -22,6 +23,7 @@ from launch.processes.children import ROOT
 from shared.config.recipe import Recipe
 from shared.engine.nccl_variables import VARIABLES
 from shared.engine.nccl_versions import Environment, environment_in, unequal_nccl
+from shared.families.registry import family_in
 
 NEWEST_TESTED = (3, 12)
 
@@ -123,6 +125,19 @@ def check_variables(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> 
     return ok("nccl variables", ", ".join(f"{name}={v.value}" for name, v in VARIABLES.items()))
 
 
+def check_delta_nets(recipe: Recipe) -> Finding:
+    """Check that the kernels for a recurrent model's layers are installed where they would be used."""
+    folder = model_folder(recipe.model.path)
+    if folder is None or recipe.learner.device != "cuda" or not family_in(folder).is_recurrent:
+        return not_checked("delta nets", "not used by this model on this device, or the model is not here")
+    try:
+        version = importlib.metadata.version("flash-linear-attention")
+    except importlib.metadata.PackageNotFoundError:
+        words = "flash-linear-attention is missing: torch computes the delta nets, which is slower"
+        return warning("delta nets", words, "pip install 'pronk[fla]'")
+    return ok("delta nets", f"flash-linear-attention {version}; the learner compares it with its own rule at its start")
+
+
 def check_software(recipe: Recipe) -> list[Finding]:
     return [
         check_python(),
@@ -131,4 +146,5 @@ def check_software(recipe: Recipe) -> list[Finding]:
         check_engine(recipe),
         check_nccl(recipe),
         check_variables(recipe),
+        check_delta_nets(recipe),
     ]

@@ -7,8 +7,10 @@ from importlib.util import find_spec
 
 import torch
 
+from kernels.delta_rule import use_fla
 from learner.model import attention
 from learner.model.adapt import check_varlen
+from shared.families.registry import family_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,15 @@ def activate(setting: str, dtype: str, device: torch.device) -> str:
     if name != "sdpa":
         attention.check_masks(device)
     return name
+
+
+def activate_delta_rule(model_path: str, device: torch.device) -> str:
+    """Let flash-linear-attention compute the recurrence of a model that has one, on a GPU; return "", or a line that
+    says why torch computes it."""
+    if device.type != "cuda" or not family_in(model_path).is_recurrent:
+        return ""
+    why = use_fla(device)
+    return f"{why}: torch computes the delta nets, which is slower; pip install 'pronk[fla]'" if why else ""
 
 
 def _installed(module: str) -> bool:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from functools import partial
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import reference
-from kernels.delta_rule import CHUNK, Piece, gated_delta_rule, next_history, one_step, plan_scan, short_conv
+from kernels import delta_rule, reference
+from kernels.delta_rule import (
+    CHUNK,
+    Piece,
+    by_sequences,
+    gated_delta_rule,
+    next_history,
+    one_step,
+    plan_scan,
+    short_conv,
+)
 from shared.families.model_sizes import DELTA_CHUNK
 
 K, V, TAPS = 8, 6, 4
+CPU = torch.device("cpu")
 
 
 def test_the_plan_counts_with_the_chunks_of_the_rule():
@@ -85,6 +100,55 @@ def test_values_and_gradients_are_the_loops_in_float64(name, with_states):
         results.append((out, last, *torch.autograd.grad(loss, own[: 5 + with_states])))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_rule_of_whole_sequences_gives_the_same_wave_by_wave(name):
+    """With a stand-in for flash-linear-attention: its arguments, computed by the loop."""
+    pieces = SHAPES[name]
+    roots = sum(piece.parent < 0 for piece in pieces)
+    *inputs, states = make(sum(piece.count for piece in pieces), roots=roots)
+    plan, results = plan_scan(pieces, chunk=8), []
+    for rule in (gated_delta_rule, partial(by_sequences, whole_sequences)):
+        own = [x.clone().requires_grad_() for x in (*inputs, states)]
+        out, last = rule(*own[:5], plan, own[5])
+        results.append((out, last, *torch.autograd.grad(out.sin().sum() + last.cos().sum(), own)))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def whole_sequences(
+    query, key, value, g, beta, *, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+):
+    assert output_final_state and use_qk_l2norm_in_kernel and len(query) == 1
+    begin = initial_state if initial_state is not None else value.new_zeros(len(cu_seqlens) - 1, 4, K, V)
+    parts = [
+        reference.gated_delta_rule(*(x[0, start:stop] for x in (query, key, value, g, beta)), state)
+        for (start, stop), state in zip(pairwise(cu_seqlens.tolist()), begin, strict=True)
+    ]
+    return torch.cat([out for out, _ in parts])[None], torch.stack([state for _, state in parts])
+
+
+def test_another_kernel_is_compared_before_it_is_used(monkeypatch):
+    """A rule that lets its states leak, or is not there, is not used; one line says so."""
+    fla = types.ModuleType("fla.ops.gated_delta_rule")
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, fla.__name__, fla)
+    monkeypatch.setattr(delta_rule, "_sequence_rule", None)
+    assert "cannot be imported (ImportError" in delta_rule.use_fla(CPU)
+    fla.chunk_gated_delta_rule = lambda *x, initial_state, **how: rounded(*x, initial_state=None, **how)
+    assert "is off by" in delta_rule.use_fla(CPU) and delta_rule._sequence_rule is None
+    fla.chunk_gated_delta_rule = rounded
+    assert delta_rule.use_fla(CPU) == "" and delta_rule._sequence_rule is rounded
+
+
+def rounded(query, key, value, g, beta, *, cu_seqlens, initial_state, **_):
+    """The rule from bfloat16, as a kernel on a GPU computes it."""
+    pieces = [Piece(start, stop - start) for start, stop in pairwise(cu_seqlens.tolist())]
+    inputs = (x[0].float() for x in (query, key, value, g, beta))
+    out, last = gated_delta_rule(*inputs, plan_scan(pieces), initial_state)
+    return out.bfloat16()[None], last
 
 
 @settings(max_examples=25, deadline=None)

@@ -194,6 +194,21 @@ def test_a_server_that_is_ill_is_named():
 # ---------------------------------------------------------------------- software
 
 
+def test_the_kernels_of_delta_nets_are_missed_where_a_model_with_some_is_trained_on_a_gpu(monkeypatch):
+    versions = {}
+    monkeypatch.setattr(software.importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(software.importlib.metadata, "PackageNotFoundError", KeyError)
+    qwen35 = recipe_with("launch/recipes/colour_tiny_qwen35.toml", **CUDA)
+    found = software.check_delta_nets(qwen35)
+    assert (
+        found.state == "warning" and "flash-linear-attention is missing" in found.found and "pronk[fla]" in found.cure
+    )
+    versions["flash-linear-attention"] = "0.6.0"
+    assert software.check_delta_nets(qwen35).state == "ok"
+    for recipe in (recipe_with(**CUDA), recipe_with("launch/recipes/colour_tiny_qwen35.toml")):
+        assert software.check_delta_nets(recipe).state == "not checked"
+
+
 def test_a_package_outside_of_its_range_is_named(tmp_path):
     project = tmp_path / "pyproject.toml"
     project.write_text('[project]\ndependencies = ["torch>=99", "numpy", "no-such-package>=1"]\n')
