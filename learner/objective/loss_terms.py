@@ -30,6 +30,7 @@ def policy_term(
     max_weight: float | None = None,
     clip: tuple[float, float] | None = None,
     dual_clip: float | None = None,
+    outside_N: Tensor | None = None,
 ) -> PolicyTerm:
     """Return -w A log pi per token, with w = min(max_weight, ratio), w = 0 if clipped. Only logprobs get a gradient.
 
@@ -46,6 +47,7 @@ def policy_term(
         max_weight: truncation of the importance weight; None = none.
         clip: (low, high): no gradient outside of [1 - low, 1 + high] if the advantage pushes further out; None = none.
         dual_clip: no gradient where A < 0 and the ratio exceeds it; None = none.
+        outside_N: bool, no gradient there; None = nowhere.
     """
     ratios_N = log_ratios_N.detach().clamp(max=MAX_LOG_RATIO).exp()
     if log_corrections_N is None:
@@ -59,8 +61,36 @@ def policy_term(
         clipped_N = torch.where(advantages_N > 0, ratios_N > 1 + high, (advantages_N < 0) & (ratios_N < 1 - low))
     if dual_clip is not None:
         clipped_N = clipped_N | ((advantages_N < 0) & (ratios_N > dual_clip))
+    if outside_N is not None:
+        clipped_N = clipped_N | outside_N
     weights_N = weights_N.masked_fill(clipped_N, 0.0)
     return PolicyTerm(-(weights_N * advantages_N).detach() * logprobs_N, clipped_N)
+
+
+def soft_gate_term(
+    logprobs_N: Tensor,
+    log_ratios_N: Tensor,
+    advantages_N: Tensor,
+    temperatures: tuple[float, float],
+    *,
+    log_corrections_N: Tensor | None = None,
+    max_correction: float | None = None,
+) -> PolicyTerm:
+    """Return -w A log pi per token with a weight that fades with the ratio's distance from 1 (SAPO: Gao et al., 2025,
+    equations 5 and 6).
+
+    w = 4 s (1 - s) ratio, with s = sigmoid(tau (ratio - 1)) and `temperatures` = (tau for A > 0, tau for others): the
+    gradient of 4/tau s A. Other arguments are those of `policy_term`; prox/mu is truncated at `max_correction`.
+    """
+    positive, other = temperatures
+    ratios_N = log_ratios_N.detach().clamp(max=MAX_LOG_RATIO).exp()
+    tau_N = torch.full_like(ratios_N, other).masked_fill(advantages_N > 0, positive)
+    slope_N = torch.sigmoid(tau_N * (ratios_N - 1))
+    weights_N = 4 * slope_N * (1 - slope_N) * ratios_N
+    if log_corrections_N is not None:
+        corrections_N = log_corrections_N.detach().clamp(max=MAX_LOG_RATIO).exp()
+        weights_N = weights_N * (corrections_N if max_correction is None else corrections_N.clamp(max=max_correction))
+    return PolicyTerm(-(weights_N * advantages_N).detach() * logprobs_N, torch.zeros_like(ratios_N, dtype=torch.bool))
 
 
 def kl_term(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: str) -> Tensor:

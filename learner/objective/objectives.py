@@ -8,6 +8,8 @@ Every policy loss has the same gradient, -w A grad(log pi), summed over tokens; 
     grpo       group-relative     token            min(pg_rho_bar, ratio), 0 where clipped
     gspo       group-relative     whole episode    min(pg_rho_bar, ratio), 0 where clipped
     cispo      group-relative     token            min(1 + clip_high, ratio), never 0
+    sapo       group-relative     token            ratio times a gate that fades as the ratio leaves 1
+    dppo       group-relative     token            min(pg_rho_bar, ratio), 0 where the probability has moved too far
 
 The ratio is pi/mu, where mu is given by the behaviour logprobs of the wire. With `proximal = "learner"` it is pi/prox,
 where prox is the policy as the step began, and w = min(pg_rho_bar, prox/mu) ratio. DAPO (Yu et al., 2025) is `grpo`
@@ -27,7 +29,7 @@ from torch import Tensor
 from learner.objective.advantages import Scaling
 from learner.objective.importance_ratios import corrected, dropped
 from learner.objective.loss_records import Loss, Tokens
-from learner.objective.loss_terms import PolicyTerm, policy_term, total_loss, value_term
+from learner.objective.loss_terms import PolicyTerm, policy_term, soft_gate_term, total_loss, value_term
 from learner.vtrace import (
     TokenTargets,
     segment_mean,
@@ -117,6 +119,52 @@ def cispo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> 
     return total_loss(tokens, config, PolicyTerm(term.loss_N, held_N != log_ratios_N), tokens.advantages)
 
 
+def sapo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
+    """Return the loss whose weight fades with the ratio's distance from 1, in place of a clip (SAPO: Gao et al., 2025,
+    equations 5 and 6)."""
+    log_ratios_N, corrections_N = _moves(tokens)
+    term = soft_gate_term(
+        tokens.logprobs,
+        log_ratios_N,
+        tokens.advantages,
+        (config.sapo_tau_positive, config.sapo_tau_negative),
+        log_corrections_N=corrections_N,
+        max_correction=config.pg_rho_bar,
+    )
+    return total_loss(tokens, config, term, tokens.advantages)
+
+
+def dppo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
+    """Return the loss without the tokens whose probability the policy has already moved by more than `divergence_bound`
+    in the advantage's direction: a bound on the total variation between the two policies, seen by the sampled token
+    alone ("Rethinking the Trust Region in LLM Reinforcement Learning", 2026, binary total variation).
+
+    A clip by ratio drops rare tokens after the smallest change, and lets frequent ones change by a lot.
+    """
+    log_ratios_N, corrections_N = _moves(tokens)
+    start_N = tokens.behaviour_logprobs if tokens.proximal_logprobs is None else tokens.proximal_logprobs
+    moved_N = (tokens.logprobs.exp() - start_N.exp()).detach()
+    bound = config.divergence_bound
+    term = policy_term(
+        tokens.logprobs,
+        log_ratios_N,
+        tokens.advantages,
+        log_corrections_N=corrections_N,
+        max_weight=config.pg_rho_bar,
+        outside_N=torch.where(tokens.advantages > 0, moved_N > bound, moved_N < -bound),
+    )
+    return total_loss(tokens, config, term, tokens.advantages)
+
+
+def _moves(tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+    """Return the log ratios to the policy from which a step's move is bounded, and those from the actors' policy to it;
+    None if it is the same."""
+    if tokens.proximal_logprobs is None:
+        return (tokens.logprobs - tokens.behaviour_logprobs).detach(), None
+    start_N = tokens.proximal_logprobs
+    return (tokens.logprobs - start_N).detach(), (start_N - tokens.behaviour_logprobs).detach()
+
+
 def _targets(tokens: Tokens, config: ObjectiveConfig, log_rhos_N: Tensor) -> TokenTargets:
     """Return V-trace's targets, with the KL subtracted from the rewards if the recipe says so."""
     rewards_N = tokens.rewards
@@ -178,15 +226,12 @@ def _actor_critic(
 def _group_relative(tokens: Tokens, config: ObjectiveConfig, of_actions: Callable[[Tensor], Tensor]) -> Loss:
     """Return the loss of a policy without a critic. `of_actions`: maps the tokens' log ratios to those that weights and
     clips use."""
-    start, corrections_N = tokens.behaviour_logprobs, None
-    if tokens.proximal_logprobs is not None:
-        start = tokens.proximal_logprobs
-        corrections_N = of_actions((start - tokens.behaviour_logprobs).detach())
+    log_ratios_N, corrections_N = _moves(tokens)
     term = policy_term(
         tokens.logprobs,
-        of_actions((tokens.logprobs - start).detach()),
+        of_actions(log_ratios_N),
         tokens.advantages,
-        log_corrections_N=corrections_N,
+        log_corrections_N=None if corrections_N is None else of_actions(corrections_N),
         max_weight=config.pg_rho_bar,
         clip=(config.clip_low, config.clip_high),
         dual_clip=config.dual_clip,

@@ -58,6 +58,17 @@ class ObjectiveConfig(Section):
     )
     clip_low: float = Field(0.2, ge=0, le=1, description="ratios below 1 - clip_low get no gradient (cispo: all do)")
     clip_high: float = Field(0.28, ge=0, description="ratios above 1 + clip_high get no gradient (cispo: count as it)")
+    sapo_tau_positive: float = Field(
+        1.0, gt=0, description="sapo: how fast the weight of a token with advantage > 0 fades as its ratio leaves 1"
+    )
+    sapo_tau_negative: float = Field(1.05, gt=0, description="sapo: the same for advantage < 0")
+    divergence_bound: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="dppo: a token whose probability has moved by more than this in its advantage's direction gets no "
+        "gradient",
+    )
     dual_clip: float | None = Field(
         None,
         gt=1,

@@ -57,6 +57,8 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             clips=False,
             zero_advantage_means_zero_loss=True,
         ),
+        ObjectiveSpec(name="sapo", loss=f"{_MODULE}:sapo", is_group_relative=True, zero_advantage_means_zero_loss=True),
+        ObjectiveSpec(name="dppo", loss=f"{_MODULE}:dppo", is_group_relative=True, zero_advantage_means_zero_loss=True),
     )
 }
 

@@ -178,4 +178,37 @@ def extras(episodes: list[Episode], config) -> torch.Tensor:
     return aggregate(terms, config, kept_tokens(episodes, config))
 
 
-REFERENCES = {"vtrace": vtrace, "ppo": ppo, "grpo": grpo, "gspo": gspo, "cispo": cispo}
+def sapo(episodes: list[Episode], config) -> torch.Tensor:
+    """Differentiate the paper's 4/tau sigmoid(tau (ratio - 1)) A itself."""
+    terms = []
+    for e in episodes:
+        limit = math.inf if config.pg_rho_bar is None else config.pg_rho_bar
+        start, weight = e["behaviour"], torch.ones_like(e["behaviour"])
+        if config.proximal == "learner":
+            start, weight = e["proximal"], (e["proximal"] - e["behaviour"]).exp().clamp(max=limit)
+        ratio = (e["logprobs"] - start).exp()
+        tau = config.sapo_tau_positive if e["advantage"][0] > 0 else config.sapo_tau_negative
+        terms.append(-weight * 4 / tau / (1 + (-tau * (ratio - 1)).exp()) * e["advantage"])
+    return aggregate(terms, config, kept_tokens(episodes, config))
+
+
+def dppo(episodes: list[Episode], config) -> torch.Tensor:
+    """Keep a token unless its probability has moved beyond the bound in the direction in which its advantage pushes."""
+    terms = []
+    for e in episodes:
+        start = e["proximal"] if config.proximal == "learner" else e["behaviour"]
+        limit = math.inf if config.pg_rho_bar is None else config.pg_rho_bar
+        term = torch.zeros(len(start), dtype=torch.float64)
+        for t in range(len(start)):
+            advantage = e["advantage"][t].item()
+            moved = math.exp(e["logprobs"][t].item()) - math.exp(start[t].item())
+            if moved <= config.divergence_bound if advantage > 0 else moved >= -config.divergence_bound:
+                weight = min(math.exp((e["logprobs"][t] - start[t]).item()), math.inf)
+                of_start = math.exp((start[t] - e["behaviour"][t]).item())
+                weight = weight * min(of_start, limit) if config.proximal == "learner" else min(weight, limit)
+                term[t] = -weight * advantage * e["logprobs"][t]
+        terms.append(term)
+    return aggregate(terms, config, kept_tokens(episodes, config))
+
+
+REFERENCES = {"vtrace": vtrace, "ppo": ppo, "grpo": grpo, "gspo": gspo, "cispo": cispo, "sapo": sapo, "dppo": dppo}

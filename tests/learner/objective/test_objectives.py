@@ -120,6 +120,23 @@ def test_cispo_holds_large_ratios_and_lets_small_ones_fade():
     assert by_logprob == pytest.approx([-1.0, -1.28, 1.28, -0.5, 0.01, 0.0])
 
 
+def test_sapo_weighs_a_token_less_the_further_its_ratio_is_from_one():
+    tokens = tokens_of(np.log([1.0, 1.5, 4.0, 0.25, 1.0, 4.0]), [1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
+    by_logprob, _, _ = gradients("sapo", tokens, sapo_tau_positive=1.0, sapo_tau_negative=2.0)
+    gates = [1 / math.cosh(tau * (ratio - 1) / 2) ** 2 for tau, ratio in ((1, 1.5), (1, 4.0), (1, 0.25), (2, 4.0))]
+    expected = [-1.0, -1.5 * gates[0], -4.0 * gates[1], -0.25 * gates[2], 1.0, 4.0 * gates[3]]
+    assert by_logprob == pytest.approx(expected)
+
+
+def test_dppo_drops_by_the_change_of_probability_and_not_by_the_ratio():
+    # log pi are -1, -2, ... : a rare token may be ten times as likely as before, a frequent one not twice
+    ratios, advantages = [2.0, 0.5, 2.0, 2.0, 10.0, 10.0], [1.0, 1.0, -1.0, 1.0, 1.0, -1.0]
+    by_logprob, _, _ = gradients("dppo", tokens_of(np.log(ratios), advantages), pg_rho_bar=None, divergence_bound=0.1)
+    assert by_logprob == pytest.approx([0.0, -0.5, 2.0, -2.0, -10.0, 10.0])
+    fallen, _, _ = gradients("dppo", tokens_of(np.log([0.5, 0.5]), [-1.0, -1.0]), pg_rho_bar=None, divergence_bound=0.3)
+    assert fallen == pytest.approx([0.0, 0.5])
+
+
 def test_the_three_estimates_of_kl_by_hand():
     logprob, reference = torch.tensor([-1.0], requires_grad=True), torch.tensor([-1.0 - math.log(2)])
     log2 = math.log(2)
@@ -166,6 +183,12 @@ SETTINGS = [
     ("gspo", {"proximal": "learner", "mask_veto_ratio": 0.6, "mask_sequence_ratio": (0.8, 1.3)}),
     ("cispo", {"mask_token_ratio": (0.7, 1.5)}),
     ("cispo", {"clip_high": 0.5, "aggregation": "sequence_mean"}),
+    ("sapo", {"aggregation": "sequence_mean"}),
+    ("sapo", {"sapo_tau_positive": 3.0, "sapo_tau_negative": 7.0, "proximal": "learner", "pg_rho_bar": 1.2}),
+    ("sapo", {"mask_token_ratio": (0.7, 1.5), "proximal": "learner", "pg_rho_bar": None}),
+    ("dppo", {"pg_rho_bar": None, "divergence_bound": 0.1}),
+    ("dppo", {"proximal": "learner", "pg_rho_bar": 1.2, "aggregation": "sequence_mean"}),
+    ("dppo", {"mask_veto_ratio": 0.6}),
 ]
 
 

@@ -26,6 +26,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {  # other settings are the learner's de
     "grpo": {"objective": "grpo", "group_size": 8},
     "gspo": {"objective": "gspo", "group_size": 8},
     "cispo": {"objective": "cispo", "group_size": 8},
+    "sapo": {"objective": "sapo", "group_size": 8},
+    "dppo": {"objective": "dppo", "group_size": 8},
 }
 RATES = {"lr": 1e-3, "value_lr": 5e-2}
 FIRST_STATE = 16  # the token that names state 0
