@@ -2,9 +2,11 @@
 it first; it needs nothing but Python itself."""
 
 import importlib.util
+import os
 import sys
 
 NEEDS = (3, 11)
+IS_CLONE = os.path.exists(os.path.join(os.path.dirname(__file__), "..", "Makefile"))
 PACKAGES = ("pydantic", "msgspec", "numpy")
 
 
@@ -14,7 +16,8 @@ def mistake():
         needed, this = (".".join(map(str, version[:2])) for version in (NEEDS, sys.version_info))
         return f"Pronk needs Python {needed} or newer, and this is {this}: make env PYTHON=python3.11"
     if any(importlib.util.find_spec(name) is None for name in PACKAGES):
-        return f"Pronk's packages are not in this Python ({sys.executable}): make env, then . .venv/bin/activate"
+        cure = "make env, then . .venv/bin/activate" if IS_CLONE else "pip install pronk again, without --no-deps"
+        return f"Pronk's packages are not in this Python ({sys.executable}): {cure}"
     return ""
 
 

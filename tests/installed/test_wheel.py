@@ -179,6 +179,18 @@ def test_without_a_compiler_a_run_says_in_one_line_that_torch_computes(programs,
     assert "Traceback" not in ended.stderr
 
 
+def test_an_editable_installation_is_the_clone(tmp_path):
+    folder = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(folder / "bin" / "python")]
+    words = ["install", "--no-deps", "--quiet", "--editable", "."]
+    made = subprocess.run([*pip, *words], capture_output=True, text=True, timeout=240)
+    assert made.returncode == 0, made.stderr[-2000:]
+    assert call([folder / "bin/pronk", "--root"], tmp_path).stdout == f"{Path.cwd()}\n"
+    where = call([folder / "bin/python", "-c", "import pronk; print(pronk.__file__)"], tmp_path).stdout
+    assert where == f"{Path.cwd()}/launch/package/pronk/__init__.py\n"
+
+
 def test_of_a_cluster_the_command_says_that_its_hosts_need_a_clone(programs, tmp_path):
     refused = call([programs / "pronk", "cluster", "render", "--on", "slurm", "--config", "colour_tiny"], tmp_path)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
