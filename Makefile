@@ -192,7 +192,7 @@ test-mcp: env
 # Agents through the published clients of OpenAI and Anthropic, which stay out of the environment.
 test-clients: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target build/clients --constraint $(CONSTRAINTS) --group clients
-	PYTHONPATH=build/clients $(PY) -m pytest tests/actor/test_real_clients.py $(ARGS)
+	PYTHONPATH=build/clients $(PY) -m pytest tests/actor/test_real_clients.py tests/system/test_agent_examples.py $(ARGS)
 
 # Runs on real clusters, all of their nodes on this machine: Ray, and Slurm (Debian's slurm-wlm and munge, as root).
 test-cluster: env
