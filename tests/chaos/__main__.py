@@ -1,4 +1,5 @@
-"""The real system on this machine under random faults: two learner ranks, two engines, two actors, a bad line and disk.
+"""The real system on this machine under random faults: two learner ranks, two engines, three actors, agents, a
+bad line and disk.
 
     python -m tests.chaos --minutes 5 --seed 0
 
@@ -55,6 +56,7 @@ def main() -> int:
     total = faults.injected.total()
     good = not (found["duplicates"] or found["lost"] or found["steps_missing_in_ledger"] or recoveries.given_up)
     good &= not (found["episodes_trained_twice"] or system.deaths.unexplained)
+    good &= found["steps_with_agents"] > 0
     if not options.only:
         good &= found["reward_last"] > found["reward_first"] + 0.2 and total >= FAULTS_A_MINUTE * options.minutes
     result = {"ok": good, "seed": options.seed, "minutes": options.minutes, "faults": total, "machine": machine()}

@@ -19,7 +19,8 @@ from tests.chaos.learner_faults import Inject, LearnerFaults
 from tests.chaos.member_faults import MemberFaults
 from tests.chaos.proxy import FAULTS
 from tests.chaos.recovery import DISK, LEARNER, Condition, Recoveries
-from tests.chaos.system import System
+from tests.chaos.system import AGENTS_ACTOR, System
+from tests.support.machine import children_of
 
 TICK_S = 0.1
 MAY_END_S = 60.0  # after a time without memory; a learner whose thread for engines stands still notices by then
@@ -38,6 +39,8 @@ class Faults:
             "engine killed": (6, partial(self.kill, "engine")),
             "engine stopped": (5, partial(self.stop, "engine", 12.0)),
             "learner rank stopped": (4, self.stop_rank),
+            "agent killed": (6, self.kill_agent),
+            "agents' actor killed": (4, self.kill_agents_actor),
             **LearnerFaults(system, self.recoveries, self.random).all,
             **EngineFaults(system, self.recoveries, self.random).all,
             **MemberFaults(system, self.recoveries, self.random).all,
@@ -98,6 +101,26 @@ class Faults:
         else:
             expect(f"{name}: connected", None, lambda: any(p.since > now for p in peers(slot)))
             expect(f"{name}: delivered a group", (kind, slot), lambda: any(p.delivered > now for p in peers(slot)))
+        return True
+
+    def kill_agent(self, name: str) -> bool:
+        """One of the processes that play what they lease, amid its episodes: these end when their leases run out."""
+        agent = self.random.choice(self.system.agents)
+        agent.kill()
+        self.recoveries.expect(name, None, self.recoveries.a_step_after(lambda: agent not in self.system.agents))
+        return True
+
+    def kill_agents_actor(self, name: str) -> bool:
+        """The actor whose episodes the agents play: all of their leases end with it."""
+        found, part, now = children_of(self.system.agents_host.pid), ("actor", AGENTS_ACTOR), time.monotonic()
+        if not found or self.recoveries.is_broken(part):
+            return False
+        os.kill(found[0], signal.SIGKILL)
+        peers = self.system.peers_of
+        self.recoveries.expect(f"{name}: connected", None, lambda: any(p.since > now for p in peers(AGENTS_ACTOR)))
+        self.recoveries.expect(
+            f"{name}: delivered a group", part, lambda: any(p.delivered > now for p in peers(AGENTS_ACTOR))
+        )
         return True
 
     def stop(self, kind: str, longest_s: float, name: str) -> bool:

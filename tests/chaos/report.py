@@ -73,6 +73,7 @@ def learning(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {
         "reward_first": round(statistics.mean(rewards[:3]), 3),
         "reward_last": round(statistics.mean(rewards[-5:]), 3),
+        "steps_with_agents": sum("rollout/agent_segments" in row for row in rows),
     }
 
 

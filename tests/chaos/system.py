@@ -1,5 +1,5 @@
-"""The real system that the chaos run breaks: two learner ranks, two engines, two actors that reach the learner
-through a proxy, and one disk."""
+"""The real system that the chaos run breaks: two learner ranks, two engines, three actors that reach the learner
+through a proxy, one of them with agents in processes of their own, and one disk."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from tests.support.machine import children_of, is_copy
 RECIPE, MODEL = "launch/recipes/colour_tiny.toml", "launch/models/colour_tiny"
 PARTS = {"actor": "actor.worker", "engine": "actor.engine.server", "learner": "tests.chaos.learner"}
 ASK_S = 0.5
+NUM_AGENTS = 2
+AGENTS_ACTOR = 2  # the number of the actor whose episodes they play
 STEP_S = 0.7  # of an environment, as real ones take time: with it the machine is not busy throughout
 
 
@@ -63,6 +65,11 @@ class System:
         self.engines = self._start([sys.executable, "-m", "tests.chaos.engines", *self.arguments])
         self.arguments += ["--engine.urls", json.dumps([link.url for link in self.links])]
         self.actors = self._start([sys.executable, "launch/actors.py", *self.arguments])
+        agents_port = free_port()
+        self.agents_url = f"http://127.0.0.1:{agents_port + AGENTS_ACTOR}"
+        host = [sys.executable, "-m", "tests.chaos.host", str(AGENTS_ACTOR), *self.arguments]
+        self.agents_host = self._start([*host, "--rollout.listen", f"127.0.0.1:{agents_port}"])
+        self.agents = [self._start_agent() for _ in range(NUM_AGENTS)]
         self.learner = self._start_learner()
         self.deaths = Deaths(self.members)
         self.no_sockets = trouble(self.actors.pid)
@@ -75,12 +82,18 @@ class System:
         torchrun = ["launch/processes/torchrun.py", "--standalone", "--nproc-per-node", "2", "--max-restarts", "10000"]
         return self._start([sys.executable, *torchrun, "-m", "tests.chaos.learner", *self.arguments])
 
+    def _start_agent(self) -> subprocess.Popen[bytes]:
+        return self._start([sys.executable, "-m", "tests.chaos.agent", self.agents_url])
+
     def supervise(self) -> None:
-        """Starts the learner again when it has ended; SystemExit if a supervisor or a proxy has."""
+        """Starts the learner and agents again when they have ended; SystemExit if a supervisor or a proxy has."""
         self.deaths.look()
+        for number, agent in enumerate(self.agents):
+            if agent.poll() is not None:
+                self.agents[number] = self._start_agent()
         if self.learner.poll() is not None:
             self.learner = self._start_learner()
-        for name, supervisor in (("actors", self.actors), ("engines", self.engines)):
+        for name, supervisor in (("actors", self.actors), ("agents", self.agents_host), ("engines", self.engines)):
             if supervisor.poll() is not None:
                 raise SystemExit(f"the {name}' supervisor ended with {supervisor.returncode}; see {self.log.name}")
         if not (self.proxy.alive and all(link.alive for link in self.links)):
@@ -155,10 +168,14 @@ class System:
             self.disk.thaw()
             self.disk.free()
         try:
-            for process, limit_s in ((self.learner, 120), (self.actors, 60), (self.engines, 60)):
+            others = [(each, 60) for each in (self.actors, self.agents_host, self.engines)]
+            for process, limit_s in ((self.learner, 120), *others):
                 process.terminate()
                 process.wait(limit_s)
         finally:
+            for agent in self.agents:
+                agent.kill()
+                agent.wait()
             self.proxy.close()
             for link in self.links:
                 link.close()
