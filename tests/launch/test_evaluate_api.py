@@ -18,6 +18,7 @@ from envs.colour import COLOURS
 from launch import evaluate
 from shared.recordings.reader import episodes, recordings
 from tests.support.machine import LocalServer, QuietHandler
+from tests.support.runs import command, finished, places
 
 KEY = "sk-test-0123456789abcdef"
 Answer = tuple[int, Any]
@@ -205,6 +206,18 @@ def test_a_server_that_stays_broken_ends_the_evaluation_in_one_line(serve, call,
     (line,) = [line for line in log.splitlines() if line.startswith("error: ")]
     assert code == 2
     assert "2 of 2 episodes failed" in line and "no capacity" in line
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_starts")
+def test_a_checkpoint_plays_the_same_samples_beside_it(serve, tmp_path):
+    server = serve(sees_colours)
+    words = ["--api", server.url, "--api-model", "seer", "--against", "launch/models/colour_tiny", "--samples", "12"]
+    ended = finished(command("evaluate", [*words, *places(tmp_path)]))
+    result = json.loads(ended.stdout.splitlines()[-1])
+    assert (result["success"], result["against"]["samples"], result["difference"]["pairs"]) == (1.0, 12, 12)
+    assert result["difference"]["worse"] == 0 < result["difference"]["better"]
+    assert "api" in result and "api" not in result["against"]
 
 
 @pytest.mark.parametrize(
