@@ -78,7 +78,7 @@ def sizes_of_model(path: str) -> ModelSizes:
     except ValueError as error:
         if folder is not None and (folder / "config.json").exists():
             raise ConfigError(str(error)) from None
-    near = difflib.get_close_matches(path.rpartition("/")[2], MODELS, n=3)
+    near = difflib.get_close_matches(path.rpartition("/")[2], MODELS, n=3, cutoff=0.7)
     families = ", ".join(family.title for family in FAMILIES.values())
     cure = f"did you mean {' or '.join(near)}?" if near else f"the published models that run are of {families}"
     raise ConfigError(f"unknown model {path!r}: it is no folder here; {cure}")

@@ -70,6 +70,7 @@ def norm_weight(norm: Any) -> Tensor:
     return offset + norm.weight.to(torch.promote_types(norm.weight.dtype, torch.float32))
 
 
+@torch.compiler.disable  # a plan's levels differ in each microbatch and would cause a new compilation
 def delta_net(net: Any, hidden_states: Tensor, *, packing: Any, rows: Tensor | None = None) -> Tensor:
     """Compute a gated delta net over packed documents: hidden_states [1,T,H] -> [1,T,H], with rows [N] -> [1,N,H].
 

@@ -19,6 +19,18 @@ def computed(table, stream, generation=0):
 PROMPT = np.arange(100, 120)
 
 
+def test_a_slot_with_states_is_continued_as_a_whole_and_no_part_of_it_is_reused():
+    table = SlotTable(3, 64, only_whole=True)
+    keys = np.arange(1, 41)
+    first = table.place(keys, 0)
+    table.append(first.slot, keys[:30])
+    table.release(first.slot, answered=True)
+    assert table.place(keys, 0) == Placement(first.slot, 30)
+    table.release(first.slot, answered=True)
+    other = np.concatenate([keys[:25], np.arange(100, 110)])
+    assert table.place(other, 0).reused == 0  # of another slot, or of the beginning of this one
+
+
 def test_the_next_turn_of_an_episode_continues_in_its_slot():
     table = SlotTable(4, 64)
     first = computed(table, PROMPT)

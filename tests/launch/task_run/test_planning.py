@@ -222,7 +222,7 @@ def test_a_task_for_gpus_has_a_small_twin_to_be_told_of(task) -> None:
     [
         (["geo3k", "--env.args", '{"tolerence": 1}'], "has no setting 'tolerence'; did you mean 'tolerance'?"),
         (["sokobann"], "recipe 'sokobann' does not exist; did you mean sokoban?"),
-        (["sokoban", "--model", "Qwen3-VL-9B"], "it is no folder here; did you mean Qwen3-VL-8B-"),
+        (["sokoban", "--model", "Qwen3-VL-8B-Instrukt"], "it is no folder here; did you mean Qwen3-VL-8B-Instruct"),
         (["sokoban", "--model", "launch"], "unknown model 'launch'"),
         (["sokoban", "--gpus", "-1", "--dry-run"], "--gpus -1: at least 1"),
         (["sokoban", "--gpus", "12", "--dry-run"], "--gpus 12: several hosts have a multiple of 8"),
@@ -296,7 +296,7 @@ def test_more_gpus_than_the_machine_has_are_refused_and_its_own_are_planned_with
 
 def test_every_task_has_a_recipe_and_every_model_sizes() -> None:
     assert {*ON_GPUS} < {*tasks()} and all(Path(f"launch/recipes/{task}.toml").exists() for task in tasks())
-    assert len([model for model in MODELS if model.startswith("Qwen3") and find_sizes(model).parameters > 1e9]) == 12
+    assert len([model for model in MODELS if model.startswith("Qwen3-VL") and find_sizes(model).parameters > 1e9]) == 12
 
 
 ROW = re.compile(r"\| (Qwen3-VL-\S+) \| (\d+) (\w+) \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) at ([\d.]+) \|")
@@ -329,7 +329,7 @@ def test_a_published_model_is_found_however_its_name_is_written(name: str, capsy
 
 def test_a_model_of_another_family_is_told_which_families_run(capsys) -> None:
     line = refused(capsys, "geo3k", "--model", "InternVL3-8B", "--gpus", 8)
-    assert "the published models that run are of Qwen3-VL, Qwen2.5-VL" in line
+    assert "the published models that run are of Qwen3-VL, Qwen3-VL-MoE, Qwen2.5-VL, Qwen3, Qwen3.5" in line
 
 
 def test_a_recipe_of_ones_own_is_planned_by_its_path(tmp_path, capsys) -> None:

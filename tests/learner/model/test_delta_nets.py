@@ -3,6 +3,9 @@ does."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +14,10 @@ from learner.batch.episodes import make_episode
 from learner.batch.image_decoder import ImageDecoder
 from learner.batch.packer import pack
 from learner.model.policy import load_policy
+from learner.model.sharding import parallelize
 from shared.config.objective_section import ObjectiveConfig
 from shared.vision import VisionSpec
-from tests.support.episodes import packed, random_trajectory, siblings
+from tests.support.episodes import learner_config, packed, random_trajectory, siblings
 from tests.support.ranks.doubled import in_float64
 from tests.support.small.families import qwen3_5
 from tests.support.tiny import load_model
@@ -90,6 +94,32 @@ def test_packed_equals_unpacked_in_values_and_gradients(folder, spec, double, bo
     for name, gradient in expected_gradients.items():
         scale = 1 + gradient.abs().max().item()
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=bound * scale, msg=name)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_and_recomputed_activations_compute_the_same(folder, spec, ranks):
+    trajectories = [random_trajectory(spec, seed, turns=2 + seed) for seed in range(2)]
+    found = []
+    for changes in ({}, {"compile": True, "activation_checkpointing": True}):
+        policy = load_policy(str(folder), spec)
+        parallelize(policy, ranks, learner_config(**changes), torch.float32)
+        found.append(run(policy, [packed(policy, trajectories)]))
+    (expected, expected_gradients), (got, gradients) = found
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-5, atol=5e-5)
+    for name, gradient in expected_gradients.items():
+        scale = 1 + gradient.abs().max().item()
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=5e-5 * scale, msg=name)
+
+
+@pytest.mark.slow
+def test_a_context_of_several_ranks_is_refused_in_one_line(folder, spec, ranks):
+    several = replace(ranks, context=SimpleNamespace(size=2))
+    with pytest.raises(
+        ValueError, match=r"learner\.parallel\.context = 2: the layers of Qwen3\.5 hand a state"
+    ) as caught:
+        parallelize(load_policy(str(folder), spec), several, learner_config(), torch.float32)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("set it to 1")
 
 
 @pytest.mark.slow
