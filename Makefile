@@ -189,7 +189,7 @@ test-mcp: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target build/mcp --constraint $(CONSTRAINTS) --group mcp
 	PYTHONPATH=build/mcp $(PY) -m pytest tests/envs/tools/test_mcp_tools.py $(ARGS)
 
-# Agents through the published clients of OpenAI and Anthropic, which stay out of the environment.
+# Agents through the published clients of OpenAI and Anthropic and through a framework, which stay out of the environment.
 test-clients: env
 	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target build/clients --constraint $(CONSTRAINTS) --group clients
 	PYTHONPATH=build/clients $(PY) -m pytest tests/actor/test_real_clients.py tests/system/test_agent_examples.py $(ARGS)

@@ -81,3 +81,18 @@ def test_the_agent_with_a_summary_begins_a_segment_with_each_call(engine, agent)
         moves = [words.split("Moves so far: ")[1].split("\n")[0].split(", ") for words in later]
         assert all(after[: len(before)] == before for before, after in pairwise(moves))
         assert len(moves[0]) < len(moves[-1])
+
+
+def test_the_agent_of_a_framework_goes_on_in_the_policys_tokens(engine, agent):
+    pytest.importorskip("agents", reason="make test-clients installs it")
+    name, played = agent("agent-framework"), {}
+    for path in ("", name):
+        recipe = small("scene_zoom_tiny", rollout__agent=path)
+        played[path] = play_recipe(recipe, engine(recipe), tickets_of(recipe, 8))
+    for own, other in zip(played[""], played[name], strict=True):
+        assert other.ending is Ending.COMPLETED and not other.segments and other.metrics["agent_refused"] == 0
+        asked = own.turns[0].end  # up to the picture, which a framework's client sends in a message of its own
+        assert own.token_ids[:asked].tobytes() == other.token_ids[:asked].tobytes()
+        assert own.behaviour_logprobs[:asked].tobytes() == other.behaviour_logprobs[:asked].tobytes()
+        assert own.images == other.images and len(own.turns) == len(other.turns)
+    assert {len(each.turns) for each in played[name]} == {1, 2}
