@@ -109,7 +109,7 @@ def llm(folder: Path) -> Path:
     """A model that reads no images."""
     shutil.copytree(MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config["text_config"], "model_type": "qwen3"}))
+    (folder / "config.json").write_text(json.dumps({**config["text_config"], "model_type": "llama"}))
     return folder
 
 
@@ -135,7 +135,7 @@ def rows(folder: Path, **row: str) -> Path:
     [
         (lambda at: ["--model", at / "nothing"], "there is no such folder"),
         (lambda at: ["--model", "nothing"], "neither a folder here nor a hub name"),
-        (lambda at: ["--model", llm(at / "llm")], "a model of the family 'qwen3', but those that run are qwen3_vl"),
+        (lambda at: ["--model", llm(at / "llm")], "a model of the family 'llama', but those that run are qwen3_vl"),
         (lambda at: ["--model", without_weights(at / "bare")], "no weights"),
         (lambda at: ["--model", run_folder(at / "run")], "give one of its checkpoints, such as"),
         (
