@@ -10,7 +10,7 @@ from pathlib import Path
 from launch.processes.children import ROOT
 from shared.config.recipe import ConfigError, recipe_path
 from shared.families.model_sizes import ModelSizes
-from shared.families.registry import FAMILIES, HUB_NAMES, find_sizes, sizes_of
+from shared.families.registry import FAMILIES, HUB_NAMES, PUBLISHED, find_sizes, sizes_of
 
 RECIPES = ROOT / "launch" / "recipes"
 MODELS = list(HUB_NAMES)
@@ -78,7 +78,7 @@ def sizes_of_model(path: str) -> ModelSizes:
     except ValueError as error:
         if folder is not None and (folder / "config.json").exists():
             raise ConfigError(str(error)) from None
-    near = difflib.get_close_matches(path.rpartition("/")[2], MODELS, n=3, cutoff=0.7)
+    near = difflib.get_close_matches(path.rpartition("/")[2], sorted({*PUBLISHED, *MODELS}), n=3, cutoff=0.7)
     families = ", ".join(family.title for family in FAMILIES.values())
     cure = f"did you mean {' or '.join(near)}?" if near else f"the published models that run are of {families}"
     raise ConfigError(f"unknown model {path!r}: it is no folder here; {cure}")

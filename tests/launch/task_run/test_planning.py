@@ -223,6 +223,7 @@ def test_a_task_for_gpus_has_a_small_twin_to_be_told_of(task) -> None:
         (["geo3k", "--env.args", '{"tolerence": 1}'], "has no setting 'tolerence'; did you mean 'tolerance'?"),
         (["sokobann"], "recipe 'sokobann' does not exist; did you mean sokoban?"),
         (["sokoban", "--model", "Qwen3-VL-8B-Instrukt"], "it is no folder here; did you mean Qwen3-VL-8B-Instruct"),
+        (["sokoban", "--model", "Qwen3-VL-7B"], "did you mean Qwen3-VL-8B or"),
         (["sokoban", "--model", "launch"], "unknown model 'launch'"),
         (["sokoban", "--gpus", "-1", "--dry-run"], "--gpus -1: at least 1"),
         (["sokoban", "--gpus", "12", "--dry-run"], "--gpus 12: several hosts have a multiple of 8"),
