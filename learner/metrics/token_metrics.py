@@ -17,6 +17,7 @@ from learner.distributed import Ranks, all_max, all_sum
 from learner.objective.advantages import MOMENTS
 from learner.objective.loss_records import Dropped, Loss, Tokens
 from learner.vtrace import segment_start, turn_indices
+from shared.config.objective_section import ObjectiveConfig
 
 LAGS = ("0", "1", "2", "3-4", "5-8", "9+")
 TURNS = ("1", "2", "3", "4", "5", "6", "7", "8", "9+")
@@ -162,6 +163,20 @@ class TokenStats:
             if part["tokens"]:
                 result |= {f"{name}/turn_{turn}": value for name, value in _turn_metrics(part).items()}
         return result
+
+
+def unused_names(objective: ObjectiveConfig) -> tuple[str, ...]:
+    """Return the beginnings of the names of metrics that say nothing about an objective with these settings."""
+    is_used = {
+        "reference/kl": objective.kl_coef != 0,
+        "reference/hold": objective.hold_coef != 0,
+        "policy/masked_token": objective.mask_token_ratio is not None,
+        "policy/masked_sequence": objective.mask_sequence_ratio is not None,
+        "policy/masked_veto": objective.mask_veto_ratio is not None,
+        "loss/value": objective.has_critic,
+        "value/": objective.has_critic,
+    }
+    return tuple(name for name, used in is_used.items() if not used)
 
 
 def with_observed(trained: dict[str, float], observed: dict[str, float], share: float) -> dict[str, float]:

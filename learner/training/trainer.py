@@ -27,7 +27,7 @@ from learner.batch.to_device import on
 from learner.batch.update_plan import has_no_loss
 from learner.distributed import Ranks, all_sum, own_part
 from learner.metrics.throughput import Clock
-from learner.metrics.token_metrics import TokenStats, with_observed
+from learner.metrics.token_metrics import TokenStats, unused_names, with_observed
 from learner.model.expert_load import RouterLoad
 from learner.model.lora_reference import BasePolicy
 from learner.model.policy import Policy
@@ -201,7 +201,8 @@ class Trainer:
         totals.stats.gather(self.ranks)
         if totals.recorded is not None:
             totals.recorded.gather(self.ranks)
-        metrics = totals.stats.metrics()
+        unused = unused_names(self.config.objective)
+        metrics = {name: value for name, value in totals.stats.metrics().items() if not name.startswith(unused)}
         if plan.observed is not None:
             totals.observed.gather(self.ranks)
             left_out = sum(e.num_sampled for e in plan.episodes if has_no_loss(e, self.config))

@@ -138,8 +138,8 @@ def test_the_reference_is_the_model_with_its_adapters_off_and_no_second_copy(fol
     assert trainer.policy.adapters.switch.on and trainer.reference.policy is trainer.policy
     found, expected = (each.step(random_groups(spec, 2), version=0) for each in (trainer, copy))
     for name in ("reference/kl", "reference/hold", "optim/grad_norm"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-5)
-    assert abs(found["reference/kl"]) + found["reference/hold"] > 0
+        assert found.get(name) == (pytest.approx(expected[name], rel=1e-5) if name in expected else None)
+    assert abs(found.get("reference/kl", 0.0)) + found.get("reference/hold", 0.0) > 0
 
 
 def test_only_adapted_weights_are_gathered_where_they_are_asked_for(folder):
