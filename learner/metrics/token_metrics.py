@@ -168,7 +168,7 @@ class TokenStats:
 def unused_names(objective: ObjectiveConfig) -> tuple[str, ...]:
     """Return the beginnings of the names of metrics that say nothing about an objective with these settings."""
     is_used = {
-        "reference/kl": objective.kl_coef != 0,
+        "reference/kl": objective.has_reference,
         "reference/hold": objective.hold_coef != 0,
         "policy/masked_token": objective.mask_token_ratio is not None,
         "policy/masked_sequence": objective.mask_sequence_ratio is not None,

@@ -218,7 +218,7 @@ def use_fast_parts(model: nn.Module, norm_offset: float = 0.0) -> None:
     for module in model.modules():
         kind: Any = type(module)
         if kind.__name__.endswith("RMSNorm"):
-            TRICKS["rms_norm"].require(_is_known_norm(kind, norm_offset))
+            TRICKS["rms_norm"].require(_is_known_norm(kind, norm_offset) and epsilon_of(module) > 0)
             vars(module).update(offset=norm_offset, variance_epsilon=epsilon_of(module))
             replace_forward(module, MethodType(forwards.rms_norm, module))
         elif kind is nn.LayerNorm:
@@ -229,9 +229,9 @@ def use_fast_parts(model: nn.Module, norm_offset: float = 0.0) -> None:
 
 
 def epsilon_of(norm: Any) -> float:
-    """Return an RMSNorm's epsilon, which has two names in transformers."""
-    epsilon: Any = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 0.0)
-    return float(epsilon)
+    """Return an RMSNorm's epsilon, which has two names in transformers; 0 if neither has a number."""
+    epsilon: Any = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
+    return float(epsilon or 0.0)
 
 
 def _is_known_norm(kind: Any, offset: float) -> bool:

@@ -120,7 +120,7 @@ def test_a_plan_in_float32_gives_engines_four_bytes_a_number_and_says_whose_seco
 def test_the_embedded_engine_shares_a_gpu_too_and_keeps_to_its_part(monkeypatch):
     monkeypatch.setattr(host_engines, "num_visible", lambda: 1)
     (spec,) = engine_specs(recipe("--engine.kind", "embedded", "--engine.mem_fraction", 0.25))
-    settings = parse_arguments(spec.command[3:])
+    settings = parse_arguments(spec.command[spec.command.index("actor.engine.server") + 1 :])
     assert (settings.device, settings.mem_fraction, spec.gpus, spec.shares_gpu) == ("cuda", 0.25, ("0",), True)
 
 

@@ -86,6 +86,11 @@ def without_attention(monkeypatch, model, spec):
     adapt(model, spec)
 
 
+def without_delta_net(monkeypatch, model, spec):
+    model.model.language_model.layers[0].linear_attn = torch.nn.Linear(2, 2)
+    adapt(model, spec)
+
+
 def without_layer(monkeypatch, model, spec):
     del model.model.language_model.layers[-1].post_attention_layernorm
     adapt(model, spec)

@@ -55,7 +55,7 @@ def test_a_folder_without_an_environment_has_nothing(tmp_path):
 def test_the_constraints_for_gpus_give_the_learner_the_nccl_of_the_tested_sglang():
     ours, theirs = pins("constraints-gpu.txt")["torch"], TORCH_OF_SGLANG[SGLANG_TESTED]
     assert nccl_of_torch(ours) == nccl_of_torch(theirs) == pins("constraints-gpu.txt")["nvidia-nccl-cu13"]
-    assert SGLANG_TESTED in Path("Makefile").read_text()
+    assert SGLANG_TESTED in Path("launch/engine_env.py").read_text()
 
 
 def test_the_constraints_differ_in_torch_and_what_it_asks_for_alone():
