@@ -207,7 +207,7 @@ def test_the_kl_to_the_reference_holds_the_policy_back(folder, spec, ranks, esti
         config = learner_config(objective="grpo", lr=3e-3, kl_coef=coef, kl_estimator=estimator, pg_rho_bar=None)
         trainer = Trainer(policy, config, ranks, reference=reference)
         metrics = [trainer.step([Group("g", "a", tuple(played))], version=0) for _ in range(4)]
-        assert metrics[0]["reference/kl"] == pytest.approx(0.0, abs=1e-5)
+        assert metrics[0].get("reference/kl") == (pytest.approx(0.0, abs=1e-5) if coef else None)
         moved[coef] = metrics[-1]["behaviour/kl"]
     assert moved[30.0] < 0.5 * moved[0.0]
 
