@@ -150,10 +150,14 @@ def step_of_best(folder: Path) -> int:
 
 
 def move_aside(path: Path, into: str) -> Path:
-    """Move a checkpoint to a folder beside it, under a free name; return its new path."""
-    aside = path.parent / into
-    aside.mkdir(exist_ok=True)
-    names = (path.name, *(f"{path.name}.{number}" for number in itertools.islice(itertools.count(1), 10_000)))
+    """Move a checkpoint to a folder beside it, under a free name; return its new path. On a disk too full for another
+    folder it stays where it is, under a name that is no checkpoint's."""
+    aside, name = path.parent / into, path.name
+    try:
+        aside.mkdir(exist_ok=True)
+    except OSError:
+        aside, name = path.parent, f"{path.name}.{into}"
+    names = (name, *(f"{name}.{number}" for number in itertools.islice(itertools.count(1), 10_000)))
     target = next(aside / name for name in names if not (aside / name).exists())
     os.replace(path, target)
     sync_folder(aside)

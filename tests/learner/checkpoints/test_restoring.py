@@ -79,6 +79,25 @@ def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_taken(trainer,
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_on_a_full_disk_does_not_end_the_start(trainer, ranks, tmp_path, monkeypatch):
+    """A folder needs room, a new name does not."""
+    good, newest = save_steps(trainer, ranks, tmp_path, range(1, 3))
+    DAMAGES["all but meta.json missing"](newest)
+    mkdir = Path.mkdir
+
+    def refused(path, *arguments, **options):
+        if path.name == "damaged":
+            raise OSError(28, "No space left on device", str(path))
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    assert restore(tmp_path, trainer, ranks, recipe()).version == 1
+    assert list_checkpoints(tmp_path) == candidates(tmp_path, "auto") == [good]
+    assert (tmp_path / f"{newest.name}.damaged").is_dir()
+    assert restore(tmp_path, trainer, ranks, recipe()).version == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("best", "moved"), [(1, False), (2, True), (3, True), ("x", False), (None, False)])
 def test_a_best_checkpoint_that_is_damaged_is_no_bar_for_what_is_still_to_come(trainer, ranks, tmp_path, best, moved):
     for path in save_steps(trainer, ranks, tmp_path, range(1, 4))[1:]:
