@@ -89,7 +89,8 @@ class LearnerFaults:
             if right is False:
                 self.recoveries.blame(f"{name}: {what}, and the run did not go on from step {step_of(before)}")
             kept = aside / (f"{last.name}.{number}" if number else last.name)
-            return again() and right is not None and kept.exists()
+            beside = last.with_name(f"{last.name}.damaged")  # if the disk is too full for a folder
+            return again() and right is not None and (kept.exists() or beside.exists())
 
         self.recoveries.expect(name, LEARNER, recovered)
         return True
