@@ -16,7 +16,7 @@ from typing import Any
 from actor.episode import EpisodeLimits, Stream, episode_seed
 from actor.history import first_shown, without_images
 from actor.render import Renderer, encoded_image
-from actor.rewards import image_uri
+from actor.rewards import answered, image_uri
 from actor.turn_sampler import EpisodeEnded
 from envs.messages import split_images
 from shared.engine.http_client import HttpFailure, JsonClient
@@ -65,22 +65,31 @@ class ApiModel:
 
     async def answer(self, body: dict[str, Any], usage: Usage) -> dict[str, Any]:
         """Return the first choice of the server's answer to a request. Raise ApiRefused if it refuses the key, the
-        model or the form of the request, HttpFailure if it stays busy or broken."""
+        model or the form of the request, HttpFailure or TimeoutError if it stays busy, broken or silent."""
+
+        def pause_s(attempt: int, failure: HttpFailure) -> float | None:
+            pause = max(FIRST_PAUSE_S * 2**attempt, failure.retry_after_s)
+            if pause > MAX_PAUSE_S:
+                return None
+            usage.retries += 1
+            return pause
+
         async with self._places:
-            for attempt in range(TRIES):
-                try:
-                    return self._choice(await self._sent(body), usage)
-                except HttpFailure as failure:
-                    if self._adapted(failure):
-                        continue
-                    if failure.status and failure.status not in RETRY_STATUS:
-                        raise ApiRefused(await self._why(failure, body)) from None
-                    pause = max(FIRST_PAUSE_S * 2**attempt, failure.retry_after_s)
-                    if attempt == TRIES - 1 or pause > MAX_PAUSE_S:
-                        raise
-                    usage.retries += 1
-                    await asyncio.sleep(pause)
-        raise ApiRefused(f"{self.http.url}: it refuses every form of the request")
+            try:
+                return self._choice(await answered(lambda: self._adapting(body), TRIES, pause_s), usage)
+            except HttpFailure as failure:
+                if failure.status and failure.status not in RETRY_STATUS:
+                    raise ApiRefused(await self._why(failure, body)) from None
+                raise
+
+    async def _adapting(self, body: Mapping[str, Any]) -> Any:
+        """Send a request, again without each field that the server refuses and that can be left out."""
+        while True:
+            try:
+                return await self._sent(body)
+            except HttpFailure as failure:
+                if not self._adapted(failure):
+                    raise
 
     async def _sent(self, body: Mapping[str, Any]) -> Any:
         sent = {name: value for name, value in body.items() if name not in self._left_out}
@@ -165,7 +174,7 @@ class ApiSampler:
             body["tools"] = list(self._ticket.sample.tools)
         try:
             choice = await self._model.answer(body, self.usage)
-        except HttpFailure as failure:
+        except (HttpFailure, TimeoutError) as failure:
             raise EpisodeEnded(Ending.ENGINE_ERROR, self._model.hidden(str(failure))) from None
         message = choice["message"]
         self._said.append(_as_sent(message))

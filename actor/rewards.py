@@ -12,7 +12,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from msgspec.structs import replace
@@ -29,6 +29,7 @@ from shared.util.http_status import RETRY_STATUS
 from shared.util.threads import start_thread
 from shared.util.user_errors import TracebackLog, describe, in_words, text_of
 
+Answer = TypeVar("Answer")
 FIRST_PAUSE_S = 0.2
 TRIES = 3  # requests to the reward server before the episode counts as failed
 RESPONSE_LIMIT_S = 1.0  # a healthy event loop runs a callback within this time
@@ -169,8 +170,8 @@ class HttpReward(Reward):
 
 
 async def answered(
-    ask: Callable[[], Awaitable[float]], tries: int, pause_s: Callable[[int, HttpFailure], float | None]
-) -> float:
+    ask: Callable[[], Awaitable[Answer]], tries: int, pause_s: Callable[[int, HttpFailure], float | None]
+) -> Answer:
     """Return what a server answers that is asked again while it is busy, broken or silent, `tries` times at most.
     `pause_s`(attempt, failure) is how long to wait before the next attempt; None: not at all.
 

@@ -160,9 +160,7 @@ def gated_delta_rule(
         inputs = (query_UHK, key_UHK, value_UHV, g_UH, beta_UH)
         return by_sequences(_sequence_rule, *inputs, plan, initial_RHKV)
     dtype = torch.promote_types(value_UHV.dtype, torch.float32)
-    shared = value_UHV.shape[1] // key_UHK.shape[1]
-    query, key = (_l2_normed(x.to(dtype)).repeat_interleave(shared, 1) for x in (query_UHK, key_UHK))
-    query = query * key.shape[-1] ** -0.5
+    query, key = _query_and_key(query_UHK, key_UHK, value_UHV.shape[1], dtype)
     beta_UH1 = beta_UH.to(dtype)[..., None]
     q, k, v, kb = (_chunked(x, plan) for x in (query, key, value_UHV.to(dtype) * beta_UH1, key * beta_UH1))
     total_NHL1 = _chunked(g_UH.to(dtype)[..., None], plan).cumsum(-2)
@@ -271,13 +269,12 @@ def one_step(
 ) -> tuple[Tensor, Tensor]:
     """Compute the rule for one token of each of R sequences from their states: (out [R,H,V], the new states)."""
     dtype = state_RHKV.dtype
-    shared = value_RHV.shape[1] // key_RHK.shape[1]
-    query, key = (_l2_normed(x.to(dtype)).repeat_interleave(shared, 1) for x in (query_RHK, key_RHK))
+    query, key = _query_and_key(query_RHK, key_RHK, value_RHV.shape[1], dtype)
     state = state_RHKV * g_RH.to(dtype).exp()[..., None, None]
     read = (key[..., None, :] @ state).squeeze(-2)
     added = (value_RHV.to(dtype) - read) * beta_RH.to(dtype)[..., None]
     state = state + key[..., :, None] * added[..., None, :]
-    out = (query[..., None, :] @ state).squeeze(-2) * key.shape[-1] ** -0.5
+    out = (query[..., None, :] @ state).squeeze(-2)
     return out.to(value_RHV.dtype), state
 
 
@@ -321,6 +318,27 @@ def _with_history(
     before = torch.cat((before, inside.flatten()))
     before[plan.roots] = first + length - 1
     return torch.cat((F.pad(x_UC, (0, 0, 0, 1)), history_RJC.flatten(0, 1).to(x_UC.dtype))), rows_U, before
+
+
+def log_decay(a: Tensor, log_rate_H: Tensor, bias_H: Tensor) -> Tensor:
+    """Compute g [..., H] of the rule from what a layer projects, in float32 or wider."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return -log_rate_H.to(wide).exp() * F.softplus(a.to(wide) + bias_H)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute the norm after the rule: that of x [..., V] times its weight and SiLU of the gate, in float32 or
+    wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normed = F.rms_norm(x.to(wide), x.shape[-1:], None, eps).to(x.dtype) * weight
+    return (normed * F.silu(gate.to(wide))).to(x.dtype)
+
+
+def _query_and_key(query_UHK: Tensor, key_UHK: Tensor, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return both L2-normed and repeated for all heads, and queries divided by the root of K."""
+    shared = heads // key_UHK.shape[1]
+    query, key = (_l2_normed(x.to(dtype)).repeat_interleave(shared, 1) for x in (query_UHK, key_UHK))
+    return query * key.shape[-1] ** -0.5, key
 
 
 def _l2_normed(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from actor.engine.layers import Batch, Block, Cache, CpuLayer, GatedLayer, Layer, concatenated
 from kernels.cpu.library import supports_layer
 from kernels.cpu.linear import linear
-from kernels.delta_rule import gated_delta_rule, next_history, one_step, short_conv
+from kernels.delta_rule import gated_delta_rule, gated_norm, log_decay, next_history, one_step, short_conv
 
 
 class DeltaLayer(Block):
@@ -53,8 +53,7 @@ class DeltaLayer(Block):
         assert batch.slots is not None and batch.begun is not None
         net, stored = self.net, batch.stored
         mixed, z, b, a = linear(normed, self.weight)[:stored].split(self.widths, 1)
-        wide = cache[1].dtype
-        g = -net.A_log.to(wide).exp() * F.softplus(a.to(wide) + net.dt_bias)
+        g = log_decay(a, net.A_log, net.dt_bias)
         history, state = (
             store.index_select(0, batch.slots) * batch.begun.view(-1, *[1] * (store.ndim - 1)) for store in cache
         )
@@ -74,9 +73,8 @@ class DeltaLayer(Block):
         out, history, state = (torch.cat(each) for each in zip(*parts, strict=True))
         self._next = batch.slots, history.to(cache[0].dtype), state
         gate = z.unflatten(1, (-1, net.head_v_dim))
-        normed_out = F.rms_norm(out.to(wide), out.shape[-1:], None, net.norm.variance_epsilon).to(out.dtype)
-        gated = (normed_out * net.norm.weight * F.silu(gate.to(wide))).to(out.dtype).flatten(1)
-        return self._padded(net.out_proj(gated), len(normed))
+        gated = gated_norm(out, gate, net.norm.weight, net.norm.variance_epsilon)
+        return self._padded(net.out_proj(gated.flatten(1)), len(normed))
 
     def _one_each(
         self, mixed: Tensor, g: Tensor, beta: Tensor, history: Tensor, state: Tensor

@@ -22,7 +22,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb,
 from kernels.cpu import cpu_norm, cpu_swiglu
 from kernels.cpu import linear as cpu_linear
 from kernels.cpu import mlp as cpu_mlp
-from kernels.delta_rule import gated_delta_rule, short_conv
+from kernels.delta_rule import gated_delta_rule, gated_norm, log_decay, short_conv
 from kernels.rows import use_triton
 
 LAYER_PARTS = ("mlp", "input_layernorm", "post_attention_layernorm")
@@ -82,20 +82,13 @@ def delta_net(net: Any, hidden_states: Tensor, *, packing: Any, rows: Tensor | N
     mixed = short_conv(mixed, net.conv1d.weight.squeeze(1), plan)
     query, key, value = mixed.split((net.key_dim, net.key_dim, net.value_dim), -1)
     query, key = (x.unflatten(-1, (-1, net.head_k_dim)) for x in (query, key))
-    wide = torch.promote_types(a.dtype, torch.float32)
-    g = -net.A_log.to(wide).exp() * F.softplus(a.to(wide) + net.dt_bias)
+    g = log_decay(a, net.A_log, net.dt_bias)
     out, _ = gated_delta_rule(query, key, value.unflatten(-1, (-1, net.head_v_dim)), g, b.sigmoid(), plan)
     gate = z.unflatten(-1, (-1, net.head_v_dim))
     if rows is not None:
         out, gate = out.index_select(0, rows), gate.index_select(0, rows)
-    return cast("Tensor", net.out_proj(gated_norm(net.norm, out, gate).flatten(1)))[None]
-
-
-def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
-    """Compute a delta net's last norm: that of x [..., D] times SiLU of the gate, in float32 at least."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    normed = F.rms_norm(x.to(wide), x.shape[-1:], None, norm.variance_epsilon).to(x.dtype) * norm.weight
-    return (normed * F.silu(gate.to(wide))).to(x.dtype)
+    normed = gated_norm(out, gate, net.norm.weight, net.norm.variance_epsilon)
+    return cast("Tensor", net.out_proj(normed.flatten(1)))[None]
 
 
 def text_attention(

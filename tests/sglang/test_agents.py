@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 from transformers import AutoTokenizer
 
 from actor.engine_pool import EnginePool
@@ -64,4 +63,3 @@ def test_an_agents_episodes_agree_with_the_learners_forward_and_with_the_environ
         first, first_own = episode.turns[0], own.turns[0]
         assert (episode.token_ids[: first.start] == own.token_ids[: first_own.start]).all()
     assert max(len(episode.turns) for episode in by_agent) >= 4
-    assert np.mean([len(episode.turns) for episode in by_agent]) > 1

@@ -118,15 +118,20 @@ def as_mixture(dense: Path, folder: Path) -> Path:
     return folder
 
 
+@torch.no_grad()
+def shift_norms(model: torch.nn.Module) -> None:
+    """Add noise to the weights of norms: those of 1 would hide mistakes."""
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter += 0.1 * torch.randn(parameter.shape)
+
+
 def qwen3_5(folder: Path) -> Path:
     """Write a tiny Qwen3.5: one delta net, with half as many heads of keys as of values, and one layer that attends."""
     config = build_config(tiny_tokenizer(), hidden=128, layers=2, vision_hidden=32, vision_depth=2, family="qwen3_5")
     config.text_config.linear_value_head_dim = 24
     model = build_model(config, seed=1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms of 1 would hide mistakes
-                parameter += 0.1 * torch.randn(parameter.shape)
+    shift_norms(model)
     save(folder / "recurrent", model, tiny_tokenizer())
     return folder / "recurrent"
 
@@ -156,10 +161,7 @@ def qwen3(folder: Path) -> Path:
     """Write a tiny Qwen3, which takes no images."""
     config = build_config(tiny_tokenizer(), hidden=64, layers=2, family="qwen3")
     model = build_model(config, seed=1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms of 1 would hide mistakes
-                parameter += 0.1 * torch.randn(parameter.shape)
+    shift_norms(model)
     save(folder / "text", model, tiny_tokenizer())
     return folder / "text"
 
