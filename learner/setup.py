@@ -63,7 +63,7 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     if recipe.learner.objective.has_reference:
         reference = BasePolicy(policy) if policy.adapters else build_policy(recipe, ranks).requires_grad_(False)
     trainer = Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
-    rejected = Path(recipe.run.dir) / recipe.run.name / "rejected" / f"rank_{ranks.rank}"
+    rejected = Path(recipe.run.dir) / recipe.run.name / f"rejected_by_rank_{ranks.rank}"
     trainer.decoder.refusals = Refusals("an image", get_logger("learner"), rejected)
     if recipe.learner.parallel.check:
         check_shared(policy, ranks, min(recipe.learner.parallel.microbatch_tokens, recipe.model.max_context))

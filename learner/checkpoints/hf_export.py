@@ -45,11 +45,12 @@ def export(
 ) -> None:
     """Write `weights`, which have published names and layout, and the other files of `model_path` to `folder`.
 
+    The folder is made if only it is missing, not those above it, which somebody may have moved away.
     A collective if gathering the weights is one; only rank 0 writes. At most `file_bytes`, or one larger parameter, are
     held in memory at once. Raise OSError if the disk refuses.
     """
     if is_main:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         for source in Path(model_path).iterdir():
             if source.suffix in (".json", ".jinja", ".txt", ".model") and "safetensors" not in source.name:
                 shutil.copyfile(source, folder / source.name)
@@ -113,6 +114,7 @@ def export_checkpoint(
         raise ValueError(f"{checkpoint} is no checkpoint: it has no meta.json; give {cure}")
     meta = check_alone(checkpoint)
     model, lora = meta["recipe"]["model"], LoraConfig(**meta["recipe"]["learner"].get("lora", {}))
+    out.parent.mkdir(parents=True, exist_ok=True)
     path, stored, computed = model_path or model["path"], checkpoint / "dcp", getattr(torch, model["dtype"])
     if adapter and not lora.on:
         raise ValueError(f"{checkpoint} has no adapter: all weights were trained; leave --adapter out")

@@ -57,7 +57,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
 
 def save(folder: Path, vlm: nn.Module, adapters: Adapters, values: Mapping[str, Tensor], base_path: str) -> None:
     """Write adapters. `values`: whole factors by their names in the model. Raise OSError if the disk refuses."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     tensors = {}
     for each in adapters.of.values():
         stem = each.name.rpartition(".")[0]

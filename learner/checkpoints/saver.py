@@ -28,6 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from learner.checkpoints.best_checkpoint import Best, newest_good
 from learner.checkpoints.checkpoint_folder import (
@@ -169,6 +170,7 @@ class Saver:
 
     def _save(self, state: dict[str, Any], partial: Path) -> None:
         writer = FileSystemWriter(str(partial / "dcp"), sync_files=False)  # `_seal` syncs them
+        writer.fs = _WithoutParents()
         dcp.save(state, storage_writer=writer, process_group=self._group)
         self._sealing_since = time.monotonic()
 
@@ -179,6 +181,7 @@ class Saver:
             return
         model, out = self._recipe.model, partial / EXPORT
         try:
+            out.mkdir()
             lora = self._recipe.learner.lora
             export_stored(partial / "dcp", out, model_path=model.path, dtype=getattr(torch, model.dtype), lora=lora)
             for path in out.iterdir():
@@ -288,6 +291,14 @@ class Saver:
             futures.wait([self._writing], CLOSE_S)
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class _WithoutParents(FileSystem):
+    """Makes a checkpoint's folder, but none above it: the run's folder may have been moved away meanwhile, and must not
+    come back without its lock."""
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        Path(path).mkdir(exist_ok=True)
 
 
 def reason_of(error: BaseException, folder: Path) -> str:

@@ -79,7 +79,7 @@ class Refusals:
         self._kept_at[self._number % KEPT_FILES] = now
         self._number += 1
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)  # not the run's folder, if that was moved away
             path.write_bytes(msgspec.msgpack.encode(record))
             for old in sorted(self._folder.glob("*.msgpack"))[:-KEPT_FILES]:
                 old.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import resource
+import shutil
 
 import pytest
 import torch
@@ -198,6 +199,19 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_wait(new_traine
     with pytest.raises(ValueError, match="a mistake"):
         saver.wait()
     assert list_checkpoints(tmp_path) == [path]
+
+
+@pytest.mark.parametrize("part", ["_begin", "_save", "_export", "_seal", "_finish", "_keep"])
+def test_a_runs_folder_that_is_deleted_while_a_checkpoint_is_written_does_not_come_back(
+    new_trainer, ranks, tmp_path, monkeypatch, part
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    saver = Saver(run / "checkpoints", new_trainer(), ranks, recipe(in_background=False, export=True))
+    whole = getattr(saver, part)
+    monkeypatch.setattr(saver, part, lambda *args, **how: (shutil.rmtree(run), whole(*args, **how)))
+    saver.save(1, {})
+    assert not run.exists()
 
 
 def test_a_checkpoint_of_another_recipe_names_the_fields_that_differ(new_trainer, ranks, tmp_path):

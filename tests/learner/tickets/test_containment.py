@@ -264,6 +264,14 @@ def test_a_disk_that_refuses_costs_the_file_alone(tmp_path: Path, lines: tuple[l
     assert any("rejected a message of p" in line for line in lines[1])
 
 
+def test_a_runs_folder_that_was_moved_away_does_not_come_back_for_a_refusal(
+    tmp_path: Path, lines: tuple[logging.Logger, list[str]]
+) -> None:
+    refusals = Refusals("a message", lines[0], tmp_path / "run/rejected")
+    refusals.add("p", "header", "no header", [b"x"])
+    assert refusals.counts == {"header": 1} and not (tmp_path / "run").exists()
+
+
 def test_the_sender_refuses_an_id_that_is_too_long_too() -> None:
     with pytest.raises(WireError, match="too_large"):
         encode(replace(GROUP, ticket_id=LONG_ID))
