@@ -178,13 +178,13 @@ class ApiSampler:
             raise EpisodeEnded(Ending.ENGINE_ERROR, self._model.hidden(str(failure))) from None
         message = choice["message"]
         self._said.append(_as_sent(message))
-        self._text = _text_of(message)
+        self._text = self._renderer.called(*_text_and_calls(message))
         token_ids = self._renderer.foreign_answer(self._text).token_ids
         reason = "length" if choice.get("finish_reason") == "length" else "stop"
         return Completion(token_ids, (0.0,) * len(token_ids), (VersionSpan(0, 0, len(token_ids)),), reason)
 
     def text(self, completion: Completion) -> str:
-        """Return the last answer's text; its calls of tools in the form in which Qwen's models write them."""
+        """Return the last answer's text; its calls of tools in the form in which the recipe's model writes them."""
         return self._text
 
     def check_finish(self, completion: Completion, stream: Stream) -> None:
@@ -255,17 +255,16 @@ def _as_sent(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": message.get("content") or "", **({"tool_calls": calls} if calls else {})}
 
 
-def _text_of(message: Mapping[str, Any]) -> str:
-    parts = [message.get("content") or ""]
+def _text_and_calls(message: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         try:
             arguments = json.loads(function.get("arguments") or "{}")
         except (ValueError, TypeError):
             arguments = function.get("arguments")  # the environment says what is wrong with it
-        made = json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
-        parts.append(f"<tool_call>\n{made}\n</tool_call>")
-    return "\n".join(part for part in parts if part)
+        calls.append((function.get("name") or "", json.dumps(arguments, ensure_ascii=False)))
+    return message.get("content") or "", calls
 
 
 def _has_images(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -8,7 +8,7 @@ prompt, the observations in the window, and between them the model's answers, to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actor.render import Fragment, Renderer
@@ -62,7 +62,7 @@ class History:
 
     def observe(self, answer: Sequence[int], messages: Messages) -> Shown:
         """Return what follows the model's answer, tokens with the one that ended it."""
-        fragment = after_answer(answer, self._renderer.observation(*messages), self._renderer.end_id)
+        fragment = after_answer(answer, self._renderer.observation(*messages))
         if self._window.is_everything:
             return Shown(fragment)
         self._answers.append(tuple(answer))
@@ -81,7 +81,7 @@ class History:
         parts = [self._start(shown[0])]
         for answer, messages in zip(self._answers[first:], shown[1:], strict=True):
             parts.append(Fragment(tuple(answer)))
-            parts.append(after_answer(answer, self._renderer.observation(*messages), self._renderer.end_id))
+            parts.append(after_answer(answer, self._renderer.observation(*messages)))
         return parts
 
     def _start(self, messages: Messages) -> Fragment:
@@ -101,11 +101,11 @@ def first_shown(window: Window, observations: Sequence[Messages]) -> tuple[int, 
     return first, with_images
 
 
-def after_answer(answer: Sequence[int], fragment: Fragment, end_id: int) -> Fragment:
-    """Return the fragment that follows an answer: with the template's own end token if another one ended it."""
-    if answer[-1] == end_id:
-        return fragment
-    return Fragment((end_id, *fragment.token_ids), fragment.images, fragment.image_tokens)
+def after_answer(answer: Sequence[int], observation: Fragment) -> Fragment:
+    """Return an observation as it follows an answer: with the template's own end token if another one ended it."""
+    if answer[-1] == observation.end_id:
+        return observation
+    return replace(observation, token_ids=(observation.end_id, *observation.token_ids))
 
 
 def _num_images(messages: Sequence[Mapping[str, Any]]) -> int:

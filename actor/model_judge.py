@@ -20,6 +20,7 @@ from actor.rewards import Graded, Reward, answered, finite, image_uri
 from envs.base import Played
 from shared.config.reward_section import JudgeConfig
 from shared.engine.http_client import HttpFailure, JsonClient
+from shared.families.marks import THOUGHT
 from shared.types import Image
 from shared.util.lru_cache import LruCache
 from shared.util.user_errors import in_words
@@ -226,7 +227,7 @@ async def _all(*asked: Any) -> list[float]:
 def score_in(text: str) -> float | None:
     """Return the last score that a text names, as `Score: 0.5`, in JSON at "score", or as the number that it is; None
     if there is none. What stands in thoughts does not count."""
-    text = text.rpartition("</think>")[2]
+    text = text.rpartition(THOUGHT.closing)[2]
     if named := _SCORE.findall(text):
         return float(named[-1])
     alone = _ALONE.fullmatch(text)

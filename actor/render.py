@@ -2,9 +2,9 @@
 never encoded again.
 
 What the chat template writes is control, what a message contains is text: a control token that is spelled in a message
-(such as <|im_end|> in a web page that a tool has read) is encoded as these letters. Control tokens are the tokenizer's
-special tokens and the family's vision tokens. Markers that are no special tokens, such as <tool_call> and <think>, stay
-tokens wherever they are written: prompts explain tools with them, and they begin and end no turn.
+(such as the end of a turn in a web page that a tool has read) is encoded as these letters. Control tokens are the
+tokenizer's special tokens and the family's vision tokens. Marks that are no special tokens, such as those of calls and
+thoughts, stay tokens wherever they are written: prompts explain tools with them, and they begin and end no turn.
 
 A conversation's stream is `start(...)`, then for each turn the sampled tokens as they are, then `observation(...)`.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -38,11 +38,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Tokens that no policy sampled: the compact ids, their images in order, and each image's visual tokens."""
+    """Tokens that no policy sampled: the compact ids, their images in order, and each image's visual tokens. `end_id`:
+    of an observation, the token that ends the turn before it in the chat template."""
 
     token_ids: tuple[int, ...]
     images: tuple[Image, ...] = ()
     image_tokens: tuple[int, ...] = ()
+    end_id: int = -1
 
     @property
     def num_expanded(self) -> int:
@@ -67,13 +69,15 @@ def cached_if_short(function: Callable[[str], T]) -> Callable[[str], T]:
 class Renderer:
     """Renders messages with a tokenizer's chat template. Thread-safe: its only state are caches.
 
-    `banned_ids` are the ids that the policy must never sample, `end_id` the token that ends its turn.
+    `banned_ids` are the ids that the policy must never sample, `end_ids` the tokens that end its turn in the chat
+    template, `end_id` the usual one.
     """
 
     def __init__(self, tokenizer: Any, spec: VisionSpec) -> None:
         self.tokenizer, self.spec = tokenizer, spec
         self.banned_ids = spec.banned_ids
-        self.end_id = int(tokenizer.convert_tokens_to_ids(spec.family.end_of_turn))
+        self.end_ids = tuple(map(int, tokenizer.convert_tokens_to_ids(list(spec.family.ends_of_turn))))
+        self.end_id = self.end_ids[0]
         self.image_id = spec.image_token_id
         image_ids = (self.image_id,) if spec.takes_images else ()
         if image_ids and tokenizer.convert_ids_to_tokens(self.image_id) != spec.family.image_placeholder:
@@ -81,9 +85,9 @@ class Renderer:
                 f"token {self.image_id} of the tokenizer is not {spec.family.image_placeholder}: "
                 "is it this model's tokenizer?"
             )
-        self._controls = control_tokens(tokenizer, (*spec.banned_ids, self.end_id, *image_ids))
+        self._controls = control_tokens(tokenizer, (*spec.banned_ids, *self.end_ids, *image_ids))
         self._spelled = spelling_of(self._controls)
-        self._stop_ids = stop_ids(tokenizer, self.end_id, spec.family.other_ends)
+        self._stop_ids = stop_ids(tokenizer, self.end_ids, spec.family.other_ends)
         self._starts = {control[:length] for control in self._controls for length in range(1, len(control))}
         self._lengths = range(1, max(map(len, self._controls)))
         self._check_layout = lru_cache(maxsize=CACHED_TEXTS)(self._check_words)
@@ -118,14 +122,20 @@ class Renderer:
         return len(token_ids) + sum(self.spec.num_tokens(self.spec.grid(*size)) - 1 for size in sizes)
 
     def observation(self, *messages: Mapping[str, Any]) -> Fragment:
-        """Return what follows a turn that ended with the family's end token: the newline of the template, the messages
-        (several are the results of a turn's tool calls), and the generation prompt."""
+        """Return what follows the token that ends a turn, which is the fragment's `end_id`: what the template writes
+        between turns, the messages (several are the results of a turn's tool calls), and the generation prompt."""
         plain, images = self._split(messages, iter(()))
-        return self._fragment(self._shape(json.dumps(plain)), images)
+        end, after = self._shape(json.dumps(plain))
+        return replace(self._fragment(after, images), end_id=self._controls[end])
 
-    def foreign_answer(self, text: str) -> Fragment:
-        """Return a turn of the model's that somebody else wrote, with the token that ends it."""
-        return Fragment((*self._encode(self._seamed(text)), self.end_id))
+    def foreign_answer(self, text: str, end_id: int | None = None) -> Fragment:
+        """Return a turn of the model's that somebody else wrote, with the token that ends it; None = the usual one."""
+        return Fragment((*self._encode(self._seamed(text)), self.end_id if end_id is None else end_id))
+
+    def called(self, text: str, calls: Iterable[tuple[str, str]]) -> str:
+        """Return an answer of a text and tool calls, each its name and the JSON of its arguments, as the model writes
+        them."""
+        return "\n".join(filter(None, (text, *(self.spec.family.written_call(*call) for call in calls))))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the model's text of one turn, without the stop tokens that ended it; "" for a turn without tokens."""
@@ -187,24 +197,25 @@ class Renderer:
                 "chat_template.jinja"
             )
 
-    def _observation_text(self, messages: str) -> str:
-        """Return the template's text after a model's turn that is followed by `messages`: the newline, the messages,
-        and the generation prompt. (Templates of thinking models leave out the thoughts of earlier turns, but these come
-        before this text.) Raise ValueError if the template ends turns in another way, or leaves out a message."""
+    def _observation_text(self, messages: str) -> tuple[str, str]:
+        """Return the token that ends a model's turn which is followed by `messages`, and the template's text after it.
+        (Templates of thinking models leave out the thoughts of earlier turns, but these come before this text.) Raise
+        ValueError if the template ends turns in another way, or leaves out a message."""
         last = json.loads(messages)
         self._check_layout(_layout_of(last), True)
         return self._after_turn(last)
 
-    def _after_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _after_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
         text = self._render([*turn, *messages], generate=True)
-        _, ending, after = text.partition(ANSWER + self.spec.family.end_of_turn)
-        if not ending:
-            raise ValueError(
-                f"the chat template does not end the model's turns with {self.spec.family.end_of_turn}, so that a "
-                "conversation cannot be continued; give the model another in chat_template.jinja"
-            )
-        return after
+        after, ends = text.partition(ANSWER)[2], self.spec.family.ends_of_turn
+        for end in ends:
+            if after.startswith(end):
+                return end, after.removeprefix(end)
+        raise ValueError(
+            f"the chat template does not end the model's turns with {' or '.join(ends)}, so that a conversation cannot "
+            "be continued; give the model another in chat_template.jinja"
+        )
 
     def _check_words(self, layout: Layout, after_turn: bool) -> None:
         """Raise ValueError if the template leaves out a text of messages of this layout, tried with other words."""
@@ -214,7 +225,7 @@ class Renderer:
              [{"type": part} | ({"text": f"(words {next(words)})"} if part == "text" else {}) for part in parts]}
             for role, parts in layout
         ]  # fmt: skip
-        text = self._after_turn(messages) if after_turn else self._render(messages, generate=True)
+        text = self._after_turn(messages)[1] if after_turn else self._render(messages, generate=True)
         for number, message in enumerate(messages):
             content: Any = message["content"]
             texts = [content] if isinstance(content, str) else [item["text"] for item in content if "text" in item]
@@ -277,10 +288,10 @@ def spelling_of(controls: Iterable[str]) -> re.Pattern[str]:
     return re.compile("(" + "|".join(map(re.escape, sorted(controls, key=len, reverse=True))) + ")")
 
 
-def stop_ids(tokenizer: Any, end_id: int, other_ends: Iterable[str]) -> frozenset[int]:
+def stop_ids(tokenizer: Any, end_ids: Iterable[int], other_ends: Iterable[str]) -> frozenset[int]:
     """Return the tokens that may end a turn: the family's, and those that end a text for the tokenizer."""
     others = (tokenizer.eos_token_id, tokenizer.pad_token_id, *map(tokenizer.convert_tokens_to_ids, other_ends))
-    return frozenset({end_id, *(number for number in others if isinstance(number, int) and number >= 0)})
+    return frozenset({*end_ids, *(number for number in others if isinstance(number, int) and number >= 0)})
 
 
 def text_tokenizer(tokenizer: Any, controls: Iterable[str]) -> Any:

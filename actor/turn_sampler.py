@@ -69,7 +69,7 @@ class TurnSampler:
                 stream.segment_images,
                 self._ticket.sampling,
                 banned_ids=self._renderer.banned_ids,
-                stop_ids=(self._renderer.end_id,),
+                stop_ids=self._renderer.end_ids,
                 max_new_tokens=most,
                 seed=episode_seed(self._ticket, self._index, turn),
             )

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from envs.answer_tags import answer_in
+from shared.families.marks import THOUGHT
 from shared.util.user_errors import in_words
 
 MAX_NUMBERS = 64  # parts of a Box that an answer can name
-_THOUGHT = re.compile(r".*</think>", re.DOTALL)
+_THOUGHT = re.compile(f".*{THOUGHT.closing}", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _AROUND = " \t.!?\"'*`()[]"
 _LEFT_RIGHT, _GRID = ["left", "right"], ["up", "right", "down", "left"]

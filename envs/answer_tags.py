@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
+from shared.families.marks import THOUGHT
+
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.IGNORECASE | re.DOTALL)
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_THOUGHT = re.compile(THOUGHT.around("(.*?)"), re.DOTALL)
 
 
 def answer_in(text: str) -> str | None:

@@ -18,6 +18,7 @@ from envs.geometry.triangle_words import read_accuracy
 from envs.geometry.triangles import Problem, TriangleSettings, make_problem
 from envs.math_grading.normalize import last_box, without_thoughts
 from envs.math_reward import LIMIT_S, Verdict, reward_function
+from shared.families.marks import THOUGHT
 
 SYSTEM_PROMPT = (
     "Solve the geometry problem about the image. Think step by step, then give the final answer in \\boxed{}, "
@@ -84,8 +85,8 @@ def episode_reward(env: Geo3kEnv) -> float:
 def has_form(response: str) -> bool:
     """Tell whether a response holds <think>...</think> and, after it, an answer in a box. The opening tag may be
     missing: the chat templates of thinking models write it before the response begins."""
-    thought, closed, rest = response.partition("</think>")
-    opened = "<think>" in thought or "<think>" not in response
+    thought, closed, rest = response.partition(THOUGHT.closing)
+    opened = THOUGHT.opening in thought or THOUGHT.opening not in response
     return bool(opened and closed and last_box(rest))
 
 

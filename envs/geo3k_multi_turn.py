@@ -31,6 +31,7 @@ from envs.tools.tool import (
     ToolResult,
 )
 from envs.tools.tool_call import MalformedCall, ToolCall, parse_tool_call
+from shared.families.marks import CALL, THOUGHT
 from shared.util.user_errors import text_of
 
 __all__ = ["GRADES_MATHEMATICS", "SETTINGS", "SYSTEM_PROMPT", "build_env", "episode_reward"]
@@ -38,10 +39,10 @@ __all__ = ["GRADES_MATHEMATICS", "SETTINGS", "SYSTEM_PROMPT", "build_env", "epis
 NAMES = ("calc_score", "calc_geo3k_reward")
 DESCRIPTION = "Score an answer."
 PARAMETERS = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
-FORM = '<tool_call>{"name": "calc_score", "arguments": {"answer": "<digits>"}}</tool_call>'
+FORM = CALL.around('{"name": "calc_score", "arguments": {"answer": "<digits>"}}')
 FINAL_FORM = r"Answer: \boxed{$Answer}"
 SYSTEM_PROMPT = (
-    "Solve the geometry problem about the image. Reason inside <think> </think>. Before you finish, check your "
+    f"Solve the geometry problem about the image. Reason inside {THOUGHT.around(' ')}. Before you finish, check your "
     f"answer with the tool calc_score at least once, written as {FORM} and use the score it returns to correct "
     f"yourself. Then end with the final answer in the form {FINAL_FORM}"
 )

@@ -17,6 +17,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from envs.row_columns import is_empty
+from shared.families.marks import CALL
 from shared.types import Image
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -64,7 +65,7 @@ class RowPrompt:
     def explains(self) -> bool:
         """Tell whether the row itself says in which form to answer."""
         texts = [text for message in self.messages if message["role"] != "assistant" for text in _texts(message)]
-        return any("<tool_call>" in text or r"\boxed" in text for text in texts)
+        return any(CALL.opening in text or r"\boxed" in text for text in texts)
 
 
 def repair(text: str) -> tuple[str, bool]:

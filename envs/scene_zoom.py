@@ -22,6 +22,7 @@ from envs.scene import DrawnSceneSettings
 from envs.tools.tool import Tool, ToolContext, tool_of
 from envs.tools.tool_env import ToolEnv
 from envs.tools.zoom import zoom_tool
+from shared.families.marks import CALL
 from shared.types import Sample
 
 _FORM = "zoom shows a part of it enlarged. Answer like this: <answer>2</answer>"
@@ -70,7 +71,7 @@ def random_response(rng: Random) -> str:
 
 def call(box: list[int]) -> str:
     """Return a call of the tool."""
-    return f'<tool_call>{{"name": "zoom", "arguments": {{"box": {box}}}}}</tool_call>'
+    return CALL.around(f'{{"name": "zoom", "arguments": {{"box": {box}}}}}')
 
 
 class SceneZoomEnv(ToolEnv):

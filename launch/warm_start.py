@@ -64,7 +64,7 @@ def demonstration(
             fragment = renderer.observation(*messages)
         else:
             fragment = renderer.start([{"role": "system", "content": prompt}, *messages], tools=task.tools)
-        answer_ids, answer_weights = weighted(answer, tokenizer, choice_weight)
+        answer_ids, answer_weights = weighted(answer, tokenizer, choice_weight, renderer.spec.family.ends_of_turn[0])
         token_ids += [*fragment.token_ids, *answer_ids]
         mask += [0] * len(fragment.token_ids) + [1] * len(answer_ids)
         weights += [1.0] * len(fragment.token_ids) + answer_weights
@@ -84,10 +84,10 @@ def demonstration(
 
 
 def weighted(
-    answer: DemonstratedAnswer, tokenizer: PreTrainedTokenizerFast, choice_weight: float
+    answer: DemonstratedAnswer, tokenizer: PreTrainedTokenizerFast, choice_weight: float, end: str
 ) -> tuple[list[int], list[float]]:
-    """Return the tokens of an answer, including the end token, and their weights in the loss."""
-    encoded = tokenizer(answer.text + "<|im_end|>", add_special_tokens=False, return_offsets_mapping=True)
+    """Return the tokens of an answer, including the token `end`, and their weights in the loss."""
+    encoded = tokenizer(answer.text + end, add_special_tokens=False, return_offsets_mapping=True)
     weights = [
         choice_weight if any(start < b and a < end for a, b in answer.guesses) else 1.0
         for start, end in encoded["offset_mapping"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from actor.agents.dialogues import Dialogue, Round
 from actor.agents.said import ChatMessage, Said, Spoken
@@ -139,7 +140,8 @@ class Branches:
         for part in parts:
             stream.observe(part)
         images = tuple(image for part in parts for image in part.images)
-        return Prompt(stream, tuple(observed), images)
+        shown = tuple(ChatMessage(message.said, self._shown(message)) for message in observed)
+        return Prompt(stream, shown, images)
 
     def _answers_of(self, dialogue: Dialogue) -> list[Spoken | Said]:
         """Return the answers in a dialogue: those of the policy as they were sampled, in whatever branch. One whose
@@ -151,18 +153,25 @@ class Branches:
         return [*found, *(self._by_words.get(said, said) for said in others)]
 
     def _start(self, dialogue: Dialogue, messages: Sequence[ChatMessage]) -> Fragment:
-        return self._renderer.start([message.shown for message in messages], (), dialogue.tools)
+        return self._renderer.start([self._shown(message) for message in messages], (), dialogue.tools)
+
+    def _shown(self, message: ChatMessage) -> dict[str, Any]:
+        """Return what the renderer is given: of a message with tool calls, these as the model writes them."""
+        if not message.said.calls:
+            return message.shown
+        calls = [(call.name, call.arguments) for call in message.said.calls]
+        return {**message.shown, "content": self._renderer.called(message.shown["content"], calls)}
 
     def _rendered(self, answers: Sequence[Spoken | Said], rounds: Sequence[Round]) -> list[Fragment]:
         """Return two parts for each round: the answer, and what is shown after it."""
         parts = []
         for answer, each in zip(answers, rounds, strict=True):
+            shown = self._renderer.observation(*(message.shown for message in each.after))
             if isinstance(answer, Spoken):
                 spoken = Fragment(answer.token_ids)
             else:
-                spoken = self._renderer.foreign_answer(each.answer.shown["content"])
-            shown = self._renderer.observation(*(message.shown for message in each.after))
-            parts += [spoken, after_answer(spoken.token_ids, shown, self._renderer.end_id)]
+                spoken = self._renderer.foreign_answer(self._shown(each.answer)["content"], shown.end_id)
+            parts += [spoken, after_answer(spoken.token_ids, shown)]
         return parts
 
 

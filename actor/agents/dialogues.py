@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from actor.agents.said import Call, ChatMessage, Part, Said, calls_in_words
+from actor.agents.said import Call, ChatMessage, Part, Said
 from shared.rgb_images import as_png, open_image
 from shared.types import Image
 from shared.util.lru_cache import LruCache
@@ -195,8 +195,7 @@ def answer_message(place: str, parts: Sequence[Part], calls: tuple[Call, ...]) -
     if any(isinstance(part, Image) for part in parts):
         raise invalid(f"{place} shows an image in an answer: a model's answer is text")
     text = "".join(part for part in parts if isinstance(part, str))
-    whole = "\n".join(filter(None, (text, calls_in_words(calls))))
-    return ChatMessage(Said.of("assistant", parts, calls), {"role": "assistant", "content": whole})
+    return ChatMessage(Said.of("assistant", parts, calls), {"role": "assistant", "content": text})
 
 
 def stops_in(name: str, given: Any) -> tuple[str, ...]:

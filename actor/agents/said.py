@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.tools.tool_call import ToolCall, parse_tool_calls
+from shared.families.marks import CALL, THOUGHT
 from shared.types import Image
 
 MAX_CALLS = 32  # of one answer
-CALL_TAG = "<tool_call>"
-END_OF_THOUGHTS = "</think>"
 Part = str | Image
-_THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
+_THOUGHTS = re.compile(f"{THOUGHT.opening}.*?{THOUGHT.closing}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +104,9 @@ def spoken(token_ids: Sequence[int], text: str, shown: str, *, with_tools: bool)
 def without_thoughts(text: str) -> tuple[str, ...]:
     """Return the ways in which clients drop the thoughts of an answer; () if it has none. A thought that was not
     closed is none: what follows it would be unknown."""
-    if END_OF_THOUGHTS not in text:
+    if THOUGHT.closing not in text:
         return ()
-    return text.rpartition(END_OF_THOUGHTS)[2], text.partition(END_OF_THOUGHTS)[2], _THOUGHTS.sub("", text)
+    return text.rpartition(THOUGHT.closing)[2], text.partition(THOUGHT.closing)[2], _THOUGHTS.sub("", text)
 
 
 def tool_calls_in(text: str) -> tuple[Call, ...]:
@@ -127,16 +126,8 @@ def call_of(name: str, arguments: Any) -> Call:
         return Call(name, str(arguments))
 
 
-def calls_in_words(calls: Iterable[Call]) -> str:
-    """Return calls as a model of the Qwen family writes them."""
-    return "\n".join(
-        f'{CALL_TAG}\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
-        for call in calls
-    )
-
-
 def _without_calls(text: str) -> str:
     """Return an answer's text before its first call after the thoughts."""
-    thoughts = text.rfind(END_OF_THOUGHTS) + 1
-    at = text.find(CALL_TAG, thoughts)
+    thoughts = text.rfind(THOUGHT.closing) + 1
+    at = text.find(CALL.opening, thoughts)
     return text[:at].rstrip() if at >= 0 else text

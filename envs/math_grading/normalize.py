@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from shared.families.marks import THOUGHT
+
 MAX_CHARS = 300
 _SIGNS = str.maketrans(
     {"√": r"\sqrt ", "∞": r"\infty ", "×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "−": "-", "–": "-", "—": "-",
@@ -106,11 +108,11 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 def without_thoughts(text: str) -> str:
     """Return what follows the thoughts of a response: the text after the last </think>, without a thought that was
     begun and not ended. A second </think> at the very end, after an answer, ends no thought."""
-    before, closed, rest = text.rpartition("</think>")
+    before, closed, rest = text.rpartition(THOUGHT.closing)
     if closed and not rest.strip():
-        _, earlier, answer = before.rpartition("</think>")
+        _, earlier, answer = before.rpartition(THOUGHT.closing)
         rest = answer if earlier and answer.strip() else rest
-    return rest.partition("<think>")[0]
+    return rest.partition(THOUGHT.opening)[0]
 
 
 def boxes_of(text: str) -> list[tuple[int, int, str]]:

@@ -30,6 +30,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from envs.tools.tool_call import MalformedCall, ToolCall
+from shared.families.marks import CALL
 from shared.rgb_images import open_image, to_rgb
 from shared.types import Sample
 from shared.util.user_errors import TracebackLog, in_words, text_of
@@ -38,7 +39,7 @@ MAX_RESULT_CHARACTERS = 8000  # of one result; the rest is left out, and the mod
 MAX_RESULT_IMAGES = 4
 MAX_RESULT_PIXELS = 4_194_304  # of one image
 MAX_ERROR_CHARACTERS = 500
-FORM = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+FORM = CALL.around('\n{"name": <function-name>, "arguments": <args-json-object>}\n')
 UNKNOWN, MALFORMED, BAD_ARGUMENTS, FAILED = "unknown_tool", "malformed_call", "bad_arguments", "failed"
 ERRORS = (UNKNOWN, MALFORMED, BAD_ARGUMENTS, FAILED)
 """The kinds of results that are errors; each is a metric."""
@@ -331,6 +332,6 @@ def tools_in_words(sources: Iterable[ToolSource]) -> str:
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
         f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{schemas}\n</tools>\n\n"
-        "For each function call, return a json object with function name and arguments within <tool_call></tool_call> "
+        f"For each function call, return a json object with function name and arguments within {CALL.around('')} "
         f"XML tags:\n{FORM}"
     )

@@ -17,11 +17,11 @@ from itertools import islice
 from typing import Any
 
 from envs.math_grading.normalize import without_thoughts
+from shared.families.marks import CALL
 
 MAX_CHARS = 20_000  # from a call to the end of the answer
 MAX_BLOCKS = 8  # calls that are looked at, from the end
-_OPENING = "<tool_call>"
-_CLOSING = "</tool_call>"
+_OPENING, _CLOSING = CALL.opening, CALL.closing
 _TAG = r"(?:tool_calls?|function_calls?)"
 _ANY_OPENING = re.compile(rf"<\|? ?{_TAG}(?P<attributes>\s[^<>]{{0,300}})?\s?/?\|?>")
 _ANY_CLOSING = re.compile(rf"<[/|]{{1,2}} ?{_TAG}\s?\|?>")

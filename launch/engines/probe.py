@@ -47,7 +47,7 @@ class ModelFacts:
             reason = " ".join(str(error).split())
             raise ValueError(f"{file} cannot be read as a tokenizer ({reason}): copy the model's own anew") from error
         ids, letters = (
-            tuple(tokenizer.encode(PROBE + family.end_of_turn).ids),
+            tuple(tokenizer.encode(PROBE + family.ends_of_turn[0]).ids),
             tuple(i for c in SPELLED for i in tokenizer.encode(c).ids),
         )
         vocab_size = family.text_config(config)["vocab_size"]
@@ -66,7 +66,7 @@ async def check_engine(client: EngineClient, model: ModelFacts, timeout_s: float
         raise EngineError(client.url, f"{other}: a {info['model_type']}, not a {model.model_type}")
     if info.get("vocab_size", model.vocab_size) != model.vocab_size:
         raise EngineError(client.url, f"{other}: a vocabulary of {info['vocab_size']} tokens, not {model.vocab_size}")
-    ids = await client.tokenize(PROBE + model.vision.family.end_of_turn)
+    ids = await client.tokenize(PROBE + model.vision.family.ends_of_turn[0])
     if ids is not None and ids != model.probe_ids:
         raise EngineError(client.url, f"{other}: its vocabulary makes other tokens of the same text")
     await check_answers(client, model, timeout_s)

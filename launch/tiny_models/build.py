@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from shared.families.marks import CALL, THOUGHT
 from shared.families.registry import FAMILIES
 
 SPECIAL_TOKENS = (
@@ -34,7 +35,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-PLAIN_ADDED_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+PLAIN_ADDED_TOKENS = (CALL.opening, CALL.closing, THOUGHT.opening, THOUGHT.closing)
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message.role + '\\n' -}}"

@@ -27,6 +27,8 @@ from launch.tiny_models import game_demonstrations as games
 from launch.tiny_models import zoom_demonstrations as zoom
 from launch.tiny_models.lesson import CELL_PIXELS, DemonstratedAnswer, Demonstration, Lesson, Task
 from launch.tiny_models.tower_lessons import Pictures
+from shared.families import marks
+from shared.families.marks import THOUGHT
 from shared.types import Sample
 
 SOKOBAN_PROMPT = "Solve Sokoban."
@@ -40,7 +42,17 @@ READ_STEP = 3
 READ_ARGS = {"picture_pixels": 128, "text_grid": 16, "kinds": READ_KINDS, "angle_step": READ_STEP, "max_turns": 3}
 TOOL_PROMPT = "Call calc_score, then give the answer."
 ANSWER_PROMPT = "Give the answer."
-CALL = ("<tool_call>", '{"name": ', '"calc_score"', ', "arguments": ', '{"answer": ', '"', '"', "}}", "</tool_call>")
+CALL = (
+    marks.CALL.opening,
+    '{"name": ',
+    '"calc_score"',
+    ', "arguments": ',
+    '{"answer": ',
+    '"',
+    '"',
+    "}}",
+    marks.CALL.closing,
+)
 
 
 def seeded(seed: int) -> Sample:
@@ -119,7 +131,7 @@ def play_triangles(seed: int, rng: random.Random, lesson: Lesson) -> Demonstrati
         else:
             number = env.label if rng.random() < 0.4 else guess(read, rng)
             last = len(env.written) == env.max_turns - 1
-            thought = f"<think>{read}</think>"
+            thought = THOUGHT.around(read)
             text = thought + (boxed(number, rng, 1.0) if last else tool_call(number, rng, 1.0))
             start = text.index(number, len(thought))
             answer = DemonstratedAnswer(text, ((start, start + len(number)),))
@@ -145,7 +157,7 @@ def sokoban_answer(board: Board, rng: random.Random, lesson: Lesson) -> Demonstr
         guessed.append(not (0 < len(best) <= lesson.reach and rng.random() < lesson.expertise))
         moves.append(rng.choice(MOVES) if guessed[-1] else best[0])
         position = position.moved(moves[-1])
-    start = f"<think> {reading(board)}</think><answer>"
+    start = f"{THOUGHT.around(f' {reading(board)}')}<answer>"
     text = f" {moves_with_states(board, moves)}"
     places = [found.span() for found in re.finditer(rf" ({'|'.join(TURNS)})\b", text)]
     guesses = [(len(start) + a, len(start) + b) for (a, b), guess in zip(places, guessed, strict=True) if guess]
@@ -188,7 +200,7 @@ def sokoban_phrases() -> tuple[str, ...]:
 
 def geometry_phrases(numbers: range) -> tuple[str, ...]:
     """Return the environments' texts, cut at numbers and answers, and the parts of the model's answers."""
-    form = geo3k_multi_turn.FORM.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    form = geo3k_multi_turn.FORM.removeprefix(marks.CALL.opening).removesuffix(marks.CALL.closing)
     text = (
         "Find x, in degrees.",
         "Find x.",

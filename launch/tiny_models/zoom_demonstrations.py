@@ -13,6 +13,7 @@ from envs.boards.scene_words import zoom_reading
 from envs.env_calls import messages_of
 from launch.tiny_models.lesson import CELL_PIXELS, DemonstratedAnswer, Demonstration, Lesson
 from launch.tiny_models.tower_lessons import Pictures
+from shared.families.marks import CALL, THOUGHT
 from shared.types import Sample
 
 PROMPT = "Look closer, then answer."
@@ -32,7 +33,7 @@ def play(seed: int, rng: random.Random, lesson: Lesson) -> Demonstration:
     sample = Sample(str(seed), metadata={"seed": rng.randrange(1 << 30), "split": lesson.split})
     env = scene_zoom.build_env(sample, ARGS)
     marked, pixels = env.marked, env.settings.pixels_per_cell
-    started = f"<think> {zoom_reading(marked, pixels)}</think>"
+    started = THOUGHT.around(f" {zoom_reading(marked, pixels)}")
     thing, mark = rng.choice(list(zip(marked.scene.things, marked.marks, strict=True)))
     first = messages_of(env, env.reset()[0])
     if rng.random() > LOOKS:
@@ -53,7 +54,7 @@ def phrases() -> tuple[str, ...]:
     step = 1000 // SIDE
     corners = [(step * column, step * row) for row in range(SIDE) for column in range(SIDE)]
     boxes = [f" {[left, top, left + step, top + step]}" for left, top in corners]
-    opening, closing = scene_zoom.call([]).removeprefix("<tool_call>").removesuffix("</tool_call>").split(" []")
+    opening, closing = scene_zoom.call([]).removeprefix(CALL.opening).removesuffix(CALL.closing).split(" []")
     words = ("<answer>", "</answer>", *(f" {mark}" for mark in MARKS), " *", *boxes, closing)
     asked = [f" {name}" for name in scenes.NAMES]
     return (*words * 20, *asked * 20, *(opening, "Which number does the", " bear?", "system\nTools: zoom") * 10, PROMPT)

@@ -6,6 +6,7 @@ images into tokens and positions if it takes any, and finds the parts of transfo
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from shared.families.marks import CALL
 from shared.families.model_sizes import ModelSizes
 from shared.families.mrope import Grid
 
@@ -46,7 +48,7 @@ class ModelFamily(ABC):
     title: ClassVar[str]  # its name in messages and tables
     model_type: ClassVar[str]  # in config.json
     auto_class: ClassVar[str] = "AutoModelForImageTextToText"  # class of transformers that makes its models
-    end_of_turn: ClassVar[str]  # the token with which the model ends its turn
+    ends_of_turn: ClassVar[tuple[str, ...]]  # the tokens with which its chat template ends a model's turn, usual first
     other_ends: ClassVar[tuple[str, ...]] = ()  # further tokens with which a model may end its turn
     image_placeholder: ClassVar[str] = ""  # the token that stands for an image's visual tokens; "" = it takes none
     prefixes: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -140,6 +142,10 @@ class ModelFamily(ABC):
         self, expanded_ids: np.ndarray, grids: Sequence[Grid], *, image_token_id: int, merge_size: int
     ) -> np.ndarray:
         """Return int64[3, E], the positions (time, height, width) of a stream with one placeholder per visual token."""
+
+    def written_call(self, name: str, arguments: str) -> str:
+        """Return a tool call as its models write it. `arguments`: their JSON."""
+        return CALL.around(f'\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n')
 
     # ------------------------------------------------------------------ torch, when a model is built
 

@@ -16,7 +16,7 @@ VISION_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "v
 class QwenVL(ModelFamily):
     """A family with ChatML turns, M-RoPE positions, and three tokens for each image: start, placeholder, end."""
 
-    end_of_turn = "<|im_end|>"
+    ends_of_turn = ("<|im_end|>",)
     other_ends = ("<|endoftext|>",)
     image_placeholder = "<|image_pad|>"
     decoder_path = "model.language_model"

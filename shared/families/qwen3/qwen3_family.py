@@ -42,7 +42,7 @@ class Qwen3(TextFamily):
 
     title = "Qwen3"
     model_type = "qwen3"
-    end_of_turn = "<|im_end|>"
+    ends_of_turn = ("<|im_end|>",)
     other_ends = ("<|endoftext|>",)
     published: ClassVar = {
         "Qwen3-0.6B": _published(1024, 28, 16, 3072, tied=True),

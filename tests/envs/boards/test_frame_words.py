@@ -204,11 +204,11 @@ def test_only_words_that_chance_chose_are_marked_as_guesses() -> None:
 
 def test_the_choice_weight_is_of_the_tokens_that_choose_alone() -> None:
     answer = sokoban_answer(BOARD, random.Random(0), Lesson(expertise=0.0))
-    ids, weights = weighted(answer, tokenizer(), 0.1)
+    ids, weights = weighted(answer, tokenizer(), 0.1, "<|im_end|>")
     light = [tokenizer().decode([i]).strip() for i, weight in zip(ids, weights, strict=True) if weight == 0.1]
     assert light == [answer.text[a:b].strip() for a, b in answer.guesses] and len(light) == 3
     assert set(weights) == {0.1, 1.0}
-    assert set(weighted(answer, tokenizer(), 1.0)[1]) == {1.0}
+    assert set(weighted(answer, tokenizer(), 1.0, "<|im_end|>")[1]) == {1.0}
 
 
 def test_scattered_positions_are_of_the_same_board_anywhere_and_not_solved() -> None:
