@@ -66,6 +66,7 @@ PLAYED := --jump 0.5 --scatter 0.4 --freeze-tower
 tiny-models: env
 	$(PY) launch/warm_start.py colour --out launch/models/colour_tiny --steps 100 --batch 32
 	$(PY) launch/warm_start.py colour_qwen35 --out launch/models/colour_qwen35_tiny --steps 100 --batch 32
+	$(PY) launch/warm_start.py colour_glm --out launch/models/colour_glm_tiny --steps 100 --batch 32
 	$(PY) launch/warm_start.py colour_text --out launch/models/colour_text_tiny --steps 100 --batch 32
 	$(PY) launch/warm_start.py geo3k --out launch/models/geo3k_tiny --steps 400 --batch 16 --expertise 0.2
 	$(TRIANGLES) --out build/triangles --turns 1 --steps 1500

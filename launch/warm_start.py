@@ -36,6 +36,7 @@ from learner.training.optim import make_optimizer, set_learning_rates
 from shared.config.learner_section import OptimizerConfig
 from shared.config.objective_section import ObjectiveConfig
 from shared.config.optimizer_specs import OPTIMIZERS
+from shared.families.registry import FAMILIES
 from shared.types import Ending, Image, Trajectory, Turn
 from shared.vision import VisionSpec
 
@@ -101,8 +102,9 @@ def train(task: Task, options: argparse.Namespace) -> None:
     steps = options.steps
     phrases = list(task.phrases) * 50 + ["system\n", "user\n", "assistant\n", "\n"] * 200
     vocab_size = task.model.get("vocab_size", 640)
-    template = tiny_model.TOOLS_TEMPLATE if task.tools else tiny_model.CHAT_TEMPLATE
-    tokenizer = tiny_model.build_tokenizer(phrases, vocab_size, template)
+    tokens = FAMILIES[task.model.get("family", "qwen3_vl")].small_tokenizer or tiny_model.QWEN
+    template = tiny_model.TOOLS_TEMPLATE if task.tools and tokens is tiny_model.QWEN else ""
+    tokenizer = tiny_model.build_tokenizer(phrases, vocab_size, template, tokens)
     model = tiny_model.build_model(tiny_model.build_config(tokenizer, **task.model), options.seed)
     if options.start is not None:
         start = type(model).from_pretrained(options.start, dtype=torch.float32)

@@ -75,6 +75,7 @@ class VisionSpec:
                 f"an image of {width}x{height} pixels: its sides may differ {MAX_ASPECT_RATIO}-fold at most"
             )
         unit = self.patch_size * self.merge_size
+        width, height = self.family.before_resizing(width, height, unit)
         rows, columns = round(height / unit), round(width / unit)
         if rows * columns * unit * unit > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)

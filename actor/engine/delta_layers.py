@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actor.engine.layers import Batch, Block, Cache, CpuLayer, GatedLayer, Layer, concatenated
+from actor.engine.layers import Batch, Block, Cache, CpuLayer, GatedLayer, Layer, PairsLayer, concatenated
 from kernels.cpu.library import supports_layer
 from kernels.cpu.linear import linear
 from kernels.delta_rule import gated_delta_rule, gated_norm, log_decay, next_history, one_step, short_conv
@@ -96,9 +96,10 @@ class DeltaLayer(Block):
         return F.pad(x, (0, 0, 0, rows - len(x))) if len(x) < rows else x
 
 
-def make_layers(text: Any, config: Any, norm_offset: float = 0.0) -> list[Block]:
+def make_layers(text: Any, config: Any, norm_offset: float = 0.0, *, rotates_pairs: bool = False) -> list[Block]:
     """Make the layers of transformers' text model: CpuLayer if it supports one that attends, else Layer, or GatedLayer
-    with a gate; DeltaLayer for a delta net. `norm_offset`: see `ModelFamily`."""
+    with a gate and PairsLayer if angles turn pairs; DeltaLayer for a delta net. `norm_offset`, `rotates_pairs`: see
+    `ModelFamily`."""
     heads, eps = (config.num_attention_heads, config.num_key_value_heads), config.rms_norm_eps
     layers: list[Block] = []
     for module in text.layers:
@@ -108,6 +109,6 @@ def make_layers(text: Any, config: Any, norm_offset: float = 0.0) -> list[Block]
         attention = module.self_attn
         gated = attention.q_proj.out_features > attention.o_proj.in_features
         fits = supports_layer(text.embed_tokens.weight, *heads, attention.head_dim) and config.hidden_act == "silu"
-        kind = GatedLayer if gated else CpuLayer if fits else Layer
+        kind = GatedLayer if gated else PairsLayer if rotates_pairs else CpuLayer if fits else Layer
         layers.append(kind(module, *heads, eps, norm_offset))
     return layers

@@ -69,7 +69,10 @@ class Block(ABC):
     def __init__(self, module: Any, eps: float, norm_offset: float) -> None:
         self.mlp, self.eps, self.norm_offset = module.mlp, eps, norm_offset
         self._norms = module.input_layernorm, module.post_attention_layernorm
-        dense = hasattr(self.mlp, "gate_proj")  # a mixture of experts is run by its own module
+        # Some families norm what a layer adds, too.
+        normed = hasattr(module, "post_mlp_layernorm")
+        self._added_norms = (module.post_self_attn_layernorm, module.post_mlp_layernorm) if normed else ()
+        dense = hasattr(self.mlp, "gate_proj")  # another MLP is run by its own module
         self.gate_up_weight = concatenated([self.mlp.gate_proj.weight, self.mlp.up_proj.weight]) if dense else None
 
     @abstractmethod
@@ -86,15 +89,25 @@ class Block(ABC):
     def weights_changed(self) -> None:
         """Derive the tensors that depend on the weights again."""
         self.input_weight, self.post_weight = (norm_weight(norm, self.norm_offset) for norm in self._norms)
+        self.added_weights = tuple(norm_weight(norm, self.norm_offset) for norm in self._added_norms)
 
     def forward(self, hidden: Tensor, cache: Cache, batch: Batch) -> Tensor:
         """Compute the layer: [N, hidden] -> [N, hidden]. May write to `hidden`."""
         mixed = self.mix(self.add_norm(hidden, None, self.input_weight), cache, batch)
-        normed = self.add_norm(hidden, mixed, self.post_weight)
+        if self.added_weights:
+            mixed = self.add_norm(mixed, None, self.added_weights[0])
+        added = self.run_mlp(self.add_norm(hidden, mixed, self.post_weight))
+        if self.added_weights:
+            added = self.add_norm(added, None, self.added_weights[1])
+        return hidden.add_(added)
+
+    def run_mlp(self, normed: Tensor) -> Tensor:
+        """Compute the MLP: [N, hidden] -> [N, hidden]."""
         if self.gate_up_weight is None:
-            return hidden.add_(self.mlp(normed[None])[0])
-        gated = self.gate(linear(normed, self.gate_up_weight))
-        return hidden.add_(self.mlp.down_proj(gated))
+            out: Tensor = self.mlp(normed[None])[0]
+        else:
+            out = self.mlp.down_proj(self.gate(linear(normed, self.gate_up_weight)))
+        return out
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add `delta` to `hidden` in place; return the RMS norm of the sum."""
@@ -149,7 +162,7 @@ class Layer(Block):
             qk = (F.rms_norm(qk, (self.head_dim,), None, self.eps) * self.qk_norm).to(heads.dtype)
         cos, sin = (angle[:, None] for angle in batch.angles)
         turned, half = qk[..., : cos.shape[-1]], cos.shape[-1] // 2  # a family may rotate a part of each head alone
-        turned = turned * cos + torch.cat((-turned[..., half:], turned[..., :half]), dim=-1) * sin
+        turned = turned * cos + self.turned_right(turned) * sin
         qk = torch.cat((turned, qk[..., 2 * half :]), dim=-1) if 2 * half < self.head_dim else turned
         stored, context = batch.stored, cache[0].shape[2]
         offsets = torch.arange(self.num_kv_heads, device=heads.device) * context
@@ -157,6 +170,12 @@ class Layer(Block):
         for store, new in zip(cache, (qk[:stored, self.num_heads :], heads[:stored, num_qk:]), strict=True):
             store.view(-1, self.head_dim).index_copy_(0, index, new.reshape(-1, self.head_dim))
         return qk
+
+    @staticmethod
+    def turned_right(x: Tensor) -> Tensor:
+        """Turn the pairs (i, i + D/2) of a head's numbers by a right angle: [..., D] -> [..., D]."""
+        half = x.shape[-1] // 2
+        return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
     def attend(self, heads: Tensor, cache: Cache, batch: Batch) -> Tensor:
         """Attend from each token to its sequence: the first H of `heads` -> [N, H * D]."""
@@ -197,6 +216,15 @@ class GatedLayer(Layer):
         heads = self.rotate_and_store(torch.cat((query, keys_values), 1), cache, batch)
         attended: Tensor = self.attention.o_proj(self.attend(heads, cache, batch) * gate.flatten(1).sigmoid())
         return attended
+
+
+class PairsLayer(Layer):
+    """A layer that attends and whose rotary angles turn neighbouring numbers of a head."""
+
+    @staticmethod
+    def turned_right(x: Tensor) -> Tensor:
+        """Turn the pairs (2 i, 2 i + 1) of a head's numbers by a right angle."""
+        return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
 
 
 class CpuLayer(Layer):

@@ -60,7 +60,7 @@ class Runner:
         visual = family.tower(model)
         self.tower = None if visual is None else family.engine_tower(visual, spec.mean, spec.std)
         self.rotary_positions = family.rotary_positions
-        self.layers = make_layers(self.text, text, family.norm_offset)
+        self.layers = make_layers(self.text, text, family.norm_offset, rotates_pairs=family.rotates_pairs)
         self.cache: list[Cache] = [layer.new_cache(num_slots, max_context) for layer in self.layers]
         self._pads = uses_onednn(weight)
         self._by_torch = not isinstance(self.layers[0], CpuLayer)

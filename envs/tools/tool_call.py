@@ -1,9 +1,9 @@
 r"""Read the tool calls in a model's answer: <tool_call>{…}</tool_call> after its thoughts, the form of Hermes and Qwen.
 
-Besides strict JSON, the forms that models write are read: LaTeX whose backslashes are not doubled, single quotes, a
-trailing comma, a code fence, a list of calls or several in one block, a missing tag, other spellings
-of the tag and of the keys, keys and values without quotes, NAME(KEY=VALUE), elements and attributes of XML, and
-Qwen3-Coder's <function=NAME><parameter=KEY>…</parameter></function>.
+Besides strict JSON, the forms that models write are read, those of the families in `shared/families` among them: LaTeX
+whose backslashes are not doubled, single quotes, a trailing comma, a code fence, a list of calls or several in one
+block, a missing tag, other spellings of the tag and of the keys, keys and values without quotes, NAME(KEY=VALUE),
+elements and attributes of XML, and Qwen3-Coder's <function=NAME><parameter=KEY>…</parameter></function>.
 """
 
 from __future__ import annotations
@@ -211,6 +211,8 @@ def _loose_call(block: str, *, is_closed: bool) -> ToolCall | None:
     """Return the call of a block that is no JSON; None if it cannot be read."""
     name: str | None
     arguments: Any = None
+    if is_closed and re.fullmatch(_NAME, block):  # as GLM writes a call without arguments
+        return _call_of({"name": block, "arguments": {}})
     if match := _PYTHON.fullmatch(block):
         name, arguments = match[1], _python_arguments(match[2].strip())
     elif (match := _NAME_AND_JSON.fullmatch(block)) or (match := _NAME_ELEMENT.fullmatch(block)):

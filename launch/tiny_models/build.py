@@ -1,6 +1,6 @@
-"""Builds a small model: a family's real classes with a small config, and a byte-level BPE tokenizer with Qwen's special
-tokens and chat layout. 1.4 M parameters for Sokoban, 0.3 and 1.3 M for geometry, 0.2 M for the colour task; all run on
-a laptop's CPU."""
+"""Builds a small model: a family's real classes with a small config, and a byte-level BPE tokenizer with the family's
+special tokens and chat layout. 1.4 M parameters for Sokoban, 0.3 and 1.3 M for geometry, 0.2 M for the colour task; all
+run on a laptop's CPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2VLImageProcessorPil,
     Qwen3_5Config,
     Qwen3Config,
     Qwen3VLConfig,
@@ -23,6 +23,8 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from shared.families.marks import CALL, THOUGHT
+from shared.families.model_family import ModelFamily, SmallTokenizer
+from shared.families.model_sizes import ModelSizes
 from shared.families.registry import FAMILIES
 
 SPECIAL_TOKENS = (
@@ -49,6 +51,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
+QWEN = SmallTokenizer(SPECIAL_TOKENS, PLAIN_ADDED_TOKENS, CHAT_TEMPLATE)
 TOOLS_TEMPLATE = (
     "{%- if tools -%}{{- '<|im_start|>system\nTools:' -}}"
     "{%- for tool in tools -%}{{- ' ' + tool.function.name -}}{%- endfor -%}{{- '<|im_end|>\n' -}}{%- endif -%}"
@@ -57,33 +60,35 @@ TOOLS_TEMPLATE = (
 
 
 def build_tokenizer(
-    phrases: list[str], vocab_size: int = 640, chat_template: str = CHAT_TEMPLATE
+    phrases: list[str], vocab_size: int = 640, chat_template: str = "", tokens: SmallTokenizer = QWEN
 ) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE whose merges span whole phrases, so that a fixed sentence of a task is one or two tokens.
 
-    `phrases` are the task's recurring texts; any other text can still be encoded, byte by byte.
+    `phrases` are the task's recurring texts; any other text can still be encoded, byte by byte. `tokens`: the family's;
+    `chat_template`: another one.
     """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIAL_TOKENS) - len(PLAIN_ADDED_TOKENS),
+        vocab_size=vocab_size - len(tokens.special) - len(tokens.plain),
         min_frequency=1,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
         max_token_length=256,
     )
     bpe.train_from_iterator(phrases, trainer)
-    bpe.add_special_tokens(list(SPECIAL_TOKENS))
-    bpe.add_tokens(list(PLAIN_ADDED_TOKENS))
+    bpe.add_special_tokens(list(tokens.special))
+    bpe.add_tokens(list(tokens.plain))
+    end = "<|im_end|>" if tokens is QWEN else tokens.special[0]
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=chat_template,
+        eos_token=end,
+        pad_token=tokens.special[0],
+        chat_template=chat_template or tokens.chat_template,
         model_max_length=32768,
         clean_up_tokenization_spaces=False,
-        additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")],
+        additional_special_tokens=[t for t in tokens.special if t not in (end, tokens.special[0])],
     )
 
 
@@ -97,8 +102,10 @@ def build_config(
     vocab_size: int = 640,
     family: str = "qwen3_vl",
 ) -> PreTrainedConfig:
-    """Return the config of a small model of a `family`, given by its model_type: qwen3_vl, qwen3_5, or qwen3 for a text
-    model. `hidden` must be a multiple of 64 (heads of size 32)."""
+    """Return the config of a small model of a `family`, given by its model_type: qwen3_vl, qwen3_5, qwen3 for a text
+    model, or one with a tokenizer of its own. `hidden` must be a multiple of 64 (heads of size 32)."""
+    if FAMILIES[family].small_tokenizer is not None:
+        return _example(FAMILIES[family], tokenizer, hidden, layers, vision_hidden, vision_depth, vocab_size)
     heads, ids = hidden // 32, tokenizer.get_vocab()
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     text = {
@@ -150,6 +157,39 @@ def build_config(
     )
 
 
+def _example(
+    family: ModelFamily,
+    tokenizer: PreTrainedTokenizerFast,
+    hidden: int,
+    layers: int,
+    vision_hidden: int,
+    vision_depth: int,
+    vocab_size: int,
+) -> PreTrainedConfig:
+    """Return the family's example of a config."""
+    sizes = ModelSizes(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_dense_layers=layers,
+        num_heads=hidden // 32,
+        num_kv_heads=hidden // 64,
+        head_dim=32,
+        intermediate_size=3 * hidden,
+        tied=False,
+        max_context=4096,
+        vision_depth=vision_depth,
+        vision_hidden=vision_hidden,
+        vision_positions=256,
+        patch_values=3 * 2 * 16 * 16,
+        merge=4,
+        merger_size=2 * hidden,
+    )
+    config = AutoConfig.for_model(family.model_type, **family.example(sizes, tokenizer.get_vocab()))
+    config.text_config.initializer_range, config.vision_config.initializer_range = hidden**-0.5, vision_hidden**-0.5
+    return config
+
+
 def _layer_types(layers: int) -> list[str]:
     """Return the kinds of Qwen3.5's layers: every fourth attends, and the last."""
     return ["full_attention" if (i + 1) % 4 == 0 or i == layers - 1 else "linear_attention" for i in range(layers)]
@@ -168,10 +208,15 @@ def save(folder: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     folder = Path(folder)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if FAMILIES[model.config.model_type].takes_images:
-        half, size = [0.5, 0.5, 0.5], {"shortest_edge": 1024, "longest_edge": 1048576}
-        Qwen2VLImageProcessorPil(
+    family = FAMILIES[model.config.model_type]
+    if family.takes_images:
+        half = [0.5, 0.5, 0.5]
+        size = {"shortest_edge": 1024 * family.bounded_frames, "longest_edge": 1048576 * family.bounded_frames}
+        getattr(transformers, family.image_processor)(
             patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=half, image_std=half, size=size
         ).save_pretrained(folder)
-    generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ends = [tokenizer.convert_tokens_to_ids(end) for end in family.ends_of_turn]
+    others = [number for number in ends if number != tokenizer.eos_token_id]
+    eos = [tokenizer.eos_token_id, *others] if others else tokenizer.eos_token_id
+    generation = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -241,6 +241,12 @@ TASKS = {
         {"hidden": 64, "layers": 4, "vision_hidden": 32, "vision_depth": 1, "vocab_size": 384, "family": "qwen3_5"},
         play_colour,
     ),
+    "colour_glm": Task(
+        (COLOUR_PROMPT,),
+        (*colour.COLOURS, "Which colour?", COLOUR_PROMPT),
+        {"hidden": 64, "layers": 2, "vision_hidden": 32, "vision_depth": 1, "vocab_size": 384, "family": "glm4v"},
+        play_colour,
+    ),
     "colour_text": Task(
         (COLOUR_PROMPT,),
         (*colour.COLOURS, "Which colour?", COLOUR_PROMPT, *map(colour.told, colour.COLOURS)),

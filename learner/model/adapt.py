@@ -223,9 +223,15 @@ def use_fast_parts(model: nn.Module, norm_offset: float = 0.0) -> None:
             replace_forward(module, MethodType(forwards.rms_norm, module))
         elif kind is nn.LayerNorm:
             replace_forward(module, MethodType(forwards.layer_norm, module))
-        elif type(getattr(module, "act_fn", None)).__name__.startswith("SiLU") and hasattr(module, "gate_proj"):
+        elif _is_plain_mlp(module):
             TRICKS["swiglu"].require(_is_known_mlp(kind))
             replace_forward(module, MethodType(forwards.swiglu, module))
+
+
+def _is_plain_mlp(module: nn.Module) -> bool:
+    """Tell whether a module should be a SwiGLU MLP: one that has further layers computes something else."""
+    is_gated = type(getattr(module, "act_fn", None)).__name__.startswith("SiLU") and hasattr(module, "gate_proj")
+    return is_gated and {name for name, _ in module.named_children()} <= {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def epsilon_of(norm: Any) -> float:

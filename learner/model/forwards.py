@@ -46,9 +46,12 @@ def decoder_layer(layer: Any, hidden_states: Tensor, *args: Any, rows: Tensor | 
     else:
         attended, _ = layer.self_attn(*args, hidden_states=normed, **kwargs)
         attended = attended if rows is None else attended.index_select(1, rows)
+    added = getattr(layer, "post_self_attn_layernorm", None), getattr(layer, "post_mlp_layernorm", None)
+    attended = attended if added[0] is None else added[0](attended)  # some families norm what a layer adds, too
     residual = hidden_states if rows is None else hidden_states.index_select(1, rows)
     residual, normed = _add_and_norm(layer.post_attention_layernorm, residual, attended)
-    return residual + cast("Tensor", layer.mlp(normed))
+    out = cast("Tensor", layer.mlp(normed))
+    return residual + (out if added[1] is None else added[1](out))
 
 
 def _add_and_norm(norm: Any, hidden_states: Tensor, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:

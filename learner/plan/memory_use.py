@@ -237,7 +237,9 @@ def activations(sizes: ModelSizes, setting: Setting) -> float:
     ends = _norm_bytes(sizes.hidden_size, setting.dtype_bytes) * text  # the last norm
     # inputs of the output head, and the embeddings
     ends += sizes.hidden_size * setting.dtype_bytes * (setting.sampled_share + 1) * text
-    merged = setting.dtype_bytes * 4 * (1 + sizes.num_deepstack) * sizes.vision_hidden
+    merged: float = setting.dtype_bytes * 4 * (1 + sizes.num_deepstack) * sizes.vision_hidden
+    if sizes.merger_size:  # the norms around the blocks, then tensors of visual tokens
+        merged += setting.dtype_bytes * 4 * (sizes.hidden_size + sizes.merger_size) / sizes.merge
     return kept + ends + (merged + FP32 * sizes.patch_values / 2) * patches
 
 
@@ -256,7 +258,8 @@ def _layer_bytes(sizes: ModelSizes, dtype_bytes: int, output_share: float = 1.0)
     gated = dtype_bytes * 3 * q if sizes.attention_gate else 0  # the gate, its sigmoid, and the product
     attention = gated + _norm_bytes(sizes.hidden_size, dtype_bytes) + (dtype_bytes * (q + kv) if sizes.qk_norm else 0)
     attention += dtype_bytes * 2 * (q + kv) + FP32 * sizes.num_heads
-    return attention + output_share * (_norm_bytes(sizes.hidden_size, dtype_bytes) + _mlp_bytes(sizes, dtype_bytes))
+    norms = (sizes.layer_norms - 1) * _norm_bytes(sizes.hidden_size, dtype_bytes)
+    return attention + output_share * (norms + _mlp_bytes(sizes, dtype_bytes))
 
 
 def _delta_bytes(sizes: ModelSizes, dtype_bytes: int) -> float:
@@ -272,7 +275,7 @@ def _delta_bytes(sizes: ModelSizes, dtype_bytes: int) -> float:
 
 
 def _mlp_bytes(sizes: ModelSizes, dtype_bytes: int) -> float:
-    dense = dtype_bytes * 3 * sizes.intermediate_size
+    dense = dtype_bytes * (4 if sizes.fused_mlp else 3) * sizes.intermediate_size
     routed = sizes.experts_per_token * dtype_bytes * (2 * sizes.hidden_size + 4 * sizes.expert_size)
     sparse_share = 1 - sizes.num_dense_layers / sizes.num_layers
     return (1 - sparse_share) * dense + sparse_share * (routed + 3 * FP32 * sizes.num_experts)

@@ -143,6 +143,11 @@ def attend_all(attention: Any, hidden: Tensor, tables: Tables) -> Tensor:
     return attention.proj(out.transpose(1, 2).reshape(hidden.shape))
 
 
+def rms_normed(norm: Any, hidden: Tensor) -> Tensor:
+    """Compute an RMS norm with torch's own kernel."""
+    return F.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
 def _chunks(members: list[int], most: int) -> Iterator[list[int]]:
     """Yield pieces of the list whose lengths are powers of two, at most `most`: so few shapes occur, without
     padding."""

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class SmallTokenizer:
+    """What the tokenizer of a family's small models has of the published ones. `special`: control tokens, first the one
+    that ends a text; `plain`: added tokens that no text has to spell; `chat_template`: as published."""
+
+    special: tuple[str, ...]
+    plain: tuple[str, ...]
+    chat_template: str
+
+
+@dataclass(frozen=True, slots=True)
 class PublishedModel:
     """A model of the hub: `organisation`/NAME-`variant` for each of its variants, NAME alone for the variant ""."""
 
@@ -55,10 +65,14 @@ class ModelFamily(ABC):
     transposed: ClassVar[tuple[str, ...]] = ()
     ignored: ClassVar[re.Pattern[str] | None] = None  # tensors of published checkpoints that are not loaded
     norm_offset: ClassVar[float] = 0.0  # the decoder's RMSNorms multiply by this plus their weight
+    rotates_pairs: ClassVar[bool] = False  # rotary angles turn a head's neighbouring numbers, not those half apart
     is_recurrent: ClassVar[bool] = False  # some layers carry a state from token to token
+    bounded_frames: ClassVar[int] = 1  # equal frames of a still image that preprocessor_config.json's bounds count
     decoder_path: ClassVar[str]  # path of the language model in transformers' model
     tower_path: ClassVar[str] = ""  # path of the vision tower in transformers' model; "" = it has none
     published: ClassVar[Mapping[str, PublishedModel]] = {}  # by name without the variant
+    small_tokenizer: ClassVar[SmallTokenizer | None] = None  # None: Qwen's (launch/tiny_models/build.py)
+    image_processor: ClassVar[str] = "Qwen2VLImageProcessorPil"  # class of transformers, for small models
 
     @property
     def takes_images(self) -> bool:
@@ -130,6 +144,16 @@ class ModelFamily(ABC):
     def vision_fields(self, config: Mapping[str, Any], images: Mapping[str, Any]) -> dict[str, Any]:
         """Return fields of `VisionSpec`, from config.json and preprocessor_config.json. Raise ValueError if they
         describe no vision model."""
+
+    def before_resizing(self, width: int, height: int, unit: int) -> tuple[int, int]:
+        """Return the size (width, height) of which an image's size in the model is computed. `unit`: the side of a
+        visual token in pixels."""
+        return width, height
+
+    def example(self, sizes: ModelSizes, ids: Mapping[str, int]) -> dict[str, Any]:
+        """Return a config.json, as transformers' class takes it, of a model of these sizes. `ids`: token ids by token.
+        A family implements it for its small models and its tests."""
+        raise NotImplementedError(f"{type(self).__name__} has no example")
 
     # ------------------------------------------------------------------ tokens
 

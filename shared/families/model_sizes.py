@@ -29,6 +29,8 @@ class ModelSizes:
     shared_expert_size: int = 0  # of the expert that every token uses, with a gate
     tied: bool  # the output head is the embeddings
     max_context: int
+    layer_norms: int = 2  # norms of the hidden size in a decoder layer
+    fused_mlp: bool = False  # one matrix gives a dense MLP's gate and what it multiplies
     qk_norm: bool = True  # each head of queries and keys is normed
     attention_bias: bool = False  # queries, keys and values have biases
     attention_gate: bool = False  # the projection of queries also gives a gate for each head's output
@@ -46,9 +48,11 @@ class ModelSizes:
     vision_positions: int = 0  # number of learned positions; 0 = none
     vision_gated_mlp: bool = False  # SwiGLU, else one activation
     vision_rms_norm: bool = False  # RMSNorms, else LayerNorms
+    vision_bias: bool = True  # the blocks' projections and MLPs have biases
     vision_patch_bias: bool = True  # the patches' embedding has a bias
     patch_values: int = 0  # colours x frames x height x width of a patch
     merge: int = 1  # patches of one visual token
+    merger_size: int = 0  # width of the gated MLP of a merger that joins patches by a convolution; 0 = Qwen's merger
     num_deepstack: int = 0  # levels of the tower whose features are added in a layer of the decoder
 
     # ------------------------------------------------------------------ parameters
@@ -63,7 +67,7 @@ class ModelSizes:
     def attention_vectors(self) -> int:
         """The parameters of the norms and biases of one decoder layer that attends."""
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.attention_bias else 0
-        return 2 * self.hidden_size + biases + (2 * self.head_dim if self.qk_norm else 0)
+        return self.layer_norms * self.hidden_size + biases + (2 * self.head_dim if self.qk_norm else 0)
 
     @property
     def attention_parameters(self) -> int:
@@ -153,8 +157,8 @@ class ModelSizes:
     def vision_block_parameters(self) -> int:
         h, i = self.vision_hidden, self.vision_intermediate
         rising = 2 if self.vision_gated_mlp else 1  # matrices from the hidden to the intermediate size
-        mlp = (rising + 1) * h * i + rising * i + h
-        return 2 * self._vision_norm * h + 4 * h * h + 4 * h + mlp
+        biases = rising * i + h + 4 * h if self.vision_bias else 0
+        return 2 * self._vision_norm * h + 4 * h * h + (rising + 1) * h * i + biases
 
     @property
     def _vision_norm(self) -> int:
@@ -164,6 +168,7 @@ class ModelSizes:
     @property
     def vision_parameters(self) -> int:
         ends = self.patch_values + self.vision_patch_bias + self.vision_positions
+        ends += 2 * self._vision_norm if self.merger_size else 0  # norms before and after the blocks
         return self.vision_depth * self.vision_block_parameters + self.vision_hidden * ends
 
     @property
@@ -171,7 +176,9 @@ class ModelSizes:
         """The parameters of the mergers, which make visual tokens of patches, including the deepstack's."""
         if not self.vision_depth:
             return 0
-        wide = self.merge * self.vision_hidden
+        wide, out = self.merge * self.vision_hidden, self.hidden_size
+        if self.merger_size:
+            return (wide + 1) * out + out * out + 2 * out + 3 * out * self.merger_size
         linear = wide * wide + wide + wide * self.hidden_size + self.hidden_size
         norms = self._vision_norm * (self.vision_hidden + self.num_deepstack * wide)
         return (1 + self.num_deepstack) * linear + norms
@@ -199,6 +206,8 @@ class ModelSizes:
         blocks, dense = self.vision_depth, self.num_dense_layers
         full, (keys, values) = self.num_attention_layers, self.linear_widths
         rising = 2 if self.vision_gated_mlp else 1
+        i_dense = self.intermediate_size
+        gates = (dense, 2 * i_dense, h) if self.fused_mlp else (2 * dense, i_dense, h)
         matrices = {
             "attention": [
                 (full, (1 + self.attention_gate) * q, h),
@@ -209,7 +218,8 @@ class ModelSizes:
                 (self.num_linear_layers, h, values),
             ],
             "dense": [
-                *[(2 * dense, self.intermediate_size, h), (dense, h, self.intermediate_size)],
+                gates,
+                (dense, h, i_dense),
                 *[(2 * shared, self.shared_expert_size, h), (shared, h, self.shared_expert_size)],
             ],
             "experts": [(sparse, 2 * self.expert_size, h), (sparse, h, self.expert_size)],
@@ -220,7 +230,10 @@ class ModelSizes:
                 (blocks, v, i),
             ],
         }
-        matrices["vision"] += [(mergers, wide, wide), (mergers, h, wide)]
+        if self.merger_size:
+            matrices["vision"] += [(1, h, h), (2, self.merger_size, h), (1, h, self.merger_size)]
+        else:
+            matrices["vision"] += [(mergers, wide, wide), (mergers, h, wide)]
         return [each for target in targets for each in matrices[target] if each[0]]
 
     def adapter_parameters(self, rank: int, targets: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shared.families.glm4v.glm4v_family import Glm4v
 from shared.families.model_family import ModelFamily
 from shared.families.model_sizes import ModelSizes
 from shared.families.qwen2_5_vl.qwen2_5_vl_family import Qwen25VL
@@ -18,6 +19,7 @@ FAMILIES: dict[str, ModelFamily] = {}
 """By config.json's model_type."""
 PUBLISHED: dict[str, ModelSizes] = {}
 """The sizes of published models, by name without the variant, so that a run can be planned without a download."""
+PAGE = "docs/how-to/extend.md#a-model-family"
 HUB_NAMES: dict[str, str] = {}
 """The hub's name of each published model, by its name with the variant."""
 
@@ -39,6 +41,7 @@ register(Qwen25VL())
 register(Qwen3())
 register(Qwen35())
 register(Qwen35Moe())
+register(Glm4v())
 
 
 def family_named(model_type: Any, where: object) -> ModelFamily:
@@ -47,7 +50,7 @@ def family_named(model_type: Any, where: object) -> ModelFamily:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"{where} holds a model of the family {model_type!r}, but those that run are {', '.join(FAMILIES)}; "
-            "add another in shared/families/registry.py"
+            f"{PAGE} tells how to add another"
         )
     return FAMILIES[model_type]
 

@@ -259,7 +259,7 @@ def check_trajectory(t: Trajectory, rules: TokenRules) -> None:
     sampled = t.loss_mask.view(bool)
     if mask and ids.view(np.uint32).max() >= rules.vocab_size:  # read as unsigned, negative ids are large
         raise WireError("token_id", f"token ids {ids.min()}..{ids.max()} leave the vocabulary of {rules.vocab_size}")
-    special = {rules.placeholder_id, *rules.banned_ids}  # they are consecutive ids in every family of models
+    special = {rules.placeholder_id, *rules.banned_ids}  # they are near each other in every family of models
     near = np.flatnonzero((ids - min(special)).view(np.uint32) <= max(special) - min(special))
     special_ids = ids[near].tolist()
     if (num_placeholders := special_ids.count(rules.placeholder_id)) != len(t.images):

@@ -260,7 +260,7 @@ async def rollout(context):
         stream.images,
         context.sampling,
         banned_ids=context.renderer.banned_ids,
-        stop_ids=(context.renderer.end_id,),
+        stop_ids=context.renderer.end_ids,
         max_new_tokens=context.limits.turn_tokens,
         seed=context.seed,
     )

@@ -45,7 +45,7 @@ from shared.types import Group
 from shared.vision import VisionSpec
 from tests.support.episodes import joined, learner_config, random_groups
 from tests.support.publishing import publish_settings
-from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES
+from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES, OTHERS
 from tests.support.ranks.checks import said_by_the_check
 from tests.support.ranks.cuts import CUTS, groups_of
 from tests.support.ranks.doubled import in_float64
@@ -244,9 +244,11 @@ def said_of_a_number_on_the_last_rank(ranks: Ranks, number: float) -> str:
 
 
 def model_of(folder: str, case: str) -> str:
-    """Return the folder of a case's model: the mixture of experts, Qwen2.5-VL, the text model and Qwen3.5 are in
-    folders beside `folder`."""
-    other = {"experts": "moe", "windows": "windows", "text": "text", "recurrent": "recurrent"}
+    """Return the folder of a case's model: the mixture of experts, Qwen2.5-VL, the text model, Qwen3.5 and the families
+    of other makers are in folders beside `folder`."""
+    other = {"experts": "moe", "windows": "windows", "text": "text", "recurrent": "recurrent"} | {
+        name: f"family_{name}" for name in OTHERS
+    }
     return str(Path(folder).parent / other[case]) if case in other else folder
 
 

@@ -13,13 +13,13 @@ from safetensors import safe_open
 from launch.engines.network import free_port
 from learner.checkpoints.hf_export import export_checkpoint
 from tests.support.runs import command, finished, metrics, places
-from tests.support.small.families import EXPERT_SIZE, FAMILIES, NUM_EXPERTS, as_mixture, qwen3, qwen3_5, qwen25
+from tests.support.small.families import EXPERT_SIZE, FAMILIES, NUM_EXPERTS, as_mixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("all_starts_forked")]
 
 COLOURS = Path("launch/models/colour_tiny")
-MADE = {"Qwen2.5-VL": qwen25, "Qwen3-VL-MoE": lambda folder: as_mixture(COLOURS, folder)}
-MADE |= {"Qwen3": qwen3, "Qwen3.5": qwen3_5}
+MADE = {name: made[0] for name, made in sorted(FAMILIES.items()) if name not in ("Qwen3-VL", "Qwen3.5-MoE")}
+MADE["Qwen3-VL-MoE"] = lambda folder: as_mixture(COLOURS, folder)
 LAID_OUT = {
     "Qwen2.5-VL": {"visual.blocks.0.attn.qkv.weight": [96, 32], "model.layers.1.self_attn.q_proj.bias": [64]},
     "Qwen3-VL-MoE": {
@@ -89,7 +89,7 @@ def test_a_family_is_trained_published_and_evaluated(trained):
 def test_the_export_is_laid_out_as_published_and_transformers_reads_what_was_trained(trained, exported):
     family, folder, _, _, _ = trained
     before, found = shapes_in(folder), shapes_in(exported)
-    assert found.keys() == before.keys() and found.items() >= LAID_OUT[family].items()
+    assert found.keys() == before.keys() and found.items() >= LAID_OUT.get(family, {}).items()
     for name, shape in before.items():  # those of the model that transformers made, but for the experts
         assert found[name] == ([shape[0], shape[2], shape[1]] if ".experts." in name else shape)
     old, new = (dict(FAMILIES[family][1].from_pretrained(path).named_parameters()) for path in (folder, exported))

@@ -35,8 +35,8 @@ def test_v_trace_teaches_a_small_model_to_name_colours_from_chance(tmp_path: Pat
 
 @pytest.mark.learning
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["colour_tiny_qwen35", "colour_text_tiny"])
-def test_a_small_qwen35_and_a_text_model_learn_to_name_colours(tmp_path: Path, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["colour_tiny_qwen35", "colour_tiny_glm", "colour_text_tiny"])
+def test_a_small_qwen35_a_glm_and_a_text_model_learn_to_name_colours(tmp_path: Path, recipe: str) -> None:
     result = json.loads(run(recipe, places(tmp_path, **{"eval.samples": 200})).stdout.splitlines()[-1])
     assert 0.1 < result["success_before"] < 0.5
     assert result["success_after"] >= 0.8

@@ -22,6 +22,7 @@ from learner.plan.duration import LEAST_EPISODES, Engines
 from learner.plan.memory_use import DTYPE_BYTES
 from shared.config.recipe import ConfigError, Recipe
 from shared.engine.nccl_versions import SGLANG_TESTED, TORCH_OF_SGLANG, Environment, environment_in
+from shared.families.registry import family_in
 from shared.keys import read_api_key
 from shared.util.own_commands import command, is_installed
 
@@ -186,8 +187,9 @@ def sglang_flags(recipe: Recipe, placement: EnginePlacement) -> dict[str, Any]:
     """Return the flags of SGLang's server, without dashes; `engine.flags` overrides the others. Raise ConfigError for
     flags that are not supported."""
     engine, model = recipe.engine, recipe.model
-    size = {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}
     path = Path(model.path)
+    frames = family_in(path).bounded_frames if (path / "config.json").is_file() else 1
+    size = {"shortest_edge": model.min_pixels * frames, "longest_edge": model.max_pixels * frames}
     flags: dict[str, Any] = {
         "model-path": str(path.resolve()) if path.exists() else model.path,
         "host": engine.host,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.families.engine_tower import Tables, VisionTower, attend_all, rotated_heads
+from shared.families.engine_tower import Tables, VisionTower, attend_all, rms_normed, rotated_heads
 from shared.families.mrope import Grid
 
 Windows = tuple[tuple[int, int], ...]
@@ -38,12 +38,12 @@ class Qwen25Tower(VisionTower[Qwen25Tables]):
         tokens = patches.unflatten(1, (-1, visual.spatial_merge_unit))
         hidden = tokens[:, tables.order].flatten(1, 2)
         for depth, block in enumerate(visual.blocks):
-            normed = _normed(block.norm1, hidden)
+            normed = rms_normed(block.norm1, hidden)
             if depth in visual.fullatt_block_indexes:
                 hidden = hidden + attend_all(block.attn, normed, tables)
             else:
                 hidden = hidden + attend_windows(block.attn, normed, tables)
-            hidden = hidden + block.mlp(_normed(block.norm2, hidden))
+            hidden = hidden + block.mlp(rms_normed(block.norm2, hidden))
         merged = visual.merger(hidden)
         return [merged.view(len(patches), len(tables.order), -1)[:, tables.back]]
 
@@ -86,8 +86,3 @@ def _as_batch(heads: Tensor, count: int, length: int) -> Tensor:
     """Compute [B, heads, count * length, D] -> [B * count, heads, length, D]: the attention kernels take at most four
     dimensions."""
     return heads.transpose(1, 2).unflatten(1, (count, length)).flatten(0, 1).transpose(1, 2)
-
-
-def _normed(norm: Any, hidden: Tensor) -> Tensor:
-    """Compute an RMS norm with torch's own kernel."""
-    return F.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)

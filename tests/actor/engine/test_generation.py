@@ -59,11 +59,9 @@ def test_few_slots_change_nothing_but_speed(folder, spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "sizes"),
-    [("Qwen2.5-VL", WINDOWED), *((family, SIZES) for family in ("Qwen3-VL-MoE", "Qwen3", "Qwen3.5", "Qwen3.5-MoE"))],
-)
-def test_each_family_gives_the_logprobs_of_a_plain_forward_turn_after_turn(tmp_path, family, sizes):
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"Qwen3-VL"}))
+def test_each_family_gives_the_logprobs_of_a_plain_forward_turn_after_turn(tmp_path, family):
+    sizes = WINDOWED if family == "Qwen2.5-VL" else SIZES
     folder = FAMILIES[family][0](tmp_path / "model")
     spec = VisionSpec.load(folder, min_pixels=784)
     with running_engine(folder, max_context=512, min_pixels=784, max_batch=8) as (url, app):

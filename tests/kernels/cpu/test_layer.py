@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from actor.engine.delta_layers import DeltaLayer
-from actor.engine.layers import CpuLayer, GatedLayer, Layer
+from actor.engine.layers import CpuLayer
 from kernels.cpu import layer as cpu_layer
 from kernels.cpu import library
 from shared.vision import VisionSpec
@@ -175,8 +174,7 @@ def test_without_a_compiler_each_family_gives_the_same_logprobs_by_torch_and_one
         caplog.at_level(logging.INFO, logger="kernels"),
         running_engine(folder, max_context=512, min_pixels=784, max_batch=8) as (url, app),
     ):
-        kinds = {DeltaLayer, GatedLayer} if family.startswith("Qwen3.5") else {Layer}
-        assert {type(layer) for layer in app.scheduler.runner.layers} == kinds
+        assert not any(isinstance(layer, CpuLayer) for layer in app.scheduler.runner.layers)
         sizes = [(56, 56), (112, 56)] if family == "Qwen2.5-VL" else SIZES
         check(folder, spec, play_at_once(url, spec, range(6), sizes=sizes, pause_s=0.02))
     assert [record.message for record in caplog.records if "C compiler" in record.message] == [

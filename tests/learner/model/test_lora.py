@@ -19,10 +19,11 @@ from shared.config.lora_section import LoraConfig
 from shared.config.recipe import ConfigError, load_recipe
 from tests.support.episodes import learner_config, packed, random_groups
 from tests.support.small.adapted import adapted_config, adapted_policy, adapted_trainer, move_adapters, values_of
-from tests.support.small.families import qwen3, qwen3_5
+from tests.support.small.families import FAMILIES
 from tests.support.tiny import mixture_dir, tiny_model_dir
 
 ALL = ("attention", "dense", "vision")
+OTHERS = sorted(name for name in FAMILIES if not name.endswith(("-VL", "-MoE")))
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +58,12 @@ def test_the_sum_is_that_of_float64_and_rounded_once(shapes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "mixture", "text", "recurrent"])
+@pytest.mark.parametrize("kind", ["dense", "mixture", *OTHERS])
 def test_logprobs_are_bit_for_bit_those_of_the_merged_model_and_gradients_those_of_its_own(deep, tmp_path, kind):
     """dA = s B' dW and dB = s dW A', in float64, from the gradients dW of all weights of the merged model."""
-    folder = {"dense": lambda: deep, "mixture": lambda: mixture_dir(deep), "text": lambda: qwen3(tmp_path),
-            "recurrent": lambda: qwen3_5(tmp_path)}[kind]()  # fmt: skip
-    targets = {"dense": ALL, "mixture": ("attention", "experts"), "text": ("attention", "dense")}.get(kind, ALL)
+    makers = {"dense": lambda _: deep, "mixture": lambda _: mixture_dir(deep)}
+    folder = (makers.get(kind) or FAMILIES[kind][0])(tmp_path)
+    targets = {"mixture": ("attention", "experts"), "Qwen3": ("attention", "dense")}.get(kind, ALL)
     policy = adapted_policy(folder, targets=targets)
     batch = batch_of(policy)
     start = load_policy(str(folder), policy.spec)(batch, 1.0).logprobs

@@ -12,10 +12,10 @@ from learner.checkpoints.restoring import load_checkpoint
 from learner.distributed import close_ranks, init_ranks
 from learner.weights.gathering import gathered
 from tests.support.learner_ranks import recipe_of, train, trainer_of
-from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES
+from tests.support.ranks.cases import CASES, CASES_OF, EXACT, MODES, OTHERS
 from tests.support.ranks.cuts import CUTS
 from tests.support.ranks.weights import distance
-from tests.support.small.families import qwen3, qwen3_5, qwen25
+from tests.support.small.families import FAMILIES, qwen3, qwen3_5, qwen25
 from tests.support.tiny import mixture_dir, running_engine, tiny_model_dir
 
 pytestmark = pytest.mark.slow
@@ -29,6 +29,8 @@ def folder(tmp_path_factory):
     qwen25(folder.parent / "windows")
     qwen3(folder.parent)
     qwen3_5(folder.parent)
+    for name in OTHERS:
+        FAMILIES[name][0](folder.parent / name).rename(folder.parent / f"family_{name}")
     return folder
 
 

@@ -28,7 +28,7 @@ from learner.model.policy import Policy, load_policy
 from shared.config.lora_section import LoraConfig
 from shared.families.model_family import PublishedModel
 from shared.families.qwen3_vl.qwen3_vl_family import Qwen3VL
-from shared.families.registry import FAMILIES, HUB_NAMES, PUBLISHED, family_of, find_sizes, register
+from shared.families.registry import FAMILIES, HUB_NAMES, PAGE, PUBLISHED, family_of, find_sizes, register
 from shared.types import Image, Sampling
 from shared.vision import VisionSpec
 from tests.support.engines import ask
@@ -144,7 +144,9 @@ def test_an_unknown_model_type_names_what_is_known_and_where_to_add_it(folder):
         register(Renamed())
     line = str(caught.value)
     assert "\n" not in line and f"the family {MODEL_TYPE!r}, but those that run are qwen3_vl, qwen3_vl_moe" in line
-    assert line.endswith("add another in shared/families/registry.py") and Path("shared/families/registry.py").exists()
+    page, _, heading = PAGE.partition("#")
+    assert line.endswith(f"{PAGE} tells how to add another")
+    assert f"\n## {heading.replace('-', ' ').capitalize()}\n" in Path(page).read_text()
 
 
 @pytest.mark.parametrize("model_type", [None, 3, ["qwen3_vl"], {"name": "qwen3_vl"}])

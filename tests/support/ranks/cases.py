@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.small.families import FAMILIES
+
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "vtrace": ({}, 3),
     "empty_shard": ({}, 0),  # only one episode, of text, for two ranks
@@ -30,11 +32,14 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "recurrent": ({}, 2),  # uses the Qwen3.5 beside the model
     "text": ({}, 2),  # uses the Qwen3 beside the model, which has no tower
 }
+OTHERS = sorted(name for name in FAMILIES if not name.startswith("Qwen"))
+"""Families of other makers, each a case that uses the model of its name beside the model."""
+CASES |= {name: ({}, 2) for name in OTHERS}
 # Three ranks test sizes that are not divisible; the other cases differ from these only in the loss of a token.
 OF_THREE = ("vtrace", "empty_shard", "grpo", "uneven", "muon", "experts", "updates")
 CASES_OF = {
     1: tuple(CASES),
-    2: tuple(name for name in CASES if name not in ("windows", "text", "recurrent")),
+    2: tuple(name for name in CASES if name not in ("windows", "text", "recurrent", *OTHERS)),
     3: OF_THREE,
 }
 MODES: dict[str, tuple[int, str, dict[str, Any]]] = {  # (ranks, case, settings); must equal that case on one rank
@@ -53,6 +58,8 @@ MODES: dict[str, tuple[int, str, dict[str, Any]]] = {  # (ranks, case, settings)
     "context_offloaded": (2, "vtrace", {"context": 2, "offload": True}),
     "text": (2, "text", {}),
     "recurrent": (2, "recurrent", {}),
+    **{name: (2, name, {}) for name in OTHERS},
+    **{f"context_{name}": (2, name, {"context": 2}) for name in OTHERS},
     "context_text": (2, "text", {"context": 2}),
     "context_windows": (2, "windows", {"context": 2}),
     "context_4_windows": (4, "windows", {"context": 4}),

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    Glm4vForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
@@ -24,8 +25,9 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from launch.tiny_models.build import build_config, build_model, save
-from tests.support.tiny import tiny_model_dir, tiny_tokenizer
+from launch.tiny_models.build import build_config, build_model, build_tokenizer, save
+from shared.families.registry import FAMILIES as ALL
+from tests.support.tiny import PHRASES, tiny_model_dir, tiny_tokenizer
 
 NUM_EXPERTS, EXPERT_SIZE = 6, 24  # beside a hidden size of 64 or 128
 
@@ -166,7 +168,24 @@ def qwen3(folder: Path) -> Path:
     return folder / "text"
 
 
+def glm4v(folder: Path) -> Path:
+    """Write a tiny GLM-4V."""
+    return with_own_tokenizer("glm4v", folder / "glm")
+
+
+def with_own_tokenizer(model_type: str, folder: Path) -> Path:
+    """Write a tiny model of a family with a tokenizer of its own."""
+    tokens = ALL[model_type].small_tokenizer
+    assert tokens is not None
+    tokenizer = build_tokenizer(PHRASES, 640, tokens=tokens)
+    model = build_model(build_config(tokenizer, hidden=64, layers=2, vision_hidden=32, family=model_type), seed=1)
+    shift_norms(model)
+    save(folder, model, tokenizer)
+    return folder
+
+
 FAMILIES: dict[str, tuple[Callable[[Path], Path], type, tuple[int, ...]]] = {
+    "GLM-4V": (glm4v, Glm4vForConditionalGeneration, (64, 96)),
     "Qwen2.5-VL": (qwen25, Qwen2_5_VLForConditionalGeneration, (56, 84, 140)),
     "Qwen3": (qwen3, Qwen3ForCausalLM, ()),
     "Qwen3.5": (qwen3_5, Qwen3_5ForConditionalGeneration, (64, 96)),
