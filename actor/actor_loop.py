@@ -23,7 +23,9 @@ from msgspec.structs import replace
 from actor.episode import Stream
 from actor.journal import Journal
 from actor.named_engines import NamedEngines
+from shared.clocks import ClockOffset
 from shared.log import get_logger
+from shared.spans import MOST_OF_GROUP, SpanBuffer, add_span, on_track, packed_spans, recorded_into, span
 from shared.types import (
     Ack,
     AgreedSetting,
@@ -127,6 +129,7 @@ class Conversation:
         self._held_tickets = held_tickets
         self._named = named
         self._process_id: str | None = None  # id of the learner process that has welcomed this actor
+        self._clock = held_tickets.clock
         self._other_schemas = 0  # number of messages with another schema version
         self._log = get_logger(settings.name)
         self._refusals = Refusals("a message", self._log)
@@ -175,7 +178,8 @@ class Conversation:
                 tickets.forget(ticket_ids)
             case Cancel(ticket_ids, reason):
                 tickets.drop(ticket_ids, reason)
-            case Welcome(run_id, version, process_id, engines):
+            case Welcome(run_id, version, process_id, engines, hello_s, clock_s, clock):
+                self._clock.measure(clock, hello_s, clock_s, time.monotonic())
                 if process_id != self._process_id:
                     log.info("learner %s is here: run %s, version %d", self._settings.learner, run_id, version)
                     await tickets.send_all()
@@ -234,6 +238,7 @@ class HeldTickets:
         self._finished: dict[str, Finished] = {}
         self._slots = asyncio.Semaphore(settings.groups)
         self._idle = IdleMeter()
+        self.clock = ClockOffset()  # to the learner's clock
         self._log = get_logger(settings.name)
         self.lines = RepeatedLines(self._log)
         for ticket in journal.tickets() if journal else ():
@@ -283,7 +288,8 @@ class HeldTickets:
         """Send a heartbeat with the held tickets, request more tickets if there are `engines`, and resend groups
         without an answer. Return False if not connected."""
         s = self._settings
-        hello = Hello(s.name, s.engine_urls, s.rules.vocab_size, self.held(), self._idle.read(), dict(s.agreed))
+        known = s.name, s.engine_urls, s.rules.vocab_size, self.held(), self._idle.read(), dict(s.agreed)
+        hello = Hello(*known, clock_s=time.monotonic())
         self.lines.flush()
         connected = await self._endpoint.send(hello) and await self._endpoint.send(Request(s.groups if engines else 0))
         late = time.monotonic() - 2 * s.heartbeat_s
@@ -293,18 +299,24 @@ class HeldTickets:
         return connected
 
     async def _play_group(self, ticket: Ticket) -> None:
+        asked, buffer = time.monotonic(), SpanBuffer(MOST_OF_GROUP) if ticket.traced else None
         async with self._slots:
             started = time.monotonic()
-            with self._idle:
-                async with asyncio.TaskGroup() as episodes:
-                    played = [episodes.create_task(self._play_one(ticket, i)) for i in range(ticket.group_size)]
+            with self._idle, recorded_into(buffer, "group"):
+                add_span("wait for a place", asked, started, note=ticket.id)
+                with span("group", note=ticket.id):
+                    async with asyncio.TaskGroup() as episodes:
+                        played = [episodes.create_task(self._play_one(ticket, i)) for i in range(ticket.group_size)]
         group = Group(ticket.id, self._settings.name, tuple(p.result() for p in played), time.monotonic() - started)
+        if buffer is not None and math.isfinite(self.clock.error_s):
+            group = replace(group, spans=packed_spans(buffer, self.clock.add_s))
         finished = self._finished[ticket.id] = Finished(group)
         del self._playing[ticket.id]
         await self._send(finished)
 
     async def _play_one(self, ticket: Ticket, index: int) -> Trajectory:
-        trajectory = await self._play(ticket, index)
+        with on_track(f"episode {index}"), span("episode", note=ticket.id):
+            trajectory = await self._play(ticket, index)
         if error := validation_error(trajectory, self._settings.rules):
             line = f"an episode of ticket {ticket.id} breaks the contract: {error}"
             self.lines.add(logging.WARNING, f"an episode that breaks the contract: {error.partition(':')[0]}", line)
@@ -316,12 +328,21 @@ class HeldTickets:
         try:
             sent = await self._endpoint.send(finished.group)
         except WireError as error:
-            line = f"the group of ticket {finished.group.ticket_id} cannot be sent: {error}"
-            self.lines.add(logging.ERROR, f"a group that cannot be sent: {error.reason}", line)
-            finished.group = with_failed_trajectories(finished.group, error, self._settings.endpoint.max_message_bytes)
+            finished.group = self._sendable(finished.group, error)
             sent = await self._endpoint.send(finished.group)
         if sent:
             finished.sent_at = time.monotonic()
+
+    def _sendable(self, group: Group, error: WireError) -> Group:
+        """Return the group, which `error` keeps from being sent, in a form that can be sent: without its spans if they
+        are what is too much."""
+        most = self._settings.endpoint.max_message_bytes
+        plain = replace(group, spans=b"")
+        if group.spans and not _sending_error(plain, Limits(message_bytes=most)):
+            return plain
+        line = f"the group of ticket {group.ticket_id} cannot be sent: {error}"
+        self.lines.add(logging.ERROR, f"a group that cannot be sent: {error.reason}", line)
+        return with_failed_trajectories(plain, error, most)
 
 
 class IdleMeter:

@@ -198,12 +198,14 @@ class TurnTimings:
 
         return run
 
-    def record_call(self, asked: float, returned: float) -> None:
-        """Add the times of a call of the environment, made through `timed`, to the turn before it."""
+    def record_call(self, asked: float, returned: float) -> float:
+        """Add the times of a call of the environment, made through `timed`, to the turn before it. Return when a thread
+        has started it."""
+        entered = self._entered or returned
         if self._turns:
-            entered = self._entered or returned
             self._turns[-1][2] += entered - asked
             self._turns[-1][3] += returned - entered
+        return entered
 
     def notes(self, infos: Sequence[Any]) -> tuple[TurnNote, ...]:
         """Return a note for each turn. `infos` are the environment's reports about the turns; those of the last turns

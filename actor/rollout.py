@@ -33,6 +33,7 @@ from envs.base import Info, Played
 from envs.env_calls import close_env, messages_of, reset_env, step_env
 from envs.messages import split_images
 from shared.engine.engine_api import EngineError
+from shared.spans import ENVIRONMENTS, add_span, span
 from shared.types import Completion, Ending, Image, Sample, Ticket, Trajectory, Turn
 from shared.util.user_errors import TracebackLog, describe
 
@@ -182,10 +183,11 @@ class OpenEpisode:
         try:
             shown = await self._in_env(self._start)
             while True:
-                self._show(shown)
-                completion = self._replay(shown.fragment) or await self._generate(shown.fragment)
-                text = self._sample(completion)
-                shown = await self._answer(text, completion)
+                with span("turn", note=f"{len(self._answers) + 1}"):
+                    self._show(shown)
+                    completion = self._replay(shown.fragment) or await self._generate(shown.fragment)
+                    text = self._sample(completion)
+                    shown = await self._answer(text, completion)
         except EpisodeEnded as end:
             trajectory = self._trajectory(end)
         except asyncio.CancelledError:
@@ -272,7 +274,10 @@ class OpenEpisode:
         finally:
             returned = time.monotonic()
             self._env_s += returned - began
-            self._timings.record_call(began, returned)
+            entered = self._timings.record_call(began, returned)
+            add_span("wait for a thread", began, entered)
+            name = "environment step" if self._turns else "environment reset"
+            add_span(name, entered, returned, place=ENVIRONMENTS)
 
     def _start(self) -> Shown:
         sample = self._ticket.sample
@@ -335,7 +340,8 @@ class OpenEpisode:
         shown = tuple(self._observations[: len(answers)])
         images = tuple(image for images in self._images[: len(answers)] for image in images)
         played = Played(self._ticket.sample, trajectory, answers, infos, self._env, shown, images)
-        return await rewarded(trajectory, played, reward_function, self._player.tracebacks)
+        with span("reward"):
+            return await rewarded(trajectory, played, reward_function, self._player.tracebacks)
 
     async def _close(self) -> bool:
         """Close the environment, unless it is still being built; return False if that failed."""

@@ -118,6 +118,14 @@ class Coordinator(Protocol):
         """Return the value of the metric `eval.best` in an evaluation's result; NaN if there is none."""
         ...
 
+    def trace(self, *, new: bool, kept: bool) -> None:
+        """Say, on rank 0, whether new tickets are traced, and whether spans that groups bring are kept."""
+        ...
+
+    def take_traces(self) -> list[tuple[str, bytes]]:
+        """Return, on rank 0, (actor, spans) of the groups that have come since the last call."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """Return rank 0's part of a checkpoint, as JSON values."""
         ...
@@ -184,6 +192,11 @@ class RemoteCoordinator:
 
     def value_of(self, name: str) -> float:
         return float("nan")
+
+    def trace(self, *, new: bool, kept: bool) -> None: ...
+
+    def take_traces(self) -> list[tuple[str, bytes]]:
+        return []
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -304,6 +317,12 @@ class MainCoordinator:
     def out_of_time(self) -> bool:
         limit_s = 60 * self.recipe.learner.max_minutes
         return broadcast_flag(0 < limit_s < time.monotonic() - self._started, self.ranks)
+
+    def trace(self, *, new: bool, kept: bool) -> None:
+        self.ticket_server.trace(new=new, kept=kept)
+
+    def take_traces(self) -> list[tuple[str, bytes]]:
+        return self.ticket_server.take_traces()
 
     def state(self) -> dict[str, Any]:
         """Return rank 0's part of a checkpoint, as JSON values."""

@@ -30,9 +30,11 @@ from learner.recording.recorded_columns import watch
 from learner.setup import build_coordinator, build_publisher, build_trainer, collective_limit_s
 from learner.shared_gpu import keep_to_share, learner_bytes
 from learner.shutdown import Shutdown, ShutdownRequested
+from learner.step_trace import StepTrace
 from learner.tickets.sources import SampleSource
 from learner.training.trainer import Trainer
 from shared.config.recipe import Recipe
+from shared.spans import span
 from shared.types import Group, PolicyVersion, Sample
 
 MAX_BAD_STEPS = 5
@@ -136,39 +138,49 @@ def loop(
     if coordinator.shutdown_requested():
         raise ShutdownRequested(f"asked to shut down after step {trainer.num_steps}, before an engine had weights")
     publisher.publish(version, engines)
-    coordinator.open(version)
-    due = begin(recipe, coordinator, trainer, saver, version)
-    guards = Guards(recipe, trainer, saver, recorded=coordinator.is_recorded)
-    while not due.last:
-        groups = next_groups(recipe, coordinator, trainer, publisher, version)
-        if not groups:
-            saver.save(version, coordinator.state())
-            saver.wait()
-            raise ShutdownRequested(f"asked to shut down after step {trainer.num_steps}")
-        recorded = watch(groups, trainer.num_steps + 1, recipe.record)
-        trained = coordinator.policy_version(groups, version)
-        trainer.start_critic(groups)
-        metrics = trainer.step(groups, trained, recorded) | group_metrics(groups, trained, recipe.learner)
-        metrics |= publisher.verification_metrics()
-        step = trainer.num_steps
-        coordinator.keep(step, version, groups, recorded)
-        check_step(trainer, coordinator, groups)
-        metrics |= guards.after_step(groups, metrics)
-        due = Due.after(step, recipe, last=step == recipe.learner.total_steps or coordinator.out_of_time())
-        if due.publish and not coordinator.is_recorded:
-            if not coordinator.finish_evaluations():
-                leave_candidate(step, saver)
-            saver.best.result(coordinator.value_of(f"step_{saver.best.candidate}"))
-            version += 1
-            metrics |= publisher.publish(version, coordinator.engines(), wait=due.last)
-            coordinator.set_version(version)
-        coordinator.record(step, version, groups, metrics | saver.metrics())
-        if due.evaluate:
-            coordinator.evaluate(f"step_{step}")
-        if due.checkpoint:
-            if due.candidate:
-                saver.best.await_result(step)
-            saver.save(version, coordinator.state())
+    with StepTrace(recipe, trainer.ranks, coordinator, trainer.num_steps) as trace:
+        coordinator.open(version)
+        due = begin(recipe, coordinator, trainer, saver, version)
+        guards = Guards(recipe, trainer, saver, recorded=coordinator.is_recorded)
+        while not due.last:
+            trace.before(trainer.num_steps + 1)
+            with span("wait for groups"):
+                groups = next_groups(recipe, coordinator, trainer, publisher, version)
+            if not groups:
+                saver.save(version, coordinator.state())
+                saver.wait()
+                raise ShutdownRequested(f"asked to shut down after step {trainer.num_steps}")
+            recorded = watch(groups, trainer.num_steps + 1, recipe.record)
+            trained = coordinator.policy_version(groups, version)
+            trainer.start_critic(groups)
+            with span("step", note=" ".join((str(trainer.num_steps + 1), *(group.ticket_id for group in groups)))):
+                metrics = trainer.step(groups, trained, recorded) | group_metrics(groups, trained, recipe.learner)
+                metrics |= publisher.verification_metrics()
+            step = trainer.num_steps
+            coordinator.keep(step, version, groups, recorded)
+            check_step(trainer, coordinator, groups)
+            metrics |= guards.after_step(groups, metrics)
+            due = Due.after(step, recipe, last=step == recipe.learner.total_steps or coordinator.out_of_time())
+            if due.publish and not coordinator.is_recorded:
+                with span("wait for evaluations"):
+                    finished = coordinator.finish_evaluations()
+                if not finished:
+                    leave_candidate(step, saver)
+                saver.best.result(coordinator.value_of(f"step_{saver.best.candidate}"))
+                version += 1
+                with span("publish", note=f"version {version}"):
+                    metrics |= publisher.publish(version, coordinator.engines(), wait=due.last)
+                coordinator.set_version(version)
+            with span("record"):
+                coordinator.record(step, version, groups, metrics | saver.metrics())
+            if due.evaluate:
+                coordinator.evaluate(f"step_{step}")
+            if due.checkpoint:
+                if due.candidate:
+                    saver.best.await_result(step)
+                with span("checkpoint"):
+                    saver.save(version, coordinator.state())
+            trace.after(step, groups, last=due.last)
     coordinator.evaluate("after", greedy=recipe.eval.greedy)
     if not coordinator.finish_evaluations():
         saver.wait()

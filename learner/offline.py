@@ -173,6 +173,11 @@ class RecordedCoordinator:
     def value_of(self, name: str) -> float:
         return float("nan")
 
+    def trace(self, *, new: bool, kept: bool) -> None: ...
+
+    def take_traces(self) -> list[tuple[str, bytes]]:
+        return []
+
     def state(self) -> dict[str, Any]:
         return {"recording": self.recording}
 

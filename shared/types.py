@@ -149,6 +149,7 @@ class Ticket(Record, frozen=True):
     lease_s: NonNegative
     evaluation: Text = ""  # "" = training; otherwise the name of the evaluation it belongs to
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    traced: bool = False  # the group is to bring its spans
 
 
 class VersionSpan(Record, frozen=True, array_like=True):
@@ -233,6 +234,7 @@ class Group(Message, frozen=True, eq=False, weakref=True):
     actor: Id
     trajectories: Many[Trajectory]
     played_s: NonNegative = 0.0
+    spans: Annotated[bytes, Meta(max_length=2**20)] = b""  # of a traced ticket by the learner's clock: shared.spans
 
 
 # ------------------------------------------------------------------ messages, actor -> learner
@@ -259,6 +261,7 @@ class Hello(Message, frozen=True):
     settings: Annotated[dict[Annotated[str, Meta(max_length=2**8)], AgreedSetting], Meta(max_length=2**9)] = field(
         default_factory=dict
     )
+    clock_s: NonNegative = 0.0  # the actor's monotonic clock
 
 
 class Request(Message, frozen=True):
@@ -284,6 +287,9 @@ class Welcome(Message, frozen=True):
     version: PolicyVersion
     process_id: Id
     engines: EngineUrls = ()
+    hello_s: NonNegative = 0.0  # `clock_s` of the Hello that this answers
+    clock_s: NonNegative = 0.0  # the learner's monotonic clock
+    clock: Id = ""  # what processes with the same clock share
 
 
 class Tickets(Message, frozen=True):

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 
 import msgspec
@@ -61,6 +62,7 @@ class AgentSession:
         self._changed = asyncio.Condition()
         self._open: set[asyncio.Task[ChatReply]] = set()
         self._num_open = 0
+        self._context = copy_context()  # of the episode, whose spans these calls are
         self.closed = False
 
     def renew(self) -> None:
@@ -83,7 +85,7 @@ class AgentSession:
         with self._counted():
             request = await in_thread(lambda: read(body, self._images))
             self._check_open()
-            task = asyncio.create_task(self._answer(request))
+            task = asyncio.create_task(self._answer(request), context=self._context)
             self._open.add(task)
             task.add_done_callback(self._open.discard)
             try:

@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 
 from actor.engine.request_images import RequestImage
 from actor.engine.sampling import Sampler
+from shared.clocks import clock_name
 from shared.engine.engine_messages import BAN
 from shared.vision import VisionSpec, expand, next_position
 
@@ -129,6 +130,7 @@ class GenerateRequest:
         self.slot, self.cached = -1, 0  # `cached`: number of expanded tokens whose K and V are in the slot
         self.finish_reason = ""
         self.arrived_s = time.monotonic()
+        self.admitted_s = self.begun_s = 0.0  # when it had a slot, and its first token
         self.on_done: Callable[[], object] = lambda: None
 
     def all_keys(self) -> np.ndarray:
@@ -180,6 +182,7 @@ class GenerateRequest:
     def advance(self, token: int, logprob: float, version: str, watched: list[float]) -> None:
         """Record that all tokens so far are cached, and that `token` follows them."""
         self.cached = len(self.ids) + len(self.tokens)
+        self.begun_s = self.begun_s or time.monotonic()
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -212,7 +215,8 @@ class GenerateRequest:
             "weight_version": self.versions[-1] if self.versions else None,
             "weight_versions": spans,
             "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
-            "e2e_latency": time.monotonic() - self.arrived_s,
+            "e2e_latency": (ended := time.monotonic()) - self.arrived_s,
+            "clock": [clock_name(), self.arrived_s, self.admitted_s or ended, self.begun_s or ended, ended],
         }
         if ids := self.sampler.watched:
             rows = [[[p, i, None] for p, i in zip(row, ids, strict=True)] for row in self.watched]

@@ -187,6 +187,7 @@ class Scheduler:
             if placement.donor >= 0 and reused:
                 self.runner.copy_prefix(placement.donor, placement.slot, reused)
             request.slot, request.cached = placement.slot, reused
+            request.admitted_s = request.admitted_s or time.monotonic()
             self.tokens_reused += reused
             self._running[placement.slot] = request
             tokens += len(keys) - reused

@@ -14,6 +14,7 @@ import torch
 from learner.batch.episodes import TrainingEpisode
 from learner.batch.microbatch import Microbatch
 from learner.batch.to_device import on
+from shared.spans import span
 from shared.util.threads import BEGIN_S, start_thread
 
 Item = TypeVar("Item")
@@ -28,7 +29,12 @@ def prefetch(
     device: torch.device,
 ) -> Iterator[Iterator[Microbatch]]:
     """Yield an iterator over packed microbatches on `device`; a thread packs the next one while one is in use."""
-    with ahead(pack, microbatches) as packed:
+
+    def traced_pack(episodes: list[TrainingEpisode]) -> Microbatch:
+        with span("pack", track="packing"):
+            return pack(episodes)
+
+    with ahead(traced_pack, microbatches) as packed:
         yield (on(batch, device) for batch in packed)
 
 

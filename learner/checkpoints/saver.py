@@ -50,6 +50,7 @@ from learner.training.trainer import Trainer
 from shared.config.recipe import Recipe
 from shared.log import get_logger
 from shared.redaction import holds_secrets
+from shared.spans import add_span
 from shared.types import PolicyVersion
 
 CLOSE_S = 30.0
@@ -85,6 +86,7 @@ class Saver:
             # Starts the thread now: if memory ran out at its start, a later submit would wait for it forever.
             self._thread.submit(int)
         self._writing: Future[None] | None = None
+        self._saved_at = 0.0
         self._sealing_since: float | None = None  # since when all bytes are written and are being synced and measured
         self.num_failed = self._failed_in_a_row = 0
         self._last_failure = ""  # why the last checkpoint was not written; "" if it was
@@ -114,6 +116,7 @@ class Saver:
         }
         barrier(ranks, timeout_s=self._timeout_s)
         rng = rng_state(ranks)
+        self._saved_at = time.monotonic()
         if self._thread is None:
             self._write(training_state(trainer), rng, partial, final, meta)
         else:
@@ -126,6 +129,15 @@ class Saver:
     ) -> None:
         """Write a checkpoint. A full or broken disk costs only this checkpoint: the error is logged, and the last good
         one remains."""
+        try:
+            self._write_parts(state, rng, partial, final, meta)
+        finally:
+            track = "checkpoint" if self._thread else ""
+            add_span("write checkpoint", self._saved_at, time.monotonic(), track=track)
+
+    def _write_parts(
+        self, state: dict[str, Any], rng: dict[str, torch.Tensor], partial: Path, final: Path, meta: dict[str, Any]
+    ) -> None:
         written: Files = {}  # files that this rank has written
         parts: tuple[Callable[[], object], ...] = (
             lambda: self._begin(partial),

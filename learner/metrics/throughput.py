@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from learner.distributed import Ranks
+from shared.spans import add_span, recording
 
 # Peak of dense bfloat16 products, in operations per second, by a part of the device's name (manufacturers' data
 # sheets).
@@ -20,11 +21,14 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        if self._on_gpu and recording() is not None:
+            torch.cuda.synchronize()  # so that the first event is of now
+        self._began = time.monotonic()
         self._marks: list[tuple[str, Any]] = [("", self._now())]
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_gpu:
-            return time.perf_counter()
+            return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -42,6 +46,20 @@ class Clock:
             took = before.elapsed_time(after) / 1000 if self._on_gpu else after - before
             seconds[name] = seconds.get(name, 0.0) + took
         return seconds
+
+    def record_spans(self) -> None:
+        """Record the laps as spans, if anything is recorded: those of a GPU's queue on a track of its own."""
+        if recording() is None:
+            return
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        first = self._marks[0][1]
+        for (_, before), (name, after) in pairwise(self._marks):
+            if self._on_gpu:
+                begin, end = (self._began + first.elapsed_time(mark) / 1000 for mark in (before, after))
+                add_span(name, begin, end, track="GPU")
+            else:
+                add_span(name, before, after)
 
     @property
     def total(self) -> float:

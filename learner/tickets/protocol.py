@@ -10,12 +10,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from learner.tickets.leases import name_of
 from learner.tickets.member_health import EndingCounts, MemberHealth, host_of
 from learner.tickets.selection_bias import SelectionMeter
 from learner.tickets.ticket_book import GroupVerdict, TicketBook
 from learner.tickets.ticket_records import TicketState, parse_ticket_id
 from shared.agreement import difference
+from shared.clocks import clock_name
 from shared.engine_urls import MAX_ENGINES, engine_urls_error
 from shared.log import get_logger
 from shared.types import (
@@ -49,6 +52,7 @@ MAX_ACTORS = 4096  # actors that are known at once
 LINES_OF_ONE_NAME = 16  # lines a minute about the coming, or the going, of actors with one name
 NAMED_TICKETS = 8  # tickets that one line of the log names
 MAX_UNPROVEN = 64  # faults of engines whose tokens are refused, the latest ones
+MAX_TRACES = 1024  # groups whose spans are kept until the learner takes them
 MAX_INCOMPATIBLE = 1000  # number of peers that are remembered
 
 
@@ -128,6 +132,10 @@ class TicketProtocol:
         self.selection = SelectionMeter()
         book.avoided = self._avoided
         self.failed: deque[tuple[Ticket, Group, str]] = deque(maxlen=settings.keep_failed)  # (ticket, group, reason)
+        self.traces_new = self.traces_kept = (
+            False  # whether tickets issued now are traced, and spans that come are kept
+        )
+        self.traces: deque[tuple[str, bytes]] = deque(maxlen=MAX_TRACES)  # (actor, its group's spans)
         self._unproven: deque[UnprovenTokens] = deque(maxlen=MAX_UNPROVEN)
         self._taken: dict[bytes, list[str]] = {}  # peer -> tickets whose Receipt is still to be sent
         self._incompatible: Counter[bytes] = Counter()  # number of messages from each peer that cannot take part
@@ -242,7 +250,9 @@ class TicketProtocol:
         if self._book.holding(key) < held:
             self.health.add_lost(member, "it does not list tickets that were sent to it", self.players)
         others = () if hello.engine_urls else tuple(sorted(self.engines())[:MAX_ENGINES])
-        self._send(peer, Welcome(self._settings.run_id, self._book.version, self._book.nonce, others))
+        version, process = self._book.version, self._book.nonce
+        clock = hello.clock_s, self._clock(), clock_name()
+        self._send(peer, Welcome(self._settings.run_id, version, process, others, *clock))
         for start in range(0, min(len(void), CANCELS_PER_HELLO * IDS_PER_MESSAGE), IDS_PER_MESSAGE):
             self._send(peer, Cancel(void[start : start + IDS_PER_MESSAGE], "the learner has no use for these tickets"))
 
@@ -289,6 +299,8 @@ class TicketProtocol:
                 self.selection.add("finished", ticket, group)
             if verdict is GroupVerdict.DROPPED:
                 self.selection.add("dropped", ticket, group)
+        if group.spans and read and self.traces_kept:
+            self.traces.append((name_of(key), group.spans))
         if read:
             self._judge(key, group, verdict)
         elif verdict is GroupVerdict.OUTDATED and parse_ticket_id(group.ticket_id)[1] == self._book.nonce:
@@ -405,7 +417,8 @@ class TicketProtocol:
                 if ticket is not None:
                     if self._book.issued > before:
                         self.selection.add_issued(ticket)
-                    given.setdefault(peer, []).append(ticket)
+                    sent = replace(ticket, traced=True) if self.traces_new else ticket
+                    given.setdefault(peer, []).append(sent)
                     free[peer] -= 1
                 if ticket is None or not free[peer]:
                     wanting.remove(peer)

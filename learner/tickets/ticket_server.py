@@ -211,6 +211,18 @@ class TicketServer:
             self._protocol.failed.clear()
             return failed
 
+    def trace(self, *, new: bool, kept: bool) -> None:
+        """Say whether the tickets that are issued from now on are traced, and whether spans that come are kept."""
+        with self._changed:
+            self._protocol.traces_new, self._protocol.traces_kept = new, kept
+
+    def take_traces(self) -> list[tuple[str, bytes]]:
+        """Return (actor, spans of a group) for the groups that have come since the last call."""
+        with self._changed:
+            traces = list(self._protocol.traces)
+            self._protocol.traces.clear()
+            return traces
+
     def selection_table(self) -> str:
         """Return a Markdown table that compares the trained episodes with the issued ones."""
         with self._changed:

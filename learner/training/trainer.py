@@ -149,6 +149,7 @@ class Trainer:
             metrics |= self._measure_move(totals, metrics)
         totals.num_blank = self.decoder.take_num_blank()
         clock.lap("forward")
+        clock.record_spans()
         metrics["optim/lr"] = config.policy_lr * factor * policy_factor
         metrics["optim/rate"] = scaling.rate
         return metrics | totals.metrics(plan.episodes, ranks)

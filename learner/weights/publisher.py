@@ -42,6 +42,7 @@ from shared.config.learner_section import PublishConfig
 from shared.engine.engine_api import EngineClient, EngineError, each, reasons
 from shared.engine.engine_messages import UNTRAINED, ServerInfo, weight_name
 from shared.log import get_logger
+from shared.spans import span
 from shared.types import PolicyVersion
 
 BUCKET_BYTES = 512 << 20  # gathered and broadcast at once
@@ -189,7 +190,8 @@ class Publisher:
         pending, self._pending = self._pending, None
         if pending is None or self.verifier is None:
             return {}
-        result, metrics = self.verifier.finish(pending, self._link)
+        with span("verify"):
+            result, metrics = self.verifier.finish(pending, self._link)
         if self.ranks.is_main:
             self._judge(result, pending)
         self._someone_is_distrusted = broadcast_flag(bool(self.distrusted), self.ranks)
@@ -283,7 +285,8 @@ class Publisher:
                 continue
             if in_flight is None:  # not earlier: the engines generate while the first bucket is gathered
                 in_flight = self._link.start(update.begin())
-            self._link.wait(in_flight)
+            with span("wait for engines"):
+                self._link.wait(in_flight)
             if update.working:
                 in_flight = self._link.start(update.send(bucket))
                 if verifier:
@@ -293,7 +296,8 @@ class Publisher:
             with seconds.measure("proof"):
                 verifier.compute_canary()
         if end:
-            self._link.wait(end)
+            with span("wait for engines"):
+                self._link.wait(end)
 
     def _find_healthy(
         self, engines: Collection[str]

@@ -19,6 +19,7 @@ from shared.engine.engine_api import EngineClient, EngineError, each, reasons
 from shared.engine.engine_messages import ServerInfo
 from shared.engine.weight_group_names import DEVICES, watchdog_s
 from shared.log import get_logger
+from shared.spans import span
 from shared.util.threads import in_thread
 
 # Time for the remaining answers after one participant has failed.
@@ -157,7 +158,8 @@ class WeightGroupManager:
 
         def broadcast() -> None:
             nonlocal seconds
-            group.broadcast(tensor)
+            with span("broadcast", track="broadcast"):
+                group.broadcast(tensor)
             seconds = time.monotonic() - started
 
         calls = {engine: engine.receive(content, self.call_timeout_s) for engine, content in contents.items()}

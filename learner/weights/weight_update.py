@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from learner.weights.engine_link import EngineLink
@@ -14,10 +14,12 @@ from learner.weights.gathering import Bucket
 from learner.weights.weight_group import EnginesFailed, Members, WeightGroupManager
 from shared.engine.engine_api import EngineClient, bucket_content, each, reasons
 from shared.engine.engine_messages import UNTRAINED
+from shared.spans import span
 
 Item = TypeVar("Item")
 # Tries to begin an update. After each, fewer engines are left; the other ranks wait for the next bucket meanwhile.
 TRIES = 3
+SPANS = {"gather": "gather", "proof": "verify"}  # phases of the learner's own thread
 
 
 class PhaseSeconds(dict[str, float]):
@@ -31,7 +33,8 @@ class PhaseSeconds(dict[str, float]):
         """Add the seconds spent in this context to a phase."""
         started = time.monotonic()
         try:
-            yield
+            with span(SPANS[name]) if name in SPANS else nullcontext():
+                yield
         finally:
             self[name] += time.monotonic() - started
 

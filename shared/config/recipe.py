@@ -48,6 +48,7 @@ from shared.config.sections import (
     RolloutConfig,
     RunConfig,
     Section,
+    TraceConfig,
     TransportConfig,
 )
 from shared.config.tasks_section import TaskConfig, check_names
@@ -98,6 +99,7 @@ class Recipe(Section):
     learner: LearnerConfig = LearnerConfig()
     eval: EvalConfig = EvalConfig()
     record: RecordConfig = RecordConfig()
+    trace: TraceConfig = TraceConfig()
     metrics: MetricsConfig = MetricsConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     transport: TransportConfig = TransportConfig()

@@ -289,6 +289,19 @@ class RecordConfig(Section):
     max_gb: float = Field(2.0, gt=0, description="GB of disk that recordings may take; the oldest go first")
 
 
+class TraceConfig(Section):
+    steps: tuple[PositiveInt, PositiveInt] | tuple[()] = Field(
+        (), description="[first, last] step of which a trace is written into the run's folder; empty = none"
+    )
+
+    @field_validator("steps")
+    @classmethod
+    def _are_in_order(cls, steps: tuple[int, ...]) -> tuple[int, ...]:
+        if steps and steps[0] > steps[1]:
+            raise ValueError(f"trace.steps = {list(steps)}: write [first, last], such as {list(steps[::-1])}")
+        return steps
+
+
 class TransportConfig(Section):
     max_message_bytes: int = Field(256 * 2**20, gt=0, description="larger messages are refused")
     keys: str = Field("", description="folder of keys, made by python -m shared.keys; needed off loopback")

@@ -6,6 +6,7 @@ The embedded engine answers the same routes. Token ids travel as the compact str
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from shared.clocks import clock_name
 from shared.engine.engine_messages import (
     CLAIM_ROUTE,
     Generated,
@@ -27,6 +29,7 @@ from shared.engine.engine_messages import (
 )
 from shared.engine.http_client import HttpFailure, JsonClient
 from shared.engine.sent_images import EngineImages
+from shared.spans import add_span, recording, span
 from shared.types import Completion, Image, PolicyVersion, Sampling, VersionSpan
 
 CONNECT_TRIES = 3
@@ -116,6 +119,7 @@ class EngineClient(JsonClient):
         with the same `cache_key` share the engine's cache of their common prefix; others do not."""
         new_tokens = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         body = generate_body(token_ids, (), sampling, banned_ids, stop_ids, new_tokens, seed, cache_key)
+        asked = time.monotonic()
         try:
             answer = await self._images.shown(
                 images, lambda shown: self.ask("/generate", body | shown, self.timeout_s, Generated)
@@ -124,6 +128,11 @@ class EngineClient(JsonClient):
         except EngineError:
             self.mark_suspect()
             raise
+        finally:
+            answered = time.monotonic()
+            add_span("engine call", asked, answered, note=self.url)
+        if recording() is not None:
+            add_engine_spans(self.url, answer.meta.clock, asked, answered)
         self.suspect, self.num_failures = False, 0
         if completion.spans:
             last = completion.spans[-1]
@@ -274,14 +283,16 @@ class EngineClient(JsonClient):
         """Let the engine take part in the broadcast of a flat bucket. `bucket` describes it as `bucket_content` encodes
         it: weights or, for an engine that `takes_adapters`, an adapter (`shared.engine.adapter_names`)."""
         path = "/update_weights_from_distributed"
-        self._checked(path, await self.post_content(path, bucket, timeout_s=timeout_s))
+        with span("receive weights", place=engine_place(self.url), track="weights"):
+            self._checked(path, await self.post_content(path, bucket, timeout_s=timeout_s))
 
     async def end_update(self, name: str | None, timeout_s: float = CALL_S, update: str = "") -> None:
         """Install the received weights under this name; None discards them."""
         body: dict[str, Any] = {"discard": True} if name is None else {"weight_version": name}
         body |= {"update": update} if update else {}
         try:
-            await self.post("/end_weight_update", body, timeout_s)
+            with span("install weights", place=engine_place(self.url), track="weights"):
+                await self.post("/end_weight_update", body, timeout_s)
         except EngineError as error:
             if error.status != 404:  # an older server
                 raise
@@ -341,6 +352,26 @@ class EngineClient(JsonClient):
         except TimeoutError:
             raise EngineError(self.url, reason + last) from None
         self.suspect = False
+
+
+def add_engine_spans(url: str, clock: Any, asked: float, answered: float) -> None:
+    """Record what an engine did between a request and its answer: `clock` of the answer, which may be anything. The
+    times of another host are moved so that the waits for the network before and after are alike."""
+    try:
+        name, *times = msgspec.convert(clock, tuple[str, float, float, float, float])
+    except msgspec.ValidationError:
+        return
+    came, admitted, begun, ended = times
+    add_s = 0.0 if name == clock_name() else (asked - came + answered - ended) / 2
+    if asked <= came + add_s and ended + add_s <= answered and came <= admitted <= begun <= ended:
+        parts = ("queue", came, admitted), ("prefill", admitted, begun), ("decode", begun, ended)
+        for part, begin, end in parts:
+            add_span(part, begin + add_s, end + add_s, place=engine_place(url))
+
+
+def engine_place(url: str) -> str:
+    """Return the place of an engine's spans."""
+    return f"engine {url}"
 
 
 def bucket_content(bucket: Mapping[str, Any]) -> bytes:

@@ -83,7 +83,7 @@ class Finish(msgspec.Struct):
     type: Literal["stop", "length", "abort"]
 
 
-class Span(msgspec.Struct):
+class WeightSpan(msgspec.Struct):
     version: str | int | None
     start: int
     end: int
@@ -95,7 +95,8 @@ class Meta(msgspec.Struct):
     completion_tokens: int | None = None
     prompt_tokens: int = 0
     weight_version: str | int | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[WeightSpan] | None = None
+    clock: Any = None  # of the embedded engine: (its clock's name, when the request came, had a slot, a token, all)
 
 
 class Generated(msgspec.Struct):
@@ -126,7 +127,7 @@ def completion_of(answer: Generated) -> Completion:
 
 
 def _spans(meta: Meta, num_tokens: int) -> tuple[VersionSpan, ...]:
-    raw = meta.weight_versions or [Span(meta.weight_version, 0, num_tokens)]
+    raw = meta.weight_versions or [WeightSpan(meta.weight_version, 0, num_tokens)]
     named = [(parse_weight_name(s.version), s) for s in raw if s.start < s.end]
     spans = tuple(VersionSpan(version, s.start, s.end, process) for (version, process), s in named)
     edges = [0, *(s.end for s in spans)]

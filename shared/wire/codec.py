@@ -43,7 +43,7 @@ from shared.wire.frames import (
 
 __all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode", "frames_of"]
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 MESSAGES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
 
 

@@ -62,8 +62,8 @@ HEAVY = {"torch", "transformers", "triton", "tensorboard", "tensorflow", "matplo
 # The rooms of each package, lowest first: a folder, or a module that stands beside the folders. A room imports only
 # rooms that stand before it.
 ROOMS = {
-    "shared": "this_python redaction log engine_urls types util run_status engine wire config keys metrics families "
-    "vision agreement rgb_images recordings",
+    "shared": "this_python redaction log engine_urls types util clocks spans trace_file run_status engine wire config "
+    "keys metrics families vision agreement rgb_images recordings",
     "envs": "base answer_tags splits messages env_loops env_calls env_settings reasoning math_grading tools loader "
     "row_files image_urls row_columns "
     "action_words gymnasium vagen verifiers remote_messages remote env_server "
@@ -72,7 +72,8 @@ ROOMS = {
     "actor": "engine_pool named_engines journal render history episode actor_loop env_threads custom_rollout isolation "
     "descriptions rewards model_judge turn_sampler agents api_sampler rollout api_player worker engine",
     "learner": "run_folder_watch vtrace tickets plan objective distributed batch recording metrics alarms coordinator "
-    "model weights training checkpoints export mesh_check setup shutdown guards shared_gpu learner_loop offline replay",
+    "model weights training checkpoints export mesh_check setup shutdown guards shared_gpu step_trace "
+    "learner_loop offline replay",
     "kernels": "heads checks gated low_rank delta_rule reference cpu gemm row_records tiles rows_triton scan_triton "
     "rows tile_passes linear_logprob scan gpu",
     "launch": "processes findings catalog recipe_fields engines hub task_samples recording terminal actors agents "

@@ -16,6 +16,7 @@ import zmq
 
 from actor.actor_loop import run_actor
 from learner.tickets.sources import SeedSource
+from shared.clocks import clock_name
 from shared.config.recipe import load_recipe
 from shared.types import Hello, Request, Sampling, Stop, Ticket, Tickets, Trajectory, Welcome
 from shared.wire.codec import decode, encode
@@ -63,6 +64,7 @@ class Learner:
         self.peer = b""
         self.process_id = "first"
         self.engines: tuple[str, ...] = ()
+        self.clock, self.ahead_s = clock_name(), 0.0  # this host's
 
     async def expect(self, kind: type, where: Callable[[Any], bool] = lambda _: True) -> Any:
         """Return the next message of this kind for which `where` holds; answer each Hello with a Welcome."""
@@ -74,7 +76,8 @@ class Learner:
             self.peer, *frames = self.socket.recv_multipart()
             message = decode(frames)
             if isinstance(message, Hello):
-                self.send(Welcome("run-1", 0, self.process_id, self.engines))
+                clock = message.clock_s, time.monotonic() + self.ahead_s, self.clock
+                self.send(Welcome("run-1", 0, self.process_id, self.engines, *clock))
             if isinstance(message, kind) and where(message):
                 return message
         raise AssertionError(f"no {kind.__name__} came")
