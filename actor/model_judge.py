@@ -188,10 +188,11 @@ class JudgeReward(Reward):
         reward = sum(own)
         if self._base is not None:
             graded = await self._base(played)
-            assert isinstance(graded, float)
-            reward = graded
-            if self._base.replaces_turns:
-                own = [0.0] * (len(turns) - 1) + [reward]
+            if isinstance(graded, Graded):
+                reward, own = graded.reward, [*graded.turns]
+            else:
+                reward = graded
+                own = [0.0] * (len(turns) - 1) + [reward] if self._base.replaces_turns else own
         began, cost = time.monotonic(), Cost()
         counts = range(1, len(turns) + 1) if config.per == "turn" else [len(played.answers)]
         scores = await _all(*(self._judge.score(played, count, cost) for count in counts))

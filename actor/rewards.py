@@ -245,6 +245,11 @@ class BadReward(ValueError):
     """The reward is not a finite number."""
 
 
+def number_or_turns(value: Any) -> float | tuple[float, ...]:
+    """Return an episode's reward, one number, or those of its turns, a list. Raise BadReward if that is not finite."""
+    return tuple(map(finite, value)) if isinstance(value, list | tuple) else finite(value)
+
+
 def finite(value: Any) -> float:
     """Return `value` as a float. Raise BadReward if it is not a finite number; a text is none, whatever it says."""
     number = number_of(value)

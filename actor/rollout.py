@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from actor.agents.agent_endpoint import AgentEndpoint
 from actor.agents.agent_episode import Agent, AgentPlayer
+from actor.agents.agent_program import Program
 from actor.custom_rollout import Rollout, RolloutContext, play_custom
 from actor.descriptions import EnvMetrics, LeftOutLog, describable
 from actor.engine_pool import EnginePool
@@ -58,7 +59,7 @@ class Player:
         rollout: Rollout | None = None,
         env_args: dict[str, Any] | None = None,
         journal: Journal | None = None,
-        agent: Agent | None = None,
+        agent: Agent | Program | None = None,
         endpoint: AgentEndpoint | None = None,
     ) -> None:
         self.build_env = build_env

@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from actor.actor_loop import EXIT_NO_LEARNER, ActorSettings, run_actor
 from actor.agents.agent_endpoint import AgentEndpoint
-from actor.agents.agent_episode import AgentReward
-from actor.agents.remote_agents import RemoteAgents
+from actor.agents.agent_episode import Agent, AgentReward
+from actor.agents.agent_program import Program
+from actor.agents.remote_agents import PostedResults, RemoteAgents
 from actor.api_player import ApiPlayer
 from actor.api_sampler import ApiModel
 from actor.engine_pool import EnginePool
@@ -184,7 +185,17 @@ def make_endpoint(rollout: RolloutConfig, index: int) -> AgentEndpoint | None:
     """Return what the agents of an actor call; None if no agents play. Raise ValueError for a key that is missing."""
     if rollout.listen:
         return AgentEndpoint(*rollout.address(index), api_key=agents_key(rollout), remote=RemoteAgents())
+    if rollout.command:
+        return AgentEndpoint(results=PostedResults())
     return AgentEndpoint() if rollout.agent else None
+
+
+def make_agent(rollout: RolloutConfig) -> Agent | Program | None:
+    """Return the function or the program that plays; None if there is none. Raise ValueError if it is missing or
+    broken."""
+    if rollout.command:
+        return Program.of(rollout.command)
+    return load_function(rollout.agent) if rollout.agent else None
 
 
 def make_player(
@@ -215,7 +226,7 @@ def make_player(
         return ApiPlayer(api, build, renderer, limits, threads, reward)
     rollout = load_function(recipe.rollout.path) if recipe.rollout.path else None
     reward, build = make_reward(recipe, threads, processes), make_builder(recipe, processes)
-    agent = load_function(recipe.rollout.agent) if recipe.rollout.agent else None
+    agent = make_agent(recipe.rollout)
     return Player(build, renderer, engines, limits, threads, reward, rollout, args, journal, agent, endpoint)
 
 

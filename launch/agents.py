@@ -35,9 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     recipe, options = parse(parser, words)
     if not recipe.rollout.listen:
-        recipe, options = parse(
-            parser, [*words, "--rollout.listen", LISTEN, "--rollout.agent", "", "--rollout.path", ""]
-        )
+        others = [word for name in ("agent", "command", "path") for word in (f"--rollout.{name}", "")]
+        recipe, options = parse(parser, [*words, "--rollout.listen", LISTEN, *others])
     return run_to_its_end(recipe, options.record)
 
 

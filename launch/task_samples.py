@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actor.agents.agent_program import Program
 from actor.render import Renderer
 from envs.datasets import Dataset, load_dataset, weighted
 from envs.env_calls import call_within, close_env, make_env, messages_of, play_a_turn, reset_env
@@ -76,6 +77,8 @@ def check_task(recipe: Recipe) -> None:
     ):
         if function:
             check_function(field, function, kind)
+    if recipe.rollout.command:
+        Program.of(recipe.rollout.command)
     if recipe.reward.url and not recipe.reward.url.startswith(("http://", "https://")):
         raise ConfigError(f"reward.url = {recipe.reward.url!r}: write it as http://host:port/path")
     if recipe.reward.send and not recipe.reward.url:

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -24,6 +25,7 @@ from shared.vision import VisionSpec
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("actor", "envs", "kernels", "launch", "learner", "shared")  # of Pronk; its version tells that they differ
 MAX_FILES = 200  # that count as a module's source
+MAX_SCRIPT = 1 << 20  # bytes of a file that counts as a command's script
 MAX_ARGS = 200  # of env.args of all tasks that are compared one by one
 ARGS = "env.args."
 PATH = re.compile(r"\S*[/\\]\S*")  # or an address
@@ -46,6 +48,7 @@ AGREE: dict[str, Callable[[Recipe], AgreedSetting]] = {
     "env.reward": lambda recipe: function_digest(recipe.env.reward),
     "rollout.path": lambda recipe: function_digest(recipe.rollout.path),
     "rollout.agent": lambda recipe: function_digest(recipe.rollout.agent),
+    "rollout.command": lambda recipe: command_digest(recipe.rollout.command),
     "reward.url": lambda recipe: AgreedSetting("a server" if recipe.reward.url else "none"),
     "reward.send": lambda recipe: plain(list(recipe.reward.send)),
     "reward.judge.url": lambda recipe: AgreedSetting("a server" if recipe.reward.judge.url else "none"),
@@ -158,6 +161,26 @@ def function_digest(path: str) -> AgreedSetting:
     module, _, name = path.rpartition(":" if ".py:" in path else ".")
     source = source_digest(module)
     return AgreedSetting(f"{name} {source.digest}", f"{name} of {source.shown}"[:512]) if source.digest else source
+
+
+def command_digest(command: str) -> AgreedSetting:
+    """Return the digest of a command: its words, those that are scripts told by their source, the program without its
+    folder."""
+    if not command:
+        return AgreedSetting("none")
+    program, *words = shlex.split(command)
+    told = [_script(program) or Path(program).name, *(_script(word) or word for word in words)]
+    digest = _short("\0".join(told))
+    return AgreedSetting(digest, f"{command[:300]!r} (words and scripts {digest})")
+
+
+def _script(word: str) -> str:
+    """Return the source of the script that a word of a command names; "" if it names none."""
+    path = Path(word)
+    try:
+        return _source(path) if path.suffix and path.is_file() and path.stat().st_size <= MAX_SCRIPT else ""
+    except OSError:
+        return ""
 
 
 def source_digest(module: str) -> AgreedSetting:

@@ -26,7 +26,7 @@ from actor.agents.agent_session import AgentSession, ended
 from actor.agents.api_forms import FORMS, form_of
 from actor.agents.chat_answers import models
 from actor.agents.dialogues import Refused, object_in
-from actor.agents.remote_agents import RemoteAgents, unauthorised, wait_in
+from actor.agents.remote_agents import PostedResults, RemoteAgents, unauthorised, wait_in
 from shared.util.http_connections import ConnectionLimit, is_foreign_host
 from shared.util.process_memory import give_back_soon
 from shared.util.refusals import Refusals
@@ -61,10 +61,17 @@ class AgentEndpoint:
     """Serves the sessions that are open. It listens from the first one on."""
 
     def __init__(
-        self, host: str = HOST, port: int = 0, *, api_key: str = "", remote: RemoteAgents | None = None
+        self,
+        host: str = HOST,
+        port: int = 0,
+        *,
+        api_key: str = "",
+        remote: RemoteAgents | None = None,
+        results: PostedResults | None = None,
     ) -> None:
-        """Prepare it. `port` 0: any that is free. `remote`: what agents elsewhere lease, with the key `api_key`."""
-        self.remote = remote
+        """Prepare it. `port` 0: any that is free. `remote`: what agents elsewhere lease, with the key `api_key`.
+        `results`: what agents in other processes post, also those that lease nothing."""
+        self.remote, self.results = remote, remote.results if remote else results
         self._host, self._port, self._api_key = host, port, api_key
         self.refusals = Refusals("an agent's request", log)
         self._entries: dict[str, _Served] = {}
@@ -164,7 +171,7 @@ class AgentEndpoint:
             words = f"this episode has {MAX_SESSION_CONNECTIONS} connections: close those that are not used"
             raise Refused(429, "too_many_connections", words)
         entry.connections.add(request.protocol)
-        routes = ROUTES if self.remote is None else {**ROUTES, RESULT: "POST"}
+        routes = ROUTES if self.results is None else {**ROUTES, RESULT: "POST"}
         if route not in routes:
             raise Refused(404, "unknown_url", f"{route[:100]} is not served here; {', '.join(routes)} are")
         if request.method != routes[route]:
@@ -175,8 +182,8 @@ class AgentEndpoint:
         session, created = entry.session, int(entry.session.started)
         if route == MODELS:
             return _json(models(created))
-        if route == RESULT and self.remote is not None:
-            if not self.remote.report(secret_in(request.path), object_in(await self._body(request))):
+        if route == RESULT and self.results is not None:
+            if not self.results.report(secret_in(request.path), object_in(await self._body(request))):
                 raise ended()
             return _json({"taken": True})
         form = FORMS[route]

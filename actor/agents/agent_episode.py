@@ -1,5 +1,6 @@
-"""Episodes that an agent of the user's plays (`rollout.agent`): a function that gets the base URL of an endpoint with
-OpenAI's API and Anthropic's, calls the policy there as often as it likes, and returns the episode's reward."""
+"""Episodes that an agent of the user's plays: a function (`rollout.agent`) or a program (`rollout.command`) that gets
+the base URL of an endpoint with OpenAI's API and Anthropic's, calls the policy there as often as it likes, and returns
+the episode's reward."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 from actor.agents.agent_endpoint import AgentEndpoint, secret_of
+from actor.agents.agent_program import Program, ProgramCall
 from actor.agents.agent_session import AgentSession
 from actor.agents.agent_thread import AgentThread
 from actor.agents.branches import AgentTurn
@@ -21,7 +23,7 @@ from actor.engine_pool import EngineLease
 from actor.env_threads import EnvThreads
 from actor.episode import EpisodeLimits, Stream
 from actor.render import Renderer
-from actor.rewards import BadReward, Reward, finite, rewarded
+from actor.rewards import BadReward, Graded, Reward, number_or_turns, rewarded
 from actor.turn_sampler import EpisodeEnded, TurnSampler
 from envs.base import Info, Played
 from envs.messages import split_images
@@ -29,21 +31,23 @@ from shared.types import TRAINABLE_ENDINGS, Ending, Ticket, Trajectory, Turn, Tu
 from shared.util.user_errors import TracebackLog, describe, text_of
 
 Agent = Callable[[str, Any, dict[str, Any]], Any]
-"""`run(base_url, sample, args)`, plain or async; returns the episode's reward, or None."""
+"""`run(base_url, sample, args)`, plain or async; returns the episode's reward, a list with one for each answer of the
+policy, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What an agent's function returned: its reward, if it gave one. `is_cut`: a limit of the episode ended it before
-    it could."""
+    """What an agent returned: its reward, or those of the turns, if it gave any; `why` not, if it did not. `is_cut`: a
+    limit of the episode ended it before it could."""
 
-    reward: float | None = None
+    reward: float | tuple[float, ...] | None = None
     is_cut: bool = False
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    why: str = "the agent returned None"
 
 
 class AgentReward(Reward):
-    """The reward that an agent's function returned; without one, that of `other`. `is_judged`: a judge grades the
+    """The reward that an agent returned; without one, that of `other`. `is_judged`: a judge grades the
     episode besides, so that it needs no other reward."""
 
     replaces_turns = True
@@ -51,9 +55,11 @@ class AgentReward(Reward):
     def __init__(self, other: Reward | None, *, is_judged: bool = False) -> None:
         self._other, self._is_judged = other, is_judged
 
-    async def __call__(self, played: Played) -> float:
+    async def __call__(self, played: Played) -> float | Graded:
         returned = played.env
         assert isinstance(returned, Returned)
+        if isinstance(returned.reward, tuple):
+            return Graded(sum(returned.reward), returned.reward, {})
         if returned.reward is not None:
             return returned.reward
         if self._other is not None:
@@ -63,7 +69,7 @@ class AgentReward(Reward):
         if self._is_judged or returned.is_cut:
             return 0.0
         raise BadReward(
-            "the agent returned None, and the recipe names no other reward: return a number, or set env.reward"
+            f"{returned.why}, and the recipe names no other reward: give a number at the end, or set env.reward"
         )
 
     async def close(self) -> None:
@@ -73,10 +79,10 @@ class AgentReward(Reward):
 
 @dataclass(frozen=True, slots=True)
 class AgentPlayer:
-    """Plays the episodes of one task with the agent's function `run`, which gets `args`; None: with agents elsewhere,
-    of the endpoint."""
+    """Plays the episodes of one task with the agent's function or program `run`, which gets `args`; None: with agents
+    elsewhere, of the endpoint."""
 
-    run: Agent | None
+    run: Agent | Program | None
     endpoint: AgentEndpoint
     args: dict[str, Any]
     renderer: Renderer
@@ -109,39 +115,47 @@ class AgentPlayer:
         return msgspec.structs.replace(trajectory, metrics=metrics.values() | trajectory.metrics), metrics
 
     async def _returned(self, base_url: str, session: AgentSession, ticket: Ticket) -> Returned:
-        """Call the agent's function and return its result. Raise EpisodeEnded if it fails, or takes too long."""
+        """Call the agent and return its result. Raise EpisodeEnded if it fails, or takes too long."""
         call = self._call(base_url, ticket)
         try:
             if isinstance(call, RemoteCall):
                 await self._leased(call, session)
             await self._wait(call, session)
-        except BaseException:
+        except BaseException as error:
             session.close()
             call.give_up()
+            if isinstance(call, ProgramCall) and isinstance(error, EpisodeEnded):
+                raise EpisodeEnded(error.ending, f"{error.error}{await call.last_words()}") from None
             raise
         try:
             value = call.waiting.result()
         except Exception as error:
             if session.failure is not None:  # most agents leave a limit's error to whoever has called them
                 raise session.failure from error
-            if isinstance(error, AgentFailed):
-                raise EpisodeEnded(Ending.ENV_ERROR, f"the agent reports: {text_of(error)}") from error
-            self.tracebacks.add("the agent", error)
-            raise EpisodeEnded(Ending.ENV_ERROR, describe(error)) from error
+            if isinstance(call, ProgramCall) and isinstance(error, BadReward):
+                raise EpisodeEnded(Ending.REWARD_ERROR, text_of(error)) from error
+            if not isinstance(call, RemoteCall):
+                self.tracebacks.add("the agent", error)
+            words = text_of(error) if isinstance(error, AgentFailed) else describe(error)
+            raise EpisodeEnded(Ending.ENV_ERROR, words) from error
         if isinstance(value, Reported):
-            return Returned(value.reward, metrics=value.metrics)
+            return Returned(value.reward, metrics=value.metrics, why=value.why)
         if value is None:
             return Returned()
         try:
-            return Returned(finite(value))
+            return Returned(number_or_turns(value))
         except BadReward as error:
             raise EpisodeEnded(Ending.REWARD_ERROR, f"{error}; the agent has to return one, or None") from error
 
-    def _call(self, base_url: str, ticket: Ticket) -> AgentThread | RemoteCall:
-        if (run := self.run) is not None:
+    def _call(self, base_url: str, ticket: Ticket) -> AgentThread | ProgramCall | RemoteCall:
+        run, secret = self.run, secret_of(base_url)
+        if isinstance(run, Program):
+            assert self.endpoint.results is not None
+            return ProgramCall(run, base_url, ticket, self.args, self.endpoint.results.expect(secret))
+        if run is not None:
             return AgentThread(lambda: run(base_url, ticket.sample, self.args), self.threads)
         assert self.endpoint.remote is not None
-        return self.endpoint.remote.offer(secret_of(base_url), ticket, self.args)
+        return self.endpoint.remote.offer(secret, ticket, self.args)
 
     async def _leased(self, call: RemoteCall, session: AgentSession) -> None:
         """Wait until an agent elsewhere has leased the episode. Raise EpisodeEnded if none does in time."""
@@ -154,10 +168,10 @@ class AgentPlayer:
             raise EpisodeEnded(Ending.AGENT_GONE, words) from None
         session.begin()
 
-    async def _wait(self, call: AgentThread | RemoteCall, session: AgentSession) -> None:
-        """Wait until the function has returned, or the agent has posted its result. Raise EpisodeEnded if that does not
-        happen within the episode's time, or if the agent neither ends nor calls the model for the time that an
-        environment has for a step."""
+    async def _wait(self, call: AgentThread | ProgramCall | RemoteCall, session: AgentSession) -> None:
+        """Wait until the function has returned, the program has ended, or the agent has posted its result. Raise
+        EpisodeEnded if that does not happen within the episode's time, or if the agent neither ends nor calls the model
+        for the time that an environment has for a step."""
         whole_s, quiet_s = self.limits.rollout_timeout_s, self.limits.env_timeout_s
         while True:
             now = time.monotonic()
@@ -182,6 +196,12 @@ class AgentPlayer:
         if not trajectory.trainable:
             return trajectory
         turns = [turn for branch in session.branches for turn in branch.turns]
+        if isinstance(returned.reward, tuple):
+            if len(returned.reward) != len(turns):
+                words = f"{len(returned.reward)} rewards for {len(turns)} answers: give one for each, or one number"
+                return msgspec.structs.replace(trajectory, ending=Ending.REWARD_ERROR, error=words)
+            asked = dict(zip(sorted(turn.number for turn in turns), returned.reward, strict=True))
+            returned = replace(returned, reward=tuple(asked[turn.number] for turn in turns))
         shown = [split_images([message.shown for message in turn.observed], iter(()))[0] for turn in turns]
         images = tuple(image for turn in turns for image in turn.images)
         answers = tuple(turn.text for turn in turns)

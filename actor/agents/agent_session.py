@@ -174,7 +174,7 @@ class AgentSession:
             answer = spoken(completion.token_ids, text, shown, with_tools=bool(request.dialogue.tools))
             end = len(stream.token_ids)
             begin = asked - self.began
-            new = AgentTurn(start, end, text, prompt.observed, prompt.images, begin, took)
+            new = AgentTurn(turn, start, end, text, prompt.observed, prompt.images, begin, took)
             self.branches.commit(place, stream, answer, new)
             self._num_sampled += len(completion.token_ids)
             self._note_finish(completion, stream, is_clients=most == request.most)

@@ -22,9 +22,10 @@ from shared.types import Image
 
 @dataclass(frozen=True, slots=True)
 class AgentTurn:
-    """A turn of the policy: its tokens [start, end) in its branch, its text, what was new before it, and when it was
-    asked for, counted in seconds from the start of the episode."""
+    """A turn of the policy: its number in the order in which answers were asked for, its tokens [start, end) in its
+    branch, its text, what was new before it, and when it was asked for, in seconds from the start of the episode."""
 
+    number: int
     start: int
     end: int
     text: str

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actor.agents.dialogues import Refused, invalid
-from actor.rewards import BadReward, finite, image_uri
+from actor.rewards import BadReward, image_uri, number_or_turns
 from envs.messages import split_images
 from shared.types import Sample, Ticket
 from shared.util.user_errors import in_words
@@ -26,25 +26,51 @@ RESULT_FIELDS = {"reward", "metrics", "success", "error"}
 
 
 class AgentFailed(Exception):
-    """What an agent elsewhere says has gone wrong."""
+    """What an agent in another process says has gone wrong, or how that process has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What an agent elsewhere has posted at the end."""
+    """What an agent in another process has given at the end: its reward, or one for each answer of the policy. `why`:
+    why it gives none, where that is not its own word."""
 
-    reward: float | None
+    reward: float | tuple[float, ...] | None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    why: str = "the agent's reward is null"
+
+
+class PostedResults:
+    """The results that agents post, by the secret in the base URL of their episode."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, asyncio.Future[Reported]] = {}
+
+    def expect(self, secret: str) -> asyncio.Future[Reported]:
+        """Return what will be posted about an episode. Nothing is taken any more when that is there, or cancelled."""
+        expected = self._expected[secret] = asyncio.get_running_loop().create_future()
+        expected.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # retrieved by nobody else
+        expected.add_done_callback(lambda _: self._expected.pop(secret, None))
+        return expected
+
+    def report(self, secret: str, given: Mapping[str, Any]) -> bool:
+        """Take what an agent has posted about its episode; return False if the episode has ended, or has a result.
+        Raise Refused for a result of another form, which leaves the episode as it is."""
+        outcome, expected = result_in(given), self._expected.get(secret)
+        if expected is None or expected.done():
+            return False
+        if isinstance(outcome, AgentFailed):
+            expected.set_exception(outcome)
+        else:
+            expected.set_result(outcome)
+        return True
 
 
 class RemoteCall:
     """One episode that an agent elsewhere plays. `leased` is set when one has it; `waiting` has what it posts."""
 
-    def __init__(self, secret: str, ticket: Ticket, args: Mapping[str, Any]) -> None:
-        self.secret, self._ticket, self._args = secret, ticket, args
+    def __init__(self, secret: str, ticket: Ticket, args: Mapping[str, Any], waiting: asyncio.Future[Reported]) -> None:
+        self.secret, self._ticket, self._args, self.waiting = secret, ticket, args, waiting
         self.leased = asyncio.Event()
-        self.waiting: asyncio.Future[Reported] = asyncio.get_running_loop().create_future()
-        self.waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     def give_up(self) -> None:
         """Take no result any more."""
@@ -52,21 +78,20 @@ class RemoteCall:
 
     def described(self) -> dict[str, Any]:
         """Return the episode as its agent gets it."""
-        sample = sample_as_json(self._ticket.sample)
-        return {"sample": sample, "args": dict(self._args), "evaluation": self._ticket.evaluation}
+        return episode_as_json(self._ticket, self._args)
 
 
 class RemoteAgents:
-    """The episodes that agents elsewhere are to play: those that wait for one, and those that are being played."""
+    """The episodes that agents elsewhere are to play: those that wait for one, and the results of those that are being
+    played."""
 
     def __init__(self) -> None:
+        self.results = PostedResults()
         self._waiting: asyncio.Queue[RemoteCall] = asyncio.Queue()
-        self._calls: dict[str, RemoteCall] = {}
 
     def offer(self, secret: str, ticket: Ticket, args: Mapping[str, Any]) -> RemoteCall:
         """Offer an episode to whoever asks for one next."""
-        call = self._calls[secret] = RemoteCall(secret, ticket, args)
-        call.waiting.add_done_callback(lambda _: self._calls.pop(secret, None))
+        call = RemoteCall(secret, ticket, args, self.results.expect(secret))
         self._waiting.put_nowait(call)
         return call
 
@@ -82,19 +107,6 @@ class RemoteAgents:
                         return call
         except TimeoutError:
             return None
-
-    def report(self, secret: str, given: Mapping[str, Any]) -> bool:
-        """Take what an agent has posted about its episode; return False if the episode has ended, or has a result.
-        Raise Refused for a result of another form, which leaves the episode as it is."""
-        outcome = result_in(given)
-        call = self._calls.get(secret)
-        if call is None or call.waiting.done():
-            return False
-        if isinstance(outcome, AgentFailed):
-            call.waiting.set_exception(outcome)
-        else:
-            call.waiting.set_result(outcome)
-        return True
 
 
 def wait_in(given: Mapping[str, Any]) -> float:
@@ -117,10 +129,12 @@ def result_in(given: Mapping[str, Any]) -> Reported | AgentFailed:
     if (error := given.get("error")) is not None:
         if not isinstance(error, str) or not error or given.get("reward") is not None:
             raise invalid(f"error = {in_words(error)}: send a text, and no reward", "invalid_result")
-        return AgentFailed(error[:MAX_ERROR])
+        return AgentFailed(f"the agent reports: {error[:MAX_ERROR]}")
     if "reward" not in given:
         raise invalid(
-            "the result has no reward: send a number, or null for the recipe's other reward", "invalid_result"
+            "the result has no reward: send a number, a list of one for each answer, or null for the recipe's other "
+            "reward",
+            "invalid_result",
         )
     metrics, success = given.get("metrics"), given.get("success")
     metrics = {} if metrics is None else metrics
@@ -130,15 +144,20 @@ def result_in(given: Mapping[str, Any]) -> Reported | AgentFailed:
         raise invalid(f"success = {in_words(success)}: send true or false", "invalid_result")
     succeeded = {} if success is None else {"success": float(success)}
     try:
-        reward = None if given["reward"] is None else finite(given["reward"])
+        reward = None if given["reward"] is None else number_or_turns(given["reward"])
     except BadReward as error:
         raise invalid(str(error), "invalid_reward") from None
     return Reported(reward, {**metrics, **succeeded})
 
 
+def episode_as_json(ticket: Ticket, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an episode as an agent in another process gets it."""
+    return {"sample": sample_as_json(ticket.sample), "args": dict(args), "evaluation": ticket.evaluation}
+
+
 def sample_as_json(sample: Sample) -> dict[str, Any]:
-    """Return a sample for an agent elsewhere. `prompt` has the form of OpenAI's API, ready to be sent; its images, and
-    those in `images`, are data URIs."""
+    """Return a sample for an agent in another process. `prompt` has the form of OpenAI's API, ready to be sent; its
+    images, and those in `images`, are data URIs."""
     uris = [image_uri(image) for image in sample.images]
     plain, _ = split_images(sample.prompt, iter(sample.images))
     left = iter(uris)

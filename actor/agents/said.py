@@ -5,6 +5,7 @@
 | role | `developer` and `system` |
 | texts | without the blanks at both ends of the message; one text, or the parts that it was cut into |
 | images | of the same pixels, however encoded |
+| an answer | with other blanks inside and outside of its tags of thoughts |
 | an answer of the policy | also without its thoughts; with its tool calls as text, or in `tool_calls` |
 | tool calls | of the same names and arguments, whatever their order of keys, blanks and identifiers |
 """
@@ -24,6 +25,7 @@ from shared.types import Image
 MAX_CALLS = 32  # of one answer
 Part = str | Image
 _THOUGHTS = re.compile(f"{THOUGHT.opening}.*?{THOUGHT.closing}", re.DOTALL)
+_BLANKS = re.compile(f"\\s*{THOUGHT.opening}\\s*|\\s*{THOUGHT.closing}\\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Said:
                 joined[-1] = ("text", joined[-1][1] + part)
             else:
                 joined.append(("text", part))
+        if role == "assistant":
+            joined = [(kind, _thoughts_without_blanks(text) if kind == "text" else text) for kind, text in joined]
         if joined and joined[0][0] == "text":
             joined[0] = ("text", joined[0][1].lstrip())
         if joined and joined[-1][0] == "text":
@@ -124,6 +128,11 @@ def call_of(name: str, arguments: Any) -> Call:
         return Call(name, written.encode(errors="replace").decode())  # a lone surrogate cannot be sent
     except (ValueError, RecursionError):
         return Call(name, str(arguments))
+
+
+def _thoughts_without_blanks(text: str) -> str:
+    """Return an answer without the blanks inside and outside of its thoughts' tags."""
+    return _BLANKS.sub(lambda tag: tag[0].strip(), text)
 
 
 def _without_calls(text: str) -> str:

@@ -112,6 +112,7 @@ def _stand_in() -> dict[str, Any]:
         "reward.isolation": "thread",
         "rollout.path": "",
         "rollout.agent": "",
+        "rollout.command": "",
         "rollout.listen": "",
         "rollout.api_key_file": "",
     }

@@ -83,8 +83,8 @@ def api_policy(
         raise ConfigError(f"the key in {key_env} has characters that no key has")
     for task in tasks_of(recipe):
         rollout = task.recipe.rollout
-        for field, path in {"path": rollout.path, "agent": rollout.agent, "listen": rollout.listen}.items():
-            if path:
+        for field in ("path", "agent", "command", "listen"):
+            if path := getattr(rollout, field):
                 raise ConfigError(f"--api: rollout.{field} = {path!r} plays through an engine; leave one of them out")
     return ApiPolicy(url, model, key, max_tokens, concurrency, timeout_s, prices, recipe.model.path)
 

@@ -19,7 +19,7 @@ import xxhash
 
 from learner.model.weight_files import weight_files
 from learner.tickets.sources import ListSource, MixedSource, SampleSource
-from shared.agreement import function_digest, model_digest, source_digest
+from shared.agreement import command_digest, function_digest, model_digest, source_digest
 from shared.config.recipe import Recipe
 from shared.config.tasks import tasks_of
 from shared.log import get_logger
@@ -27,7 +27,7 @@ from shared.types import Sample
 
 BLOCK = 16 << 10  # bytes
 BLOCKS = 8  # read of a larger tensor
-CODE = ("env.module", "env.reward", "rollout.path", "rollout.agent")
+CODE = ("env.module", "env.reward", "rollout.path", "rollout.agent", "rollout.command")
 """Fields whose content a person may change within a run: a difference is only logged."""
 
 
@@ -40,6 +40,7 @@ def contents_of(recipe: Recipe, source: SampleSource | None = None, held_out: Se
         "model.path (tokenizer, chat template, image processor)": model_digest(str(model)).digest,
         "rollout.path": function_digest(recipe.rollout.path).digest,
         "rollout.agent": function_digest(recipe.rollout.agent).digest,
+        "rollout.command": command_digest(recipe.rollout.command).digest,
     }
     sources = {task.name: task.source for task in source.tasks} if isinstance(source, MixedSource) else {"": source}
     for task in tasks_of(recipe):

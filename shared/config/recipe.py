@@ -178,7 +178,7 @@ class Recipe(Section):
         if not parts or not all(isinstance(part, dict) for part in parts[:2]) or parts[2]:
             return values
         rollout, env = parts[:2]
-        by_agents = rollout.get("agent") or rollout.get("listen")
+        by_agents = rollout.get("agent") or rollout.get("command") or rollout.get("listen")
         return values if not by_agents or env.get("module") else {**values, "env": {**env, "module": NO_ENV}}
 
     @model_validator(mode="after")

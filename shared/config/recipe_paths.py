@@ -4,6 +4,7 @@ project. What is written (run.dir) goes into the working folder."""
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from glob import has_magic
 from pathlib import Path
@@ -27,6 +28,8 @@ def beside(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             return {inner: found(inner, each) for inner, each in value.items()}
         if isinstance(value, list):
             return [found(name, each) for each in value]
+        if name == "command" and isinstance(value, str):
+            return command_beside(value, folder)
         return path_beside(value, folder) if name in READ and isinstance(value, str) else value
 
     return {name: found(name, value) for name, value in values.items()}
@@ -38,6 +41,16 @@ def path_beside(text: str, folder: Path) -> str:
     if not path or os.path.isabs(path) or path.startswith("~") or "\n" in path or is_there(Path(path)):
         return text
     return f"{folder / path}{colon}{name}" if is_there(folder / path) else text
+
+
+def command_beside(command: str, folder: Path) -> str:
+    """Return a command in which those words that name files beside the recipe are written so that they are found."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # told where the recipe is checked
+        return command
+    found = [path_beside(word, folder) if (folder / word).is_file() else word for word in words]
+    return command if found == words else shlex.join(found)
 
 
 def is_there(path: Path) -> bool:

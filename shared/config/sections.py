@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -97,6 +98,11 @@ class RolloutConfig(Section):
         description="function `run(base_url, sample, args)`, plain or async, that plays episodes through an endpoint "
         "with OpenAI's and Anthropic's API and returns the reward or None: dotted path or .py file:function",
     )
+    command: str = Field(
+        "",
+        description="program that plays an episode in the same way, in any language: its words as a shell takes them; "
+        "it finds its base URL in PRONK_BASE_URL, and prints its reward",
+    )
     listen: str = Field(
         "",
         description="HOST:PORT at which the first actor serves its episodes to agents elsewhere, in place of "
@@ -111,18 +117,29 @@ class RolloutConfig(Section):
     @property
     def function(self) -> str:
         """Return what plays episodes in place of the environment; "" if there is nothing."""
-        return self.path or self.agent or self.listen
+        return self.path or self.agent or self.command or self.listen
 
     @property
     def by_agents(self) -> str:
         """Return what makes agents play, as `field = value`; "" if none do."""
-        found = [(name, value) for name, value in (("agent", self.agent), ("listen", self.listen)) if value]
+        found = [(name, value) for name in ("agent", "command", "listen") if (value := getattr(self, name))]
         return f"rollout.{found[0][0]} = {found[0][1]!r}" if found else ""
 
     def address(self, index: int) -> tuple[str, int]:
         """Return host and port at which an actor listens for agents elsewhere."""
         host, _, port = self.listen.rpartition(":")
         return host.strip("[]"), int(port) + index
+
+    @field_validator("command")
+    @classmethod
+    def _has_words(cls, value: str) -> str:
+        try:
+            is_empty = value != "" and not shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"rollout.command = {value!r}: {error}; close what is quoted") from None
+        if is_empty:
+            raise ValueError(f"rollout.command = {value!r} names no program: name one, or leave it out")
+        return value
 
     @field_validator("listen")
     @classmethod
@@ -135,7 +152,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _one_of_them_plays(self) -> Self:
-        named = [(name, value) for name in ("path", "agent", "listen") if (value := getattr(self, name))]
+        named = [(name, value) for name in ("path", "agent", "command", "listen") if (value := getattr(self, name))]
         if len(named) > 1:
             (first, one), (second, other) = named[:2]
             raise ValueError(f"rollout.{first} = {one!r} and rollout.{second} = {other!r}: leave one of them out")

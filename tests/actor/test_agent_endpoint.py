@@ -190,6 +190,8 @@ QUESTION = [SYSTEM, text("Which move?")]
         (lambda said: [text("Which move?"), *said], 2),
         (lambda said: [{**SYSTEM, "content": "Play well."}, *QUESTION[1:], *said], 2),
         (lambda said: [*QUESTION, {**said[0], "content": "<think>near</think>up"}, said[1]], 2),
+        (lambda said: [*QUESTION, {**said[0], "content": "<think>\nf ar\n</think>\n\nup"}, said[1]], 2),
+        (lambda said: [*QUESTION, {**said[0], "content": "<think>\nfar\n</think>\n\nup"}, said[1]], 1),
         (lambda said: [*QUESTION, {**said[0], "content": "down"}, said[1]], 2),
         (lambda said: [*QUESTION, said[1]], 2),
         (lambda said: QUESTION, 2),
@@ -450,7 +452,34 @@ def test_a_reward_is_what_run_returns_or_that_of_the_recipes_other_source(render
     assert play_agent(renderer, threads, at_once, ["a"], reward=other)[0].reward == 0.5 and len(seen) == 1
 
 
-@pytest.mark.parametrize("value", ["0.5", math.nan, math.inf, [1.0], {}])
+def test_a_reward_may_be_one_for_each_answer_in_the_order_in_which_they_were_asked_for(renderer, threads):
+    first, second = text("One."), text("Two.")
+
+    def two_conversations(base_url, sample, args):
+        said = ask(base_url, [first])
+        ask(base_url, [second])
+        ask(base_url, [first, {"role": "assistant", "content": said["content"]}, text("Go on.")])
+        return args.get("rewards", [0.5, -1.0, 2.0])
+
+    trajectory, _ = play_agent(renderer, threads, two_conversations, ["a", "b", "c"])
+    assert trajectory.ending is Ending.COMPLETED and trajectory.reward == 1.5, trajectory.error
+    assert [renderer.transcript(each)[:1] for each in sampled(trajectory)] == ["a", "c", "b"]
+    assert [turn.reward for turn in trajectory.turns] == [0.5, 2.0, -1.0]
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 2.0], [], [1.0, math.nan, 0.0], ["1", 2, 3]])
+def test_rewards_that_are_not_one_for_each_answer_are_an_ending(renderer, threads, rewards):
+    def run(base_url, sample, args):
+        for _ in range(3):
+            ask(base_url, QUESTION)
+        return rewards
+
+    trajectory, _ = play_agent(renderer, threads, run, ["a", "b", "c"])
+    assert trajectory.ending is Ending.REWARD_ERROR and not trajectory.trainable
+    assert "for 3 answers: give one for each" in trajectory.error or "the reward is" in trajectory.error
+
+
+@pytest.mark.parametrize("value", ["0.5", math.nan, math.inf, {}])
 def test_what_is_no_number_is_an_ending_that_shows_it(renderer, threads, value):
     trajectory, _ = play_agent(renderer, threads, lambda url, *_: once(url, *_) or value, ["a"])
     assert trajectory.ending is Ending.REWARD_ERROR and f"the reward is {value!r}" in trajectory.error

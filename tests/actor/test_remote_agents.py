@@ -83,7 +83,7 @@ def test_a_result_twice_late_unknown_or_of_another_form_is_an_error_and_is_never
         first = lease(url)
         ask(first["base_url"], QUESTION)
         result = f"{first['base_url']}/result"
-        found = [call(result, {"reward": value}) for value in ("1", [1], {}, 10**400)]
+        found = [call(result, {"reward": value}) for value in ("1", ["1"], {}, 10**400)]
         found += [call(result, body) for body in ({}, [], {"reward": 1, "metric": {}}, {"reward": 1, "metrics": 3})]
         found += [call(result, {"reward": 1, "success": 1}), call(result, {"error": ""}), call(result, b"{")]
         found += [call(result, b'{"reward": NaN}'), call(result, {"reward": 1, "error": "both"})]

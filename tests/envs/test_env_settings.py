@@ -171,6 +171,11 @@ def test_a_function_that_is_not_there_is_named_with_its_field(field: str, kind: 
         assert str(caught.value).startswith(f"{field} = {path!r} is to be {kind}") and why in str(caught.value)
 
 
+def test_a_command_that_is_not_there_is_named_with_its_cure(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rollout\.command = 'no-such-agent -x': there is no program no-such-agent"):
+        check_env(recipe("envs.colour", None, None, "--rollout.command", "no-such-agent -x"))
+
+
 def test_checking_and_playing_by_hand_refuse_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     (problem,) = check_contract("envs.sokoban", {"grid_sze": 6}).problems
     assert problem == "--env.args: envs.sokoban has no setting 'grid_sze'; did you mean 'grid_size'?"

@@ -61,6 +61,7 @@ def test_every_setting_of_the_sections_that_actors_use_is_decided_on() -> None:
         ("env__reward", "envs.math_reward.episode_reward", "env.reward: the learner has none"),
         ("rollout__path", "envs.colour.build_env", "rollout.path: the learner has none"),
         ("rollout__agent", "envs.colour.build_env", "rollout.agent: the learner has none"),
+        ("rollout__command", "node player.js", "rollout.command: the learner has none, actor host1-actor3#5 has 'node"),
         ("reward__url", "http://u:hunter2@h/x?token=1", "reward.url: the learner has none, actor host1-actor3#5 has a"),
         ("model__path", "launch/models/geo3k_tiny", "model.path: the learner has launch/models/colour_tiny"),
         ("transport__max_message_bytes", 2**20, "transport.max_message_bytes: the learner has 268435456"),
@@ -80,6 +81,18 @@ def test_what_differs_from_host_to_host_and_what_the_learner_alone_uses_agrees()
         learner__total_steps=3, transport__key_name="b", env__max_failure_share=0.9, record__every=0,
     )  # fmt: skip
     assert differs(recipe(), theirs) == ""
+
+
+def test_the_scripts_of_a_command_count_by_their_source(tmp_path: Path) -> None:
+    for folder, source in (("a", "print(1)\n"), ("b", "print(1)\r\n"), ("c", "print(2)\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "play.py").write_text(source)
+    commands = [f"{program} {tmp_path}/{folder}/play.py --fast" for folder, program in zip("abc", "xyx", strict=True)]
+    a, b, c = (recipe(rollout__command=f"/{at}/bin/{words}") for at, words in zip("abc", commands, strict=True))
+    same = recipe(rollout__command=f"/b/bin/x {tmp_path}/b/play.py --fast")
+    assert differs(a, same) == ""
+    for other in (b, c, recipe(rollout__command=f"/a/bin/x {tmp_path}/a/play.py")):
+        assert differs(a, other).startswith("rollout.command: the learner has ")
 
 
 def test_the_same_source_under_another_path_agrees(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

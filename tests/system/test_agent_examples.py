@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
@@ -37,8 +39,8 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return lambda page: f"{example_agent(f'docs/how-to/{page}.md', tmp_path)}:run"
 
 
-def assert_same(own: list[Trajectory], agents: list[Trajectory]) -> None:
-    """The episodes of the environment and of the agent have the same tokens, byte for byte."""
+def assert_same(own: list[Trajectory], agents: list[Trajectory], *, by_turns: bool = False) -> None:
+    """The episodes of the environment and of the agent have the same tokens, byte for byte, and the same rewards."""
     for one, other in zip(own, agents, strict=True):
         assert one.ending is other.ending, other.error
         assert one.token_ids.tobytes() == other.token_ids.tobytes()
@@ -48,7 +50,9 @@ def assert_same(own: list[Trajectory], agents: list[Trajectory]) -> None:
         assert one.images == other.images and one.segments == other.segments == ()
         assert [(turn.start, turn.end) for turn in one.turns] == [(turn.start, turn.end) for turn in other.turns]
         assert sum(turn.reward for turn in one.turns) == pytest.approx(other.reward)
-        assert [turn.reward for turn in other.turns] == [0.0] * (len(other.turns) - 1) + [other.reward]
+        own = [turn.reward for turn in one.turns]
+        at_the_end = [0.0] * (len(own) - 1) + [other.reward]
+        assert [turn.reward for turn in other.turns] == (own if by_turns else at_the_end)
 
 
 def test_the_agent_that_plays_sokoban_by_screenshots_has_the_environments_tokens(engine, agent):
@@ -58,8 +62,26 @@ def test_the_agent_that_plays_sokoban_by_screenshots_has_the_environments_tokens
         cut = small("sokoban_tiny", rollout__agent=path, env__max_tokens=100)
         url = engine(recipe)
         played[path] = [*play_recipe(recipe, url, tickets_of(recipe, 5)), *play_recipe(cut, url, tickets_of(cut, 1))]
-    assert_same(played[""], played[name])
+    assert_same(played[""], played[name], by_turns=True)
     assert {each.ending for each in played[name]} == {Ending.COMPLETED, Ending.MAX_TURNS, Ending.OUT_OF_TOKENS}
+
+
+def test_the_program_that_asks_with_curl_plays_and_its_last_line_is_the_reward(engine, tmp_path):
+    assert shutil.which("curl"), "the example is of curl: install it"
+    page = Path("docs/how-to/agents.md").read_text(encoding="utf-8")
+    example = re.search(r"```sh\n(#!/bin/sh\n# (\w+\.sh)\n.*?)```", page, re.DOTALL)
+    assert example
+    script = tmp_path / example[2]
+    script.write_text(example[1])
+    script.chmod(0o700)
+    recipe = small("colour_tiny", rollout__command=str(script))
+    tickets = tickets_of(recipe, 4)
+    for ticket, each in zip(tickets, play_recipe(recipe, engine(recipe), tickets), strict=True):
+        assert each.ending is Ending.COMPLETED and len(each.turns) == 1, each.error
+        asked, _, answer = each.text.partition("<|im_start|>assistant\n")
+        assert f"Name a colour. Number {ticket.sample.metadata['seed']}." in asked
+        assert each.reward == float("red" in answer)
+    assert not [*Path.cwd().glob("answer.*")]
 
 
 def test_the_agent_with_a_tool_has_the_environments_tokens(engine, agent):

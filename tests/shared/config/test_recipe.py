@@ -44,6 +44,7 @@ def test_an_agents_recipe_needs_no_environment_and_no_journal(tmp_path: Path) ->
     recipe = load_recipe(path, ["--rollout.agent", "my_agent.py:run", "--env.max_turns", "3"])
     assert (recipe.env.module, recipe.env.max_turns, recipe.rollout.function) == (NO_ENV, 3, "my_agent.py:run")
     assert not recipe.journaled and Recipe.model_validate(recipe.model_dump()) == recipe
+    assert load_recipe(path, ["--rollout.command", "node a.js"]).env.module == NO_ENV
     assert load_recipe(write(tmp_path, MINIMAL), ["--rollout.agent", "a.b"]).env.module == "envs.colour"
 
 
@@ -116,6 +117,18 @@ def test_env_args_of_file_and_command_line_are_merged(tmp_path: Path) -> None:
         ),
         (MINIMAL, ["--rollout.listen", "a:1", "--env.history", "2"], "env.history = 2 and rollout.listen = 'a:1'"),
         (MINIMAL, ["--rollout.listen", "a:1", "--rollout.agent", "a.b"], "leave one of them out"),
+        (
+            MINIMAL,
+            ["--rollout.agent", "a.b", "--rollout.command", "node x.js"],
+            "rollout.agent = 'a.b' and rollout.command = 'node x.js': leave one of them out",
+        ),
+        (
+            MINIMAL,
+            ["--rollout.command", "a 'b"],
+            'rollout.command = "a \'b": No closing quotation',
+        ),
+        (MINIMAL, ["--rollout.command", " "], "rollout.command = ' ' names no program"),
+        (MINIMAL, ["--rollout.command", "a", "--env.history", "2"], "env.history = 2 and rollout.command = 'a'"),
         (MINIMAL, ["--rollout.listen", "8600"], "write it as HOST:PORT, such as 127.0.0.1:8600"),
         (MINIMAL, ["--rollout.api_key_file", "k"], "rollout.api_key_file = 'k' without rollout.listen"),
         (MINIMAL, ["--env.max_failure_share", "1.5"], "env.max_failure_share = '1.5'"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.config.recipe import load_recipe
-from shared.config.recipe_paths import beside, path_beside
+from shared.config.recipe_paths import beside, command_beside, path_beside
 
 RECIPE = """
 [model]
@@ -44,6 +44,14 @@ def test_what_lies_beside_the_recipe_is_found(repository):
     assert (recipe.data.source, recipe.data.eval_source) == ("recipes/rows/*.jsonl", "recipes/rows/b.jsonl")
     assert recipe.env.args == {"module": "left.py"}  # the user's own
     assert Path(recipe.model.path, "config.json").is_file()
+
+
+def test_the_words_of_a_command_are_found_beside_the_recipe_too(repository):
+    folder = repository / "recipes"
+    assert command_beside("node score.py 'two words' --fast", folder) == f"node {folder}/score.py 'two words' --fast"
+    assert command_beside("left.py rows", folder) == f"{folder}/left.py rows"  # a folder is no script
+    for text in ("node  x.js", "'open", ""):
+        assert command_beside(text, folder) == text
 
 
 def test_the_working_folder_goes_before_and_the_command_line_means_it(repository):

@@ -1,0 +1,106 @@
+"""What it costs that an agent plays: Sokoban trained by its own environment and by the agent of
+docs/how-to/agent-sokoban.md, in turns:
+
+    python -m tests.bench.agents [--steps 30] [--rounds 3] [--samples 0] [--section.key VALUE ...]
+
+A round is a run of each kind with the same seed, one after the other; every second round begins with the agent.
+`turns_per_s` is the median over the steps after the first tenth, `cpu_ms` what a turn takes of a core in all processes
+of the run, their start included, `reward` that of training over the last third of the steps, `success` that of the
+trained model in the recipe's own environment, greedy, `load` the machine's before and after the training. Without the
+package `openai` a stand-in plays. One line for each run; the last line is one JSON object, where `ratio` is the agent's
+turns_per_s over the environment's, of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.agent_examples import HAS_OPENAI, example_agent
+from tests.support.runs import command, places
+
+RECIPE = "launch/recipes/sokoban_tiny.toml"
+PAGE = "docs/how-to/agent-sokoban.md"
+KINDS = ("environment", "agent")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind, with seeds of their own")
+    parser.add_argument("--samples", type=int, default=0, help="held-out boards; 0: no success is measured")
+    options, overrides = parser.parse_known_args()
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    for seed in range(options.rounds):
+        for kind in KINDS[:: -1 if seed % 2 else 1]:
+            with tempfile.TemporaryDirectory() as folder:
+                runs[kind].append(measured(kind, Path(folder), seed, options, overrides))
+            print(f"{kind:12} seed {seed}  {runs[kind][-1]}", flush=True)
+    means = {kind: {name: mean(done, name) for name in done[0] if name != "load"} for kind, done in runs.items()}
+    pairs = zip(runs["environment"], runs["agent"], strict=True)
+    ratio = [agent["turns_per_s"] / own["turns_per_s"] for own, agent in pairs]
+    found = {"openai": HAS_OPENAI, "ratio": ratio, "mean_ratio": statistics.mean(ratio), **means, "runs": runs}
+    print(json.dumps({"benchmark": "agents", "steps": options.steps, **found}))
+    return 0
+
+
+def measured(kind: str, folder: Path, seed: int, options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """Train once; return the figures."""
+    fields: dict[str, Any] = {"run.name": "run", "run.seed": seed, "learner.total_steps": options.steps}
+    fields |= {"eval.samples": 0, "learner.checkpoint.every": 0}
+    if kind == "agent":
+        fields["rollout.agent"] = f"{example_agent(PAGE, folder)}:run"
+    load, began = os.getloadavg()[0], cpu_s()
+    run(command("local", [*places(folder, **fields), *overrides], RECIPE), folder)
+    took, load_after = cpu_s() - began, os.getloadavg()[0]
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "rollout/reward" in row]
+    episodes = sum(row["batch/episodes"] for row in steps)
+    turns = sum(row["rollout/turns"] * row["batch/episodes"] for row in steps)
+    figures = {
+        "turns_per_s": statistics.median(row["speed/turns_per_s"] for row in steps[len(steps) // 10 :]),
+        "cpu_ms": 1e3 * took / turns,
+        "turns": turns / episodes,
+        "reward": mean(steps[-(len(steps) // 3) :], "rollout/reward"),
+        "load": (load, load_after),
+    }
+    if options.samples:
+        (checkpoint,) = (folder / "run" / "checkpoints").glob("step_*")
+        played = ["--model", str(checkpoint), "--samples", str(options.samples), "--greedy"]
+        told = run(command("evaluate", [*played, *places(folder)], RECIPE), folder)
+        figures["success"] = json.loads(told.splitlines()[-1])["success"]
+    return figures
+
+
+def run(words: list[str], folder: Path) -> str:
+    """Run a command to its end; return what it has printed."""
+    env = os.environ | ({} if HAS_OPENAI else {"PYTHONPATH": str(folder)})
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def cpu_s() -> float:
+    """Seconds of a core that the processes have taken which this one has started, and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def mean(done: list[dict[str, Any]], name: str) -> float:
+    return statistics.mean(each[name] for each in done)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
