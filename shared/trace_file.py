@@ -86,7 +86,7 @@ def trace_events(sources: Sequence[Source], window: tuple[float, float]) -> Iter
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     played: dict[str, tuple[int, int, float]] = {}  # ticket -> where and when its group was complete
     steps: list[tuple[Span, int, int]] = []
-    for tid, ((process, thread), rows) in enumerate(sorted(threads.items()), 1):
+    for tid, ((process, thread), rows) in enumerate(sorted(threads.items(), key=_thread_rank), 1):
         pid = pids[process]
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
@@ -178,6 +178,12 @@ def _process_of(each: Span, source: Source) -> str:
 def _rank(process: str) -> tuple[int, str]:
     first = process.partition(" ")[0]
     return ORDER.index(first) if first in ORDER else len(ORDER), process
+
+
+def _thread_rank(item: tuple[tuple[str, str], list[_SpanLayer]]) -> tuple[str, bool, bool, str]:
+    """Return where a thread stands in its process: the main one first, others by name, then those that are shared."""
+    (process, thread), rows = item
+    return process, not rows[0].kept, thread != "main", thread
 
 
 def _outer_first(each: Span) -> tuple[float, float]:

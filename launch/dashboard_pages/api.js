@@ -43,6 +43,9 @@ const episodePath = (run, step, id) => `runs/${enc(run)}/steps/${step}/${id.spli
 export const getEpisode = (run, step, id) => get(episodePath(run, step, id));
 export const getHealth = (run) => get(`runs/${enc(run)}/health`);
 
+export const getTraces = (run) => get(`runs/${enc(run)}/traces`);
+export const getTrace = (run, name) => get(`runs/${enc(run)}/traces/${enc(name)}`);
+
 export async function getSeries(run, names) {
   if (report) return get(`runs/${enc(run)}/series`);
   let whole = null;

@@ -14,6 +14,7 @@ const PAGES = {
   step: async () => (await import("./step.js")).stepPage,
   episode: async () => (await import("./episode.js")).episodePage,
   health: async () => (await import("./health.js")).healthPage,
+  traces: async () => (await import("./traces.js")).tracesPage,
 };
 const home = api.hasPage("overview") ? link([]) : api.start;
 const state = { runs: null, seen: "", view: null, turn: 0, lost: false };
@@ -53,6 +54,7 @@ function navigation() {
     tabs.push(["step", "Step", link(["step", run.name, ...(step === null || step === undefined ? [] : [step])])]);
     if (name === "episode") tabs.push(["episode", "Episode", location.hash]);
     tabs.push(["health", "Health", link(["health", run.name])]);
+    tabs.push(["traces", "Traces", link(["traces", run.name])]);
   }
   const pick =
     runs.length > 1 && parts[1]
@@ -61,7 +63,7 @@ function navigation() {
           {
             "aria-label": "run",
             onchange: (e) => {
-              location.hash = name === "health" ? link(["health", e.target.value]) : link(["step", e.target.value]);
+              location.hash = link([["health", "traces"].includes(name) ? name : "step", e.target.value]);
             },
           },
           runs.map((r) => h("option", { value: r.name, selected: r.name === parts[1] }, r.name)),
@@ -158,7 +160,7 @@ function help() {
   const open = document.querySelector("dialog");
   if (open) return open.close();
   const keys = [
-    ["o m s h", "overview, metrics, step, health"],
+    ["o m s h x", "overview, metrics, step, health, traces"],
     ["← →", "the previous, the next episode"],
     ["↑ ↓", "the previous, the next of its group"],
     ["j k", "the next, the previous turn"],
@@ -192,7 +194,7 @@ addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
   if (event.key === "?") return help();
   if (event.key === "d") return toggle();
-  const tab = { o: "Overview", m: "Metrics", s: "Step", h: "Health" }[event.key];
+  const tab = { o: "Overview", m: "Metrics", s: "Step", h: "Health", x: "Traces" }[event.key];
   const to = tab && [...top.querySelectorAll("nav a")].find((a) => a.textContent === tab);
   if (to) {
     location.hash = to.getAttribute("href");

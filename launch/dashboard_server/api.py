@@ -10,6 +10,7 @@ from launch.dashboard_server.overview import events, overview
 from launch.dashboard_server.recorded import episode_page, listed, recorded, step_page
 from launch.dashboard_server.run_health import health
 from launch.dashboard_server.runs import Run, Runs, Unknown
+from launch.dashboard_server.timelines import timeline, traces
 from shared.recordings.reader import RecordingId
 
 MAX_NAMES = 64  # metrics in one request
@@ -39,6 +40,10 @@ def answer(runs: Runs, path: str, query: Mapping[str, str]) -> Any:
             return episode_page(run, place(step), "/".join([*ticket, index]))
         case ["health"]:
             return health(run)
+        case ["traces"]:
+            return traces(run)
+        case ["traces", name]:
+            return timeline(run, name)
     raise Unknown(f"no page {path}")
 
 

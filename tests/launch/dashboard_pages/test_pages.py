@@ -23,7 +23,7 @@ from tests.support.dashboard.browser import (
     sync_api,
     watched,
 )
-from tests.support.dashboard.recorded_run import make_run
+from tests.support.dashboard.recorded_run import make_run, make_trace
 
 __all__ = ["address", "browser", "page", "report"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
@@ -34,6 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs, one of them with damage."""
     folder = tmp_path_factory.mktemp("runs")
     make_run(folder / "sokoban", evaluated=(20,))
+    make_trace(folder / "sokoban")
+    make_trace(folder / "sokoban", (1, 2))
     make_run(folder / "other", steps=30, recorded=())
     with (folder / "other/metrics.jsonl").open("a") as lines:
         lines.write("damaged\n")
@@ -135,6 +137,54 @@ def test_an_episode_is_stepped_through_by_keys_and_its_tokens_are_coloured_by_ch
     page.keyboard.press("g")
     page.wait_for_selector("table.side")
     assert page.locator("table.side thead th").count() == 5
+
+
+def times(page) -> dict[str, int]:  # type: ignore[no-untyped-def]
+    """How often each span is in sight, by the table below the timeline."""
+    rows = page.locator("table.totals tbody tr")
+    return {row.get_attribute("data-name"): int(row.locator("td").nth(1).inner_text()) for row in rows.all()}
+
+
+def test_a_trace_is_moved_in_and_measured(page, address: str) -> None:
+    open_page(page, address, "#/traces/sokoban", "table.totals tbody tr")
+    assert "steps 10 to 12" in page.locator("h1").inner_text()
+    assert "2 spans lost" in page.locator("main").inner_text()
+    assert times(page) == {
+        "step": 3, "forward": 3, "backward": 3, "wait for groups": 3,
+        "group": 1, "episode": 12, "turn": 12, "decode": 12,
+    }  # fmt: skip
+    save_screenshot(page, "traces")
+    place = page.locator("canvas.timeline").bounding_box()
+    middle = (place["x"] + 0.9 * place["width"], place["y"] + 22 + 20 + 4)  # the last step, on the first thread
+    page.mouse.move(*middle)
+    assert page.locator("#tip").inner_text().splitlines()[0] == "step"
+    page.mouse.down()
+    page.mouse.up()
+    assert page.locator(".measured").inner_text() == "step: 700 ms, from 3.2 s on; 12 7-a"
+    for _ in range(8):
+        page.mouse.wheel(0, -100)
+    sync_api.expect(page.locator("tr[data-name=episode]")).to_have_count(0)
+    assert "step" in times(page)
+    page.keyboard.press("0")
+    sync_api.expect(page.locator("tr[data-name=episode]")).to_have_count(1)
+    height = place["height"]
+    page.get_by_role("button", name="all 13 threads").click()
+    assert page.locator("canvas.timeline").bounding_box()["height"] > height
+    page.get_by_role("button", name="decode").click()
+    assert page.locator("tr.selected").get_attribute("data-name") == "decode"
+    page.get_by_label("trace").select_option("steps_00000001_00000002")
+    sync_api.expect(page.locator("h1")).to_contain_text("steps 1 to 2")
+
+
+def test_a_run_without_traces_says_how_to_make_one(page, address: str) -> None:
+    open_page(page, address, "#/traces/other", "h1")
+    sync_api.expect(page.locator("main")).to_contain_text('--trace.steps "[10, 12]"')
+    page.get_by_label("run").select_option("sokoban")
+    page.wait_for_selector("table.totals tbody tr")
+    page.keyboard.press("h")
+    page.wait_for_url("**/health/sokoban")
+    page.keyboard.press("x")
+    page.wait_for_url("**/traces/sokoban")
 
 
 def test_a_turn_has_an_address_of_its_own(page, address: str) -> None:

@@ -272,7 +272,7 @@ def test_a_report_has_each_script_that_its_pages_import(whole: Path, tmp_path: P
     loaded = set(re.findall(r'import\("([^"]+)"\)', texts["pronk/app.js"]))
     assert {f"pronk/{page}.js" for page in pages} == loaded & texts.keys()
     assert texts.keys() == imported | {"pronk/app.js"} | (loaded & texts.keys())
-    assert len(loaded) == 5 and ("pronk/uplot/uPlot.esm.js" in texts) == (not episode)
+    assert len(loaded) == 6 and ("pronk/uplot/uPlot.esm.js" in texts) == (not episode)
 
 
 def test_a_report_of_one_episode_holds_it_alone(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

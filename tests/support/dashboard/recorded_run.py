@@ -19,6 +19,9 @@ from envs.sokoban import build_env
 from shared.recordings.episode_format import Array, ImageRef, RecordedEpisode, RecordedTurn, StepHeader, StepImages
 from shared.recordings.reader import FOLDER, IMAGES
 from shared.recordings.writer import StepWriter
+from shared.spans import Span
+from shared.trace_file import FOLDER as TRACES
+from shared.trace_file import Source, write_trace
 from shared.types import Ending, Sample
 
 MOVES = ("Up", "Down", "Left", "Right")
@@ -177,3 +180,24 @@ def kept(images: dict[str, bytes], picture: Image.Image) -> ImageRef:
     )  # fmt: skip
     images[ref.file_name] = data
     return ref
+
+
+def make_trace(folder: Path, steps: tuple[int, int] = (10, 12)) -> Path:
+    """Write a trace of some steps into a run's folder: a learner, an engine, and an actor with twelve episodes."""
+    spans: list[Span] = []
+    for n, step in enumerate(range(steps[0], steps[1] + 1)):
+        begin = 100.0 + n
+        spans += [
+            Span("wait for groups", begin, begin + 0.2),
+            Span("step", begin + 0.2, begin + 0.9, note=f"{step} 7-a"),
+        ]
+        spans += [Span("forward", begin + 0.25, begin + 0.5), Span("backward", begin + 0.5, begin + 0.85)]
+    group = [Span("group", 99.0, 100.1, track="group", note="7-a")]
+    for index in range(12):
+        track, begin = f"episode {index}", 99.0 + index / 100
+        group += [Span("episode", begin, 100.0, track=track, note=HOSTILE), Span("turn", begin, 99.9, track=track)]
+        group.append(Span("decode", begin + 0.1, 99.8, place=f"engine {HOSTILE}", track=track))
+    sources = [Source("learner rank 0", spans, keeps_tracks=True), Source(f"actor {HOSTILE}", group, whole=True)]
+    path = folder / TRACES / f"steps_{steps[0]:08d}_{steps[1]:08d}.json.gz"
+    write_trace(path, sources, (100.0, 100.0 + steps[1] - steps[0] + 1), {"steps": list(steps), "lost_spans": 2})
+    return path
