@@ -30,6 +30,7 @@ from launch.engines.gpus import gpu_names, lock_gpus
 from launch.processes.children import ROOT, Stopped, module_path, run_program
 from launch.processes.run_folder import prepare_run_folder, take_run_folder
 from launch.task_samples import check_data, held_out_samples, ready, training_samples
+from learner import profile_request
 from learner.checkpoints.checkpoint_folder import check_resume
 from learner.metrics.metric_services import check_writers
 from learner.shutdown import Shutdown, ShutdownRequested
@@ -49,6 +50,7 @@ OTHERS_WAIT_S = 3.0
 def main(argv: list[str] | None = None) -> int:
     use_one_heap()
     bound_kernel_caches()
+    profile_request.heed()
     parser = recipe_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="start N ranks on this host, like torchrun")
     parser.add_argument("--from-recording", default="", metavar="DIR", help="train on these groups, without actors")

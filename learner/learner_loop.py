@@ -30,6 +30,7 @@ from learner.recording.recorded_columns import watch
 from learner.setup import build_coordinator, build_publisher, build_trainer, collective_limit_s
 from learner.shared_gpu import keep_to_share, learner_bytes
 from learner.shutdown import Shutdown, ShutdownRequested
+from learner.step_profile import profiled
 from learner.step_trace import StepTrace
 from learner.tickets.sources import SampleSource
 from learner.training.trainer import Trainer
@@ -134,6 +135,7 @@ def loop(
     that each result belongs to one version. Engines are verified during the next step; only the first and the last
     publication wait for the verification. Training on recorded groups needs no engine and publishes nothing.
     """
+    folder = Path(recipe.run.dir) / recipe.run.name
     engines = coordinator.wait_for_engines()
     if coordinator.shutdown_requested():
         raise ShutdownRequested(f"asked to shut down after step {trainer.num_steps}, before an engine had weights")
@@ -153,7 +155,8 @@ def loop(
             recorded = watch(groups, trainer.num_steps + 1, recipe.record)
             trained = coordinator.policy_version(groups, version)
             trainer.start_critic(groups)
-            with span("step", note=" ".join((str(trainer.num_steps + 1), *(group.ticket_id for group in groups)))):
+            note = " ".join((str(trainer.num_steps + 1), *(group.ticket_id for group in groups)))
+            with span("step", note=note), profiled(folder, trainer.num_steps + 1, trainer.ranks):
                 metrics = trainer.step(groups, trained, recorded) | group_metrics(groups, trained, recipe.learner)
                 metrics |= publisher.verification_metrics()
             step = trainer.num_steps

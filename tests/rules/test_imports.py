@@ -72,13 +72,13 @@ ROOMS = {
     "actor": "engine_pool named_engines journal render history episode actor_loop env_threads custom_rollout isolation "
     "descriptions rewards model_judge turn_sampler agents api_sampler rollout api_player worker engine",
     "learner": "run_folder_watch vtrace tickets plan objective distributed batch recording metrics alarms coordinator "
-    "model weights training checkpoints export mesh_check setup shutdown guards shared_gpu step_trace "
-    "learner_loop offline replay",
+    "model weights training checkpoints export mesh_check setup shutdown guards shared_gpu profile_request "
+    "step_profile step_trace learner_loop offline replay",
     "kernels": "heads checks gated low_rank delta_rule reference cpu gemm row_records tiles rows_triton scan_triton "
     "rows tile_passes linear_logprob scan gpu",
     "launch": "processes findings catalog recipe_fields engines hub task_samples recording terminal actors agents "
-    "prepare plots local tiny_models doctor_checks task_run clusters cluster curves dashboard_server dashboard "
-    "doctor evaluation evaluate learner run warm_start sglang_env engine_env package",
+    "prepare plots local tiny_models doctor_checks task_run clusters cluster curves profile_step dashboard_server "
+    "dashboard doctor evaluation evaluate learner run warm_start sglang_env engine_env package",
 }
 
 

@@ -43,6 +43,7 @@ COMMANDS = {
     "evaluate": Command("launch/evaluate.py", "success of a checkpoint or a model, with its interval", recipe=True),
     "dashboard": Command("launch/dashboard.py", "runs in the browser: curves, episodes, alarms"),
     "curves": Command("launch/curves.py", "draws the curves of runs"),
+    "profile": Command("launch/profile_step.py", "torch's profile of a running learner's next step"),
     "doctor": Command("launch/doctor.py", "is this machine ready for a recipe?", recipe=True),
     "plan": Command("learner/plan/__main__.py", "does a recipe's learner fit into the memory of a GPU?", recipe=True),
     "prepare": Command("launch/prepare.py", "makes the data of a shipped task"),

@@ -76,6 +76,7 @@ def test_a_run_that_is_to_leave_before_its_candidate_is_evaluated_goes_on_from_t
     monkeypatch.setattr(learner_loop, "next_groups", lambda *_: [Group("g", "a", ())] if trainer.num_steps < 12 else [])
     trainer = SimpleNamespace(num_steps=9, step=step, guard=SimpleNamespace(bad_steps=0), config=config())
     trainer.start_critic = lambda _: None
+    trainer.ranks = SimpleNamespace(is_main=True, rank=0)
     coordinator = FakeCoordinator(asked)
     publisher = SimpleNamespace(publish=lambda *_, **__: {}, verification_metrics=dict)
     saver = SimpleNamespace(
