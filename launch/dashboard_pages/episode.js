@@ -188,6 +188,16 @@ function picture(run, image, small = false) {
 
 const imagesOf = (data, turn) => data.images.slice(turn.first_image, turn.last_image);
 
+// A turn's pictures: its own, and those that the model sees again, since a segment begins there.
+function picturesOf(data, i) {
+  const all = imagesOf(data, data.turns[i]);
+  if (!i || !segmentBegun(data, data.turns[i - 1].end, data.turns[i])) return { own: all, again: [] };
+  const earlier = new Set(data.turns.slice(0, i).flatMap((t) => imagesOf(data, t).map((image) => image.file)));
+  const fresh = all.filter((image) => !earlier.has(image.file));
+  const own = fresh.length ? fresh : all.slice(-1); // what is shown now may look as it did before
+  return { own, again: all.filter((image) => !own.includes(image)) };
+}
+
 // One small picture for each turn, with what it earned.
 function strip(run, data, pick) {
   if (data.turns.length < 2) return null;
@@ -196,7 +206,7 @@ function strip(run, data, pick) {
     "div",
     { class: "strip" },
     data.turns.map((t, i) => {
-      const images = imagesOf(data, t);
+      const images = picturesOf(data, i).own;
       return h(
         "button",
         { type: "button", title: `turn ${i + 1}: ${t.answer.slice(0, 200)}`, onclick: () => pick(i) },
@@ -217,6 +227,7 @@ function strip(run, data, pick) {
 function turnCard(run, data, turn, i, { colour, raw }) {
   const value = valueBefore(data, turn);
   const advantage = advantageOf(data, turn);
+  const { own, again } = picturesOf(data, i);
   const before = i ? data.turns[i - 1].end : 0;
   const range = (a, b) => Array.from({ length: b - a }, (_, n) => a + n);
   const tokens = (a, b) => range(a, b).map((n) => token(data, n, colour));
@@ -231,7 +242,15 @@ function turnCard(run, data, turn, i, { colour, raw }) {
     h(
       "div",
       { class: "pictures" },
-      imagesOf(data, turn).map((image) => picture(run, image)),
+      own.map((image) => picture(run, image)),
+      again.length
+        ? h(
+            "div",
+            { class: "again" },
+            h("span", { class: "label" }, "seen again"),
+            again.map((image) => picture(run, image, true)),
+          )
+        : null,
     ),
     h(
       "div",
@@ -392,7 +411,7 @@ async function sideBySide(run, step, data) {
             h(
               "div",
               { class: "pair" },
-              imagesOf(d, t).map((image) => picture(run, image, true)),
+              picturesOf(d, i).own.map((image) => picture(run, image, true)),
             ),
             h("pre", { class: "answer" }, t.answer),
             h("small", { class: t.reward < 0 ? "bad-text" : "good-text" }, signed(t.reward)),

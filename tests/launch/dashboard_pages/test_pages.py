@@ -187,6 +187,18 @@ def test_a_run_without_traces_says_how_to_make_one(page, address: str) -> None:
     page.wait_for_url("**/traces/sokoban")
 
 
+def test_a_turn_that_begins_a_segment_shows_its_own_picture_and_what_is_seen_again(page, address: str) -> None:
+    open_page(page, address, "#/episode/sokoban/20/20-2/0", ".turn figure img")
+    turns = page.locator(".turn")
+    assert turns.nth(1).locator(".again").count() == 0 and "segment" not in turns.nth(1).inner_text()
+    assert turns.nth(2).locator("figure").count() == 1 and turns.nth(2).locator(".again img").count() == 1
+    shown = [turns.nth(number).locator("figure img").get_attribute("src") for number in (1, 2)]
+    assert turns.nth(2).locator(".again img").get_attribute("src") == shown[0] != shown[1]
+    assert "segment 2: what the model reads, from the prompt on" in turns.nth(2).inner_text()
+    assert page.locator(".strip button").nth(2).locator("img").count() == 1
+    save_screenshot(page, "segments")
+
+
 def test_a_turn_has_an_address_of_its_own(page, address: str) -> None:
     open_page(page, address, "#/episode/sokoban/20/20-0/1?turn=4&colour=entropy", ".turn.selected")
     assert page.locator(".turn.selected h3").inner_text().startswith("Turn 4")

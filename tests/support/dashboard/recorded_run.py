@@ -105,16 +105,21 @@ def record(folder: Path, step: int, groups: int, evaluation: str = "") -> None:
 
 
 def play(images: dict[str, bytes], step: int, group: int, index: int, skill: float) -> RecordedEpisode:
-    """Play one episode; `skill` is the probability of the solver's move instead of a random one."""
+    """Play one episode; `skill` is the probability of the solver's move instead of a random one. The first of the third
+    group has a window of two observations, so that later turns are segments."""
     rng = random.Random(f"{step} {group} {index}")
     env = build_env(sample=Sample(id=str(group), metadata={"seed": group}), args={"max_turns": MAX_TURNS})
     observation, _ = env.reset()
     pieces, mask, turns, refs, done, rewards = ["<|im_start|>", "system\n"], [0, 0], [], [], False, []
-    at = 0.0
+    at, segments = 0.0, list[int]()
     while not done and len(turns) < MAX_TURNS:
         first = len(refs)
         message = env.format_observation(observation)
         seen = ["<|im_start|>", "user\n"]
+        if (group, index) == (2, 0) and len(turns) > 1:
+            segments.append(len(pieces))
+            refs.append(refs[-1])
+            seen = [*pieces[:2], *seen, "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", *seen]
         for part in message["content"]:
             if part["type"] == "image":
                 refs.append(kept(images, part["image"]))
@@ -140,7 +145,8 @@ def play(images: dict[str, bytes], step: int, group: int, index: int, skill: flo
         at += seconds + 0.1
     success = float(env.success)
     broken = group == 1 and index == 0
-    return finished(step, group, index, pieces, mask, turns, refs, sum(rewards), success, broken, rng)
+    episode = finished(step, group, index, pieces, mask, turns, refs, sum(rewards), success, broken, rng)
+    return replace(episode, segments=tuple(segments))
 
 
 def finished(step, group, index, pieces, mask, turns, refs, reward, success, broken, rng) -> RecordedEpisode:  # type: ignore[no-untyped-def]
