@@ -295,7 +295,7 @@ class _Reader:
         return Sample(self._id(number), messages, images, label, metadata=metadata, tools=self._tools)
 
     def _load(self, item: Any) -> Image:
-        return Image.of(_image_bytes(item, self._path.parent, self._folder))
+        return image_of(item, self._path.parent, self._folder)
 
 
 def with_images(sample: Sample) -> list[dict[str, Any]]:
@@ -384,6 +384,12 @@ def _address_of(item: Any) -> str:
     if isinstance(item, Mapping):
         item = item.get("bytes") or item.get("path") or item.get("url")
     return item if isinstance(item, str) and item[:8].lower().startswith(("http://", "https://")) else ""
+
+
+def image_of(item: Any, folder: Path, downloaded: ImageFolder | None = None) -> Image:
+    """Return the image of a row's item: a data URI, base64, bytes, a file's name beside those of the `folder`, or a
+    dict with one of these. Raise ValueError or OSError if it cannot be read."""
+    return Image.of(_image_bytes(item, folder, downloaded))
 
 
 def _image_bytes(item: Any, folder: Path, downloaded: ImageFolder | None = None) -> bytes:

@@ -58,10 +58,13 @@ def share_names(files: Sequence[Path]) -> bool:
 def read_rows(
     path: Path, refuse: Refuse | None = None, columns: Collection[str] | None = None, *, others: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a .parquet or .jsonl file with their numbers; of Parquet only the given columns are read
-    (dotted: a field of a struct), since others may hold values that Python has no type for. With `others` those that
-    hold texts and numbers are read too, and a value that cannot be read is None. Raise ValueError if the
-    file is missing, broken or of another kind; without `refuse` also for the first row that cannot be read."""
+    """Yield the rows of a .parquet or .jsonl file with their numbers from 0, in a .jsonl file those of its lines.
+
+    Of Parquet only the given columns are read (dotted: a field of a struct), since others may hold values that Python
+    has no type for. With `others` those that hold texts and numbers are read too, and a value that cannot be read is
+    None. Raise ValueError if the file is missing, broken or of another kind; without `refuse` also for the first row
+    that cannot be read.
+    """
     if not path.is_file():
         raise ValueError(f"no dataset file {str(path)!r}: make it with {command('prepare')}, or give the path of one")
     if path.suffix == ".jsonl":
@@ -71,6 +74,8 @@ def read_rows(
     else:
         raise ValueError(f"{path} is neither .parquet nor .jsonl: convert it")
     for number, row in enumerate(rows):
+        if row is None:  # a blank line
+            continue
         if isinstance(row, dict):
             yield number, row
         elif refuse is None:
@@ -130,8 +135,8 @@ def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
     return len(rows)
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any] | str]:
-    """Yield each row, or, as text, what is wrong with its line."""
+def _json_lines(path: Path) -> Iterator[dict[str, Any] | str | None]:
+    """Yield each row, or, as text, what is wrong with its line; None for a blank line."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -142,8 +147,8 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any] | str]:
                 while line and not line.endswith(b"\n"):  # skip the rest of the line
                     line = file.readline(MAX_LINE_BYTES)
                 yield f"line {number} has more than {MAX_LINE_BYTES} bytes"
-            elif line.strip():
-                yield _row_of(line, number)
+            else:
+                yield _row_of(line, number) if line.strip() else None
 
 
 def _row_of(line: bytes, number: int) -> dict[str, Any] | str:

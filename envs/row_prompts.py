@@ -100,7 +100,7 @@ def prompt_of(problem: Any, choices: Sequence[str], items: Sequence[Any], load: 
     """Return the prompt of a problem with its choices as lettered lines and its images (`items`, read by `load`). Raise
     BadImage for an image that cannot be read or has no place, ValueError for messages of another form."""
     prompt = RowPrompt([], [])
-    messages = [_message_of(message, prompt) for message in _messages_of(problem)]
+    messages = [_message_of(message, prompt) for message in messages_of(problem)]
     questions = [number for number, message in enumerate(messages) if message["role"] == "user"]
     if not questions:
         raise ValueError("no message is of the role user")
@@ -117,11 +117,11 @@ def prompt_of(problem: Any, choices: Sequence[str], items: Sequence[Any], load: 
         first = [{"type": "image", "item": item} for item in items]
         messages[questions[-1]]["content"][:0] = first
     else:
-        _place(marks, items)
+        give_images(marks, items)
     for message in messages:
         for part in message["content"]:
             if part["type"] == "image":
-                prompt.images.append(_loaded(load, part.pop("item")))
+                prompt.images.append(load_image(load, part.pop("item")))
         prompt.messages.append({"role": message["role"], "content": _tidied(message)})
     return prompt
 
@@ -140,7 +140,9 @@ def with_system_prompt(messages: Sequence[dict[str, Any]], system_prompt: str) -
     return ({"role": "system", "content": joined}, *messages[1:])
 
 
-def _messages_of(problem: Any) -> list[Mapping[str, Any]]:
+def messages_of(problem: Any) -> list[Mapping[str, Any]]:
+    """Return the messages that a row's value spells, each with a role of `ROLES`; of a text the user's only one. Raise
+    ValueError for one of another form."""
     problem = _read_literal(problem, _WRITTEN_MESSAGES)
     if isinstance(problem, Mapping):
         problem = [problem]
@@ -184,19 +186,19 @@ def _message_of(message: Mapping[str, Any], prompt: RowPrompt) -> dict[str, Any]
         raise ValueError(f"a message's content is {type(content).__name__}, not a text or a list of parts")
     parts: list[dict[str, Any]] = []
     for item in items:
-        kind, value = _part_of(item)
+        kind, value = part_of(item)
         if kind == "image":
             parts.append({"type": "image", **value})
             continue
         text, repaired = repair(value)
         prompt.repaired |= repaired
-        parts += _pieces(text) if role in ("user", "tool") else [{"type": "text", "text": text}]
+        parts += text_and_marks(text) if role in ("user", "tool") else [{"type": "text", "text": text}]
     if role == "user" and isinstance(content, str):
         parts[-1]["text"] = parts[-1]["text"].strip()
     return {"role": role, "content": parts}
 
 
-def _part_of(item: Any) -> tuple[str, Any]:
+def part_of(item: Any) -> tuple[str, Any]:
     """Return ("text", its text) or ("image", {} or {"item": image}) of one part of a message. Raise ValueError for
     another."""
     if isinstance(item, str):
@@ -213,7 +215,7 @@ def _part_of(item: Any) -> tuple[str, Any]:
     raise ValueError(f"a part of a message is of type {kind!r}: text and images are read")
 
 
-def _pieces(text: str) -> Iterator[dict[str, Any]]:
+def text_and_marks(text: str) -> Iterator[dict[str, Any]]:
     """Yield the texts and marks of a text, in their order."""
     start = 0
     for mark in MARK.finditer(text):
@@ -230,13 +232,13 @@ def _add_choices(message: dict[str, Any], choices: Sequence[str]) -> None:
     text = "".join(_written(part) for part in message["content"])
     if not choices or lines in text or all(a == b for a, b in zip(choices, letters, strict=True)):
         return
-    pieces = [*_pieces(f"\nChoices:\n{lines}")]
+    pieces = [*text_and_marks(f"\nChoices:\n{lines}")]
     if message["content"] and message["content"][-1]["type"] == "text":
         pieces[0]["text"] = message["content"].pop()["text"].rstrip() + pieces[0]["text"]
     message["content"] += pieces
 
 
-def _place(marks: Sequence[dict[str, Any]], items: Sequence[Any]) -> None:
+def give_images(marks: Sequence[dict[str, Any]], items: Sequence[Any]) -> None:
     """Give each mark its image. Raise BadImage if marks and images do not fit."""
     numbers = [mark.pop("number", None) for mark in marks]
     if any(numbers):
@@ -252,7 +254,7 @@ def _place(marks: Sequence[dict[str, Any]], items: Sequence[Any]) -> None:
         mark["item"] = items[number - 1 if number else index]
 
 
-def _loaded(load: Load, item: Any) -> Image:
+def load_image(load: Load, item: Any) -> Image:
     try:
         return load(item)
     except Exception as error:

@@ -30,7 +30,11 @@ from launch.engines.gpus import gpu_names, lock_gpus
 from launch.processes.children import ROOT, Stopped, module_path, run_program
 from launch.processes.run_folder import prepare_run_folder, take_run_folder
 from launch.task_samples import check_data, held_out_samples, ready, training_samples
+<<<<<<< HEAD
 from learner import profile_request
+=======
+from launch.teachers import check_teacher
+>>>>>>> 710fd91 (A model learns from demonstrations, and from a teacher: chats in the tokens of rollouts with all that a run has, a run's best episodes as such chats, and the KL to a frozen model on the policy's own episodes)
 from learner.checkpoints.checkpoint_folder import check_resume
 from learner.metrics.metric_services import check_writers
 from learner.shutdown import Shutdown, ShutdownRequested
@@ -54,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = recipe_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="start N ranks on this host, like torchrun")
     parser.add_argument("--from-recording", default="", metavar="DIR", help="train on these groups, without actors")
+    parser.add_argument("--shuffle", action="store_true", help="recorded groups come in another order each time")
     recipe, options = parse(parser, argv)
     if options.ranks != 1:
         return start_ranks(options)
@@ -67,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         recipe, status, _lock = prepare(ready(recipe), rank)  # the lock is held until the process ends
         with recorded_end(status):
-            result = train(recipe, options.from_recording, rank)
+            result = train(recipe, options, rank)
     except ShutdownRequested as left:
         if rank == 0:
             get_logger(f"learner[{rank}]").info("%s", left)
@@ -100,14 +105,15 @@ def prepare(recipe: Recipe, rank: int) -> tuple[Recipe, StatusFile | None, TextI
     return recipe, status, lock
 
 
-def train(recipe: Recipe, recording: str, rank: int) -> dict[str, Any] | None:
-    """Train with actors, or on the groups of a `recording`; return the result on rank 0, None on other ranks."""
+def train(recipe: Recipe, options: argparse.Namespace, rank: int) -> dict[str, Any] | None:
+    """Train with actors, or on the groups of a recording; return the result on rank 0, None on other ranks."""
+    recording = options.from_recording
     shutdown = heed_signals(recipe)
     _gpu = claim_gpu(recipe, rank)
     if recording:
         from learner.offline import run_recorded
 
-        metrics = run_recorded(recipe, Path(recording), shutdown)
+        metrics = run_recorded(recipe, Path(recording), shutdown, shuffled=options.shuffle)
         if rank:
             return None
         folder = Path(recipe.run.dir) / recipe.run.name
@@ -146,6 +152,7 @@ def start_ranks(options: argparse.Namespace) -> int:
     if options.ranks < 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         return fail(ConfigError(f"--ranks {options.ranks}: at least 1, and not under torchrun"))
     recording = ["--from-recording", options.from_recording] if options.from_recording else []
+    recording += ["--shuffle"] if options.shuffle else []
     arguments = ["--config", options.config, *recording, *options.overrides]
     starter = [sys.executable, str(ROOT / "launch/processes/torchrun.py"), "--standalone"]
     os.environ["PYTHONPATH"] = module_path()
@@ -159,6 +166,7 @@ def check_cheaply(recipe: Recipe) -> None:
     read_api_key(recipe.engine.api_key_file)
     check_writers(recipe)
     check_data(recipe)
+    check_teacher(recipe)
     check_resume(recipe.learner.resume)
 
 

@@ -43,6 +43,7 @@ from launch.processes.restarts import how_it_ended
 from launch.processes.run_folder import check_run_folder
 from launch.processes.run_logs import RunLogs
 from launch.task_samples import cannot_play, check_data, ready, samples_of
+from launch.teachers import check_teacher
 from launch.terminal.progress import RunProgress
 from launch.terminal.run_state import RunState
 from launch.terminal.screen import Screen, is_terminal
@@ -72,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         check_meeting(recipe)
         check_resume(recipe.learner.resume)
         check_data(recipe)
+        check_teacher(recipe)
         check_run_folder(recipe)
         show_random_policy(recipe)
     except ValueError as error:

@@ -20,9 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
-from actor.render import Renderer
+from actor.chat_episode import shown_episode
+from actor.render import Fragment, Renderer
 from launch.tiny_models import build as tiny_model
 from launch.tiny_models.demonstrations import TASKS
 from launch.tiny_models.lesson import CELL_PIXELS, DemonstratedAnswer, Lesson, Task
@@ -37,7 +39,7 @@ from shared.config.learner_section import OptimizerConfig
 from shared.config.objective_section import ObjectiveConfig
 from shared.config.optimizer_specs import OPTIMIZERS
 from shared.families.registry import FAMILIES
-from shared.types import Ending, Image, Trajectory, Turn
+from shared.types import Trajectory
 from shared.vision import VisionSpec
 
 WARM_UP = 50  # steps of the learning rate's warm-up
@@ -52,36 +54,20 @@ def demonstration(
     lesson: Lesson,
     choice_weight: float = 1.0,
 ) -> Trajectory:
-    """Return one demonstrated episode as a trajectory: the mask marks the answers, behaviour logprobs hold the
-    logarithms of the tokens' weights in the loss (`choice_weight` for random choices), and versions have no meaning."""
+    """Return one demonstrated episode: behaviour logprobs hold the logarithms of the tokens' weights in the loss
+    (`choice_weight` for random choices)."""
     prompt = task.prompts[seed % len(task.prompts)]
-    token_ids: list[int] = []
-    mask: list[int] = []
+    parts: list[tuple[Fragment, list[int], bool]] = []
     weights: list[float] = []
-    images: list[Image] = []
-    turns: list[Turn] = []
     for messages, answer in task.demonstrate(seed, random.Random(f"demonstration {seed}"), lesson):
-        if token_ids:
+        if parts:
             fragment = renderer.observation(*messages)
         else:
             fragment = renderer.start([{"role": "system", "content": prompt}, *messages], tools=task.tools)
         answer_ids, answer_weights = weighted(answer, tokenizer, choice_weight, renderer.spec.family.ends_of_turn[0])
-        token_ids += [*fragment.token_ids, *answer_ids]
-        mask += [0] * len(fragment.token_ids) + [1] * len(answer_ids)
+        parts.append((fragment, answer_ids, True))
         weights += [1.0] * len(fragment.token_ids) + answer_weights
-        images += fragment.images
-        turns.append(Turn(len(token_ids) - len(answer_ids), len(token_ids), 0.0))
-    sampled = np.array(mask, dtype=np.uint8)
-    return Trajectory(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        loss_mask=sampled,
-        behaviour_logprobs=np.log(weights, dtype=np.float32),
-        policy_versions=sampled.astype(np.int32) - 1,
-        turns=tuple(turns),
-        reward=0.0,
-        images=tuple(images),
-        ending=Ending.COMPLETED,
-    )
+    return replace(shown_episode(parts), behaviour_logprobs=np.log(weights, dtype=np.float32))
 
 
 def weighted(

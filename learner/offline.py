@@ -3,6 +3,7 @@ groups."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 
 from learner.batch.episodes import check_group
 from learner.batch.image_decoder import ImageDecoder
@@ -22,6 +25,7 @@ from learner.distributed import Ranks, broadcast_flag, close_ranks, gpu_bytes, i
 from learner.learner_loop import loop
 from learner.metrics.episode_metrics import RunResult, rollout_metrics
 from learner.metrics.metric_writer import MetricLogger
+from learner.metrics.token_metrics import unused_names
 from learner.plan.fit import check_recipe
 from learner.recording.recorded_columns import RecordedColumns
 from learner.setup import build_trainer
@@ -34,9 +38,9 @@ from shared.types import Group, PolicyVersion, Stop
 TIMEOUT_S = 600.0  # time limit of a collective; short, since every rank reads its groups from the disk
 
 
-def run_recorded(recipe: Recipe, recording: Path, shutdown: Shutdown) -> dict[str, float]:
-    """Train on the groups of `recording` in order, over and over; return the metrics of the last step. Every rank reads
-    the folder.
+def run_recorded(recipe: Recipe, recording: Path, shutdown: Shutdown, *, shuffled: bool = False) -> dict[str, float]:
+    """Train on the groups of `recording` over and over, in their order or, if `shuffled`, each time in another one that
+    `run.seed` determines; return the metrics of the last step. Every rank reads the folder.
 
     Raise ValueError if the folder has no groups, a group is invalid, or the recipe's run would refuse it. Raise
     ShutdownRequested after SIGTERM or SIGINT, when the checkpoint is written.
@@ -54,14 +58,22 @@ def run_recorded(recipe: Recipe, recording: Path, shutdown: Shutdown) -> dict[st
         check_recipe(recipe, ranks.size, gpu_bytes(ranks))
         trainer = build_trainer(recipe, ranks)
         run_dir = Path(recipe.run.dir) / recipe.run.name
-        contents = contents_of(recipe) if ranks.is_main else {}
+        contents = contents_of(recipe) | {"recorded groups": groups_digest(paths)} if ranks.is_main else {}
         restore(run_dir / "checkpoints", trainer, ranks, recipe, contents)
         saver = Saver(run_dir / "checkpoints", trainer, ranks, recipe, contents=contents)
         stack.callback(saver.close)
-        groups = endless(paths, trainer.num_steps * config.groups_per_step)
+        order = recipe.run.seed if shuffled else None
+        groups = endless(paths, trainer.num_steps * config.groups_per_step, order)
         metrics = MetricLogger(run_dir, steps_done=trainer.num_steps) if ranks.is_main else None
         coordinator = RecordedCoordinator(
-            ranks, groups, config.groups_per_step, trainer.decoder, shutdown.requested, metrics, str(recording)
+            ranks,
+            groups,
+            config.groups_per_step,
+            trainer.decoder,
+            shutdown.requested,
+            metrics,
+            str(recording),
+            unused_names(config.objective),
         )
         stack.callback(coordinator.close, None)
         shutdown.watch_progress(saver.written)
@@ -114,6 +126,7 @@ class RecordedCoordinator:
     shutdown: Event
     metrics: MetricLogger | None
     recording: str
+    unused: tuple[str, ...] = ()  # beginnings of the names of metrics that say nothing about the objective
     values: dict[str, float] = field(default_factory=dict)  # metrics of the last step
     reported: ReportedMetrics = field(default_factory=ReportedMetrics)
     process_id: str = ""
@@ -158,7 +171,8 @@ class RecordedCoordinator:
     ) -> None: ...
 
     def record(self, step: int, version: PolicyVersion, groups: Sequence[Group], values: dict[str, float]) -> None:
-        self.values = rollout_metrics(groups, self.reported) | values
+        values = rollout_metrics(groups, self.reported) | values
+        self.values = {name: value for name, value in values.items() if not name.startswith(self.unused)}
         if self.metrics is not None:
             self.metrics.scalars(step, self.values)
 
@@ -189,8 +203,18 @@ class RecordedCoordinator:
             self.metrics.close()
 
 
-def endless(paths: list[Path], start: int) -> Iterator[Group]:
-    """Yield the groups from the `start`-th on, over and over."""
-    while True:
-        yield read(paths[start % len(paths)])
-        start += 1
+def endless(paths: list[Path], start: int, seed: int | None = None) -> Iterator[Group]:
+    """Yield the groups from the `start`-th on, over and over: in their order or, with a seed, in another one each
+    time."""
+    count = len(paths)
+    for time in itertools.count(start // count):
+        order = range(count) if seed is None else np.random.default_rng((seed, time)).permutation(count)
+        yield from (read(paths[index]) for index in order[max(0, start - time * count) :])
+
+
+def groups_digest(paths: list[Path]) -> str:
+    """Return the number of recorded groups and a digest of them in their order."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return f"{len(paths)} groups, {digest.hexdigest()[:16]}"

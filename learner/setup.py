@@ -31,6 +31,8 @@ from learner.weights.engine_claims import RunIdentity
 from learner.weights.publisher import Publisher, PublishSettings
 from learner.weights.verify import WeightVerifier
 from shared.agreement import settings_of
+from shared.config.learner_section import OptimizerConfig
+from shared.config.lora_section import LoraConfig
 from shared.config.objective_section import ObjectiveConfig
 from shared.config.recipe import Recipe
 from shared.engine.weight_group_names import backend_of
@@ -62,7 +64,8 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     reference: Policy | BasePolicy | None = None
     if recipe.learner.objective.has_reference:
         reference = BasePolicy(policy) if policy.adapters else build_policy(recipe, ranks).requires_grad_(False)
-    trainer = Trainer(policy, recipe.learner, ranks, temperature=recipe.sampling.temperature, reference=reference)
+    temperature, teacher = recipe.sampling.temperature, build_teacher(recipe, ranks)
+    trainer = Trainer(policy, recipe.learner, ranks, temperature=temperature, reference=reference, teacher=teacher)
     rejected = Path(recipe.run.dir) / recipe.run.name / f"rejected_by_rank_{ranks.rank}"
     trainer.decoder.refusals = Refusals("an image", get_logger("learner"), rejected)
     if recipe.learner.parallel.check:
@@ -96,6 +99,22 @@ def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
         if lora.adapter:
             lora_files.load(lora.adapter, policy.adapters)
     return policy
+
+
+def build_teacher(recipe: Recipe, ranks: Ranks) -> Policy | None:
+    """Return the frozen teacher, sharded as the policy is; None without one."""
+    learner, model = recipe.learner, recipe.model
+    if not learner.objective.has_teacher:
+        return None
+    frozen = OptimizerConfig(name=learner.optimizer.name)  # of the policy's frozen parts it may have fewer
+    path = learner.objective.teacher
+    taught = recipe.model_copy(
+        update={
+            "model": model.model_copy(update={"path": path}),
+            "learner": learner.model_copy(update={"lora": LoraConfig(), "optimizer": frozen}),
+        }
+    )
+    return build_policy(taught, ranks).requires_grad_(False)
 
 
 def publish_settings(recipe: Recipe) -> PublishSettings:

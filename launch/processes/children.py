@@ -75,16 +75,17 @@ def start(
     *,
     env: dict[str, str] | None = None,
     mute: bool = False,
+    stdout: int | None = None,
     stderr: int | None = None,
     leave_s: float | None = None,
 ) -> Child:
-    """Start `command` without a shell. `mute` discards its stdout; `stderr` is a file descriptor for its stderr
-    (default: this process's own); `leave_s` is as in `Child`. On Linux the kernel ends the child when its parent
-    dies."""
+    """Start `command` without a shell. `mute` discards its stdout; `stdout` and `stderr` are file descriptors for these
+    (default: this process's own), or subprocess.PIPE; `leave_s` is as in `Child`. On Linux the kernel ends the child
+    when its parent dies."""
     process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": module_path(), **(env or {})},
-        stdout=subprocess.DEVNULL if mute else None,
+        stdout=subprocess.DEVNULL if mute else stdout,
         stderr=stderr,
         start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the child: each gets one signal
         preexec_fn=tied_to_this_process(),

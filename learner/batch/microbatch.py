@@ -72,6 +72,7 @@ class Microbatch:
     whole: WholeEpisodes | None = None  # None if no episode is only a piece
     proximal_logprobs: Tensor | None = None  # float32 [N], if computed before the step's first update
     reference_logprobs: Tensor | None = None  # float32 [N], if computed before the step's first update
+    teacher_logprobs: Tensor | None = None  # float32 [N], of the frozen teacher, if there is one
     shard: ContextShard | None = None  # this rank's part, if ranks share the microbatch
 
     @property

@@ -28,6 +28,7 @@ class StepPlan:
     episodes: list[TrainingEpisode]
     updates: list[UpdatePlan]
     beforehand: UpdatePlan | None = None  # forwards of all episodes, if logprobs are computed before the first update
+    taught: UpdatePlan | None = None  # forwards of all episodes by the teacher
     # Forwards of some of the episodes that no update computes. Without them the metrics would be those of groups whose
     # rewards vary alone, and a policy that has collapsed would show none at all.
     observed: UpdatePlan | None = None
@@ -36,7 +37,7 @@ class StepPlan:
     def parts(self) -> list[UpdatePlan]:
         """The plan's parts in the order in which they are computed."""
         of_updates = [part for update in self.updates for part in (update.pieces, update)]
-        return [part for part in (self.beforehand, self.observed, *of_updates) if part is not None]
+        return [part for part in (self.beforehand, self.taught, self.observed, *of_updates) if part is not None]
 
     def images_of(self, rank: int, context_size: int, decoder: ImageDecoder) -> dict[str, Image]:
         """Return the images that a rank decodes in this step, by content hash.
@@ -65,12 +66,13 @@ def plan_step(
     seed: int,
     noise: float = 0.0,
     beforehand: bool = False,
+    taught: bool = False,
 ) -> StepPlan:
     """Return the plan of a step on `groups`.
 
     `sizes`: None if the model's sizes are unknown. `seed`: of the permutations that divide passes into updates.
     `noise`: the deviation of a group's rewards that is regarded as noise. `beforehand`: some logprobs are computed
-    before the first update. Raise ValueError if a group's layout is wrong.
+    before the first update. `taught`: a teacher reads the episodes. Raise ValueError if a group's layout is wrong.
     """
     objective = config.objective
     episodes = make_episodes(groups, decoder, objective, noise=noise)
@@ -81,4 +83,5 @@ def plan_step(
     first = parts.pop(0) if beforehand and episodes else None
     left_out = [i for i, episode in enumerate(episodes) if has_no_loss(episode, config)][::OBSERVED_EVERY]
     observed = plan_update(episodes, left_out, config, ranks, sizes, keep_all=True) if left_out else None
-    return StepPlan(episodes, parts, first, observed)
+    of_teacher = plan_update(episodes, range(len(episodes)), config, ranks, sizes) if taught and episodes else None
+    return StepPlan(episodes, parts, first, of_teacher, observed)

@@ -47,6 +47,8 @@ class Guards:
         return metrics_now | {"guard/steps_outside_entropy": float(self._entropy.num_steps)}
 
     def _check_variance(self, groups: Sequence[Group]) -> int:
+        if not self._recipe.learner.objective.needs_variance:
+            return 0
         line = self._variance.step(groups)
         if self._variance.stops:
             raise ValueError(line)

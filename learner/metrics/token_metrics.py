@@ -24,8 +24,8 @@ TURNS = ("1", "2", "3", "4", "5", "6", "7", "8", "9+")
 _EDGES = (1, 2, 3, 5, 9)
 COLUMNS = (
     "tokens", "abs_gap", "ratio", "ratio_sq", "chi_square", "kl", "clipped", "entropy", "policy_loss", "reference_kl",
-    "hold", "value_weight", "error", "error_sq", "vs", "vs_sq", "advantage_sq", "trace", "whole_trace", "masked_token",
-    "masked_sequence", "masked_veto", "fresh", "fresh_gap",
+    "hold", "teacher", "value_weight", "error", "error_sq", "vs", "vs_sq", "advantage_sq", "trace", "whole_trace",
+    "masked_token", "masked_sequence", "masked_veto", "fresh", "fresh_gap",
 )  # fmt: skip
 TURN_COLUMNS = ("tokens", "advantage", "advantage_sq", "value_weight", "error", "error_sq", "vs", "vs_sq")
 # The histogram of log ratios has bins of equal width in asinh(log ratio / FINE), which resolves noise of 1e-5 as well
@@ -65,6 +65,7 @@ def loss_columns(tokens: Tokens, loss: Loss) -> dict[str, Tensor]:
         "policy_loss": loss.policy_N,
         "reference_kl": loss.kl_N,
         "hold": nothing if loss.hold_N is None else loss.hold_N,
+        "teacher": nothing if loss.teacher_N is None else loss.teacher_N,
         "value_weight": weights,
         "error": weights * error,
         "error_sq": weights * error.double().square(),
@@ -145,6 +146,7 @@ class TokenStats:
             "loss/value": 0.5 * total["error_sq"] / tokens,
             "reference/kl": total["reference_kl"] / tokens,
             "reference/hold": total["hold"] / tokens,
+            "teacher/kl": total["teacher"] / tokens,
             "policy/advantage_rms": (total["advantage_sq"] / tokens) ** 0.5,
             "value/target_mean": total["vs"] / tokens,
         }
@@ -167,7 +169,10 @@ class TokenStats:
 
 def unused_names(objective: ObjectiveConfig) -> tuple[str, ...]:
     """Return the beginnings of the names of metrics that say nothing about an objective with these settings."""
-    is_used = {
+    of_rewards = ["behaviour/", "policy/advantage", "policy/clip_fraction", "groups/without_variance"]
+    of_rewards += [f"rollout/{name}" for name in ("reward", "success", "ending/", "failed")]
+    is_used = dict.fromkeys(of_rewards, objective.spec.learns_from_rewards) | {
+        "teacher/": objective.has_teacher,
         "reference/kl": objective.has_reference,
         "reference/hold": objective.hold_coef != 0,
         "policy/masked_token": objective.mask_token_ratio is not None,

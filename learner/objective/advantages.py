@@ -178,6 +178,7 @@ class RunningScale:
         self.rewards: RewardMoments | None = None  # running, of the rewards that groups compare
         self._config = config
         self._used = config.normalize_advantages and config.has_critic
+        self._slows = config.advantage_floor > 0 and not config.has_teacher  # a teacher teaches whatever is earned
 
     def reward_noise(self, rewards: Sequence[float]) -> float:
         """Return the deviation of a group's rewards that is regarded as noise, for a step with these rewards; 0 = none
@@ -192,7 +193,7 @@ class RunningScale:
     def __call__(self, episodes: Sequence[ScaledEpisode]) -> Scaling:
         """Return the scaling for a step on `episodes`. Call it before the step."""
         if self._config.is_group_relative:
-            slowed = self._config.advantage_floor > 0 and self._config.spec.zero_advantage_means_zero_loss
+            slowed = self._slows and self._config.spec.zero_advantage_means_zero_loss
             return Scaling(rate=_weighted_signal(episodes) if slowed else 1.0)
         if not self._used or not episodes:
             return Scaling()
@@ -211,7 +212,7 @@ class RunningScale:
         if largest == 0.0:
             return Scaling()
         rate = 1.0
-        if floor:
+        if self._slows:
             rate = min(1.0, of_returns / REWARD_NOISE) * min(deviation, of_returns) / largest
         return Scaling(1.0 / max(largest, 1e-6), torch.from_numpy(centres).float(), rate)
 

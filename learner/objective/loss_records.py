@@ -32,6 +32,7 @@ class Tokens:
     reference_logprobs: Tensor | None = None  # logprobs of the frozen reference policy
     reference_entropies: Tensor | None = None  # set if `kl_max_entropy` needs them
     proximal_logprobs: Tensor | None = None  # logprobs of the policy as the step began; None: clips use pi/mu
+    teacher_logprobs: Tensor | None = None  # logprobs of the frozen teacher
     hold: Tensor | None = None  # -log pi of the reference's label, 0 without a label; differentiable
 
 
@@ -59,6 +60,7 @@ class Loss(NamedTuple):
     vs_N: Tensor  # targets of the value
     value_weights_N: Tensor  # weight of each token in the value term; their mean is 1
     hold_N: Tensor | None = None  # -log pi of the reference's label; None without a hold term
+    teacher_N: Tensor | None = None  # estimates of the KL to or from the teacher; None without a teacher
     trace_N: Tensor | None = None  # length in tokens of each token's V-trace trace; None without traces
     whole_trace_N: Tensor | None = None  # the same if every ratio were 1
     dropped: Dropped | None = None  # None if the recipe masks nothing

@@ -113,6 +113,36 @@ def kl_term(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: str) ->
             return torch.expm1(-difference_N.clamp(min=-2 * MAX_LOG_RATIO)) + difference_N
 
 
+def teacher_term(
+    logprobs_N: Tensor,
+    teacher_logprobs_N: Tensor,
+    behaviour_logprobs_N: Tensor,
+    direction: str,
+    max_weight: float | None = None,
+) -> Tensor:
+    """Return estimates of the KL between policy and teacher from tokens of mu, [N], whose gradient is the KL's (Agarwal
+    et al., 2024, "On-policy distillation of language models"; by the sampled token alone).
+
+    With l = log pi - log teacher and w = min(max_weight, pi/mu), the values and the factors of grad log pi are
+
+        reverse  KL(pi, teacher)  l                    w l
+        forward  KL(teacher, pi)  exp(-l) (-l - 1) + 1  w (1 - exp(-l))
+
+    A mean over tokens of mu = pi has exactly the gradient of the KL, since grad log pi has the mean 0. The reverse
+    factor grows with the logarithm of the ratio, the forward one with the ratio itself: a token that the teacher
+    prefers and the policy has all but given up weighs as much as hundreds of others.
+    """
+    difference_N = (logprobs_N - teacher_logprobs_N).detach().clamp(min=-MAX_LOG_RATIO)
+    weights_N = (logprobs_N - behaviour_logprobs_N).detach().clamp(max=MAX_LOG_RATIO).exp()
+    weights_N = weights_N if max_weight is None else weights_N.clamp(max=max_weight)
+    if direction == "reverse":
+        values_N, factors_N = difference_N, difference_N
+    else:
+        ratios_N = (-difference_N).exp()
+        values_N, factors_N = ratios_N * (-difference_N - 1) + 1, 1 - ratios_N
+    return values_N + weights_N * factors_N * (logprobs_N - logprobs_N.detach())
+
+
 def hold_term(logprobs_N: Tensor, labels: Labels, label_logprobs_K: Tensor) -> Tensor:
     """Return -log pi of the reference's label at each sampled token, [N]; 0 without a label.
 
@@ -143,7 +173,7 @@ def total_loss(
     value: Tensor | float = 0.0,
 ) -> Loss:
     """Return the loss of an objective: the sum over tokens of its policy term and the configured terms (KL, hold,
-    entropy bonus), plus `value`.
+    teacher, entropy bonus), plus `value`.
 
     The policy term is 0 where the policy is almost certain (`min_entropy`): there advantages only add noise. Tokens
     with a hold term get no entropy bonus, since nothing is to be explored there. `advantages_N`: before any weight, for
@@ -152,7 +182,7 @@ def total_loss(
     if config.min_entropy:
         certain_N = tokens.entropies.detach() < config.min_entropy
         term = term._replace(loss_N=term.loss_N.masked_fill(certain_N, 0.0))
-    per_token_N = term.loss_N
+    per_token_N = config.reward_weight * term.loss_N
     kl_N = torch.zeros_like(tokens.logprobs)
     if tokens.reference_logprobs is not None:
         kl_N = kl_term(tokens.logprobs, tokens.reference_logprobs, config.kl_estimator)
@@ -161,6 +191,11 @@ def total_loss(
             kl_N = kl_N.masked_fill(tokens.reference_entropies > config.kl_max_entropy, 0.0)
         if not config.kl_in_reward:
             per_token_N = per_token_N + config.kl_coef * kl_N
+    teacher_N = None
+    if tokens.teacher_logprobs is not None:
+        own = (tokens.logprobs, tokens.teacher_logprobs, tokens.behaviour_logprobs)
+        teacher_N = teacher_term(*own, config.teacher_kl, config.pg_rho_bar)
+        per_token_N = per_token_N + config.teacher_weight * teacher_N
     if tokens.hold is not None:
         per_token_N = per_token_N + config.hold_coef * tokens.hold
     if config.entropy_coef:
@@ -171,7 +206,7 @@ def total_loss(
     vs_N, value_weights_N = tokens.values.detach(), torch.ones_like(tokens.values)
     if targets is not None:
         vs_N, value_weights_N = targets.vs, targets.value_weights
-    total = (tokens.weights * per_token_N).sum() + value
+    total = (tokens.weights * per_token_N).sum() + config.reward_weight * value
     hold_N = None if tokens.hold is None else tokens.hold.detach()
     columns = (term.loss_N.detach(), term.clipped_N, kl_N.detach(), advantages_N, vs_N, value_weights_N, hold_N)
-    return Loss(total, *columns)
+    return Loss(total, *columns, teacher_N=None if teacher_N is None else teacher_N.detach())

@@ -11,6 +11,8 @@ Every policy loss has the same gradient, -w A grad(log pi), summed over tokens; 
     sapo       group-relative     token            ratio times a gate that fades as the ratio leaves 1
     dppo       group-relative     token            min(pg_rho_bar, ratio), 0 where the probability has moved too far
 
+`sft` has neither: it is the cross entropy of the tokens.
+
 The ratio is pi/mu, where mu is given by the behaviour logprobs of the wire. With `proximal = "learner"` it is pi/prox,
 where prox is the policy as the step began, and w = min(pg_rho_bar, prox/mu) ratio. DAPO (Yu et al., 2025) is `grpo`
 with clip_high > clip_low, aggregation `token_mean`, dynamic sampling and overlong episodes masked or penalised. Shape
@@ -154,6 +156,13 @@ def dppo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> L
         outside_N=torch.where(tokens.advantages > 0, moved_N > bound, moved_N < -bound),
     )
     return total_loss(tokens, config, term, tokens.advantages)
+
+
+def sft(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
+    """Return the cross entropy of the tokens, -log pi: the maximum likelihood of demonstrations, whoever wrote them and
+    whatever they earned."""
+    term = PolicyTerm(-tokens.logprobs, torch.zeros_like(tokens.logprobs, dtype=torch.bool))
+    return total_loss(tokens, config, term, torch.zeros_like(tokens.logprobs))
 
 
 def _moves(tokens: Tokens) -> tuple[Tensor, Tensor | None]:

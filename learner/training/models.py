@@ -1,4 +1,4 @@
-"""The policy in training and its frozen reference, with the forwards that a step needs."""
+"""The policy in training, its frozen reference and its frozen teacher, with the forwards that a step needs."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class Models:
     sizes: ModelSizes | None  # None if unknown
     router: RouterLoad
     beforehand: Beforehand
+    teacher: Policy | None = None
     # Number of first layers that policy and reference share; 0: only the tower; None: nothing.
     num_common: int | None = None
 

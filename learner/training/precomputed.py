@@ -100,6 +100,24 @@ def precompute_logprobs(
     return precomputed
 
 
+@torch.no_grad()
+def precompute_teacher(precomputed: PrecomputedColumns, batches: Iterator[Microbatch], models: Models) -> None:
+    """Add the teacher's logprobs of a step's episodes to the precomputed columns. A collective.
+
+    `batches`: microbatches of all episodes as the teacher reads them.
+    """
+    assert models.teacher is not None
+    column = torch.zeros(precomputed.num_tokens, device=models.ranks.device)
+    for batch in batches:
+        logprobs_N = forward_only(models.teacher, batch, models.temperature).logprobs
+        spans = precomputed.positions(batch)
+        if spans and models.ranks.context.leads:
+            for span, logprobs in zip(spans, logprobs_N.split(batch.sampled), strict=True):
+                column[span] = logprobs
+    all_sum(column, models.ranks)
+    precomputed.set_column("teacher_logprobs", column)
+
+
 def _divergences(columns: Tensor, counts: list[int]) -> list[float]:
     """Return log(policy/reference) summed over each episode's tokens, in float64."""
     ends = np.cumsum(counts)[:-1]

@@ -53,6 +53,7 @@ def make_tokens(
         "reference_logprobs": batch.reference_logprobs if reference is None else reference.logprobs,
         "reference_entropies": None if reference is None else reference.entropies,
         "proximal_logprobs": proximal_N,
+        "teacher_logprobs": batch.teacher_logprobs,
         "hold": hold,
     }
     known = batch if whole is None else whole

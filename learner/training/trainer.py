@@ -37,7 +37,7 @@ from learner.recording.recorded_columns import RecordedColumns
 from learner.training.guard_state import GuardState
 from learner.training.models import Beforehand, Models
 from learner.training.optim import lr_factor, make_optimizer, set_learning_rates
-from learner.training.precomputed import PrecomputedColumns, precompute_logprobs
+from learner.training.precomputed import PrecomputedColumns, precompute_logprobs, precompute_teacher
 from learner.training.step_totals import StepTotals
 from learner.training.update import make_update, observe, policy_divergence
 from shared.config.learner_section import LearnerConfig
@@ -56,12 +56,14 @@ class Trainer:
         *,
         temperature: float = 1.0,
         reference: Policy | BasePolicy | None = None,
+        teacher: Policy | None = None,
     ) -> None:
         """Make the optimizer of a policy.
 
         `reference`: the frozen initial policy, sharded as `policy` is; required if and only if the KL or the hold has a
-        weight. Its weights are replaced by the policy's every `kl_reference_every` steps. Raise ValueError if the
-        reference is missing or not needed, or if the temperature is not positive.
+        weight. Its weights are replaced by the policy's every `kl_reference_every` steps. `teacher`: frozen and sharded
+        likewise; required if and only if the objective has one. Raise ValueError if the
+        reference or the teacher is missing or not needed, or if the temperature is not positive.
         """
         if temperature <= 0:
             raise ValueError(f"sampling.temperature = {temperature}: training needs a temperature above 0")
@@ -69,6 +71,10 @@ class Trainer:
         if config.objective.has_reference != (reference is not None):
             raise ValueError(
                 f"learner.objective: {weights} and {'a' if reference else 'no'} reference policy do not fit"
+            )
+        if config.objective.has_teacher != (teacher is not None):
+            raise ValueError(
+                f"learner.objective.teacher = {config.objective.teacher!r} and the given teacher do not fit"
             )
         self.policy = policy.train()
         self.reference = reference
@@ -88,6 +94,7 @@ class Trainer:
             sizes=sizes_of(policy.vlm.config.to_dict()),
             router=RouterLoad(policy.vlm, ranks.device),
             beforehand=Beforehand.needed_by(config.objective),
+            teacher=teacher,
         )
         self.num_steps = 0
         self.num_skipped = 0
@@ -123,6 +130,7 @@ class Trainer:
             seed=self.num_steps,
             noise=self.scale.reward_noise(rewards),
             beforehand=models.beforehand.is_needed,
+            taught=models.teacher is not None,
         )
         scaling = self.scale(plan.episodes).on(ranks.device)
         stats, observed = TokenStats(ranks.device), TokenStats(ranks.device)
@@ -137,6 +145,11 @@ class Trainer:
                 if plan.beforehand is not None:
                     first = islice(batches, len(plan.beforehand.microbatches))
                     totals.precomputed = precompute_logprobs(plan.episodes, first, models)
+                    clock.lap("forward")
+                if plan.taught is not None:
+                    if plan.beforehand is None:
+                        totals.precomputed = PrecomputedColumns(plan.episodes)
+                    precompute_teacher(totals.precomputed, islice(batches, len(plan.taught.microbatches)), models)
                     clock.lap("forward")
                 if plan.observed is not None:
                     observe(islice(batches, len(plan.observed.microbatches)), models, totals)

@@ -16,7 +16,8 @@ class ObjectiveConfig(Section):
 
     name: str = Field(
         "vtrace",
-        description=f"one of {', '.join(OBJECTIVES)}: the first two have a critic, the others are group-relative",
+        description=f"one of {', '.join(OBJECTIVES)}: the first two have a critic, the others are group-relative; sft "
+        "imitates demonstrations (launch/sft.py)",
     )
     aggregation: Literal["token_mean", "sequence_mean"] = Field(
         "token_mean", description="each token, or each episode, weighs the same in the loss"
@@ -118,6 +119,22 @@ class ObjectiveConfig(Section):
     hold_probability: float = Field(
         0.9, gt=0.5, lt=1, description="hold_coef: the reference is sure of a token of at least this probability"
     )
+    teacher: str = Field(
+        "",
+        description=(
+            "folder of a frozen model of the same vocabulary and images, from which the policy learns on its own "
+            "episodes, with rewards or without; empty = none"
+        ),
+    )
+    teacher_weight: float = Field(1.0, gt=0, description="teacher: weight of the KL to it")
+    teacher_kl: Literal["reverse", "forward"] = Field(
+        "reverse",
+        description="teacher: KL(policy, teacher), which keeps to what the teacher does, or KL(teacher, policy), which "
+        "covers all that it does; both from the sampled tokens",
+    )
+    reward_weight: float = Field(
+        1.0, ge=0, description="teacher: weight of what rewards teach (policy term and critic); 0 = the teacher alone"
+    )
     kl_in_reward: bool = Field(
         False, description="subtract the KL (k1) from the rewards instead of adding it to the loss"
     )
@@ -180,6 +197,16 @@ class ObjectiveConfig(Section):
         return self.spec.has_critic
 
     @property
+    def needs_variance(self) -> bool:
+        """True where episodes teach nothing if all of them earned the same."""
+        return self.spec.learns_from_rewards and not self.has_teacher
+
+    @property
+    def has_teacher(self) -> bool:
+        """True where a teacher's log-probabilities of the policy's tokens take part."""
+        return bool(self.teacher)
+
+    @property
     def has_reference(self) -> bool:
         """True where a frozen reference policy takes part."""
         return self.kl_coef != 0 or self.hold_coef != 0
@@ -199,7 +226,11 @@ class ObjectiveConfig(Section):
     def skips_zero_advantage(self) -> bool:
         """True if the loss of an episode with advantage 0 is exactly 0, whatever probabilities the policy gives its
         tokens."""
-        return self.spec.zero_advantage_means_zero_loss and self.entropy_coef == 0 and not self.has_reference
+        return (
+            self.spec.zero_advantage_means_zero_loss
+            and self.entropy_coef == 0
+            and not (self.has_reference or self.has_teacher)
+        )
 
     @field_validator("name")
     @classmethod
@@ -208,7 +239,8 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _no_setting_contradicts_another(self) -> Self:
-        for wrong, reason in (*self._wrong_ratios(), *self._wrong_masks(), *self._wrong_rewards()):
+        wrongs = (*self._wrong_ratios(), *self._wrong_masks(), *self._wrong_rewards(), *self._wrong_teacher())
+        for wrong, reason in wrongs:
             if wrong:
                 raise ValueError(f"learner.objective.{reason}")
         return self
@@ -258,6 +290,24 @@ class ObjectiveConfig(Section):
                 isinstance(bounds, tuple) and not 0 < bounds[0] < 1 < bounds[1],
                 f"{name} = {bounds}: a policy that has not moved has the ratio 1; set 0 < low < 1 < high",
             )
+
+    def _wrong_teacher(self) -> Iterator[tuple[bool, str]]:
+        for name, default in (("teacher_weight", 1.0), ("teacher_kl", "reverse"), ("reward_weight", 1.0)):
+            value = getattr(self, name)
+            yield (
+                value != default and not self.has_teacher,
+                f"{name} = {value!r} without a teacher: set teacher to a model's folder, or leave it out",
+            )
+        yield (
+            self.has_teacher and not self.spec.learns_from_rewards,
+            f"teacher = {self.teacher!r} with name = {self.name!r}, which learns from others' tokens: a teacher judges "
+            "the policy's own; leave it out, or set another name",
+        )
+        yield (
+            self.reward_weight == 0 and self.dynamic_sampling,
+            "reward_weight = 0 with dynamic_sampling = true: no group is refused for its rewards then; set the latter "
+            "to false",
+        )
 
     def _wrong_rewards(self) -> Iterator[tuple[bool, str]]:
         yield (

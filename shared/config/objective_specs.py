@@ -28,6 +28,7 @@ class ObjectiveSpec:
     clips: bool = True  # it drops the gradient of tokens whose ratio is far from 1
     clip_setting: str = ""  # name of the setting in learner.objective that switches the clip off; "" = none
     zero_advantage_means_zero_loss: bool = False  # such episodes are then left out of the microbatches
+    learns_from_rewards: bool = True  # false: from the tokens alone, whoever wrote them and whatever they earned
 
     def load_loss(self) -> Callable[..., Any]:
         """Return the loss function. Raise ValueError, in one line, if it cannot be imported."""
@@ -59,6 +60,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
         ),
         ObjectiveSpec(name="sapo", loss=f"{_MODULE}:sapo", is_group_relative=True, zero_advantage_means_zero_loss=True),
         ObjectiveSpec(name="dppo", loss=f"{_MODULE}:dppo", is_group_relative=True, zero_advantage_means_zero_loss=True),
+        ObjectiveSpec(name="sft", loss=f"{_MODULE}:sft", clips=False, learns_from_rewards=False),
     )
 }
 

@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-READ = ("path", "module", "reward", "agent", "source", "eval_source", "rubric", "api_key_file", "keys", "sglang_env")
+READ = (
+    "path",
+    "teacher",
+    "module",
+    "reward",
+    "agent",
+    "source",
+    "eval_source",
+    "rubric",
+    "api_key_file",
+    "keys",
+    "sglang_env",
+)
 """The last names of fields that may name a file or folder which a run reads."""
 FREE = ("args", "columns", "variants", "env_config", "flags")
 """Fields of values by names of the user's: no paths are sought in them."""

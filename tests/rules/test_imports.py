@@ -57,6 +57,8 @@ LIGHT = [
     "launch.learner",  # until the recipe is found to be sound
     "launch.local",
     "launch.prepare",
+    "launch.sft",
+    "launch.curate",
 ]
 HEAVY = {"torch", "transformers", "triton", "tensorboard", "tensorflow", "matplotlib", "scipy", "sklearn", "sympy"}
 # The rooms of each package, lowest first: a folder, or a module that stands beside the folders. A room imports only
@@ -67,18 +69,19 @@ ROOMS = {
     "envs": "base answer_tags splits messages env_loops env_calls env_settings reasoning math_grading tools loader "
     "row_files image_urls row_columns "
     "action_words gymnasium vagen verifiers remote_messages remote env_server "
-    "row_prompts math_reward datasets boards board_env geometry sokoban sokoban_data frozen_lake maze "
+    "row_prompts math_reward datasets chat_rows boards board_env geometry sokoban sokoban_data frozen_lake maze "
     "sliding_puzzle scene scene_zoom colour no_env geo3k geo3k_multi_turn play check show serve",
     "actor": "engine_pool named_engines journal render history episode actor_loop env_threads custom_rollout isolation "
-    "descriptions rewards model_judge turn_sampler agents api_sampler rollout api_player worker engine",
+    "descriptions rewards model_judge turn_sampler agents chat_episode api_sampler rollout api_player worker engine",
     "learner": "run_folder_watch vtrace tickets plan objective distributed batch recording metrics alarms coordinator "
     "model weights training checkpoints export mesh_check setup shutdown guards shared_gpu profile_request "
     "step_profile step_trace learner_loop offline replay",
     "kernels": "heads checks gated low_rank delta_rule reference cpu gemm row_records tiles rows_triton scan_triton "
     "rows tile_passes linear_logprob scan gpu",
-    "launch": "processes findings catalog recipe_fields engines hub task_samples recording terminal actors agents "
-    "prepare plots local tiny_models doctor_checks task_run clusters cluster curves profile_step dashboard_server "
-    "dashboard doctor evaluation evaluate learner run warm_start sglang_env engine_env package",
+    "launch": "processes findings catalog recipe_fields engines hub teachers task_samples recording terminal actors "
+    "agents prepare plots local tiny_models doctor_checks task_run clusters cluster curves profile_step "
+    "dashboard_server dashboard doctor evaluation evaluate learner run warm_start sft curate sglang_env engine_env "
+    "package",
 }
 
 

@@ -62,7 +62,8 @@ def trainer_of(folder: str, ranks: Ranks, **changes: Any) -> Trainer:
     ranks = ranks_for(ranks, config.parallel)
     parallelize(policy, ranks, config, torch.float32)
     reference = reference_of(folder, ranks, config) if config.objective.has_reference else None
-    return Trainer(policy, config, ranks, reference=reference)
+    teacher = reference_of(folder, ranks, config) if config.objective.has_teacher else None
+    return Trainer(policy, config, ranks, reference=reference, teacher=teacher)
 
 
 def ranks_for(ranks: Ranks, parallel: ParallelConfig) -> Ranks:

@@ -178,6 +178,10 @@ def extras(episodes: list[Episode], config) -> torch.Tensor:
     return aggregate(terms, config, kept_tokens(episodes, config))
 
 
+def sft(episodes: list[Episode], config) -> torch.Tensor:
+    return aggregate([-e["logprobs"] for e in episodes], config, kept_tokens(episodes, config))
+
+
 def sapo(episodes: list[Episode], config) -> torch.Tensor:
     """Differentiate the paper's 4/tau sigmoid(tau (ratio - 1)) A itself."""
     terms = []
@@ -211,4 +215,7 @@ def dppo(episodes: list[Episode], config) -> torch.Tensor:
     return aggregate(terms, config, kept_tokens(episodes, config))
 
 
-REFERENCES = {"vtrace": vtrace, "ppo": ppo, "grpo": grpo, "gspo": gspo, "cispo": cispo, "sapo": sapo, "dppo": dppo}
+REFERENCES = {
+    **{"vtrace": vtrace, "ppo": ppo, "grpo": grpo, "gspo": gspo, "cispo": cispo, "sapo": sapo, "dppo": dppo},
+    "sft": sft,
+}

@@ -41,6 +41,8 @@ COMMANDS = {
     "agents": Command("launch/agents.py", "episodes of a recipe for agents elsewhere", recipe=True),
     "cluster": Command("launch/cluster.py", "a run on Slurm, Ray, Kubernetes or SkyPilot"),
     "evaluate": Command("launch/evaluate.py", "success of a checkpoint or a model, with its interval", recipe=True),
+    "sft": Command("launch/sft.py", "a model learns from demonstrations, and plays before and after", recipe=True),
+    "curate": Command("launch/curate.py", "a run's best recorded episodes as demonstrations"),
     "dashboard": Command("launch/dashboard.py", "runs in the browser: curves, episodes, alarms"),
     "curves": Command("launch/curves.py", "draws the curves of runs"),
     "profile": Command("launch/profile_step.py", "torch's profile of a running learner's next step"),

@@ -28,6 +28,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         3,
     ),
     "gspo": ({"objective": "gspo", "aggregation": "sequence_mean", "pg_rho_bar": None}, 3),
+    "sft": ({"objective": "sft", "entropy_coef": 0.0}, 2),
+    "teacher": ({"objective": "grpo", "teacher": "beside", "reward_weight": 0.5, "entropy_coef": 0.0}, 2),
     "windows": ({}, 2),  # uses the Qwen2.5-VL beside the model, whose tower has windows
     "recurrent": ({}, 2),  # uses the Qwen3.5 beside the model
     "text": ({}, 2),  # uses the Qwen3 beside the model, which has no tower
