@@ -30,11 +30,8 @@ from launch.engines.gpus import gpu_names, lock_gpus
 from launch.processes.children import ROOT, Stopped, module_path, run_program
 from launch.processes.run_folder import prepare_run_folder, take_run_folder
 from launch.task_samples import check_data, held_out_samples, ready, training_samples
-<<<<<<< HEAD
-from learner import profile_request
-=======
 from launch.teachers import check_teacher
->>>>>>> 710fd91 (A model learns from demonstrations, and from a teacher: chats in the tokens of rollouts with all that a run has, a run's best episodes as such chats, and the KL to a frozen model on the policy's own episodes)
+from learner import profile_request
 from learner.checkpoints.checkpoint_folder import check_resume
 from learner.metrics.metric_services import check_writers
 from learner.shutdown import Shutdown, ShutdownRequested
