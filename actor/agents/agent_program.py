@@ -25,6 +25,7 @@ from actor.agents import program_guard
 from actor.agents.dialogues import MODEL, Refused
 from actor.agents.remote_agents import AgentFailed, Reported, episode_as_json, result_in
 from actor.rewards import BadReward, number_or_turns
+from shared.redaction import redact_text
 from shared.types import Ticket
 from shared.util.threads import in_thread
 from shared.util.user_errors import RaisedElsewhere, in_words
@@ -222,16 +223,18 @@ def value_in(line: str) -> Any:
 
 
 def lines_of(report: Mapping[str, Any]) -> list[str]:
-    """Return the lines that a program wrote last: its errors, or if it wrote none what it printed."""
+    """Return the lines that a program wrote last, as far as they can be printed: its errors, or if it wrote none what
+    it printed."""
     texts = [report.get(name, "") for name in ("err", "out")]
     text = next((text for text in texts if text.strip()), "")
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
+    lines = ["".join(filter(str.isprintable, line.expandtabs(4))).rstrip() for line in text.splitlines()]
+    return [line for line in lines if line]
 
 
 def in_last_words(report: Mapping[str, Any]) -> str:
     """Return a program's last words, to follow others in one line."""
     words = " ".join(" ".join(lines_of(report)[-MAX_LINES:]).split())
-    return f"; its last words: {words[-MAX_TAIL:]}" if words else ""
+    return f"; its last words: {redact_text(words[-MAX_TAIL:])}" if words else ""
 
 
 def signal_name(number: int) -> str:

@@ -46,7 +46,7 @@ def ask(messages):
 QUESTION = [{"role": "user", "content": "Which move?"}]
 """
 QUICK = EpisodeLimits(max_turns=64, max_tokens=100_000, max_context=100_000, env_timeout_s=60.0)
-SOON = EpisodeLimits(max_turns=64, max_tokens=100_000, max_context=100_000, env_timeout_s=2.0)
+SOON = EpisodeLimits(max_turns=64, max_tokens=100_000, max_context=100_000, env_timeout_s=5.0)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_a_program_that_hangs_is_ended_in_time_whatever_it_ignores(play):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_IGN)
         ask(QUESTION)
-        print("here I wait", flush=True)
+        print("\\x1b[2J\\0here I wait, password=hunter2", flush=True)
         while True:
             time.sleep(1000)
         """,
@@ -204,7 +204,8 @@ def test_a_program_that_hangs_is_ended_in_time_whatever_it_ignores(play):
     )
     assert trajectory.ending is Ending.ENV_TIMEOUT and not trajectory.trainable
     assert trajectory.error == (
-        "the agent neither called the model nor returned within 2 s; its last words: here I wait"
+        "the agent neither called the model nor returned within 5 s; its last words: "
+        "[2Jhere I wait, password=(not shown)"
     )
 
 

@@ -6,11 +6,11 @@ docs/how-to/agent-sokoban.md, in turns:
 
 A round is a run of each kind with the same seed, one after the other; every second round begins with the agent.
 `turns_per_s` is the median over the steps after the first tenth, `cpu_ms` what a turn takes of a core in all processes
-of the run, their start included, `reward` that of training over the last third of the steps, `success` that of the
-trained model in the recipe's own environment, greedy, `load` the machine's before and after the training. Without the
-package `openai` a stand-in plays. One line for each run; the last line is one JSON object, where `ratio` is the agent's
-turns_per_s over the environment's, of each round. `--actor` plays 128 boards with random answers, and tells the
-processor time of a turn in the actor's process, the agent's included.
+of the run, their start included, `success` that of the trained model in the recipe's own environment, greedy, `load`
+the machine's before and after the training. Without the package `openai` a stand-in plays. One line for each run; the
+last line is one JSON object, where `ratio` is the agent's turns_per_s over the environment's, of each round. `--actor`
+plays 128 boards with random answers, and tells the processor time of a turn in the actor's process, the agent's
+included.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ def measured(kind: str, folder: Path, seed: int, options: argparse.Namespace, ov
         "turns_per_s": statistics.median(row["speed/turns_per_s"] for row in steps[len(steps) // 10 :]),
         "cpu_ms": 1e3 * took / turns,
         "turns": turns / episodes,
-        "reward": mean(steps[-(len(steps) // 3) :], "rollout/reward"),
         "load": (load, load_after),
     }
     if options.samples:
