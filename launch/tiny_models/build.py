@@ -148,7 +148,11 @@ def build_config(
         text |= {"rope_parameters": rope, "layer_types": _layer_types(layers), "linear_conv_kernel_dim": 4}
         text |= {"linear_num_key_heads": heads // 2, "linear_num_value_heads": heads}
         text |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-        return Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **named)
+        vision["deepstack_visual_indexes"] = []
+        config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True, **named)
+        # As published, and as SGLang reads it; transformers reads layer_types.
+        vars(config.text_config)["full_attention_interval"] = min(4, layers)
+        return config
     return Qwen3VLConfig(
         text_config=text | {"rope_parameters": rope | {"mrope_section": [8, 4, 4], "mrope_interleaved": True}},
         vision_config=vision | {"deepstack_visual_indexes": list(range(vision_depth))},

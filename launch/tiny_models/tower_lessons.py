@@ -61,7 +61,7 @@ def teach_tower(
     """Train only `policy.tower`, on all its outputs to the language layers; the steps take the kinds of `pictures` in
     turn. `pixels`: side of a cell."""
     visual, cells = policy.tower, cells_a_side(pixels, policy.spec)
-    outputs = 1 + len(visual.config.deepstack_visual_indexes)
+    outputs = 1 + len(getattr(visual.config, "deepstack_visual_indexes", ()))
     first_tiles = np.cumsum([0, *(len(shown.tiles.symbols) for shown in pictures)])
     sides = [max(shown.rows for shown in pictures) // cells, max(shown.columns for shown in pictures) // cells]
     parts = (int(first_tiles[-1]),) * cells**2 + tuple(sides)
@@ -80,7 +80,7 @@ def teach_tower(
         places = torch.arange(shown.rows * shown.columns // cells**2).repeat(batch)
         width = shown.columns // cells
         labels = (*torch.from_numpy(tiles_MK + first_tile).unbind(1), places // width, places % width)
-        seen = [vision.pooler_output, *vision.deepstack_features]
+        seen = [vision.pooler_output, *(getattr(vision, "deepstack_features", None) or ())]
         losses = [_loss(head(found).split(parts, dim=1), labels) for head, found in zip(heads, seen, strict=True)]
         loss = torch.stack(losses).mean()
         optimizer.zero_grad()

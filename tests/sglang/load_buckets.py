@@ -24,7 +24,7 @@ from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
 from sglang.srt.layers import linear
 from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
 from sglang.srt.model_loader import get_model
-from sglang.srt.models import registry
+from sglang.srt.models import qwen3_5, registry
 from sglang.srt.runtime_context import get_parallel
 
 MODELS = registry.ModelRegistry
@@ -44,7 +44,7 @@ def built(settings: Any, port: int, rank: int, like: str) -> Any:
     sglang.bootstrap.init_parallel_runtime(server_args=settings, device="cpu", dist_port=port)
     sglang.bootstrap.init_layer_runtime(model_config=config)
     if like == "gpu":
-        linear._is_cpu = fused_moe._is_cpu = False
+        linear._is_cpu = fused_moe._is_cpu = qwen3_5._is_cpu = False
     else:
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), get_parallel().tp_size)
     return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))

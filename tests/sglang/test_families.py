@@ -56,13 +56,15 @@ CASES = {
             Case("groups4", 4, "gpu", (("ep_size", 2), ("mm_enable_dp_encoder", True))),
         ),
     }.items()
+} | {
+    family: (Case("cpu1", 1, "cpu"), Case("gpu2", 2, "gpu")) for family in ("GLM-4V", "Qwen3", "Qwen3.5", "Qwen3.5-MoE")
 }
 """Ranks are as many as the heads of keys, fewer and more."""
 
 
 def made(family: str, folder: Path) -> Path:
-    """Four heads of queries and two of keys; Qwen2.5-VL's: two and one."""
-    if family == "Qwen2.5-VL":
+    """Of Qwen3-VL four heads of queries and two of keys; of Qwen2.5-VL and GLM-4V two and one."""
+    if not family.startswith("Qwen3-VL"):
         return FAMILIES[family][0](folder)
     dense = tiny_model_dir(folder, hidden=128)
     return dense if family == "Qwen3-VL" else as_mixture(dense, folder / "mixture")
@@ -110,4 +112,4 @@ def test_each_rank_of_sglangs_class_holds_the_same_of_the_learners_buckets_as_of
     for name in [f"{case.name}_{rank}" for case in CASES[family] for rank in range(case.ranks)]:
         rank = json.loads((loaded[family] / f"{name}.json").read_text())
         assert rank["class"] == FAMILIES[family][1].__name__
-        assert rank["different"] == [] and rank["count"] > 50, name
+        assert rank["different"] == [] and rank["count"] > 15, name

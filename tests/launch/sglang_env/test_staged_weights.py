@@ -114,6 +114,7 @@ def test_the_plugins_are_found_by_their_entry_points(plugin):
     points = {point.name: point.load() for point in importlib.metadata.entry_points(group="sglang.srt.plugins")}
     assert points["pronk_staged_weights"] is plugin.register
     names = {"pronk_staged_weights", "pronk_drained_pauses", "pronk_image_bounds", "pronk_bounded_groups"}
+    names |= {"pronk_whole_positions"}
     assert points.keys() == names
     assert all(register.__module__ == name for name, register in points.items())
 
