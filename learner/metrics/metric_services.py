@@ -1,5 +1,5 @@
-"""Optional services that receive the metrics, Weights & Biases and Trackio, each in a thread: none of them stops
-training.
+"""Optional services that receive the metrics (Weights & Biases, Trackio, MLflow, SwanLab), each in a thread: none of
+them stops training.
 
 A package is imported only if `metrics.writers` names it. Rows that a service does not accept, because it fails or
 hangs, are counted and reported once a minute; metrics.jsonl has them all the same.
@@ -8,6 +8,7 @@ hangs, are counted and reported once a minute; metrics.jsonl has them all the sa
 from __future__ import annotations
 
 import contextlib
+import math
 import netrc
 import os
 import queue
@@ -35,6 +36,11 @@ def check_writers(recipe: Recipe) -> None:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # a mere folder of that name is not a package
             raise ValueError(f"metrics.writers names {name!r}, which is not installed: pip install {name}")
+    if "swanlab" in recipe.metrics.writers and not _swanlab_may_write():
+        raise ValueError(
+            "metrics.writers names 'swanlab', but there is no key: set SWANLAB_API_KEY, or SWANLAB_MODE=offline to "
+            "write into the run's folder"
+        )
     if "wandb" in recipe.metrics.writers and not _wandb_may_write():
         raise ValueError(
             "metrics.writers names 'wandb', but there is no key: set WANDB_API_KEY, or WANDB_MODE=offline to write "
@@ -51,11 +57,15 @@ def _wandb_may_write() -> bool:
         return False
 
 
+def _swanlab_may_write() -> bool:
+    without = os.environ.get("SWANLAB_MODE") in ("offline", "local", "disabled")
+    return without or bool(os.environ.get("SWANLAB_API_KEY")) or (Path.home() / ".swanlab" / ".netrc").exists()
+
+
 def services_of(recipe: Recipe, run_id: str) -> list[Service]:
     """Return the services that the recipe names. `run_id` identifies the run, also over restarts."""
-    start = {"wandb": start_wandb, "trackio": start_trackio}
     names = dict.fromkeys(recipe.metrics.writers)
-    return [Service(name, partial(start[name], recipe, run_id)) for name in names if name in start]
+    return [Service(name, partial(START[name], recipe, run_id)) for name in names if name in START]
 
 
 def start_wandb(recipe: Recipe, run_id: str) -> Started:
@@ -83,6 +93,50 @@ def start_trackio(recipe: Recipe, run_id: str) -> Started:
         project=recipe.metrics.project, name=name, config=recipe.model_dump(mode="json"), resume="allow", embed=False
     )
     return lambda step, values: trackio.log(dict(values), step=step), trackio.finish
+
+
+def start_mlflow(recipe: Recipe, run_id: str) -> Started:
+    """Start a run of MLflow, or go on with the one of this `run_id`: at MLFLOW_TRACKING_URI or, without it, in a
+    database in the run's folder."""
+    import mlflow
+
+    folder, project = Path(recipe.run.dir).resolve() / recipe.run.name, recipe.metrics.project
+    server = os.environ.get("MLFLOW_TRACKING_URI")
+    uri, files = (server, None) if server else (f"sqlite:///{folder / 'mlflow.db'}", (folder / "mlflow").as_uri())
+    mlflow.set_tracking_uri(uri)
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    known = client.get_experiment_by_name(project)
+    experiment = known.experiment_id if known else client.create_experiment(project, files)
+    earlier = client.search_runs([experiment], f"tags.`pronk.run_id` = '{run_id}'")
+    if earlier:
+        number = earlier[0].info.run_id
+    else:
+        number = client.create_run(experiment, run_name=recipe.run.name, tags={"pronk.run_id": run_id}).info.run_id
+        client.log_dict(number, recipe.model_dump(mode="json"), "recipe.json")
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        mlflow.log_metrics(finite, step=step, run_id=number)
+
+    return log, lambda: client.set_terminated(number)
+
+
+def start_swanlab(recipe: Recipe, run_id: str) -> Started:
+    """Start a run of SwanLab, which reads SWANLAB_API_KEY and SWANLAB_MODE itself."""
+    import swanlab
+
+    run = swanlab.init(
+        project=recipe.metrics.project,
+        name=recipe.run.name,
+        id=run_id,
+        resume="allow",
+        log_dir=str(Path(recipe.run.dir) / recipe.run.name / "swanlab"),
+        config=recipe.model_dump(mode="json"),
+    )
+    return lambda step, values: run.log(dict(values), step=step), run.finish
+
+
+START = {"wandb": start_wandb, "trackio": start_trackio, "mlflow": start_mlflow, "swanlab": start_swanlab}
 
 
 class Service:

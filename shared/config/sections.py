@@ -351,10 +351,13 @@ class GuardConfig(Section):
 
 
 class MetricsConfig(Section):
-    writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        ("tensorboard",), description="who shows the metrics, besides metrics.jsonl; the last two are to be installed"
+    writers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"], ...] = Field(
+        ("tensorboard",),
+        description="who shows the metrics, besides metrics.jsonl; all but the first are to be installed",
     )
-    project: str = Field("pronk", min_length=1, description="wandb, trackio: the project that the run stands in")
+    project: str = Field(
+        "pronk", min_length=1, description="the project that the run stands in; mlflow: the experiment"
+    )
 
 
 class AlarmsConfig(Section):

@@ -1,12 +1,14 @@
-"""W&B and Trackio as optional writers: the same names, and never a step that waits for them or fails with them.
+"""W&B, Trackio, MLflow and SwanLab as optional writers: the same names, and never a step that waits for them or fails
+with them.
 
-Stand-ins with the same call signature take their place, but for two tests that want the real packages, which
-`pip install --group writers` brings.
+Stand-ins with the same call signature take the place of the first two; one test wants the real packages, which
+`pip install --group writers mlflow swanlab` brings.
 """
 
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from threading import Event
 
 import pytest
 
-from learner.metrics.metric_services import WAITING, Service, check_writers, services_of
+from learner.metrics.metric_services import START, WAITING, Service, check_writers, services_of
 from learner.metrics.metric_writer import MetricLogger
 from shared.config.recipe import Recipe
 from shared.config.sections import EnvConfig, MetricsConfig, ModelConfig, RunConfig
@@ -89,7 +91,7 @@ def test_each_writer_gets_the_same_names(tmp_path: Path) -> None:
         assert [json.loads(line) for line in lines] == expected and last == "finished"
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "swanlab"])
 def test_a_writer_that_is_not_installed_is_named_with_the_cure(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,30 +146,54 @@ def test_a_writer_that_hangs_keeps_nobody_waiting() -> None:
 REAL = """
 import sys
 from functools import partial
-from learner.metrics.metric_services import Service, check_writers, start_trackio, start_wandb
+from learner.metrics.metric_services import START, Service, check_writers
 from shared.config.recipe import Recipe
-recipe, (name,) = Recipe.model_validate_json(sys.argv[1]), sys.argv[2:]
+recipe, (name, step) = Recipe.model_validate_json(sys.argv[1]), sys.argv[2:]
 check_writers(recipe)
-start = partial({"wandb": start_wandb, "trackio": start_trackio}[name], recipe, "0123456789abcdef")
+start = partial(START[name], recipe, "0123456789abcdef")
 service = Service(name, start, close_s=150.0)  # a busy machine takes long to import these
-service.scalars(1, {"rollout/reward": 0.5})
+service.scalars(int(step), {"rollout/reward": 0.5, "a": float("nan")})
 service.close()
 assert service.lost == 0
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_the_real_writer_takes_a_row_without_a_network(
+@pytest.mark.parametrize("name", list(START))
+def test_the_real_writer_takes_rows_without_a_network_and_goes_on_after_a_restart(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if find_spec(name) is None:
-        pytest.skip("pip install --group writers")
+        pytest.skip("pip install --group writers, and mlflow, swanlab")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     (tmp_path / "run").mkdir()
     command = [sys.executable, "-c", REAL, recipe_of(tmp_path, name).model_dump_json(), name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]
+    for step in ("1", "2"):
+        done = subprocess.run([*command, step], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-2000:]
     written = {path.suffix for path in tmp_path.rglob("*")}
-    assert {"wandb": ".wandb", "trackio": ".db"}[name] in written
+    assert {"wandb": ".wandb", "trackio": ".db", "mlflow": ".db", "swanlab": ".swanlab"}[name] in written
+    if name == "mlflow":
+        with sqlite3.connect(tmp_path / "run" / "mlflow.db") as store:
+            rows = store.execute("select key, value, step from metrics order by step").fetchall()
+            (runs,) = store.execute("select count(*) from runs").fetchone()
+        assert list((tmp_path / "run" / "mlflow").rglob("recipe.json"))
+        assert rows == [("rollout/reward", 0.5, 1), ("rollout/reward", 0.5, 2)] and runs == 1
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_swanlab_without_a_key_is_refused_unless_it_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "swanlab.py").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("SWANLAB_API_KEY", "SWANLAB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = recipe_of(tmp_path, "swanlab")
+    with pytest.raises(ValueError, match="there is no key: set SWANLAB_API_KEY, or SWANLAB_MODE=offline"):
+        check_writers(recipe)
+    for name, value in (("SWANLAB_MODE", "offline"), ("SWANLAB_API_KEY", "secret")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(name, value)
+            check_writers(recipe)
