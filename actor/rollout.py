@@ -168,6 +168,7 @@ class OpenEpisode:
         self._env: Any = None
         self._calls = EnvCalls(self._close_env)
         self._turns: list[Turn] = []
+        self._state = ""  # key of the environment's state
         self._answers: list[str] = []
         self._observations: list[tuple[dict[str, Any], ...]] = []
         self._images: list[tuple[Image, ...]] = []  # of each observation
@@ -238,7 +239,7 @@ class OpenEpisode:
         start = len(self._stream.token_ids)
         self._stream.sample(completion)
         if completion.token_ids:
-            self._turns.append(Turn(start, len(self._stream.token_ids), 0.0))
+            self._turns.append(Turn(start, len(self._stream.token_ids), 0.0, self._state))
             self._timings.record_turn()
         self._answers.append(self._sampler.text(completion))
         self._sampler.check_finish(completion, self._stream)
@@ -286,6 +287,7 @@ class OpenEpisode:
         observation, info = reset_env(self._env)
         if isinstance(info, Mapping):
             self.metrics.add(info.get("metrics"), is_turn=False)
+            self._state = info.get("state", "")
         messages = messages_of(self._env, observation) if observation else []
         self._keep([*sample.prompt, *messages], sample.images)
         self._sampler.shown(messages)
@@ -296,6 +298,7 @@ class OpenEpisode:
         observation, done, info = step_env(self._env, text)
         reward = finite(info.get("reward", 0.0))
         self._infos.append(info)
+        self._state = info.get("state", "")
         self.metrics.add(info.get("metrics"))
         if done:
             return None, reward

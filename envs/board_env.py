@@ -93,7 +93,7 @@ class BoardEnv(Env, Generic[P]):
         self.position = self.board
         self.num_steps = 0
         self.turn_rewards: list[float] = []
-        return self._observation([]), {"metrics": self._successes()}
+        return self._observation([]), {"metrics": self._successes(), "state": self.position}
 
     @property
     def success(self) -> bool:
@@ -117,6 +117,7 @@ class BoardEnv(Env, Generic[P]):
             "parsed_actions": actions,
             "reward": reward,
             "metrics": {"turn_metrics": turn_metrics, "traj_metrics": self._successes()},
+            "state": self.position,
         }
         return self._observation(actions), self._done(), info
 

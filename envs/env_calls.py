@@ -21,6 +21,7 @@ from PIL import Image
 from envs.base import Env, Info, Observation
 from envs.env_loops import EnvLoop, interrupt
 from envs.messages import split_images
+from envs.states import state_key
 from shared.util.user_errors import UserCodeExit, in_words
 
 NAME_CHARACTERS = 128  # of a metric
@@ -58,12 +59,17 @@ def call_within(limit_s: float, what: str, function: Callable[[], Any]) -> Any:
     return future.result()
 
 
-def play_a_turn(build: Callable[[], Any], answer: str = "hello") -> None:
+def play_a_turn(build: Callable[[], Any], answer: str = "hello", *, has_states: bool = False) -> None:
     """Build an environment and play its first turn, as an actor would. Raise what the environment raises, and TypeError
-    or ValueError for a result of another form."""
+    or ValueError for a result of another form, or without a state if it is to have states."""
     env = build()
     check_methods(env)
-    observation, _ = reset_env(env)
+    observation, start = reset_env(env)
+    if has_states and not (isinstance(start, dict) and start.get("state")):
+        raise ValueError(
+            f"the info of reset of {_name(env)} has no 'state', by which learner.objective.turn_advantage = 'state' "
+            "compares turns; let reset and step return one, or set that to 'returns'"
+        )
     if observation:
         messages_of(env, observation)
     observation, done, info = step_env(env, answer)
@@ -99,7 +105,8 @@ def check_methods(env: Any) -> None:
 
 
 def reset_env(env: Any) -> tuple[Observation, Info]:
-    """Return the first observation ({} for none) and the info. Raise TypeError for a result of another form."""
+    """Return the first observation ({} for none) and the info, with the key of its state in place of the state. Raise
+    TypeError for a result of another form."""
     result = _returned(env, env.reset())
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"reset of {_name(env)} returned {_form(result)}, not (observation, info)")
@@ -109,12 +116,13 @@ def reset_env(env: Any) -> tuple[Observation, Info]:
             f"reset of {_name(env)} returned an observation of type {type(observation).__name__}, not a dict with a "
             "text at 'obs_str'"
         )
-    return observation or {}, info
+    return observation or {}, _with_key(info)
 
 
 def step_env(env: Any, text: str) -> tuple[Observation, bool, Info]:
-    """Return (next observation, whether the episode is over, info). Raise TypeError for a result of another form; the
-    message names the cure for Gymnasium's five values and Gym's four."""
+    """Return (next observation, whether the episode is over, info), with the key of the info's state in place of the
+    state. Raise TypeError for a result of another form; the message names the cure for Gymnasium's five values and
+    Gym's four."""
     result = _returned(env, env.step(text))
     if not isinstance(result, tuple) or len(result) != 3:
         cure = ""
@@ -129,7 +137,11 @@ def step_env(env: Any, text: str) -> tuple[Observation, bool, Info]:
         raise TypeError(f"step of {_name(env)} returned done = {in_words(done)}, which is {_type(done)}, not bool")
     if not isinstance(info, dict):
         raise TypeError(f"step of {_name(env)} returned an info of type {_type(info)}, not dict")
-    return observation, bool(done), info
+    return observation, bool(done), _with_key(info)
+
+
+def _with_key(info: Any) -> Any:
+    return {**info, "state": state_key(info["state"])} if isinstance(info, dict) and "state" in info else info
 
 
 def messages_of(env: Any, observation: Observation) -> list[dict[str, Any]]:

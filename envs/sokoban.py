@@ -162,7 +162,11 @@ class SokobanEnv(Env):
         self.words_reward = 0.0
         self.success = self.board.solved
         self.start_distance = self.distance()
-        return self._observation([]), {"distance": self.start_distance, "metrics": self._successes()}
+        return self._observation([]), {
+            "distance": self.start_distance,
+            "metrics": self._successes(),
+            "state": (self.position.player, self.position.boxes),
+        }
 
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
         result, gained = reasoned_step(response_text, self._step, lambda: facts(self.position), self.settings)
@@ -190,6 +194,7 @@ class SokobanEnv(Env):
             "parsed_actions": actions,
             "reward": reward + self.settings.progress_reward * (before - self._moves_left()),
             "metrics": {"turn_metrics": turn_metrics, "traj_metrics": self._successes()},
+            "state": (self.position.player, self.position.boxes),
         }
         return self._observation(actions), done, info
 

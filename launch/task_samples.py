@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,9 @@ def check_function(field: str, path: str, kind: str) -> None:
 def why_turn_rewards_are_unused(recipe: Recipe) -> str:
     """Return why no reward of a single turn is trained on; "" if they are."""
     objective = recipe.learner.objective
-    if objective.is_group_relative:
+    if objective.is_group_relative and not objective.has_turn_advantages:
         return f"learner.objective.name = {objective.name!r} compares whole episodes"
-    if not objective.turn_rewards:
+    if objective.has_critic and not objective.turn_rewards:
         return "learner.objective.turn_rewards = false trains on whole episodes"
     return "env.reward or reward.url replaces them" if recipe.env.reward or recipe.reward.url else ""
 
@@ -125,11 +126,16 @@ def check_build(recipe: Recipe, place: str, variant: dict[str, Any]) -> None:
         if recipe.rollout.function or recipe.data.source != "seeds":  # samples of rows are tried when the data is read
             close_env(call_within(recipe.env.timeout_s, "build_env", build))
         else:
-            call_within(recipe.env.timeout_s, "a first turn", partial(play_a_turn, build))
+            call_within(recipe.env.timeout_s, "a first turn", first_turn(recipe, build))
     except Exception as error:  # noqa: BLE001 - it is the user's code
         where = f"env.module = {recipe.env.module!r}"
         settings = f", with {place}" if recipe.env.args or variant else ""
         refuse_unless_begun(recipe, ValueError(f"{where} cannot be played{settings}: {describe(error)}"), error)
+
+
+def first_turn(recipe: Recipe, build: Callable[[], Any]) -> Callable[[], None]:
+    """Return the call that plays the first turn of an environment as the recipe's objective needs it."""
+    return partial(play_a_turn, build, has_states=recipe.learner.objective.turn_advantage == "state")
 
 
 def refuse_unless_begun(recipe: Recipe, mistake: ValueError, cause: Exception) -> None:
@@ -290,7 +296,7 @@ def check_sample(recipe: Recipe, sample: Sample) -> None:
     """Raise ValueError if the environment cannot be built with the sample, or its first turn cannot be played."""
     build = partial(make_env, load_env(recipe.env.module), sample=sample, args=recipe.env.build_args)
     try:
-        call_within(recipe.env.timeout_s, "a first turn", partial(play_a_turn, build))
+        call_within(recipe.env.timeout_s, "a first turn", first_turn(recipe, build))
     except Exception as error:  # noqa: BLE001 - it is the user's code
         refuse_unless_begun(recipe, cannot_play(recipe, sample, error), error)
 

@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +179,10 @@ def columns_of(
     vocab_size = policy.vlm.config.get_text_config().vocab_size
     check_trajectory(trajectory, TokenRules(policy.spec.image_token_id, policy.banned_ids, vocab_size))
     recorded = episode.columns.get("advantage")
-    advantage = float(recorded.numpy()[0]) if recorded is not None else 0.0
-    batch = pack([make_episode(trajectory, advantage, decoder, objective)], decoder, ranks.device)
+    played = make_episode(trajectory, 0.0, decoder, objective)
+    if recorded is not None:
+        played = replace(played, turn_advantages=recorded.numpy().astype(np.float32))
+    batch = pack([played], decoder, ranks.device)
     output = forward_only(policy, batch, temperature)
     proximal = output.logprobs if objective.proximal == "learner" else None
     tokens = make_tokens(batch, output, None, proximal, torch.ones_like(batch.rewards))

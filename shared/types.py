@@ -177,6 +177,7 @@ class Turn(Record, frozen=True, array_like=True):
     start: Natural
     end: Positive
     reward: Finite
+    state: Annotated[str, Meta(max_length=64)] = ""  # key of the environment's state before the turn; "" = not known
 
 
 class TurnNote(Record, frozen=True, array_like=True):

@@ -14,7 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from learner.batch.image_decoder import ImageDecoder
-from learner.objective.advantages import are_equal, group_advantages, group_signal
+from learner.objective.advantages import (
+    are_equal,
+    discounted_returns,
+    group_advantages,
+    group_signal,
+    in_same_situation,
+    turn_advantages,
+)
 from shared.config.learner_section import LearnerConfig
 from shared.config.objective_section import ObjectiveConfig
 from shared.types import CUT_OFF, Group, Image, Trajectory
@@ -61,6 +68,7 @@ class TrainingEpisode:
     index: int = -1  # among all trajectories of the step's groups, including those that are not trained on
     whole: TrainingEpisode | None = None  # the episode that this is a piece of
     first: int = 0  # index of its first sampled token among those of its whole episode
+    turn_advantages: np.ndarray | None = None  # float32 [K], added to `advantage` on each turn's tokens; None = 0
 
     @property
     def num_tokens(self) -> int:
@@ -70,6 +78,12 @@ class TrainingEpisode:
     @property
     def num_sampled(self) -> int:
         return len(self.behaviour_logprobs)
+
+    @property
+    def size(self) -> float:
+        """How large its advantages are."""
+        of_turns = 0.0 if self.turn_advantages is None else float(np.abs(self.turn_advantages).mean(dtype=np.float64))
+        return abs(self.advantage) + of_turns
 
 
 # ---------------------------------------------------------------------- rewards
@@ -106,10 +120,35 @@ def critic_rewards(trajectory: Trajectory, objective: ObjectiveConfig) -> Hashab
     return trajectory.reward - penalty
 
 
+def turn_returns(trajectory: Trajectory, objective: ObjectiveConfig) -> list[float]:
+    """Return, for each turn, its reward and the later ones', discounted, minus the length penalty at the end."""
+    rewards = [turn.reward for turn in trajectory.turns]
+    rewards[-1] -= length_penalty(trajectory, objective)
+    return discounted_returns(rewards, objective.gamma)
+
+
+def situations_of(trajectory: Trajectory, objective: ObjectiveConfig) -> list[Hashable | None]:
+    """Return what makes a turn comparable with others of its group: its place in the episode, or the environment's
+    state before it; None for a turn that is compared with none."""
+    if objective.turn_advantage == "returns":
+        return list(range(len(trajectory.turns)))
+    return [turn.state or None for turn in trajectory.turns]
+
+
 def is_uninformative(group: Group, objective: ObjectiveConfig) -> bool:
-    """Tell whether all episodes have equal rewards, so that a group-relative objective learns nothing from the
-    group."""
+    """Tell whether all episodes have equal rewards, and turns that are compared equal returns, so that a group-relative
+    objective learns nothing from the group."""
+    if objective.has_turn_advantages and any(not are_equal(r) for r in compared_returns(group, objective)):
+        return False
     return are_equal(episode_rewards(group, objective))
+
+
+def compared_returns(group: Group, objective: ObjectiveConfig) -> list[list[float]]:
+    """Return the returns of a group's turns, those that are compared with each other in one list."""
+    trainable = [t for t in group.trajectories if t.trainable]
+    returns = [turn_returns(t, objective) for t in trainable]
+    alike = in_same_situation([situations_of(t, objective) for t in trainable])
+    return [[returns[i][t] for i, t in turns] for turns in alike.values()]
 
 
 def has_variance(groups: Sequence[Group], config: LearnerConfig) -> bool:
@@ -118,7 +157,7 @@ def has_variance(groups: Sequence[Group], config: LearnerConfig) -> bool:
     if config.group_size == 1:
         return len({critic_rewards(t, objective) for group in groups for t in group.trajectories if t.trainable}) > 1
     if objective.is_group_relative:
-        return any(len(set(episode_rewards(group, objective))) > 1 for group in groups)
+        return not all(is_uninformative(group, objective) for group in groups)
     return any(len({critic_rewards(t, objective) for t in group.trajectories if t.trainable}) > 1 for group in groups)
 
 
@@ -143,12 +182,53 @@ def make_episodes(
             rewards, divide_by_std=objective.divide_by_std, leave_one_out=objective.leave_one_out, floor=noise
         )
         signal = group_signal(rewards, noise) if objective.is_group_relative else 1.0
-        for trajectory, advantage, index in zip(trajectories, advantages, indices, strict=True):
+        of_turns: Sequence[np.ndarray | None] = [None] * len(trajectories)
+        if objective.has_turn_advantages:
+            of_turns = group_turn_advantages(trajectories, objective, noise)
+            signal = max([signal, *(group_signal(r, noise) for r in compared_returns(group, objective))])
+        for trajectory, advantage, added_T, index in zip(trajectories, advantages, of_turns, indices, strict=True):
             if objective.overlong == "mask" and trajectory.ending in CUT_OFF:
                 continue
             episode = make_episode(trajectory, float(advantage), decoder, objective, group=number, index=index)
+            if added_T is not None:
+                lengths = np.diff([0, *(np.flatnonzero(episode.turn_end) + 1)])
+                episode = replace(episode, turn_advantages=np.repeat(added_T.astype(np.float32), lengths))
             episodes.append(episode if signal == 1.0 else replace(episode, signal=signal))
-    return episodes
+    return whitened_episodes(episodes, noise) if objective.spec.whitens else episodes
+
+
+def whitened_episodes(episodes: Sequence[TrainingEpisode], noise: float) -> list[TrainingEpisode]:
+    """Return episodes whose advantages are less their mean over all sampled tokens, and divided by their deviation, at
+    least `noise` (REINFORCE++: Hu et al., 2025); as they are if all advantages are equal."""
+    if not episodes:
+        return []
+    own = [e.advantage + (np.zeros(1) if e.turn_advantages is None else e.turn_advantages) for e in episodes]
+    all_N = np.concatenate([np.broadcast_to(a, e.num_sampled) for a, e in zip(own, episodes, strict=True)])
+    if are_equal(all_N):
+        return list(episodes)
+    mean, scale = float(all_N.mean()), 1.0 / max(float(all_N.std()), noise, 1e-6)
+    return [
+        replace(
+            e,
+            advantage=(e.advantage - mean) * scale,
+            turn_advantages=None if e.turn_advantages is None else e.turn_advantages * np.float32(scale),
+        )
+        for e in episodes
+    ]
+
+
+def group_turn_advantages(
+    trajectories: Sequence[Trajectory], objective: ObjectiveConfig, noise: float = 0.0
+) -> list[np.ndarray]:
+    """Return what the turns of a group's episodes add to their episode's advantage, float64 [T] each."""
+    advantages = turn_advantages(
+        [turn_returns(t, objective) for t in trajectories],
+        [situations_of(t, objective) for t in trajectories],
+        divide_by_std=objective.divide_by_std,
+        leave_one_out=objective.leave_one_out,
+        floor=noise,
+    )
+    return [objective.turn_weight * of_episode for of_episode in advantages]
 
 
 def make_episode(
@@ -220,6 +300,7 @@ def _piece(episode: TrainingEpisode, first: int, stop: int) -> TrainingEpisode:
         versions=episode.versions[tokens],
         rewards=episode.rewards[tokens],
         turn_end=episode.turn_end[tokens],
+        turn_advantages=None if episode.turn_advantages is None else episode.turn_advantages[tokens],
         whole=episode,
         first=sampled[first],
     )

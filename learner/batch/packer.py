@@ -120,6 +120,9 @@ def _stream(episodes: Sequence[TrainingEpisode], image_token_id: int) -> dict[st
     starts = np.cumsum([0, *(e.num_tokens for e in episodes)])
     targets = np.concatenate([e.targets + start for e, start in zip(expanded, starts, strict=False)])
     input_ids = np.concatenate([e.input_ids for e in expanded])
+    advantages = np.repeat(np.array([e.advantage for e in episodes], dtype=np.float32), counts)
+    if any(e.turn_advantages is not None for e in episodes):
+        advantages = advantages + turn_advantages_of(episodes)
     arrays = {
         "input_ids": input_ids[None],
         "position_ids": np.concatenate([e.position_ids for e in expanded], axis=1)[:, None],
@@ -128,10 +131,16 @@ def _stream(episodes: Sequence[TrainingEpisode], image_token_id: int) -> dict[st
         "target_ids": input_ids[targets],
         "asked_ids": input_ids[targets],
         "episode_end": _ends(counts),
-        "advantages": np.repeat(np.array([e.advantage for e in episodes], dtype=np.float32), counts),
+        "advantages": advantages,
         "episode_tokens": np.repeat(of_episodes, counts),
     }
     return arrays | _token_columns(episodes)
+
+
+def turn_advantages_of(episodes: Sequence[TrainingEpisode]) -> np.ndarray:
+    """Return what turns add to the advantages of the episodes' sampled tokens, float32 [N]."""
+    parts = (np.zeros(e.num_sampled, np.float32) if e.turn_advantages is None else e.turn_advantages for e in episodes)
+    return np.concatenate(list(parts))
 
 
 def _token_columns(episodes: Sequence[TrainingEpisode]) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from learner.batch.episodes import has_variance
+from learner.batch.episodes import compared_returns, has_variance
 from learner.metrics.evaluation_metrics import SETS, episode_means
 from learner.metrics.token_metrics import lag_name
 from shared.config.learner_section import LearnerConfig
@@ -69,6 +69,9 @@ def group_metrics(groups: Sequence[Group], version: PolicyVersion, config: Learn
         by_lag.setdefault(lag_name(version - int(versions.min())), []).append(t.reward)
     values = {f"rollout/reward/lag_{lag}": sum(earned) / len(earned) for lag, earned in by_lag.items()}
     values["groups/without_variance"] = sum(equal) / len(equal)
+    if config.objective.has_turn_advantages:
+        num_compared = sum(len(r) for group in groups for r in compared_returns(group, config.objective))
+        values["groups/turns_compared"] = num_compared / sum(len(t.turns) for t in episodes)
     values["staleness/mixed_versions"] = sum(mixed) / len(mixed)
     return values
 

@@ -1,11 +1,12 @@
 """Advantages that need no forward: relative to the group; and the running scale of a critic's advantages.
 
-Shape suffixes: G = episodes of one group.
+Shape suffixes: G = episodes of one group, T = turns of one episode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,7 +30,7 @@ class ScaledEpisode(Protocol):
     @property
     def turn_end(self) -> np.ndarray: ...
     @property
-    def advantage(self) -> float: ...
+    def size(self) -> float: ...
     @property
     def signal(self) -> float: ...
 
@@ -65,6 +66,44 @@ def are_equal(rewards_G: Sequence[float] | np.ndarray) -> bool:
     than two rewards."""
     rewards = np.asarray(rewards_G, dtype=np.float64)
     return rewards.size == 0 or bool((rewards == rewards[0]).all())
+
+
+def discounted_returns(rewards_T: Sequence[float], gamma: float) -> list[float]:
+    """Return, for each turn of an episode, its reward and the later ones', discounted by `gamma` between turns."""
+    returns, later = [], 0.0
+    for reward in reversed(rewards_T):
+        later = reward + gamma * later
+        returns.append(later)
+    return returns[::-1]
+
+
+def turn_advantages(
+    returns: Sequence[Sequence[float]], situations: Sequence[Sequence[Hashable | None]], **how: Any
+) -> list[np.ndarray]:
+    """Return the advantages of the turns of a group's episodes, float64 [T] each: a turn's return relative to those of
+    all turns in the same situation, as `group_advantages(..., **how)` compares them; 0 for a turn whose situation is
+    None.
+
+    With states as situations these are the step advantages of GiGPO (Feng et al., 2025).
+    """
+    advantages = [np.zeros(len(of_episode)) for of_episode in returns]
+    for turns in in_same_situation(situations).values():
+        compared = group_advantages([returns[i][t] for i, t in turns], **how)
+        for (i, t), advantage in zip(turns, compared, strict=True):
+            advantages[i][t] = advantage
+    return advantages
+
+
+def in_same_situation(
+    situations: Sequence[Sequence[Hashable | None]],
+) -> dict[Hashable, list[tuple[int, int]]]:
+    """Return the turns, as (episode, turn), of each situation that several turns were in."""
+    turns: dict[Hashable, list[tuple[int, int]]] = {}
+    for i, of_episode in enumerate(situations):
+        for t, situation in enumerate(of_episode):
+            if situation is not None:
+                turns.setdefault(situation, []).append((i, t))
+    return {situation: alike for situation, alike in turns.items() if len(alike) > 1}
 
 
 class GroupedEpisode(Protocol):
@@ -250,7 +289,7 @@ class RunningScale:
 
 def _weighted_signal(episodes: Sequence[ScaledEpisode]) -> float:
     """Return the mean of the groups' signals, weighted by absolute advantages; 0 if no group varies."""
-    weights = [abs(e.advantage) for e in episodes]
+    weights = [e.size for e in episodes]
     total = sum(weights)
     return sum(weight * e.signal for weight, e in zip(weights, episodes, strict=True)) / total if total else 0.0
 
@@ -261,13 +300,11 @@ def moments_of_returns(episodes: Sequence[ScaledEpisode], gamma: float, value: f
     moments = np.zeros((NUM_TURNS, len(MOMENTS)))
     for e in episodes:
         ends = np.flatnonzero(e.turn_end)
-        later = 0.0
-        for turn in reversed(range(len(ends))):
-            start = ends[turn - 1] + 1 if turn else 0
-            tokens = ends[turn] + 1 - start
-            later = float(e.rewards[start : ends[turn] + 1].sum(dtype=np.float64)) + gamma * later
+        spans = list(pairwise([0, *(ends + 1)]))
+        returns = discounted_returns([float(e.rewards[a:b].sum(dtype=np.float64)) for a, b in spans], gamma)
+        for turn, ((start, end), later) in enumerate(zip(spans, returns, strict=True)):
             advantage = later - value
-            moments[min(turn, NUM_TURNS - 1)] += tokens * np.array([1.0, advantage, advantage**2])
+            moments[min(turn, NUM_TURNS - 1)] += (end - start) * np.array([1.0, advantage, advantage**2])
     return moments
 
 

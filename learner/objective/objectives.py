@@ -6,6 +6,8 @@ Every policy loss has the same gradient, -w A grad(log pi), summed over tokens; 
     vtrace     q - V (V-trace)    token or turn    min(pg_rho_bar, ratio), 0 where clipped (unless vtrace_clip = false)
     ppo        q - V (GAE)        token or turn    min(pg_rho_bar, ratio), 0 where clipped
     grpo       group-relative     token            min(pg_rho_bar, ratio), 0 where clipped
+    dr_grpo    the same, undivided by the deviation, and a constant divides the sum over an episode's tokens
+    reinforce++  the same, undivided by the deviation, then whitened over the step
     gspo       group-relative     whole episode    min(pg_rho_bar, ratio), 0 where clipped
     cispo      group-relative     token            min(1 + clip_high, ratio), never 0
     sapo       group-relative     token            ratio times a gate that fades as the ratio leaves 1
@@ -93,7 +95,8 @@ def ppo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Lo
 
 def grpo(tokens: Tokens, config: ObjectiveConfig, scaling: Scaling = PLAIN) -> Loss:
     """Return the group-relative policy loss (Shao et al., 2024, equation 3) with truncated importance weights per
-    token."""
+    token; also of Dr. GRPO (Liu et al., 2025) and of REINFORCE++ with a group's baseline (Hu et al., 2025),
+    which differ in advantages and divisors."""
     return _group_relative(tokens, config, lambda log_ratios_N: log_ratios_N)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from learner.batch.episodes import TrainingEpisode
 from learner.batch.microbatch import Microbatch
+from learner.batch.packer import turn_advantages_of
 from learner.batch.update_plan import UpdatePlan
 from learner.distributed import all_sum
 from learner.model.context_collectives import lowest
@@ -96,6 +97,8 @@ def precompute_logprobs(
         divergences = _divergences(columns, [e.num_sampled for e in episodes])
         advantages = np.array(penalised_advantages(episodes, divergences, objective), dtype=np.float32)
         of_tokens = np.repeat(advantages, [e.num_sampled for e in episodes])
+        if objective.has_turn_advantages:
+            of_tokens = of_tokens + turn_advantages_of(episodes)
         precomputed.set_column("advantages", torch.from_numpy(of_tokens).to(models.ranks.device))
     return precomputed
 

@@ -30,6 +30,7 @@ from learner.training.precomputed import precompute_pieces
 from learner.training.step_totals import StepTotals
 from learner.training.token_inputs import make_tokens
 from shared.config.learner_section import LearnerConfig
+from shared.config.objective_section import ObjectiveConfig
 
 
 def make_update(
@@ -47,7 +48,7 @@ def make_update(
     separately. A collective.
     """
     config, ranks = models.config, models.ranks
-    divisor = max(plan.num_episodes if weighs_episodes(config) else plan.num_tokens, 1)
+    divisor = max(plan.num_tokens if config.objective.aggregation == "token_mean" else plan.num_episodes, 1)
     sums = torch.zeros(4, dtype=torch.float64, device=ranks.device)  # loss, dropped weights, KL, tokens
     optimizer.zero_grad()
     totals.clock.lap("prepare")
@@ -86,9 +87,14 @@ def observe(batches: Iterable[Microbatch], models: Models, totals: StepTotals) -
             _add_up(batch, totals.observed, tokens, loss, totals)
 
 
-def weighs_episodes(config: LearnerConfig) -> bool:
-    """Tell whether each episode, instead of each token, has the same weight in the loss."""
-    return config.objective.aggregation == "sequence_mean"
+def token_weights(episode_tokens_N: Tensor, objective: ObjectiveConfig) -> Tensor:
+    """Return each token's weight in the loss, whose sum is divided by the update's tokens (`token_mean`), else by its
+    episodes. `episode_tokens_N`: sampled tokens of its episode."""
+    if objective.aggregation == "token_mean":
+        return torch.ones_like(episode_tokens_N)
+    if objective.aggregation == "constant":
+        return torch.full_like(episode_tokens_N, 1.0 / objective.aggregation_tokens)
+    return 1.0 / episode_tokens_N
 
 
 def accumulate_gradient(
@@ -133,7 +139,7 @@ def microbatch_loss(
     proximal = None
     if objective.proximal == "learner":  # in a step's only update the policy is still what it was
         proximal = output.logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
-    weights = 1.0 / batch.episode_tokens if weighs_episodes(models.config) else torch.ones_like(batch.episode_tokens)
+    weights = token_weights(batch.episode_tokens, objective)
     readable, others = lowest(batch.readable, batch.shard), _of_other_pieces(batch, totals)
     if batch.whole is not None and "readable" in others:
         divided = torch.zeros_like(batch.whole.rewards).index_put((batch.whole.own,), readable)
@@ -149,6 +155,8 @@ def microbatch_loss(
     dropped = (weights * (1.0 - readable)).sum()
     if loss.dropped is not None:
         dropped = dropped + (tokens.weights * loss.dropped.any_N).sum()
+    if objective.aggregation == "constant":  # what is left out makes the divisor no smaller
+        dropped = torch.zeros_like(dropped)
     # Every output takes part in every backward, since the other ranks may use it.
     return [loss.total / divisor + unused, dropped, *divergence]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,8 +19,13 @@ class ObjectiveConfig(Section):
         description=f"one of {', '.join(OBJECTIVES)}: the first two have a critic, the others are group-relative; sft "
         "imitates demonstrations (launch/sft.py)",
     )
-    aggregation: Literal["token_mean", "sequence_mean"] = Field(
-        "token_mean", description="each token, or each episode, weighs the same in the loss"
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean",
+        description="what weighs the same in the loss: each token, or each episode; constant: the sum over an "
+        "episode's tokens is divided by aggregation_tokens, however many they are",
+    )
+    aggregation_tokens: int = Field(
+        1024, gt=0, description="aggregation = constant: the divisor, such as the most tokens that an episode may have"
     )
     gamma: float = Field(1.0, ge=0, le=1, description="discount between turns (1 inside a turn)")
     lam: float = Field(1.0, ge=0, le=1, description="lambda between turns: how far targets look ahead")
@@ -80,6 +85,13 @@ class ObjectiveConfig(Section):
     )
     divide_by_std: bool = Field(True, description="group-relative: divide advantages by the group's deviation")
     leave_one_out: bool = Field(False, description="group-relative: the baseline is the mean of the other episodes")
+    turn_advantage: Literal["none", "returns", "state"] = Field(
+        "none",
+        description="group-relative: what turns add to their episode's advantage. returns: each turn's return (gamma) "
+        "compared with those of the same turn of the group's other episodes; state: with those of all turns of the "
+        "group in the same state (GiGPO), which needs info['state']",
+    )
+    turn_weight: float = Field(1.0, ge=0, description="turn_advantage: its weight beside the episode's advantage")
     dynamic_sampling: bool = Field(
         False, description="group-relative: groups of equal rewards are replaced by fresh ones, and counted"
     )
@@ -212,6 +224,11 @@ class ObjectiveConfig(Section):
         return self.kl_coef != 0 or self.hold_coef != 0
 
     @property
+    def has_turn_advantages(self) -> bool:
+        """True where turns of a group's episodes are compared with each other."""
+        return self.turn_advantage != "none" and self.turn_weight > 0
+
+    @property
     def clips(self) -> bool:
         """True if, with these settings, tokens lose their gradient because of their ratio."""
         return self.spec.clips and (not self.spec.clip_setting or bool(getattr(self, self.spec.clip_setting)))
@@ -231,6 +248,20 @@ class ObjectiveConfig(Section):
             and self.entropy_coef == 0
             and not (self.has_reference or self.has_teacher)
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_what_its_name_implies(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("name") not in OBJECTIVES:
+            return values
+        implied = dict(OBJECTIVES[values["name"]].implied)
+        for setting, value in implied.items():
+            if values.get(setting, value) != value:
+                raise ValueError(
+                    f"learner.objective.{setting} = {values[setting]!r}: {values['name']} is what it is by "
+                    f"{setting} = {value!r}; leave it out, or choose another learner.objective.name"
+                )
+        return values | implied
 
     @field_validator("name")
     @classmethod
@@ -311,6 +342,11 @@ class ObjectiveConfig(Section):
 
     def _wrong_rewards(self) -> Iterator[tuple[bool, str]]:
         yield (
+            self.turn_advantage != "none" and not self.is_group_relative,
+            f"turn_advantage = {self.turn_advantage!r} is for group-relative objectives, and {self.name} has a critic "
+            "that tells turns apart; set it to 'none', or learner.objective.name",
+        )
+        yield (
             self.dynamic_sampling and not self.is_group_relative,
             "dynamic_sampling = true is for group-relative objectives; set learner.objective.name",
         )
@@ -337,6 +373,11 @@ class ObjectiveConfig(Section):
             self.kl_max_entropy is not None and (self.kl_in_reward or self.passes > 1),
             f"kl_max_entropy = {self.kl_max_entropy} needs the reference's entropies, which only a term of the loss "
             "and a single pass have; set kl_in_reward to false and passes to 1",
+        )
+        yield (
+            self.kl_in_reward and self.spec.whitens,
+            f"kl_in_reward = true with name = {self.name!r}, which divides advantages by the deviation of the step's "
+            "before the KL is known; set kl_in_reward to false",
         )
         yield (
             self.kl_in_reward and self.is_group_relative and self.divide_by_std,

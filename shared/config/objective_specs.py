@@ -6,8 +6,8 @@ does that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared.config.named_functions import NamedFunction, load_function
@@ -29,6 +29,8 @@ class ObjectiveSpec:
     clip_setting: str = ""  # name of the setting in learner.objective that switches the clip off; "" = none
     zero_advantage_means_zero_loss: bool = False  # such episodes are then left out of the microbatches
     learns_from_rewards: bool = True  # false: from the tokens alone, whoever wrote them and whatever they earned
+    whitens: bool = False  # the advantages of all tokens of a step are centred and divided by their deviation
+    implied: Mapping[str, Any] = field(default_factory=dict, hash=False)  # settings that are part of it, by name
 
     def load_loss(self) -> Callable[..., Any]:
         """Return the loss function. Raise ValueError, in one line, if it cannot be imported."""
@@ -44,6 +46,20 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
         ),
         ObjectiveSpec(name="ppo", loss=f"{_MODULE}:ppo", has_critic=True),
         ObjectiveSpec(name="grpo", loss=f"{_MODULE}:grpo", is_group_relative=True, zero_advantage_means_zero_loss=True),
+        ObjectiveSpec(
+            name="dr_grpo",
+            loss=f"{_MODULE}:grpo",
+            is_group_relative=True,
+            zero_advantage_means_zero_loss=True,
+            implied={"divide_by_std": False, "aggregation": "constant"},
+        ),
+        ObjectiveSpec(
+            name="reinforce++",
+            loss=f"{_MODULE}:grpo",
+            is_group_relative=True,
+            whitens=True,
+            implied={"divide_by_std": False},
+        ),
         ObjectiveSpec(
             name="gspo",
             loss=f"{_MODULE}:gspo",

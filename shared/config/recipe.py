@@ -279,6 +279,11 @@ class Recipe(Section):
                     f"env.{name} = {value} and {rollout.by_agents}: an agent decides what it sends; "
                     f"leave env.{name} out"
                 )
+        if rollout.function and self.learner.objective.turn_advantage == "state":
+            raise ValueError(
+                f"learner.objective.turn_advantage = 'state', and {rollout.function} plays: only turns of an "
+                "environment that the actor plays have states; set that to 'returns'"
+            )
         if self.reward.isolation == "process" and not (self.env.reward or self.tasks):
             raise ValueError(
                 "reward.isolation = 'process' without env.reward: the environment's own reward runs where "

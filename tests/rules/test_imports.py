@@ -66,8 +66,8 @@ HEAVY = {"torch", "transformers", "triton", "tensorboard", "tensorflow", "matplo
 ROOMS = {
     "shared": "this_python redaction log engine_urls types util clocks spans trace_file run_status engine wire config "
     "keys metrics families vision agreement rgb_images recordings",
-    "envs": "base answer_tags splits messages env_loops env_calls env_settings reasoning math_grading tools loader "
-    "row_files image_urls row_columns "
+    "envs": "base answer_tags splits messages states env_loops env_calls env_settings reasoning math_grading tools "
+    "loader row_files image_urls row_columns "
     "action_words gymnasium vagen verifiers remote_messages remote env_server "
     "row_prompts math_reward datasets chat_rows boards board_env geometry sokoban sokoban_data frozen_lake maze "
     "sliding_puzzle scene scene_zoom colour no_env geo3k geo3k_multi_turn play check show serve",

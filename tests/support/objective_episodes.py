@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from learner.objective.loss_records import Tokens
+from learner.training.update import token_weights
 from shared.config.objective_section import ObjectiveConfig
 
 
@@ -31,13 +32,13 @@ def packed_tokens(episodes: list[dict[str, torch.Tensor]], config: ObjectiveConf
     episode_end = torch.zeros(int(lengths.sum()), dtype=torch.bool)
     episode_end[lengths.cumsum(0) - 1] = True
     lengths_N = lengths.repeat_interleave(lengths).double()
-    names, per_episode = ("logprobs", "entropies", "values", "rewards", "turn_end"), config.aggregation != "token_mean"
+    names = ("logprobs", "entropies", "values", "rewards", "turn_end")
     return Tokens(
         **{name: cat(name) for name in names},
         behaviour_logprobs=cat("behaviour"),
         episode_end=episode_end,
         advantages=cat("advantage"),
-        weights=1 / lengths_N if per_episode else torch.ones_like(lengths_N),
+        weights=token_weights(lengths_N, config),
         reference_logprobs=cat("reference"),
         proximal_logprobs=cat("proximal") if config.proximal == "learner" else None,
     )

@@ -15,7 +15,10 @@ Episode = dict[str, torch.Tensor]
 
 def aggregate(terms: list[torch.Tensor], config, kept: list[torch.Tensor] | None = None) -> torch.Tensor:
     """Return the loss from `terms`, one [K] tensor per episode. `kept` has 1 or 0 for each term; the mean is over those
-    with 1."""
+    with 1, or all tokens' sum is divided by a constant for each episode."""
+    if config.aggregation == "constant":
+        parts = [(t if kept is None else k * t).sum() for t, k in zip(terms, kept or terms, strict=True)]
+        return sum(parts) / config.aggregation_tokens / len(terms)
     kept = [torch.ones_like(t) for t in terms] if kept is None else kept
     weights = [k if config.aggregation == "token_mean" else k / len(k) for k in kept]
     return sum((w * t).sum() for w, t in zip(weights, terms, strict=True)) / sum(w.sum() for w in weights)
@@ -216,6 +219,52 @@ def dppo(episodes: list[Episode], config) -> torch.Tensor:
 
 
 REFERENCES = {
-    **{"vtrace": vtrace, "ppo": ppo, "grpo": grpo, "gspo": gspo, "cispo": cispo, "sapo": sapo, "dppo": dppo},
+    "vtrace": vtrace,
+    "ppo": ppo,
+    "grpo": grpo,
+    "dr_grpo": grpo,  # it differs in what divides the sum of the terms
+    "reinforce++": grpo,  # it differs in the advantages
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo": dppo,
     "sft": sft,
 }
+
+
+def whitened(advantages: list[float], lengths: list[int], floor: float = 0.0) -> list[float]:
+    """Return episodes' advantages less their mean over all tokens, divided by their deviation."""
+    of_tokens = [a for a, count in zip(advantages, lengths, strict=True) for _ in range(count)]
+    mean = sum(of_tokens) / len(of_tokens)
+    deviation = math.sqrt(sum((a - mean) ** 2 for a in of_tokens) / len(of_tokens))
+    return [(a - mean) / max(deviation, floor) for a in advantages]
+
+
+def turn_advantages(
+    rewards: list[list[float]],
+    states: list[list[str]],
+    *,
+    gamma: float,
+    divide: bool = True,
+    leave_one_out: bool = False,
+    floor: float = 0.0,
+) -> list[list[float]]:
+    """Return the step advantages of GiGPO (Feng et al., 2025): each turn's discounted return, less the mean over all
+    turns of the group that were played in its state; "" is no state."""
+    returns = [[sum(gamma ** (k - t) * e[k] for k in range(t, len(e))) for t in range(len(e))] for e in rewards]
+    advantages = []
+    for of_episode, seen in zip(returns, states, strict=True):
+        own = []
+        for value, state in zip(of_episode, seen, strict=True):
+            alike = [
+                r for rs, ss in zip(returns, states, strict=True) for r, s in zip(rs, ss, strict=True) if s == state
+            ]
+            if not state or len(alike) < 2 or len(set(alike)) == 1:
+                own.append(0.0)
+                continue
+            mean = sum(alike) / len(alike)
+            deviation = math.sqrt(sum((r - mean) ** 2 for r in alike) / len(alike))
+            others = (sum(alike) - value) / (len(alike) - 1)
+            own.append((value - (others if leave_one_out else mean)) / (max(deviation, floor) if divide else 1.0))
+        advantages.append(own)
+    return advantages

@@ -31,6 +31,10 @@ class Episode:
     advantage: float = 0.0
     signal: float = 1.0
 
+    @property
+    def size(self) -> float:
+        return abs(self.advantage)
+
 
 def episode(*rewards: float) -> Episode:
     """A turn of two tokens for each reward."""

@@ -167,6 +167,10 @@ SETTINGS = [
     ("grpo", {}),
     ("grpo", {"pg_rho_bar": None, "dual_clip": 1.3, "aggregation": "sequence_mean"}),
     ("grpo", {"pg_rho_bar": 1.5, "clip_low": 0.3, "clip_high": 0.3}),
+    ("dr_grpo", {"aggregation_tokens": 7, "mask_token_ratio": (0.7, 1.5)}),
+    ("dr_grpo", {"proximal": "learner"}),
+    ("vtrace", {"gamma": 0.9, "aggregation": "constant", "aggregation_tokens": 5}),
+    ("reinforce++", {"dual_clip": 1.3}),
     ("gspo", {"pg_rho_bar": None, "aggregation": "sequence_mean"}),
     ("gspo", {"pg_rho_bar": None, "clip_low": 0.05, "clip_high": 0.05, "dual_clip": 1.2}),
     ("cispo", {}),
@@ -195,6 +199,11 @@ SETTINGS = [
 ]
 
 
+def divisor_of(weights_N: torch.Tensor, episodes: list[dict[str, torch.Tensor]], config: ObjectiveConfig) -> float:
+    """Return what the sum over tokens of these weights is divided by."""
+    return len(episodes) if config.aggregation == "constant" else float(weights_N.sum())
+
+
 @pytest.mark.parametrize(("objective", "settings"), SETTINGS)
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_an_objective_has_the_gradient_of_its_plain_reference(objective, settings, estimator):
@@ -209,7 +218,7 @@ def test_an_objective_has_the_gradient_of_its_plain_reference(objective, setting
         loss = loss_of(tokens, config)
         kept = tokens.weights if loss.dropped is None else tokens.weights[~loss.dropped.any_N]
         num_dropped += len(tokens.weights) - len(kept)
-        by_ours = torch.autograd.grad(loss.total / kept.sum(), leaves, allow_unused=True)
+        by_ours = torch.autograd.grad(loss.total / divisor_of(kept, episodes, config), leaves, allow_unused=True)
         for ours, reference in zip(by_ours, by_reference, strict=True):
             assert (ours is None) == (reference is None)
             if ours is not None:
@@ -252,7 +261,8 @@ def test_certain_tokens_have_no_policy_term_and_keep_every_other(objective):
     certain = torch.cat([e["entropies"] for e in episodes]) < limit
     assert 0 < certain.sum() < len(certain)
     policy_and_value[0] = policy_and_value[0].masked_fill(certain, 0.0)
-    found = gradients_of(loss_of(packed_tokens(episodes, config), config).total / len(certain))
+    tokens = packed_tokens(episodes, config)
+    found = gradients_of(loss_of(tokens, config).total / divisor_of(tokens.weights, episodes, config))
     for ours, one, other in zip(found, policy_and_value, others, strict=True):
         torch.testing.assert_close(ours, one + other, rtol=1e-9, atol=1e-12)
 

@@ -251,3 +251,23 @@ def test_sequence_mean_weighs_a_short_episode_as_much_as_a_long_one(folder, spec
         trainer.step(chosen, version=0)
         moves.append(torch.nn.utils.parameters_to_vector(parameters).detach() - before)
     torch.testing.assert_close(moves[0], (moves[1] + moves[2]) / 2, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_constant_divides_the_sum_over_an_episodes_tokens_however_many_they_are(folder, spec, ranks):
+    """Under SGD, steps on one episode whose tokens are few and many move the policy by their sums, not their means."""
+    groups = [random_groups(spec, 1, seed=s, turns=t)[0] for s, t in ((0, 1), (1, 3))]
+    moves = {}
+    for aggregation in ("constant", "token_mean"):
+        settings = {"normalize_advantages": False, "max_grad_norm": 1e9, "aggregation_tokens": 40}
+        config = learner_config(aggregation=aggregation, **settings)
+        for number, group in enumerate(groups):
+            trainer = Trainer(load_policy(str(folder), spec), config, ranks)
+            parameters = list(trainer.policy.parameters())
+            trainer.optimizer = torch.optim.SGD([{"params": parameters, "base_lr": 0.1}], lr=0.1)
+            before = torch.nn.utils.parameters_to_vector(parameters).detach().clone()
+            trainer.step([group], version=0)
+            moves[aggregation, number] = torch.nn.utils.parameters_to_vector(parameters).detach() - before
+    for number, group in enumerate(groups):
+        share = int(group.trajectories[0].loss_mask.sum()) / 40
+        torch.testing.assert_close(moves["constant", number], share * moves["token_mean", number], rtol=1e-3, atol=1e-6)
