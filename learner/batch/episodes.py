@@ -20,6 +20,7 @@ from learner.objective.advantages import (
     group_advantages,
     group_signal,
     in_same_situation,
+    most_varying,
     turn_advantages,
 )
 from shared.config.learner_section import LearnerConfig
@@ -173,6 +174,9 @@ def make_episodes(
     if a layout is wrong or an image has no size.
     """
     episodes, start = [], 0
+    taught_by = None
+    if objective.keep_variance < 1:
+        taught_by = most_varying([episode_rewards(group, objective) for group in groups], objective.keep_variance)
     for number, group in enumerate(groups):
         indices = [start + i for i, t in enumerate(group.trajectories) if t.trainable]
         trajectories = [group.trajectories[index - start] for index in indices]
@@ -181,9 +185,11 @@ def make_episodes(
         advantages = group_advantages(
             rewards, divide_by_std=objective.divide_by_std, leave_one_out=objective.leave_one_out, floor=noise
         )
+        if taught_by is not None and number not in taught_by:
+            advantages = np.zeros_like(advantages)
         signal = group_signal(rewards, noise) if objective.is_group_relative else 1.0
         of_turns: Sequence[np.ndarray | None] = [None] * len(trajectories)
-        if objective.has_turn_advantages:
+        if objective.has_turn_advantages and (taught_by is None or number in taught_by):
             of_turns = group_turn_advantages(trajectories, objective, noise)
             signal = max([signal, *(group_signal(r, noise) for r in compared_returns(group, objective))])
         for trajectory, advantage, added_T, index in zip(trajectories, advantages, of_turns, indices, strict=True):

@@ -5,13 +5,14 @@ It is made once, before any computation, only from the groups and the recipe, so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from learner.batch.binning import probe_of
 from learner.batch.distinct_images import deal_images
 from learner.batch.episodes import TrainingEpisode, make_episodes, shortest_first
 from learner.batch.image_decoder import ImageDecoder
+from learner.batch.other_images import with_other_images
 from learner.batch.update_plan import UpdatePlan, has_no_loss, minibatch_indices, plan_update
 from learner.distributed import Ranks
 from shared.config.learner_section import LearnerConfig
@@ -32,12 +33,15 @@ class StepPlan:
     # Forwards of some of the episodes that no update computes. Without them the metrics would be those of groups whose
     # rewards vary alone, and a policy that has collapsed would show none at all.
     observed: UpdatePlan | None = None
+    # Forwards of some episodes under their own images and under others.
+    looked_at: UpdatePlan | None = None
 
     @property
     def parts(self) -> list[UpdatePlan]:
         """The plan's parts in the order in which they are computed."""
         of_updates = [part for update in self.updates for part in (update.pieces, update)]
-        return [part for part in (self.beforehand, self.taught, self.observed, *of_updates) if part is not None]
+        steps = (self.beforehand, self.taught, self.observed, self.looked_at, *of_updates)
+        return [part for part in steps if part is not None]
 
     def images_of(self, rank: int, context_size: int, decoder: ImageDecoder) -> dict[str, Image]:
         """Return the images that a rank decodes in this step, by content hash.
@@ -67,12 +71,14 @@ def plan_step(
     noise: float = 0.0,
     beforehand: bool = False,
     taught: bool = False,
+    looked_at: Collection[int] = (),
 ) -> StepPlan:
     """Return the plan of a step on `groups`.
 
     `sizes`: None if the model's sizes are unknown. `seed`: of the permutations that divide passes into updates.
     `noise`: the deviation of a group's rewards that is regarded as noise. `beforehand`: some logprobs are computed
-    before the first update. `taught`: a teacher reads the episodes. Raise ValueError if a group's layout is wrong.
+    before the first update. `taught`: a teacher reads the episodes. `looked_at`: indices of the episodes from which
+    those are taken that are computed under other images too. Raise ValueError if a group's layout is wrong.
     """
     objective = config.objective
     episodes = make_episodes(groups, decoder, objective, noise=noise)
@@ -84,4 +90,6 @@ def plan_step(
     left_out = [i for i, episode in enumerate(episodes) if has_no_loss(episode, config)][::OBSERVED_EVERY]
     observed = plan_update(episodes, left_out, config, ranks, sizes, keep_all=True) if left_out else None
     of_teacher = plan_update(episodes, range(len(episodes)), config, ranks, sizes) if taught and episodes else None
-    return StepPlan(episodes, parts, first, of_teacher, observed)
+    pairs = with_other_images(episodes, looked_at)
+    looking = plan_update(pairs, range(len(pairs)), config, ranks, sizes, keep_all=True) if pairs else None
+    return StepPlan(episodes, parts, first, of_teacher, observed, looking)

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from learner.batch.episodes import compared_returns, has_variance
+from learner.batch.episodes import compared_returns, episode_rewards, has_variance
 from learner.metrics.evaluation_metrics import SETS, episode_means
+from learner.metrics.text_metrics import text_metrics
 from learner.metrics.token_metrics import lag_name
+from learner.objective.advantages import most_varying
 from shared.config.learner_section import LearnerConfig
 from shared.metrics import ReportedMetrics
 from shared.types import Ending, Group, PolicyVersion
@@ -69,6 +71,10 @@ def group_metrics(groups: Sequence[Group], version: PolicyVersion, config: Learn
         by_lag.setdefault(lag_name(version - int(versions.min())), []).append(t.reward)
     values = {f"rollout/reward/lag_{lag}": sum(earned) / len(earned) for lag, earned in by_lag.items()}
     values["groups/without_variance"] = sum(equal) / len(equal)
+    values |= text_metrics(episodes)
+    if config.objective.keep_variance < 1:
+        rewards = [episode_rewards(group, config.objective) for group in groups]
+        values["groups/kept"] = len(most_varying(rewards, config.objective.keep_variance)) / len(groups)
     if config.objective.has_turn_advantages:
         num_compared = sum(len(r) for group in groups for r in compared_returns(group, config.objective))
         values["groups/turns_compared"] = num_compared / sum(len(t.turns) for t in episodes)

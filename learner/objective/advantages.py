@@ -61,6 +61,20 @@ def group_signal(rewards_G: Sequence[float], floor: float) -> float:
     return min(1.0, float(np.asarray(rewards_G, dtype=np.float64).std()) / floor) if floor > 0 else 1.0
 
 
+def most_varying(rewards: Sequence[Sequence[float]], share: float) -> frozenset[int]:
+    """Return the indices of the groups whose rewards vary most, as few as have together at least `share` of the sum of
+    all groups' variances (RAGEN-2's filter of rollouts). None of them if no group varies."""
+    variances = [0.0 if are_equal(r) else float(np.var(np.asarray(r, dtype=np.float64))) for r in rewards]
+    kept: set[int] = set()
+    left = share * sum(variances)
+    for index in sorted(range(len(variances)), key=lambda i: -variances[i]):
+        if left <= 0 or variances[index] == 0:
+            break
+        kept.add(index)
+        left -= variances[index]
+    return frozenset(kept)
+
+
 def are_equal(rewards_G: Sequence[float] | np.ndarray) -> bool:
     """Tell whether all rewards are equal, so that the group does not show which episodes are better. True for fewer
     than two rewards."""

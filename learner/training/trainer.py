@@ -35,6 +35,7 @@ from learner.model.sharding import copy_weights, layers_alike
 from learner.objective.advantages import RunningScale, moments_of_returns
 from learner.recording.recorded_columns import RecordedColumns
 from learner.training.guard_state import GuardState
+from learner.training.image_gain import image_gain
 from learner.training.models import Beforehand, Models
 from learner.training.optim import lr_factor, make_optimizer, set_learning_rates
 from learner.training.precomputed import PrecomputedColumns, precompute_logprobs, precompute_teacher
@@ -131,6 +132,7 @@ class Trainer:
             noise=self.scale.reward_noise(rewards),
             beforehand=models.beforehand.is_needed,
             taught=models.teacher is not None,
+            looked_at=frozenset() if recorded is None else recorded.indices,
         )
         scaling = self.scale(plan.episodes).on(ranks.device)
         stats, observed = TokenStats(ranks.device), TokenStats(ranks.device)
@@ -154,11 +156,15 @@ class Trainer:
                 if plan.observed is not None:
                     observe(islice(batches, len(plan.observed.microbatches)), models, totals)
                     clock.lap("forward")
+                looked: dict[str, float] = {}
+                if plan.looked_at is not None:
+                    looked = image_gain(islice(batches, len(plan.looked_at.microbatches)), models)
+                    clock.lap("forward")
                 for number, update in enumerate(plan.updates):
                     if not make_update(update, batches, models, self.optimizer, totals, separate=self._separate):
                         totals.num_left_out = len(plan.updates) - number
                         break
-            metrics = self._finish(totals, plan)
+            metrics = self._finish(totals, plan) | looked
             metrics |= self._measure_move(totals, metrics)
         totals.num_blank = self.decoder.take_num_blank()
         clock.lap("forward")

@@ -92,6 +92,13 @@ class ObjectiveConfig(Section):
         "group in the same state (GiGPO), which needs info['state']",
     )
     turn_weight: float = Field(1.0, ge=0, description="turn_advantage: its weight beside the episode's advantage")
+    keep_variance: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="group-relative: a step learns from the groups whose rewards vary most, as few as have this share "
+        "of all variance; the others count in what the loss is divided by",
+    )
     dynamic_sampling: bool = Field(
         False, description="group-relative: groups of equal rewards are replaced by fresh ones, and counted"
     )
@@ -373,6 +380,11 @@ class ObjectiveConfig(Section):
             self.kl_max_entropy is not None and (self.kl_in_reward or self.passes > 1),
             f"kl_max_entropy = {self.kl_max_entropy} needs the reference's entropies, which only a term of the loss "
             "and a single pass have; set kl_in_reward to false and passes to 1",
+        )
+        yield (
+            self.keep_variance < 1 and (not self.is_group_relative or self.spec.whitens or self.kl_in_reward),
+            f"keep_variance = {self.keep_variance} with name = {self.name!r}, kl_in_reward = {self.kl_in_reward}: it "
+            "needs advantages relative to groups alone; set it to 1, or kl_in_reward to false, or name to 'grpo'",
         )
         yield (
             self.kl_in_reward and self.spec.whitens,

@@ -185,6 +185,19 @@ def test_rewards_that_hardly_differ_raise_their_own_alarm_and_equal_ones_do_not(
     assert judged(recipe_of(HEALTHY), mixed) == {}
 
 
+def test_a_policy_that_no_longer_looks_raises_its_own_alarm() -> None:
+    rows = [row | {"vision/image_gain": 0.5 if number < 30 else 0.1} for number, row in enumerate(edited())]
+    assert judged(recipe_of(HEALTHY), rows) == {"images_ignored": "warning"}
+    now_and_then = [row if n % 10 else row | {"vision/image_gain": 0.0} for n, row in enumerate([*edited(), *edited()])]
+    assert judged(recipe_of(HEALTHY), now_and_then)["images_ignored"] == "warning"
+
+
+def test_a_policy_that_writes_one_symbol_raises_its_own_alarm() -> None:
+    assert raised_alone(
+        judged(recipe_of(HEALTHY), edited(text__one_token=0.97, text__repeated=0.95)), "text_degenerates"
+    )
+
+
 def test_a_learner_that_is_starved_raises_its_own_alarm() -> None:
     rows = edited(learner__idle_frac=0.8, queue__ready_groups=3.0)
     assert raised_alone(judged(recipe_of(HEALTHY), rows), "learner_starved")

@@ -12,6 +12,7 @@ from learner.batch.image_decoder import ImageDecoder
 from learner.batch.packer import pack
 from learner.metrics.episode_metrics import group_metrics
 from learner.model.policy import load_policy
+from learner.objective.advantages import most_varying
 from learner.training.trainer import Trainer
 from shared.config.objective_section import ObjectiveConfig
 from shared.types import Ending, Group, Trajectory
@@ -169,3 +170,44 @@ def test_a_setting_that_contradicts_what_the_name_means_is_refused(name, setting
     assert getattr(ObjectiveConfig(name=name), setting) != value
     with pytest.raises(ValueError, match=f"{setting} = {value!r}: .* is what it is by {setting}".replace("+", r"\+")):
         ObjectiveConfig(name=name, **{setting: value})
+
+
+def test_the_groups_that_vary_most_are_kept_and_the_others_teach_nothing_but_count(spec):
+    spreads = [0.0, 1.0, 0.1, 2.0]
+    groups = []
+    for number, spread in enumerate(spreads):
+        first, second = random_groups(spec, 1, group_size=2, seed=number)[0].trajectories
+        groups.append(Group(f"g{number}", "a", (replace(first, reward=spread), replace(second, reward=0.0))))
+    config = ObjectiveConfig(name="grpo", keep_variance=0.9)
+    episodes = make_episodes(groups, ImageDecoder(spec), config)
+    assert [e.advantage != 0 for e in episodes] == [False, False, True, True, False, False, True, True]
+    assert len(episodes) == 8
+    metrics = group_metrics(groups, 0, learner_config(objective="grpo", keep_variance=0.9))
+    assert metrics["groups/kept"] == 0.5
+    everything = make_episodes(groups, ImageDecoder(spec), ObjectiveConfig(name="grpo"))
+    assert [e.advantage for e in everything if e.group in (1, 3)] == [
+        e.advantage for e in episodes if e.group in (1, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spreads", "share", "kept"),
+    [
+        ([1.0, 1.0], 0.5, {0}),
+        ([1.0, 1.0], 0.6, {0, 1}),
+        ([0.0, 0.0], 0.9, set()),
+        ([3.0, 1.0, 1.0], 0.8, {0}),
+        ([], 0.5, set()),
+    ],
+)
+def test_as_few_groups_are_kept_as_have_the_share_of_all_variance(spreads, share, kept):
+    assert most_varying([[spread, 0.0] for spread in spreads], share) == kept
+
+
+@pytest.mark.parametrize(
+    "settings", [{"name": "vtrace"}, {"name": "reinforce++"}, {"kl_in_reward": True, "kl_coef": 0.1}]
+)
+def test_a_filter_by_variance_where_advantages_do_not_compare_groups_is_refused(settings):
+    plain = {"name": "grpo", "divide_by_std": False} if "name" not in settings else {}
+    with pytest.raises(ValueError, match=r"keep_variance = 0.9 with name"):
+        ObjectiveConfig(keep_variance=0.9, **plain | settings)
