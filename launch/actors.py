@@ -111,9 +111,9 @@ def run(
     if screen is not None:
         screen.update(f"{len(engines)} engines of this host are starting" if engines else "no engines of this host")
     urls = recipe.engine.urls or tuple(spec.url for spec in specs)
-    wait_until_serving(urls, engines, model, recipe.engine.start_timeout_s, api_key)
+    wait_until_serving(urls, engines, model, recipe.engine.start_limit_s, api_key)
     if recipe.engine.router:
-        check_router(recipe.engine.router, model, recipe.engine.start_timeout_s, api_key)
+        check_router(recipe.engine.router, model, recipe.engine.start_limit_s, api_key)
     if make_server:
         server = make_server(recipe, TokenRules(model.vision.image_token_id, model.vision.banned_ids, model.vocab_size))
         cleanup.callback(server.close)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
@@ -82,7 +83,11 @@ def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, parallel: Para
     check_divides("context", parallel.context, size)
     check_divides("expert", parallel.expert, shards, "that share a copy of the parameters")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device = 'cuda' but torch sees no GPU; use device = 'cpu'")
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for the CPU"
+        raise ValueError(
+            f"learner.device = 'cuda', but torch can use no GPU ({built}): python launch/doctor.py --quick says what "
+            "is missing; or set it to 'cpu'"
+        )
     if device == "cuda" and local_rank >= torch.cuda.device_count():
         raise ValueError(f"rank {rank} needs GPU {local_rank}, but there are {torch.cuda.device_count()}; start fewer")
     own_device = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
@@ -97,7 +102,16 @@ def init_ranks(device: str = "cpu", *, timeout_s: float = 1800.0, parallel: Para
     on_cpu = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
     mesh = make_mesh(own_device.type, size, shards)
     experts = make_expert_mesh(own_device.type, size, shards, parallel.expert)
+    for made in (mesh, experts):
+        limit(made, timeout)
     return Ranks(rank, size, own_device, mesh, on_cpu, make_context(rank, size, parallel.context, timeout), experts)
+
+
+def limit(mesh: DeviceMesh | None, timeout: timedelta) -> None:
+    """Give the groups of a mesh this time limit; torch makes them with its own of half an hour."""
+    if mesh is not None and dist.get_world_size() > 1:
+        for dimension in range(mesh.ndim):
+            _set_pg_timeout(timeout, mesh.get_group(dimension))
 
 
 def check_divides(setting: str, value: int, size: int, which: str = "") -> None:

@@ -22,8 +22,8 @@ from actor.engine.request_images import ImageCache
 from actor.engine.runner import Runner
 from actor.engine.scheduler import Scheduler
 from actor.engine.server_settings import EngineSettings
-from actor.engine.weight_loader import nccl_version
 from actor.engine.weight_routes import WeightUpdates
+from shared.engine.nccl_versions import loaded_nccl
 from shared.engine.sent_images import IMAGES_ROUTE
 from shared.families.registry import family_in
 from shared.util.refusals import Refusals
@@ -217,7 +217,7 @@ class EngineApp:
             "engine": "embedded",
             "weight_version": s.weight_version,
             "device": self.settings.device,
-            "nccl": nccl_version() if self.settings.device == "cuda" else "",
+            "nccl": loaded_nccl() if self.settings.device == "cuda" else "",
             "tp_size": 1,
             "updates_beside_generation": True,
             "names_updates": True,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shared.engine.checksums import engine_name
-from shared.engine.weight_group_names import DEVICES, watchdog_s
+from shared.engine.weight_group_names import DEVICES, FIRST_BYTES, watchdog_s, without_watchdog
 from shared.families.registry import FAMILIES
 
 MAX_BUCKET_BYTES = 8 * 2**30
@@ -46,12 +46,10 @@ def join_group(
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=watchdog_s(timeout_s))
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
-
-
-def nccl_version() -> str:
-    """Return the version of NCCL that this process's torch uses."""
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    with without_watchdog():
+        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    broadcast(group, torch.zeros(FIRST_BYTES, dtype=torch.uint8, device=DEVICES[backend]), timeout_s)
+    return group
 
 
 def broadcast(group: Any, tensor: Tensor, timeout_s: float) -> None:

@@ -33,6 +33,8 @@ def gpus_here(driver: Path = DRIVER) -> list[Gpu]:
         return []
     import torch
 
+    if not torch.cuda.is_available():  # NVML counts GPUs that a driver too old for torch cannot use
+        return []
     gpus = []
     for index in range(torch.cuda.device_count()):
         free, num_bytes = torch.cuda.mem_get_info(index)
@@ -67,9 +69,8 @@ def check_gpus(recipe: Recipe, gpus: Sequence[Gpu], driver: Path = DRIVER) -> li
 def _no_gpu(recipe: Recipe, driver: Path) -> Finding:
     wanted = [name for name in ("learner", "engine") if getattr(recipe, name).device == "cuda"]
     if driver.exists():
-        return failed(
-            "gpus", "NVIDIA's driver is here, but torch sees no GPU", "see nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
+        cure = "see the driver's line, nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return failed("gpus", "NVIDIA's driver is here, but torch can use no GPU", cure)
     if not wanted:
         return not_checked("gpus", "none here, and the recipe computes on the CPU")
     fields = " and ".join(f"{name}.device" for name in wanted)

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -15,8 +16,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from launch.catalog import model_folder
-from launch.engines.gpus import DRIVER
+from launch.engines.gpus import DRIVER, driver_version, why_driver_is_too_old
 from launch.engines.kinds.engine_kind import engine_kind
+from launch.engines.kinds.sglang_engine import USUAL_CUDA, cuda_home, sglang_folder
 from launch.findings import Finding, failed, not_checked, ok, warning
 from launch.processes import same_name
 from launch.processes.children import ROOT
@@ -74,6 +76,31 @@ def check_torch(driver: Path = DRIVER) -> Finding:
             "torch", f"{words}, but this machine has NVIDIA's driver", "install torch's build for CUDA: make env"
         )
     return ok("torch", words)
+
+
+def check_driver(driver: Path = DRIVER, cuda: str | None = None) -> Finding:
+    """Check NVIDIA's driver against the CUDA version that torch is built for."""
+    version, cuda = driver_version(driver), cuda_of_torch() if cuda is None else cuda
+    if not version:
+        return not_checked("driver", "no NVIDIA driver here")
+    if problem := why_driver_is_too_old(cuda, driver):
+        return failed("driver", problem, "install a newer driver, or torch's build for an older CUDA")
+    return ok("driver", f"{version}{f' for CUDA {cuda}' if cuda else ''}")
+
+
+def check_compilers(recipe: Recipe, environ: Mapping[str, str] = os.environ, usual: Path = USUAL_CUDA) -> Finding:
+    """Check that SGLang can compile its kernels at its first start on a GPU: nvcc and a C++ compiler."""
+    engine = recipe.engine
+    if engine.kind != "sglang" or engine.device != "cuda" or engine.elsewhere:
+        return not_checked("compilers", "SGLang compiles kernels on GPUs alone, and none is started here")
+    home, cpp = cuda_home(sglang_folder(recipe), environ, usual), shutil.which("g++", path=environ.get("PATH", ""))
+    missing = [name for name, found in (("nvcc", home), ("g++", cpp)) if not found]
+    if missing:
+        cure = "install CUDA's toolkit (or nvidia-cuda-nvcc into the engine's environment) and g++"
+        return failed(
+            "compilers", f"SGLang compiles kernels at its first start and finds no {' and no '.join(missing)}", cure
+        )
+    return ok("compilers", f"CUDA in {home}, {cpp}")
 
 
 def cuda_of_torch() -> str:
@@ -144,6 +171,8 @@ def check_software(recipe: Recipe) -> list[Finding]:
         check_packages(),
         check_torch(),
         check_engine(recipe),
+        check_driver(),
+        check_compilers(recipe),
         check_nccl(recipe),
         check_variables(recipe),
         check_delta_nets(recipe),

@@ -93,7 +93,7 @@ def run_trial(trial: TrialRecipe, tell: Callable[[str], None] = lambda _: None) 
     env = cpu_env(trial.recipe.learner.threads) | {"PYTHONPATH": module_path(), "TOKENIZERS_PARALLELISM": "false"}
     child = start_family("trial", command, log, env=env)
     try:
-        how = watch(child, follow, STAGE_S, trial.recipe.engine.start_timeout_s, tell)
+        how = watch(child, follow, STAGE_S, trial.recipe.engine.start_limit_s, tell)
     except BaseException:  # the doctor was stopped
         end(child)
         shutil.rmtree(folder, ignore_errors=True)

@@ -92,7 +92,7 @@ class Trial:
         """Join the learner's ranks and load the model in the recipe's dtype."""
         recipe, learner = self.recipe, self.recipe.learner
         torch.set_num_threads(learner.threads)
-        patience_s = PATIENCE_S + recipe.engine.start_timeout_s  # others wait while rank 0 waits for the engine
+        patience_s = PATIENCE_S + recipe.engine.start_limit_s  # others wait while rank 0 waits for the engine
         self.ranks = init_ranks(learner.device, timeout_s=patience_s, parallel=learner.parallel)
         check_recipe(recipe, self.ranks.size, learner_bytes(recipe, self.ranks))
         keep_to_share(recipe, self.ranks)
@@ -111,7 +111,7 @@ class Trial:
         model's files (tensors missing there would be initialised at random, and differ)."""
         engine = self.recipe.engine
         if self._engine is not None:
-            wait_until_serving(self._urls, [self._engine], self._facts, engine.start_timeout_s, self._key)
+            wait_until_serving(self._urls, [self._engine], self._facts, engine.start_limit_s, self._key)
         off, limit = self._gap(), CEILING[self.trainer.policy.dtype]
         if self.ranks.is_main and off > limit:
             raise ValueError(

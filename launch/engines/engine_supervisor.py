@@ -41,7 +41,7 @@ class EngineServer(Supervised):
                 write_secret(*spec.secret, anew=True)
             self.child = start_family(spec.name, spec.command, spec.log, env=spec.env, fresh=fresh)
         self.restarts.started()
-        timeouts = {"first_s": self._settings.start_timeout_s, "silent_s": SILENT_S}
+        timeouts = {"first_s": self._settings.start_limit_s, "silent_s": SILENT_S}
         self.probe = HealthProbe(spec.url, **timeouts)
 
     def keep_alive(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,24 @@ from shared.config.sections import EngineConfig
 from shared.engine.engine_kinds import capabilities_of
 
 DRIVER = Path("/proc/driver/nvidia/version")
+LEAST_DRIVER = {"12": 525, "13": 580}  # by CUDA's first number, as NVIDIA's tables of compatibility have them
+
+
+def driver_version(driver: Path = DRIVER) -> str:
+    """Return the version of NVIDIA's driver; empty without one, or if the file says none."""
+    if not driver.exists():
+        return ""
+    match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+[\d.]*)", driver.read_text(errors="replace"))
+    return match[1] if match else ""
+
+
+def why_driver_is_too_old(cuda: str, driver: Path = DRIVER) -> str:
+    """Return why programs for this version of CUDA cannot run with the driver that is here; empty if they can, or if
+    either version is not known."""
+    version, least = driver_version(driver), LEAST_DRIVER.get(cuda.partition(".")[0], 0)
+    if not version or int(version.partition(".")[0]) >= least:
+        return ""
+    return f"NVIDIA's driver {version} is too old for CUDA {cuda}, which needs {least} or newer"
 
 
 def engine_gpus(engine: EngineConfig, num_visible: int) -> list[tuple[int, ...]]:

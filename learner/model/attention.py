@@ -153,7 +153,8 @@ def _of_documents(
     """Compute the attention by one call of torch's variable-length attention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    window = (-1, 0) if causal else (-1, -1)
+    # Without a window torch takes cuDNN for full attention, which builds a plan for each new shape and keeps it.
+    window = (-1, 0) if causal else (max_k, max_k)
     grouped: Any = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_enable_gqa() else {}
     out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=window, **grouped)
     assert isinstance(out, Tensor)

@@ -6,13 +6,11 @@ bucket, and those that cannot receive adapters without the merged weights.
 
 from __future__ import annotations
 
-import torch
-
 from learner.distributed import Ranks, broadcast_flag
 from learner.weights.weight_group import Members
 from shared.engine.engine_api import EngineClient
 from shared.engine.engine_messages import ServerInfo
-from shared.engine.nccl_versions import unequal_nccl
+from shared.engine.nccl_versions import loaded_nccl, unequal_nccl
 
 
 def select_compatible(
@@ -26,7 +24,7 @@ def select_compatible(
     """
     if backend != "nccl" and not adapters:
         return dict(members), {}
-    nccl = nccl_version() if backend == "nccl" and ranks.is_main else ""
+    nccl = loaded_nccl() if backend == "nccl" and ranks.is_main else ""
     reasons = {engine.url: _refusal(info, nccl, adapters) for engine, info in members.items()}
     refused = {url: reason for url, reason in reasons.items() if reason}
     if broadcast_flag(bool(refused) and len(refused) == len(members) and not others_may_join, ranks):
@@ -39,8 +37,3 @@ def _refusal(info: ServerInfo, nccl: str, adapters: bool) -> str:
     if adapters and not info.takes_adapters:
         return "takes no adapters alone; set learner.lora.publish = 'merged', or start SGLang with Pronk's plugin"
     return unequal_nccl(nccl, info.nccl) if nccl else ""
-
-
-def nccl_version() -> str:
-    """Return the NCCL version of this process's torch."""
-    return ".".join(map(str, torch.cuda.nccl.version()))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shared.engine.engine_api import EngineClient, EngineError, each, reasons
 from shared.engine.engine_messages import ServerInfo
-from shared.engine.weight_group_names import DEVICES, watchdog_s
+from shared.engine.weight_group_names import DEVICES, FIRST_BYTES, watchdog_s, without_watchdog
 from shared.log import get_logger
 from shared.spans import span
 from shared.util.threads import in_thread
@@ -78,9 +78,12 @@ class WeightGroup:
             else:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timedelta(seconds=watchdog_s(self.timeout_s))
-                self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
+                with without_watchdog():
+                    self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
         finally:
             del store, inner  # a traceback must not keep the store open: engines wait on it
+        if self.backend == "nccl":
+            self.broadcast(torch.zeros(FIRST_BYTES, dtype=torch.uint8))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send a tensor, on any device, to all engines. Raise RuntimeError after the time limit, or if an engine is

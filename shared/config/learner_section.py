@@ -70,7 +70,9 @@ class PublishConfig(Section):
     """How weights are published to the engines, and how it is verified that they arrived."""
 
     every: int = Field(1, gt=0, description="optimizer steps between weight publications")
-    timeout_s: float = Field(300.0, gt=0, description="an engine that takes longer for a publication is dropped")
+    timeout_s: float = Field(
+        120.0, gt=0, description="an engine that takes longer to join or for one bucket of weights is dropped"
+    )
     pause_mode: Literal["in_place", "retract"] = Field(
         "in_place", description="running requests keep their cache at a publication, or compute it anew"
     )

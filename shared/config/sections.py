@@ -210,7 +210,12 @@ class EngineConfig(Section):
         description="sglang: receives weights beside generation, in host memory; auto = where it runs on a CPU, shares "
         "its GPU, or takes adapters alone",
     )
-    start_timeout_s: float = Field(300.0, gt=0, description="how long an engine may take until its first answer")
+    start_timeout_s: float = Field(
+        0.0,
+        ge=0,
+        description="how long an engine may take until its first answer; 0 = 300 s, on GPUs, where the first start "
+        "compiles kernels, 1,800 s",
+    )
     request_timeout_s: float = Field(300.0, gt=0, description="longest wait for one turn")
     max_restarts: int = Field(3, ge=0, description="restarts of an engine that has ended, at most, within an hour")
 
@@ -225,6 +230,11 @@ class EngineConfig(Section):
         if self.router and not self.urls:
             raise ValueError(f"engine.router = {self.router!r}: name the engines behind it in engine.urls")
         return self
+
+    @property
+    def start_limit_s(self) -> float:
+        """How long an engine may take until its first answer."""
+        return self.start_timeout_s or (1800.0 if self.device == "cuda" else 300.0)
 
     @property
     def elsewhere(self) -> bool:

@@ -6,6 +6,7 @@ An environment's versions are read from the metadata in its folder, so that noth
 
 from __future__ import annotations
 
+import ctypes
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,18 @@ def environment_in(folder: Path) -> Environment:
         versions.get("sglang", ""),
         versions.get("transformers", ""),
     )
+
+
+def loaded_nccl(library: str = "libnccl.so.2") -> str:
+    """Return the version of the NCCL library that this process has loaded, or would load; empty without one. What torch
+    tells (torch.cuda.nccl.version) is the one that it was compiled with."""
+    try:
+        number = ctypes.c_int()
+        if ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number)):
+            return ""
+    except (OSError, AttributeError):
+        return ""
+    return f"{number.value // 10000}.{number.value % 10000 // 100}.{number.value % 100}"
 
 
 def nccl_of_torch(version: str) -> str:

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Torch reads it when a group is made."""
+
+FIRST_BYTES = 8
+"""Bytes of the first broadcast, with which NCCL connects a group's members; it is part of joining."""
+
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Where a backend's tensors lie: it takes no others."""
 
@@ -11,6 +21,21 @@ def backend_of(learner: str, engine: str, *, shared: bool) -> str:
     has no CPU ranks and cannot join two processes on one GPU: if either end is on a CPU, or they have a `shared` GPU,
     weights go through the host's memory with gloo."""
     return "nccl" if learner == engine == "cuda" and not shared else "gloo"
+
+
+@contextmanager
+def without_watchdog() -> Iterator[None]:
+    """Let groups of NCCL that are made meanwhile be without torch's watchdog. It would end the process a minute after a
+    wait has passed its limit, since that wait aborts the group's communicator and the watchdog finds it broken."""
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
 
 
 def watchdog_s(timeout_s: float) -> float:

@@ -64,7 +64,7 @@ def measure_kind(recipe: Recipe, seconds: float) -> dict[str, Any]:
     try:
         began = time.monotonic()
         engines[0].start()
-        wait_until_serving((specs[0].url,), engines, model, recipe.engine.start_timeout_s)
+        wait_until_serving((specs[0].url,), engines, model, recipe.engine.start_limit_s)
         figures: dict[str, Any] = {"start_s": round(time.monotonic() - began, 1)}
         for at_once in AT_ONCE:
             asyncio.run(measure(specs[0].url, bodies, at_once, min(3.0, seconds)))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
 from learner.distributed import all_sum, barrier, close_ranks, init_ranks, store_of_attempt
+from shared.config.learner_section import ParallelConfig
 from tests.support.ranks.processes import places, take_place
 
 
@@ -37,6 +38,31 @@ def test_hosts_that_count_their_restarts_differently_still_meet(monkeypatch: pyt
     agents = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store_of(monkeypatch, agents.port, 1, attempt=1, hosts=2).set("address of rank 1", "here")
     assert store_of(monkeypatch, agents.port, 0, attempt=0, hosts=2).get("address of rank 1") == b"here"
+
+
+def tell_limits(told: dict[str, str], seen: Any) -> None:
+    """What one of four ranks does: it reads the time limits of all its groups."""
+    take_place(told)
+    ranks = init_ranks("cpu", timeout_s=77, parallel=ParallelConfig(shard_size=2, expert=2))
+    meshes = [mesh for mesh in (ranks.mesh, ranks.experts) if mesh is not None]
+    assert len(meshes) == 2
+    for mesh in meshes:
+        for dimension in range(mesh.ndim):
+            group: Any = mesh.get_group(dimension)
+            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    seen.release()
+    close_ranks()
+
+
+def test_the_groups_of_all_meshes_have_the_learners_time_limit() -> None:
+    fork = multiprocessing.get_context("fork")
+    seen = fork.Semaphore(0)
+    ranks = [fork.Process(target=tell_limits, args=(place, seen), daemon=True) for place in places(4)]
+    for rank in ranks:
+        rank.start()
+    assert all(seen.acquire(timeout=60) for _ in ranks)
+    for rank in ranks:
+        rank.join(60)
 
 
 def meet(told: dict[str, str], seen: Any) -> None:

@@ -60,7 +60,7 @@ class Servers:
         try:
             for engine in servers.engines:
                 engine.start()
-            wait_until_serving(servers.urls, servers.engines, model, recipe.engine.start_timeout_s)
+            wait_until_serving(servers.urls, servers.engines, model, recipe.engine.start_limit_s)
         except BaseException:
             servers.stop()
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ from shared.families.registry import family_in
 from shared.keys import read_api_key
 from shared.util.own_commands import command, is_installed
 
+USUAL_CUDA = Path("/usr/local/cuda")
 STAND_INS = ROOT / "launch" / "sglang_env" / "stand_ins"
 PLUGIN = ROOT / "launch" / "sglang_env" / "plugin"
 ONE_ALONE = ("pp-size", "pipeline-parallel-size", "dp-size", "data-parallel-size")
 QUANTIZING = ("quantization", "torchao-config")
 IMAGE_CACHE_MB = {"cpu": 256, "cuda": 2048}  # host memory, by device; 6 KiB per patch of 16 x 16 pixels
+PAUSE_S, LIMITS_IN_A_PAUSE = 1200.0, 4  # longer than `PublishSettings.longest_s` for every limit of a bucket
 FREE_FRACTION = 0.9  # share of a shared GPU's free memory that the server may use
 
 
@@ -93,6 +96,17 @@ def judge_versions(versions: Environment, device: str) -> Finding:
     return ok("engine software", words)
 
 
+def cuda_home(folder: Path, environ: Mapping[str, str] = os.environ, usual: Path = USUAL_CUDA) -> str:
+    """Return the folder of CUDA's toolkit whose nvcc compiles SGLang's kernels: of CUDA_HOME, of the PATH, the usual
+    one, or that of SGLang's environment; empty if there is none."""
+    if home := environ.get("CUDA_HOME", ""):
+        return home
+    if found := shutil.which("nvcc", path=environ.get("PATH", "")):
+        return str(Path(found).resolve().parents[1])
+    here = [usual / "bin" / "nvcc", *sorted(folder.glob("lib/python*/site-packages/nvidia/cu*/bin/nvcc"))]
+    return next((str(nvcc.parents[1]) for nvcc in here if nvcc.is_file()), "")
+
+
 def _env(recipe: Recipe, python: Path) -> dict[str, str]:
     """Return the environment variables for SGLang's server and the plugin."""
     env = {
@@ -111,6 +125,8 @@ def _env(recipe: Recipe, python: Path) -> dict[str, str]:
         # compiling takes minutes at the first images and gains nothing on a CPU
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", **_cores(recipe.engine.tensor_parallel)}
         paths.append(STAND_INS)
+    elif home := cuda_home(sglang_folder(recipe)):
+        env["CUDA_HOME"] = home
     return env | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 
@@ -206,9 +222,13 @@ def sglang_flags(recipe: Recipe, placement: EnginePlacement) -> dict[str, Any]:
         # Caches the pixels of sent images: each turn needs all images so far, and clients leave out cached ones.
         "mm-preprocess-cache-size-mb": IMAGE_CACHE_MB[engine.device],
         "trust-mm-content-hashes": True,  # sent files are still checked (`shared.engine.sent_images`)
+        # A server that makes no forward for so long ends itself, and a pause for a publication makes none.
+        "watchdog-timeout": PAUSE_S + LIMITS_IN_A_PAUSE * recipe.learner.publish.timeout_s,
     }
     if engine.device == "cpu":
         flags |= _cpu_flags(engine.max_batch * model.max_context)
+    else:
+        flags |= _gpu_flags(model.dtype)
     if engine.shares_gpu:
         flags |= cache_flags(recipe, gpu_bytes())
     elif engine.mem_fraction:
@@ -226,6 +246,13 @@ def sglang_flags(recipe: Recipe, placement: EnginePlacement) -> dict[str, Any]:
                 "scales; leave it out"
             )
     return flags | given
+
+
+def _gpu_flags(dtype: str) -> dict[str, Any]:
+    flags: dict[str, Any] = {"image-processor-backend": "pil"}  # resizes as the learner does; on a GPU it would not
+    if dtype == "bfloat16":
+        flags["enable-fp32-lm-head"] = True  # logits of 16 to 32 are 0.125 apart in bfloat16
+    return flags
 
 
 def _cpu_flags(tokens: int) -> dict[str, Any]:

@@ -1,20 +1,22 @@
 """A plugin of SGLang's server (its entry point group `sglang.srt.plugins`): the server does not wait for a learner that
 is gone.
 
-The group over which weights are sent has torch's default time limit, half an hour with gloo, and the generating thread
-waits in it. When a learner gives up a broadcast, for example because another engine has refused it, it breaks the
-connections. But gloo does not notify the receiver of a message that breaks off in the middle, so that the server would
-stand still until the limit; then the requests to join groups that have been given up meanwhile would wait, one after
-the other.
+The group over which weights are sent has torch's default time limit of half an hour, and the generating thread waits in
+it. When a learner gives up a broadcast, for example because another engine has refused it, it breaks the connections.
+But gloo does not notify the receiver of a message that breaks off in the middle, and a kernel of NCCL's ends only when
+its own process aborts it. So the server would stand still until the limit; then the requests to join groups that have
+been given up meanwhile would wait, one after the other.
 
-With this plugin a gloo group has the learner's own limit, PRONK_GROUP_TIMEOUT_S. Weights are received on another
-thread, while this one checks once a second whether the learner still has the group's store open. A group without an
-open store is not joined.
+With this plugin a group has the learner's own limit, PRONK_GROUP_TIMEOUT_S. Groups are joined and weights received on
+another thread, while this one checks once a second whether the learner still has the group's store open; if not, it
+aborts the group here. A group without an open store is not joined. NCCL connects at the first broadcast: that is of
+eight bytes, and part of joining. A group is left by aborting it, since to destroy it is to wait for its kernels.
 
 A killed learner does not close its groups. But one learner publishes to a server, over one group at a time: it gives up
 its group before it builds another. So the server leaves all earlier groups when it joins a new one.
 
-NCCL groups need none of this: NCCL notices broken connections, and torch ends a process whose limit has passed.
+A group of NCCL is made with TORCH_NCCL_BLOCKING_WAIT: without it torch's watchdog ends the process a minute after a
+broadcast has been aborted.
 
 To be removed when gloo notifies the receiver of a message that breaks off, and SGLang accepts a limit and leaves such
 groups.
@@ -25,6 +27,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,6 +35,9 @@ from typing import Any
 
 LOOK_S = 1.0
 """Between two looks at the store, and for one that is not answered."""
+
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Torch reads it when a group is made."""
 
 Address = tuple[str, int]
 
@@ -82,7 +88,7 @@ class GroupHooks:
     """Hooks around methods of the server's WeightUpdater, in each model process."""
 
     def __init__(self) -> None:
-        self.stores: dict[str, Address] = {}  # store addresses of gloo groups, by group name
+        self.stores: dict[str, Address] = {}  # store addresses of groups, by their names
 
     def join(
         self,
@@ -99,51 +105,84 @@ class GroupHooks:
         if given_up(store):
             return False, f"the learner has given up the group {group_name!r}"
         earlier = updater._model_update_group.keys() - {group_name}
-        joined, why = original(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
+
+        def join() -> tuple[bool, str]:
+            done = original(updater, master_address, master_port, rank_offset, world_size, group_name, backend)
+            if done[0] and backend == "nccl":
+                first_broadcast(updater, group_name)
+            return done
+
+        try:
+            joined, why = self._while_there(store, updater, group_name, join)
+        except RuntimeError as error:
+            return False, str(error)
         if joined:
-            if backend == "gloo":
-                self.stores[group_name] = store
+            self.stores[group_name] = store
             for name in earlier:
-                self.stores.pop(name, None)
-                break_up(updater._model_update_group.pop(name))
+                self.leave(None, updater, name)
         return joined, why
 
-    def leave(self, original: Any, updater: Any, group_name: str) -> tuple[bool, str]:
+    def leave(self, _original: Any, updater: Any, group_name: str) -> tuple[bool, str]:
         self.stores.pop(group_name, None)
-        return original(updater, group_name)
+        group = updater._model_update_group.pop(group_name, None)
+        if group is None:
+            return False, "The group to be destroyed does not exist."
+        break_up(group)
+        return True, "Succeeded to leave the group."
 
     def receive(self, original: Any, updater: Any, *, group_name: str, **bucket: Any) -> Any:
         """Receive a bucket. Raise RuntimeError if the learner has given up the group."""
         store = self.stores.get(group_name)
         if store is None:
             return original(updater, group_name=group_name, **bucket)
-        received: Future[Any] = Future()
+        return self._while_there(store, updater, group_name, lambda: original(updater, group_name=group_name, **bucket))
+
+    def _while_there(self, store: Address, updater: Any, group_name: str, call: Callable[[], Any]) -> Any:
+        """Return the result of a call on another thread. If the learner gives up the group meanwhile, abort it and
+        raise RuntimeError."""
+        result: Future[Any] = Future()
         stream = stream_of(updater)
 
         def run() -> None:
             try:
                 with in_stream(stream):
-                    weights = original(updater, group_name=group_name, **bucket)
-                received.set_result(weights)
+                    returned = call()
+                result.set_result(returned)
             except BaseException as error:  # noqa: BLE001  raised in the waiting thread
-                received.set_exception(error)
+                result.set_exception(error)
 
         threading.Thread(target=run, name="weights", daemon=True).start()
         while True:
             try:
-                return received.result(LOOK_S)
+                return result.result(LOOK_S)
             except TimeoutError:
-                if received.done():
+                if result.done():
                     raise
                 if given_up(store):
+                    self.leave(None, updater, group_name)
                     raise RuntimeError(f"the learner has given up the group {group_name!r}") from None
 
 
+def first_broadcast(updater: Any, group_name: str) -> None:
+    """Receive the eight bytes with which a group of NCCL connects its members."""
+    import torch
+
+    first = torch.zeros(8, dtype=torch.uint8, device=updater.device)
+    torch.distributed.broadcast(first, src=0, group=updater._model_update_group[group_name])
+
+
 def limited(original: Any, *, backend: str, **fields: Any) -> Any:
-    """Wrap SGLang's constructor of groups: set the time limit of gloo groups."""
-    if backend == "gloo":
-        fields["timeout"] = timedelta(seconds=float(os.environ.get("PRONK_GROUP_TIMEOUT_S", "300")))
-    return original(backend=backend, **fields)
+    """Wrap SGLang's constructor of groups: set their time limit, and have NCCL's be without a watchdog."""
+    fields["timeout"] = timedelta(seconds=float(os.environ.get("PRONK_GROUP_TIMEOUT_S", "300")))
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        return original(backend=backend, **fields)
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
 
 
 def register() -> None:

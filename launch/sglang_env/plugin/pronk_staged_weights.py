@@ -23,6 +23,7 @@ To be removed when SGLang itself receives weights during generation.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import threading
@@ -224,8 +225,15 @@ def add_state(result: Any, *_: Any) -> Any:
 
     result.internal_state["updates_beside_generation"] = result.internal_state["takes_adapters"] = _wanted()
     if torch.version.cuda:
-        result.internal_state["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        result.internal_state["nccl"] = loaded_nccl()
     return result
+
+
+def loaded_nccl() -> str:
+    """Return the version of the NCCL library that this process has loaded; torch tells the one it was compiled with."""
+    number = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    return f"{number.value // 10000}.{number.value % 10000 // 100}.{number.value % 100}"
 
 
 # ---------------------------------------------------------------------- in the process that speaks HTTP

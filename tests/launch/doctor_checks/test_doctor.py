@@ -271,7 +271,7 @@ def test_a_machine_without_a_gpu_says_what_it_cannot_check(tmp_path):
     (found,) = hardware.check_gpus(recipe_with(**CUDA), [], tmp_path / "none")
     assert found.state == "not checked" and "learner.device and engine.device" in found.found
     (tmp_path / "version").touch()
-    assert is_bad(hardware.check_gpus(recipe_with(**CUDA), [], tmp_path / "version")[0], "torch sees no GPU")
+    assert is_bad(hardware.check_gpus(recipe_with(**CUDA), [], tmp_path / "version")[0], "torch can use no GPU")
 
 
 def test_gpu_memory_that_others_use_is_a_warning(tmp_path):
@@ -310,3 +310,40 @@ def test_a_refusal_is_parted_into_what_was_found_and_the_cure():
     found = refused("x", ValueError("a is 1; set it to 2; or 3"), "any")
     assert (found.found, found.cure) == ("a is 1", "set it to 2; or 3")
     assert refused("x", ValueError("a is 1"), "any").cure == "any"
+
+
+# ---------------------------------------------------------------------- GPUs' software
+
+
+@pytest.mark.parametrize(
+    ("suffix", "version", "cuda", "bad"),
+    [
+        (" for x86_64", "580.65.06", "13.0", False),
+        ("", "550.54.14", "13.0", True),
+        ("", "550.54.14", "12.8", False),
+        ("", "470.1", "12.1", True),
+        ("", "550.54.14", "", False),
+    ],
+)
+def test_a_driver_too_old_for_torchs_cuda_is_named_with_what_it_needs(tmp_path, suffix, version, cuda, bad):
+    driver = tmp_path / "version"
+    driver.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module{suffix}  {version}  Tue Jul\nGCC version: 12\n")
+    found = software.check_driver(driver, cuda)
+    assert (found.state == "failed") is bad and version in found.found
+    if bad:
+        assert f"CUDA {cuda}" in found.found and "or newer" in found.found and found.cure
+
+
+def test_without_a_driver_there_is_nothing_to_compare(tmp_path):
+    assert software.check_driver(tmp_path / "none", "13.0").state == "not checked"
+
+
+def test_sglang_on_gpus_needs_compilers(tmp_path):
+    recipe = recipe_with(**{"engine.kind": "sglang", "engine.device": "cuda", "engine.sglang_env": tmp_path / "env"})
+    found = software.check_compilers(recipe, {"PATH": ""}, tmp_path / "none")
+    assert is_bad(found, "no nvcc and no g++")
+    for name in ("nvcc", "g++"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).touch(mode=0o755)
+    assert software.check_compilers(recipe, {"PATH": str(tmp_path / "bin")}, tmp_path / "none").state == "ok"
+    assert software.check_compilers(recipe_with(), {"PATH": ""}, tmp_path / "none").state == "not checked"

@@ -14,10 +14,11 @@ import pytest
 from launch.engines.engine_supervisor import EngineServer, last_lines
 from launch.engines.gpus import check_apart, engine_gpus, gpu_names, lock_gpus
 from launch.engines.host_engines import engine_specs
-from launch.engines.kinds.engine_kind import EngineSpec
-from launch.engines.kinds.sglang_engine import stages_weights
+from launch.engines.kinds.engine_kind import EnginePlacement, EngineSpec
+from launch.engines.kinds.sglang_engine import cuda_home, sglang_flags, stages_weights
 from launch.engines.network import free_port
 from launch.processes.children import start_family, stop_all
+from learner.setup import publish_settings
 from shared.config.recipe import ConfigError, load_recipe
 from shared.config.sections import EngineConfig
 from shared.engine.engine_api import EngineError
@@ -65,7 +66,7 @@ def test_each_embedded_engine_has_its_port_the_recipes_limits_and_no_weights_of_
     assert (first.url, second.url) == ("http://127.0.0.1:40000", "http://127.0.0.1:40001")
     assert options(second)["--port"] == "40001" and options(second)["--weight-version"] == UNTRAINED
     assert first.log is None and first.gpus == ()
-    assert float(options(first)["--request-timeout-s"]) > 1800 and options(first)["--update-timeout-s"] == "300.0"
+    assert float(options(first)["--request-timeout-s"]) > 1800 and options(first)["--update-timeout-s"] == "120.0"
 
 
 def test_sglang_is_started_for_the_recipes_model_on_a_cpu(sglang_env):
@@ -88,7 +89,42 @@ def test_sglang_receives_weights_beside_generation_where_the_recipe_wants_it(sgl
         (spec,) = sglang_specs(sglang_env, "--engine.stage_weights", value)  # on a CPU
         assert [Path(path).name for path in spec.env["PYTHONPATH"].split(":")] == ["plugin", "stand_ins"]
         assert (spec.env["PRONK_STAGE_WEIGHTS"], spec.env["PRONK_DRAIN_PAUSES"]) == (staged, "1")
-        assert spec.env["PRONK_GROUP_TIMEOUT_S"] == "300.0"
+        assert spec.env["PRONK_GROUP_TIMEOUT_S"] == "120.0"
+
+
+@pytest.mark.parametrize("timeout_s", [1, 120, 3000])
+def test_a_server_that_is_paused_is_not_ended_by_its_own_watchdog(sglang_env, timeout_s):
+    override = ("--learner.publish.timeout_s", timeout_s)
+    (spec,) = sglang_specs(sglang_env, *override)
+    recipe = load_recipe(RECIPE, [str(part) for part in override])
+    assert float(options(spec)["--watchdog-timeout"]) > publish_settings(recipe).longest_s
+
+
+def test_on_a_gpu_images_are_resized_as_the_learner_does_and_logits_are_not_rounded():
+    fields = ("--engine.device", "cuda", "--learner.device", "cuda")
+    for dtype, wide in (("bfloat16", True), ("float32", None)):
+        recipe = load_recipe(RECIPE, [*fields, "--model.dtype", dtype])
+        flags = sglang_flags(recipe, EnginePlacement(0, 30000, gpus=(0,)))
+        assert flags["image-processor-backend"] == "pil" and flags.get("enable-fp32-lm-head") is wide
+
+
+@pytest.mark.parametrize(("fields", "limit_s"), [({}, 300), ({"device": "cuda"}, 1800), ({"start_timeout_s": 7}, 7)])
+def test_a_first_start_on_a_gpu_which_compiles_has_more_time(fields, limit_s):
+    assert EngineConfig(**fields).start_limit_s == limit_s
+
+
+def test_kernels_are_compiled_by_the_nvcc_on_the_path_or_by_that_of_the_engines_environment(sglang_env, tmp_path):
+    of_pip = sglang_env / "lib/python3.11/site-packages/nvidia/cu13/bin/nvcc"
+    assert cuda_home(sglang_env, {"PATH": ""}, Path("/nowhere")) == ""
+    of_pip.parent.mkdir(parents=True)
+    of_pip.touch(mode=0o755)
+    assert cuda_home(sglang_env, {"PATH": ""}, Path("/nowhere")) == str(of_pip.parents[1])
+    assert cuda_home(sglang_env, {"PATH": "", "CUDA_HOME": "/cuda"}, Path("/nowhere")) == "/cuda"
+    own = tmp_path / "cuda" / "bin" / "nvcc"
+    own.parent.mkdir(parents=True)
+    own.touch(mode=0o755)
+    assert cuda_home(sglang_env, {"PATH": str(own.parent)}, Path("/nowhere")) == str(own.parents[1])
+    assert cuda_home(sglang_env, {"PATH": ""}, own.parents[1]) == str(own.parents[1])
 
 
 @pytest.mark.parametrize(("publish", "staged"), [("merged", False), ("adapter", True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import threading
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ def hooks(plugin, store):
     return hooks
 
 
-ON_CPU = SimpleNamespace(device="cpu")  # the server's updater
+ON_CPU = SimpleNamespace(device="cpu", _model_update_group={})  # the server's updater
 
 
 def joins(_updater, *_):
@@ -46,7 +47,7 @@ def joins(_updater, *_):
 
 
 def server():
-    return SimpleNamespace(_model_update_group={})
+    return SimpleNamespace(device="cpu", _model_update_group={})
 
 
 def test_a_bucket_that_arrives_is_what_the_server_receives(hooks):
@@ -142,18 +143,108 @@ def test_a_group_whose_learner_has_gone_is_not_joined(plugin, store):
     assert not joined and "has given up the group 'g'" in why
 
 
-def test_groups_of_nccl_and_those_that_were_left_are_received_on_the_servers_own_thread(hooks, store):
-    hooks.join(joins, server(), *store.getsockname(), 1, 2, "n")
-    hooks.leave(joins, None, "g")
-    for name in ("n", "g"):
-        own = hooks.receive(lambda _, group_name: threading.current_thread(), ON_CPU, group_name=name)
-        assert own is threading.current_thread()
+def test_a_group_that_was_left_is_received_on_the_servers_own_thread(hooks):
+    hooks.leave(None, server(), "g")
+    own = hooks.receive(lambda _, group_name: threading.current_thread(), ON_CPU, group_name="g")
+    assert own is threading.current_thread()
 
 
-def test_a_group_of_gloo_has_the_learners_limit_and_one_of_nccl_its_own(plugin, monkeypatch):
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_group_has_the_learners_limit_and_no_watchdog(plugin, monkeypatch, backend):
     monkeypatch.setenv("PRONK_GROUP_TIMEOUT_S", "12.5")
-    given = [plugin.limited(lambda **fields: fields, backend=backend, rank=1) for backend in ("gloo", "nccl")]
-    assert given == [
-        {"backend": "gloo", "rank": 1, "timeout": timedelta(seconds=12.5)},
-        {"backend": "nccl", "rank": 1},
-    ]
+    monkeypatch.delenv(plugin.BLOCKING_WAIT, raising=False)
+    given = plugin.limited(
+        lambda **fields: {**fields, "waits": os.environ[plugin.BLOCKING_WAIT]}, backend=backend, rank=1
+    )
+    assert given == {"backend": backend, "rank": 1, "timeout": timedelta(seconds=12.5), "waits": "1"}
+    assert plugin.BLOCKING_WAIT not in os.environ
+
+
+# ------------------------------------------------------------------ NCCL, as its source says that it behaves
+
+
+class FalseNccl:
+    """A communicator of this process: `broadcast` returns at once, and its kernel spins until all members have sent, or
+    until it is aborted here. To destroy it is to wait for its kernels."""
+
+    def __init__(self):
+        self.over, self.aborted = threading.Event(), False
+        self.over.set()
+
+    def broadcast(self, *_args, **_how):
+        self.over.clear()
+
+    def destroy(self):
+        self.over.wait(30)
+
+    def abort(self):
+        self.aborted = True
+        self.over.set()
+
+    def synchronize(self):
+        self.over.wait(30)
+
+
+@pytest.fixture
+def nccl(plugin, store, monkeypatch):
+    """A server on a GPU that has joined the group "n"; its store; the group."""
+    group, gpus = FalseNccl(), Gpus(monkeypatch)
+    gpus.current_stream = lambda _gpu=None: SimpleNamespace(device=0, synchronize=group.synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", gpus.current_stream)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._abort_process_group", lambda given: given.abort())
+    monkeypatch.setattr(torch.distributed, "broadcast", group.broadcast)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    updater = SimpleNamespace(device="cuda", gpu_id=0, _model_update_group={})
+
+    def join(updater, *_fields):
+        updater._model_update_group["n"] = group
+        return True, "joined"
+
+    hooks = plugin.GroupHooks()
+    threading.Timer(3 * plugin.LOOK_S, group.over.set).start()  # the others have come
+    assert hooks.join(join, updater, *store.getsockname(), 1, 2, "n", "nccl") == (True, "joined")
+    return hooks, updater, group
+
+
+def bucket_over(group):
+    def receive(_updater, *, group_name):
+        group.broadcast()
+        return "weights"
+
+    return receive
+
+
+def test_a_bucket_of_nccl_is_given_when_its_kernel_is_through(plugin, nccl):
+    hooks, updater, group = nccl
+    threading.Timer(3 * plugin.LOOK_S, group.over.set).start()
+    assert hooks.receive(bucket_over(group), updater, group_name="n") == "weights"
+    assert group.over.is_set() and not group.aborted
+
+
+def test_a_bucket_of_nccl_that_another_engine_misses_ends_here_once_the_learner_gives_up(nccl, store):
+    hooks, updater, group = nccl
+    threading.Timer(0.2, store.close).start()
+    with pytest.raises(RuntimeError, match="has given up the group 'n'"):
+        hooks.receive(bucket_over(group), updater, group_name="n")
+    assert group.over.wait(10) and group.aborted and updater._model_update_group == {}
+
+
+def test_a_group_of_nccl_in_the_middle_of_a_broadcast_is_left_at_once(nccl):
+    hooks, updater, group = nccl
+    group.broadcast()
+    assert hooks.leave(lambda *_: group.destroy(), updater, "n")[0]
+    assert group.over.wait(10) and group.aborted
+    assert not hooks.leave(None, updater, "n")[0]
+
+
+def test_a_group_of_nccl_whose_members_do_not_all_come_is_not_joined(plugin, store, nccl):
+    hooks, updater, group = nccl
+    threading.Timer(0.2, store.close).start()
+
+    def join(updater, *_fields):
+        updater._model_update_group["m"] = group
+        return True, "joined"
+
+    joined, why = hooks.join(join, updater, *store.getsockname(), 1, 2, "m", "nccl")
+    assert not joined and "has given up the group 'm'" in why
+    assert group.aborted and "m" not in updater._model_update_group

@@ -62,6 +62,22 @@ def test_on_a_cpu_attention_is_sdpas():
         activate("flash2", "bfloat16", torch.device("cpu"))
 
 
+@pytest.mark.parametrize(("causal", "window"), [(True, (-1, 0)), (False, (7, 7))])
+def test_full_attention_has_a_window_so_that_torch_does_not_take_cudnn_for_it(monkeypatch, causal, window):
+    """cuDNN's attention builds a plan for each new shape, and keeps it; torch takes it where there is no window."""
+    asked = {}
+
+    def varlen_attn(query, *_, **how):
+        asked.update(how)
+        return query
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    q, k = torch.zeros(3, 2, 64), torch.zeros(7, 2, 64)
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (3, 7))
+    attention._of_documents(q, k, k, cu_q, cu_k, 3, 7, 0.1, causal)
+    assert asked["window_size"] == window
+
+
 def test_a_kernel_whose_masks_end_elsewhere_than_at_the_lower_right_is_refused(monkeypatch):
     monkeypatch.setattr(attention, "_of_documents", lower_right)
     attention.check_masks(torch.device("cpu"))

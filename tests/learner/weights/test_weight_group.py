@@ -161,7 +161,7 @@ def test_a_server_of_sglang_leaves_the_groups_of_killed_learners_when_it_joins_a
 
 
 def test_a_server_of_sglang_that_cannot_join_a_group_keeps_the_one_it_has(plugin):
-    hooks, updater = plugin.GroupHooks(), SimpleNamespace(_model_update_group={"earlier": object()})
+    hooks, updater = plugin.GroupHooks(), SimpleNamespace(device="cpu", _model_update_group={"earlier": object()})
     with socket.create_server(("127.0.0.1", 0)) as store:
         refused = hooks.join(lambda *_: (False, "no room"), updater, *store.getsockname(), 1, 2, "another", "gloo")
     assert refused == (False, "no room") and list(updater._model_update_group) == ["earlier"] and not hooks.stores

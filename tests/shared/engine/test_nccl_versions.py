@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from shared.engine.nccl_versions import (
     SGLANG_TESTED,
     TORCH_OF_SGLANG,
     environment_in,
+    loaded_nccl,
     nccl_of_sglang,
     nccl_of_torch,
     unequal_nccl,
@@ -34,6 +36,18 @@ __all__ = ["policy"]  # a fixture
 
 def pins(file: str) -> dict[str, str]:
     return dict(line.split("==") for line in Path(file).read_text().splitlines() if "==" in line and line[0] != "#")
+
+
+@pytest.mark.parametrize(("number", "version"), [(23007, "2.30.7"), (22809, "2.28.9")])
+def test_the_version_that_counts_is_that_of_the_library_that_is_loaded(tmp_path, number, version):
+    source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+    source.write_text(f"int ncclGetVersion(int *version) {{ *version = {number}; return 0; }}")
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    assert loaded_nccl(str(library)) == version
+
+
+def test_without_a_library_there_is_no_version(tmp_path):
+    assert loaded_nccl(str(tmp_path / "libnccl.so.2")) == ""
 
 
 def test_an_environment_is_read_from_its_folder_alone(tmp_path):
@@ -84,7 +98,7 @@ def test_an_engine_tells_its_nccl_itself_or_by_sglangs_version():
 
 
 def test_an_engine_with_another_nccl_is_left_out_and_named(ranks, monkeypatch):
-    monkeypatch.setattr(compatible_engines, "nccl_version", lambda: "2.29.7")
+    monkeypatch.setattr(compatible_engines, "loaded_nccl", lambda: "2.29.7")
     good, bad = EngineClient("http://good:1"), EngineClient("http://bad:1")
     members = {good: ServerInfo(nccl="2.29.7"), bad: ServerInfo(nccl="2.30.7")}
     fit, refused = compatible_engines.select_compatible(members, "nccl", ranks)
@@ -96,7 +110,7 @@ def test_an_engine_with_another_nccl_is_left_out_and_named(ranks, monkeypatch):
 
 
 def test_a_publication_is_refused_at_once_where_no_engine_has_the_learners_nccl(folder, policy, ranks, monkeypatch):
-    monkeypatch.setattr(compatible_engines, "nccl_version", lambda: "2.29.7")
+    monkeypatch.setattr(compatible_engines, "loaded_nccl", lambda: "2.29.7")
     with running_engine(folder) as (url, app), publishing(policy, ranks, replace(FAST, backend="nccl")) as publisher:
         monkeypatch.setattr(EngineClient, "server_info", telling(EngineClient.server_info, nccl="2.30.7"))
         before = app.scheduler.weight_version
@@ -108,7 +122,7 @@ def test_a_publication_is_refused_at_once_where_no_engine_has_the_learners_nccl(
 def test_an_engine_in_trouble_may_yet_take_weights_so_that_another_of_the_wrong_version_ends_no_run(
     folder, policy, ranks, monkeypatch
 ):
-    monkeypatch.setattr(compatible_engines, "nccl_version", lambda: "2.29.7")
+    monkeypatch.setattr(compatible_engines, "loaded_nccl", lambda: "2.29.7")
     busy = {"/server_info": says({"detail": "busy"}, 503)}
     with (
         running_engine(folder) as (url, _),
