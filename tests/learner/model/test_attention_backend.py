@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 
 from learner.model import attention
 from learner.model.attention_backend import activate, choose
