@@ -119,16 +119,19 @@ def teacher_term(
     behaviour_logprobs_N: Tensor,
     direction: str,
     max_weight: float | None = None,
+    baseline: Tensor | float = 0.0,
 ) -> Tensor:
     """Return estimates of the KL between policy and teacher from tokens of mu, [N], whose gradient is the KL's (Agarwal
     et al., 2024, "On-policy distillation of language models"; by the sampled token alone).
 
     With l = log pi - log teacher and w = min(max_weight, pi/mu), the values and the factors of grad log pi are
 
-        reverse  KL(pi, teacher)  l                    w l
+        reverse  KL(pi, teacher)  l                    w (l - baseline)
         forward  KL(teacher, pi)  exp(-l) (-l - 1) + 1  w (1 - exp(-l))
 
-    A mean over tokens of mu = pi has exactly the gradient of the KL, since grad log pi has the mean 0. The reverse
+    A mean over tokens of mu = pi has exactly the gradient of the KL, since grad log pi has the mean 0. Without a
+    baseline a policy that is far from its teacher is pushed away from all that it samples, and truncated weights let it
+    drift; the forward factor has one of its own, 1. The reverse
     factor grows with the logarithm of the ratio, the forward one with the ratio itself: a token that the teacher
     prefers and the policy has all but given up weighs as much as hundreds of others.
     """
@@ -136,7 +139,7 @@ def teacher_term(
     weights_N = (logprobs_N - behaviour_logprobs_N).detach().clamp(max=MAX_LOG_RATIO).exp()
     weights_N = weights_N if max_weight is None else weights_N.clamp(max=max_weight)
     if direction == "reverse":
-        values_N, factors_N = difference_N, difference_N
+        values_N, factors_N = difference_N, difference_N - baseline
     else:
         ratios_N = (-difference_N).exp()
         values_N, factors_N = ratios_N * (-difference_N - 1) + 1, 1 - ratios_N
@@ -194,7 +197,8 @@ def total_loss(
     teacher_N = None
     if tokens.teacher_logprobs is not None:
         own = (tokens.logprobs, tokens.teacher_logprobs, tokens.behaviour_logprobs)
-        teacher_N = teacher_term(*own, config.teacher_kl, config.pg_rho_bar)
+        baseline = 0.0 if tokens.teacher_baselines is None else tokens.teacher_baselines
+        teacher_N = teacher_term(*own, config.teacher_kl, config.pg_rho_bar, baseline)
         per_token_N = per_token_N + config.teacher_weight * teacher_N
     if tokens.hold is not None:
         per_token_N = per_token_N + config.hold_coef * tokens.hold

@@ -20,7 +20,10 @@ from learner.distributed import all_sum
 from learner.model.context_collectives import lowest
 from learner.model.sharding import forward_only
 from learner.objective.advantages import penalised_advantages
+from learner.objective.loss_terms import MAX_LOG_RATIO
 from learner.training.models import Models
+
+LAST_PLACE = 31  # in a turn, with a baseline of its own
 
 
 class PrecomputedColumns:
@@ -104,8 +107,14 @@ def precompute_logprobs(
 
 
 @torch.no_grad()
-def precompute_teacher(precomputed: PrecomputedColumns, batches: Iterator[Microbatch], models: Models) -> None:
-    """Add the teacher's logprobs of a step's episodes to the precomputed columns. A collective.
+def precompute_teacher(
+    precomputed: PrecomputedColumns,
+    episodes: Sequence[TrainingEpisode],
+    batches: Iterator[Microbatch],
+    models: Models,
+) -> None:
+    """Add the teacher's logprobs of a step's episodes to the precomputed columns, and as baselines the means of log
+    mu/teacher over all tokens at the same place in their turns. A collective.
 
     `batches`: microbatches of all episodes as the teacher reads them.
     """
@@ -119,6 +128,24 @@ def precompute_teacher(precomputed: PrecomputedColumns, batches: Iterator[Microb
                 column[span] = logprobs
     all_sum(column, models.ranks)
     precomputed.set_column("teacher_logprobs", column)
+    precomputed.set_column("teacher_baselines", teacher_baselines(episodes, column))
+
+
+def teacher_baselines(episodes: Sequence[TrainingEpisode], teacher_N: Tensor) -> Tensor:
+    """Return for each token of the episodes the mean of log mu/teacher over all of them at the same place in their
+    turns. `teacher_N`: the teacher's logprobs."""
+    places = np.concatenate([places_in_turns(e) for e in episodes])
+    behaviour = np.concatenate([e.behaviour_logprobs for e in episodes])
+    gaps = np.clip(behaviour - teacher_N.cpu().numpy(), -MAX_LOG_RATIO, None).astype(np.float64)
+    means = np.bincount(places, gaps) / np.maximum(np.bincount(places), 1)
+    return torch.from_numpy(means[places]).to(teacher_N)
+
+
+def places_in_turns(episode: TrainingEpisode) -> np.ndarray:
+    """Return the place of each sampled token in its turn, int64 [K], from 0; those from `LAST_PLACE` on count as it."""
+    starts = np.concatenate([[0], np.flatnonzero(episode.turn_end)[:-1] + 1])
+    lengths = np.diff([*starts, episode.num_sampled])
+    return np.minimum(np.arange(episode.num_sampled) - np.repeat(starts, lengths), LAST_PLACE)
 
 
 def _divergences(columns: Tensor, counts: list[int]) -> list[float]:

@@ -54,6 +54,7 @@ def make_tokens(
         "reference_entropies": None if reference is None else reference.entropies,
         "proximal_logprobs": proximal_N,
         "teacher_logprobs": batch.teacher_logprobs,
+        "teacher_baselines": batch.teacher_baselines,
         "hold": hold,
     }
     known = batch if whole is None else whole

@@ -151,7 +151,8 @@ class Trainer:
                 if plan.taught is not None:
                     if plan.beforehand is None:
                         totals.precomputed = PrecomputedColumns(plan.episodes)
-                    precompute_teacher(totals.precomputed, islice(batches, len(plan.taught.microbatches)), models)
+                    read = islice(batches, len(plan.taught.microbatches))
+                    precompute_teacher(totals.precomputed, plan.episodes, read, models)
                     clock.lap("forward")
                 if plan.observed is not None:
                     observe(islice(batches, len(plan.observed.microbatches)), models, totals)

@@ -169,7 +169,7 @@ def _of_other_pieces(batch: Microbatch, totals: StepTotals) -> dict[str, Tensor]
     names = ("logprobs", "values", "readable", "reference_logprobs")
     found = {name: totals.pieces.of_whole_episodes(name, batch) for name in names}
     found["proximal_logprobs"] = found["logprobs"]  # in a step's only update
-    for name in ("proximal_logprobs", "reference_logprobs", "teacher_logprobs"):
+    for name in ("proximal_logprobs", "reference_logprobs", "teacher_logprobs", "teacher_baselines"):
         before = totals.precomputed.of_whole_episodes(name, batch)
         found[name] = found.get(name) if before is None else before
     return {name: column for name, column in found.items() if column is not None}

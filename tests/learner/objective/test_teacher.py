@@ -60,6 +60,18 @@ def test_tokens_of_an_older_policy_count_as_much_as_the_policy_would_sample_them
     torch.testing.assert_close(factors, (policy - older).exp().clamp(max=0.7).detach())
 
 
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("baseline", [-3.0, 0.7])
+def test_a_baseline_changes_neither_value_nor_gradient_over_all_words(direction, baseline):
+    logits, teacher, _ = distributions(4)
+    policy = logits.log_softmax(0)
+    own = (policy, teacher, policy.detach(), direction)
+    means = [(policy.detach().exp() * teacher_term(*own, baseline=b)).sum() for b in (0.0, baseline)]
+    gradients = [torch.autograd.grad(mean, logits, retain_graph=True)[0] for mean in means]
+    torch.testing.assert_close(means[0], means[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-12)
+
+
 def test_a_word_that_only_one_of_them_knows_gives_finite_numbers():
     policy = torch.tensor([-800.0, -1e-9], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([-1e-9, -800.0], dtype=torch.float64)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
+from learner.batch.episodes import make_episode
+from learner.batch.image_decoder import ImageDecoder
 from learner.model.policy import load_policy
+from learner.training.precomputed import LAST_PLACE, places_in_turns, teacher_baselines
 from learner.training.trainer import Trainer
-from tests.support.episodes import learner_config, plain_logprobs, random_groups
+from shared.config.objective_section import ObjectiveConfig
+from tests.support.episodes import learner_config, on_policy, plain_logprobs, random_groups, random_trajectory
 from tests.support.tiny import load_model, tiny_model_dir
 
 
@@ -32,7 +37,11 @@ def stepped(folder, other, spec, ranks, **settings):
         return step(*args, **kwargs)
 
     trainer.optimizer.step = noted
-    metrics = trainer.step(random_groups(spec, 2, group_size=2), version=0)
+    groups = [
+        replace(group, trajectories=tuple(on_policy(policy, t, noise=0.0) for t in group.trajectories))
+        for group in random_groups(spec, 2, group_size=2)
+    ]
+    metrics = trainer.step(groups, version=0)
     return found, metrics, trainer
 
 
@@ -65,6 +74,28 @@ def test_a_policy_that_is_its_own_teacher_has_nothing_to_learn(folder, other, sp
     _, same, _ = stepped(folder, folder, spec, ranks)
     assert same["teacher/kl"] == pytest.approx(0.0, abs=1e-6)
     assert same["optim/grad_norm"] < 1e-5 < 0.1 < taught["optim/grad_norm"]
+
+
+def test_the_baseline_of_a_token_is_the_mean_over_all_at_its_place_in_a_turn(spec):
+    trajectories = [random_trajectory(spec, seed, turns=2) for seed in range(3)]
+    episodes = [make_episode(t, 0.0, ImageDecoder(spec), ObjectiveConfig()) for t in trajectories]
+    places = [places_in_turns(episode).tolist() for episode in episodes]
+    assert places == [[place for turn in t.turns for place in range(turn.end - turn.start)] for t in trajectories]
+    teacher = torch.from_numpy(np.random.default_rng(0).normal(size=sum(map(len, places))))
+    baselines = teacher_baselines(episodes, teacher)
+    behaviour = np.concatenate([e.behaviour_logprobs for e in episodes])
+    every = np.concatenate(places)
+    for place in range(max(every) + 1):
+        at = every == place
+        mean = (behaviour[at] - teacher.numpy()[at]).mean()
+        np.testing.assert_allclose(baselines.numpy()[at], mean, rtol=1e-6)
+
+
+def test_places_far_into_a_turn_share_a_baseline(spec):
+    trajectory = random_trajectory(spec, 0, turns=2, turn_tokens=(3 * LAST_PLACE, 3 * LAST_PLACE + 1))
+    episode = make_episode(trajectory, 0.0, ImageDecoder(spec), ObjectiveConfig())
+    of_a_turn = [*range(LAST_PLACE), *[LAST_PLACE] * (2 * LAST_PLACE)]
+    assert places_in_turns(episode).tolist() == 2 * of_a_turn
 
 
 def test_groups_of_equal_rewards_are_learned_from(folder, other, spec, ranks):
