@@ -13,7 +13,18 @@ from actor.history import EVERYTHING, Window
 from actor.render import Fragment
 from shared.engine.engine_messages import weight_name
 from shared.recordings.bounded_json import bounded_json
-from shared.types import INFO_CHARACTERS, Completion, Ending, Image, PolicyVersion, Ticket, Trajectory, Turn, TurnNote
+from shared.types import (
+    INFO_CHARACTERS,
+    Completion,
+    Ending,
+    Hint,
+    Image,
+    PolicyVersion,
+    Ticket,
+    Trajectory,
+    Turn,
+    TurnNote,
+)
 
 T = TypeVar("T")
 
@@ -69,6 +80,7 @@ class Stream:
         self.weights: set[str] = set()  # full names of the weights that sampled
         self.num_expanded = self.all_expanded = 0
         self.num_sampled = 0
+        self.hints: list[Hint] = []
         self.segments: list[int] = []  # where the second and later ones begin
         self._first_image = 0
 
@@ -90,6 +102,7 @@ class Stream:
         """Return a stream that grows by itself from here."""
         other = Stream.of_segments([self])
         other.segments, other._first_image = [*self.segments], self._first_image
+        other.hints = [*self.hints]
         return other
 
     def _append(self, part: Stream) -> None:
@@ -116,6 +129,8 @@ class Stream:
     def observe(self, fragment: Fragment) -> None:
         """Append tokens that no policy sampled."""
         count = len(fragment.token_ids)
+        if fragment.hint_ids:
+            self.hints.append(Hint(len(self.token_ids) + count - fragment.hint_back, fragment.hint_ids))
         self.token_ids += fragment.token_ids
         self.mask += [0] * count
         self.logprobs += [0.0] * count
@@ -163,6 +178,7 @@ class Stream:
             error=error,
             weights=tuple(sorted(self.weights)),
             segments=tuple(self.segments),
+            hints=tuple(self.hints),
         )
 
 

@@ -55,14 +55,21 @@ class History:
         self._answers: list[Sequence[int]] = []
         self._seen_from = (0, 0)  # first observation of the segment, first one whose images it shows
 
-    def start(self, messages: Messages) -> Shown:
-        """Return the beginning of the episode: the prompt and the first observation, if there is one."""
+    def start(self, messages: Messages, hint: str = "") -> Shown:
+        """Return the beginning of the episode: the prompt and the first observation, if there is one. `hint`: what a
+        teacher alone is told."""
         self._observations = [messages]
-        return Shown(self._start(messages))
+        fragment = self._start(messages)
+        if hint:
+            fragment = self._renderer.with_hint(fragment, self._start([*messages, told(hint)]))
+        return Shown(fragment)
 
-    def observe(self, answer: Sequence[int], messages: Messages) -> Shown:
-        """Return what follows the model's answer, tokens with the one that ended it."""
-        fragment = after_answer(answer, self._renderer.observation(*messages))
+    def observe(self, answer: Sequence[int], messages: Messages, hint: str = "") -> Shown:
+        """Return what follows the model's answer, tokens with the one that ended it. `hint`: as in `start`."""
+        fragment = self._renderer.observation(*messages)
+        if hint:
+            fragment = self._renderer.with_hint(fragment, self._renderer.observation(*messages, told(hint)))
+        fragment = after_answer(answer, fragment)
         if self._window.is_everything:
             return Shown(fragment)
         self._answers.append(tuple(answer))
@@ -71,7 +78,8 @@ class History:
         if seen_from == self._seen_from:
             return Shown(fragment)
         self._seen_from = seen_from
-        return Shown(fragment, tuple(self._segment(*seen_from)))
+        *parts, last = self._segment(*seen_from)
+        return Shown(fragment, (*parts, replace(last, hint_ids=fragment.hint_ids, hint_back=fragment.hint_back)))
 
     def _segment(self, first: int, with_images: int) -> list[Fragment]:
         shown = [
@@ -86,6 +94,11 @@ class History:
 
     def _start(self, messages: Messages) -> Fragment:
         return self._renderer.start([*self._sample.prompt, *messages], self._sample.images, self._sample.tools)
+
+
+def told(hint: str) -> dict[str, Any]:
+    """Return the message that tells a teacher a hint."""
+    return {"role": "user", "content": [{"type": "text", "text": hint}]}
 
 
 def first_shown(window: Window, observations: Sequence[Messages]) -> tuple[int, int]:

@@ -39,12 +39,14 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Fragment:
     """Tokens that no policy sampled: the compact ids, their images in order, and each image's visual tokens. `end_id`:
-    of an observation, the token that ends the turn before it in the chat template."""
+    of an observation, the token that ends the turn before it in the chat template. `hint_ids` are no part of it."""
 
     token_ids: tuple[int, ...]
     images: tuple[Image, ...] = ()
     image_tokens: tuple[int, ...] = ()
     end_id: int = -1
+    hint_ids: tuple[int, ...] = ()  # tokens that a teacher alone reads
+    hint_back: int = 0  # they stand before so many of the last tokens
 
     @property
     def num_expanded(self) -> int:
@@ -127,6 +129,18 @@ class Renderer:
         plain, images = self._split(messages, iter(()))
         end, after = self._shape(json.dumps(plain))
         return replace(self._fragment(after, images), end_id=self._controls[end])
+
+    def with_hint(self, shown: Fragment, hinted: Fragment) -> Fragment:
+        """Return what is shown with the tokens that `hinted`, the same with one more message, has in addition. Raise
+        ValueError if the template does not write that message by itself."""
+        plain, whole = shown.token_ids, hinted.token_ids
+        count = len(whole) - len(plain)
+        start = next((i for i, (a, b) in enumerate(zip(plain, whole, strict=False)) if a != b), len(plain))
+        if count <= 0 or whole[start + count :] != plain[start:] or shown.images != hinted.images:
+            raise ValueError(
+                "the chat template does not write a hint as a message of its own, so that none can be given"
+            )
+        return replace(shown, hint_ids=whole[start : start + count], hint_back=len(plain) - start)
 
     def foreign_answer(self, text: str, end_id: int | None = None) -> Fragment:
         """Return a turn of the model's that somebody else wrote, with the token that ends it; None = the usual one."""

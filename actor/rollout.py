@@ -153,6 +153,14 @@ class Players:
             await self._endpoint.close()
 
 
+def hint_in(info: Any) -> str:
+    """Return what an environment's info tells a teacher alone. Raise ValueError for another thing than a text."""
+    hint = info.get("hint", "") if isinstance(info, Mapping) else ""
+    if not isinstance(hint, str):
+        raise ValueError(f"info['hint'] is {type(hint).__name__}, not a text")
+    return hint
+
+
 class OpenEpisode:
     """The state of one episode while it is played. Its methods raise `EpisodeEnded` when the episode is over."""
 
@@ -291,7 +299,7 @@ class OpenEpisode:
         messages = messages_of(self._env, observation) if observation else []
         self._keep([*sample.prompt, *messages], sample.images)
         self._sampler.shown(messages)
-        return self._history.start(messages)
+        return self._history.start(messages, hint_in(info))
 
     def _step(self, text: str, answer: Sequence[int]) -> tuple[Shown | None, float]:
         """Return the next observation (None = the episode is over) and the turn's reward."""
@@ -305,7 +313,7 @@ class OpenEpisode:
         messages = messages_of(self._env, observation)
         self._keep(messages)
         self._sampler.shown(messages)
-        return self._history.observe(answer, messages), reward
+        return self._history.observe(answer, messages, hint_in(info)), reward
 
     def _keep(self, messages: Sequence[dict[str, Any]], images: Sequence[Image] = ()) -> None:
         """Keep the texts of an observation, for the reward."""

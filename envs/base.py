@@ -15,7 +15,8 @@ An observation is a dict: "obs_str" (text) and, with images, "multi_modal_data" 
 The info dict of a step may hold "reward" (float, of this turn) and "metrics" (numbers, for the logs); that of `reset`
 may hold "metrics" too: they count for an episode that is cut off before its first step. Both may hold "state", what
 the next turn is played in: any value that equals itself in another process, such as a tuple; equal states have equal
-futures. Objectives with `turn_advantage = "state"` compare turns by it.
+futures. Objectives with `turn_advantage = "state"` compare turns by it. Both may hold "hint", a text that only a
+teacher is told with the observation (learner.objective.teacher).
 `format_observation` returns one chat message, or several: those of the role tool are the results of a turn's calls.
 """
 

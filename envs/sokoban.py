@@ -62,6 +62,7 @@ class SokobanSettings(ReasoningSettings):
     diagnostics: bool = Field(
         False, description="also measures success by solution length, and what the model wrote about the board"
     )
+    hints: bool = Field(False, description="a teacher is told the next moves of a shortest solution")
     off_target_reward: float = Field(
         OFF_TARGET_REWARD,
         description=(
@@ -166,7 +167,7 @@ class SokobanEnv(Env):
             "distance": self.start_distance,
             "metrics": self._successes(),
             "state": (self.position.player, self.position.boxes),
-        }
+        } | self._hint()
 
     def step(self, response_text: str) -> tuple[Observation, bool, Info]:
         result, gained = reasoned_step(response_text, self._step, lambda: facts(self.position), self.settings)
@@ -196,7 +197,12 @@ class SokobanEnv(Env):
             "metrics": {"turn_metrics": turn_metrics, "traj_metrics": self._successes()},
             "state": (self.position.player, self.position.boxes),
         }
-        return self._observation(actions), done, info
+        return self._observation(actions), done, info | self._hint()
+
+    def _hint(self) -> dict[str, str]:
+        """Return the info's hint: the next moves of a shortest solution; nothing without one."""
+        moves = optimal_first_moves(self.position) if self.settings.hints else []
+        return {"hint": f"Next moves: {', '.join(moves[: self.settings.max_actions_per_step])}"} if moves else {}
 
     def best_response(self) -> str:
         """Return an answer with the next moves of the solver's."""

@@ -17,7 +17,7 @@ def check_teacher(recipe: Recipe) -> None:
     """Raise ConfigError, in one line, for a teacher whose folder is no model's, or whose family, vocabulary or images
     are not the policy's."""
     teacher, policy = recipe.learner.objective.teacher, recipe.model.path
-    if not teacher:
+    if not teacher or recipe.learner.objective.teaches_itself:
         return
     if not Path(teacher, "config.json").is_file():
         raise refused(teacher, "it is no folder of a model: it has no config.json; name one")

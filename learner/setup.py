@@ -64,7 +64,7 @@ def build_trainer(recipe: Recipe, ranks: Ranks) -> Trainer:
     reference: Policy | BasePolicy | None = None
     if recipe.learner.objective.has_reference:
         reference = BasePolicy(policy) if policy.adapters else build_policy(recipe, ranks).requires_grad_(False)
-    temperature, teacher = recipe.sampling.temperature, build_teacher(recipe, ranks)
+    temperature, teacher = recipe.sampling.temperature, build_teacher(recipe, ranks, policy)
     trainer = Trainer(policy, recipe.learner, ranks, temperature=temperature, reference=reference, teacher=teacher)
     rejected = Path(recipe.run.dir) / recipe.run.name / f"rejected_by_rank_{ranks.rank}"
     trainer.decoder.refusals = Refusals("an image", get_logger("learner"), rejected)
@@ -101,11 +101,11 @@ def build_policy(recipe: Recipe, ranks: Ranks, critic_width: int = 0) -> Policy:
     return policy
 
 
-def build_teacher(recipe: Recipe, ranks: Ranks) -> Policy | None:
-    """Return the frozen teacher, sharded as the policy is; None without one."""
+def build_teacher(recipe: Recipe, ranks: Ranks, policy: Policy) -> Policy | None:
+    """Return the frozen teacher, sharded as the policy is, or the policy as its own; None without one."""
     learner, model = recipe.learner, recipe.model
-    if not learner.objective.has_teacher:
-        return None
+    if not learner.objective.has_teacher or learner.objective.teaches_itself:
+        return policy if learner.objective.has_teacher else None
     frozen = OptimizerConfig(name=learner.optimizer.name)  # of the policy's frozen parts it may have fewer
     path = learner.objective.teacher
     taught = recipe.model_copy(

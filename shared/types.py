@@ -190,6 +190,13 @@ class TurnNote(Record, frozen=True, array_like=True):
     info: Annotated[str, Meta(max_length=INFO_CHARACTERS)] = ""  # JSON of bounded length
 
 
+class Hint(Record, frozen=True, array_like=True):
+    """Tokens that a teacher alone reads: before the token at position `at` of the compact stream."""
+
+    at: Positive
+    token_ids: Annotated[tuple[Natural, ...], Meta(max_length=2**12)]
+
+
 class Trajectory(Record, frozen=True, eq=False):
     """One episode. All arrays have length T; `token_ids` holds one image placeholder per image, in order.
 
@@ -213,6 +220,7 @@ class Trajectory(Record, frozen=True, eq=False):
     notes: Many[TurnNote] = ()  # one for each turn; empty if no notes were taken
     started: NonNegative = 0.0  # seconds since 1970, by the actor's clock
     segments: Many[Positive] = ()  # where the second and later segments begin
+    hints: Many[Hint] = ()  # what the environment tells a teacher and not the policy, in order
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:

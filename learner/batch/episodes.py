@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from learner.batch.image_decoder import ImageDecoder
 from learner.objective.advantages import (
@@ -235,6 +236,29 @@ def group_turn_advantages(
         floor=noise,
     )
     return [objective.turn_weight * of_episode for of_episode in advantages]
+
+
+def with_hints(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory as a teacher reads it: with its hints in the stream, as tokens that nobody sampled."""
+    hints = trajectory.hints
+    if not hints:
+        return trajectory
+    at = np.repeat([hint.at for hint in hints], [len(hint.token_ids) for hint in hints])
+    told = [token for hint in hints for token in hint.token_ids]
+    changes = {
+        "token_ids": np.insert(trajectory.token_ids, at, told),
+        "loss_mask": np.insert(trajectory.loss_mask, at, 0),
+        "behaviour_logprobs": np.insert(trajectory.behaviour_logprobs, at, 0.0),
+        "policy_versions": np.insert(trajectory.policy_versions, at, -1),
+    }
+    turns = tuple(
+        structs.replace(
+            turn, start=turn.start + int((at <= turn.start).sum()), end=turn.end + int((at < turn.end).sum())
+        )
+        for turn in trajectory.turns
+    )
+    segments = tuple(start + int((at < start).sum()) for start in trajectory.segments)
+    return structs.replace(trajectory, **changes, turns=turns, segments=segments, hints=())
 
 
 def make_episode(

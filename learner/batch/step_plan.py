@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from learner.batch.binning import probe_of
 from learner.batch.distinct_images import deal_images
-from learner.batch.episodes import TrainingEpisode, make_episodes, shortest_first
+from learner.batch.episodes import TrainingEpisode, make_episodes, shortest_first, with_hints
 from learner.batch.image_decoder import ImageDecoder
 from learner.batch.other_images import with_other_images
 from learner.batch.update_plan import UpdatePlan, has_no_loss, minibatch_indices, plan_update
@@ -60,6 +62,13 @@ class StepPlan:
         return images
 
 
+def told(group: Group) -> Group:
+    """Return a group as a teacher reads it."""
+    if not any(trajectory.hints for trajectory in group.trajectories):
+        return group
+    return structs.replace(group, trajectories=tuple(map(with_hints, group.trajectories)))
+
+
 def plan_step(
     groups: Sequence[Group],
     decoder: ImageDecoder,
@@ -89,7 +98,10 @@ def plan_step(
     first = parts.pop(0) if beforehand and episodes else None
     left_out = [i for i, episode in enumerate(episodes) if has_no_loss(episode, config)][::OBSERVED_EVERY]
     observed = plan_update(episodes, left_out, config, ranks, sizes, keep_all=True) if left_out else None
-    of_teacher = plan_update(episodes, range(len(episodes)), config, ranks, sizes) if taught and episodes else None
+    of_teacher = None
+    if taught and episodes:
+        read = make_episodes([told(group) for group in groups], decoder, objective, noise=noise)
+        of_teacher = plan_update(read, range(len(read)), config, ranks, sizes)
     pairs = with_other_images(episodes, looked_at)
     looking = plan_update(pairs, range(len(pairs)), config, ranks, sizes, keep_all=True) if pairs else None
     return StepPlan(episodes, parts, first, of_teacher, observed, looking)

@@ -172,6 +172,9 @@ class Trainer:
         clock.record_spans()
         metrics["optim/lr"] = config.policy_lr * factor * policy_factor
         metrics["optim/rate"] = scaling.rate
+        if models.teacher is not None:
+            hinted = [bool(t.hints) for group in groups for t in group.trajectories if t.trainable]
+            metrics["teacher/hinted"] = sum(hinted) / max(len(hinted), 1)
         return metrics | totals.metrics(plan.episodes, ranks)
 
     def start_critic(self, groups: Sequence[Group]) -> None:

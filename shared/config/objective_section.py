@@ -142,7 +142,8 @@ class ObjectiveConfig(Section):
         "",
         description=(
             "folder of a frozen model of the same vocabulary and images, from which the policy learns on its own "
-            "episodes, with rewards or without; empty = none"
+            "episodes, with rewards or without; self = the policy itself, which reads the environment's hints; empty = "
+            "none"
         ),
     )
     teacher_weight: float = Field(1.0, gt=0, description="teacher: weight of the KL to it")
@@ -224,6 +225,11 @@ class ObjectiveConfig(Section):
     def has_teacher(self) -> bool:
         """True where a teacher's log-probabilities of the policy's tokens take part."""
         return bool(self.teacher)
+
+    @property
+    def teaches_itself(self) -> bool:
+        """True where the policy that reads hints is its own teacher."""
+        return self.teacher == "self"
 
     @property
     def has_reference(self) -> bool:

@@ -43,7 +43,7 @@ from shared.wire.frames import (
 
 __all__ = ["Frame", "Limits", "Message", "TokenRules", "WireError", "check_trajectory", "decode", "encode", "frames_of"]
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 MESSAGES: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
 
 
@@ -274,6 +274,7 @@ def check_trajectory(t: Trajectory, rules: TokenRules) -> None:
         raise WireError("version", "policy versions must be >= 0 where the mask is 1 and -1 elsewhere")
     _check_weights(t)
     _check_segments(t, mask)
+    _check_hints(t, mask, rules.vocab_size, special)
     if not (math.isfinite(t.reward) and all(math.isfinite(turn.reward) for turn in t.turns)):
         raise WireError("not_finite", "a reward is not finite")
 
@@ -293,6 +294,17 @@ def _check_turns(t: Trajectory) -> bytes:
             raise WireError("loss_mask", f"loss mask holds {max(mask)}, allowed 0 and 1")
         raise WireError("turns", "turns do not cover exactly the tokens with loss mask 1")
     return mask
+
+
+def _check_hints(t: Trajectory, mask: bytes, vocab_size: int, special: set[int]) -> None:
+    """Raise WireError unless hints are in order, of text, and stand outside of turns, not before a segment."""
+    before = 0
+    for hint in t.hints:
+        if not before < hint.at < len(mask) or hint.at in t.segments or (mask[hint.at - 1] and mask[hint.at]):
+            raise WireError("hints", f"a hint at {hint.at}, after {before} of {len(mask)} tokens, or within a turn")
+        if any(token >= vocab_size or token in special for token in hint.token_ids):
+            raise WireError("hints", "a hint holds a token that is no text")
+        before = hint.at
 
 
 def _check_segments(t: Trajectory, mask: bytes) -> None:
