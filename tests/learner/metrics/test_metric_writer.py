@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from learner.metrics.metric_writer import MetricLogger
 from shared.log import get_logger
 from shared.metrics import Distribution, means
+from tests.support.machine import until
 
 
 def test_scalars_images_and_texts_are_read_back_by_tensorboard(tmp_path: Path) -> None:
@@ -151,6 +152,8 @@ def test_a_run_that_goes_back_writes_each_step_once(tmp_path: Path) -> None:
         if step == 4:
             logger.scalars(2, {"eval/success": 0.5})  # of an evaluation that took two steps
     logger.close()
+    second = int(time.time())
+    until(lambda: int(time.time()) > second, 5)  # TensorBoard orders files of one process by their names, .10 before .9
     logger = MetricLogger(tmp_path, steps_done=2)
     for step in range(3, 5):
         logger.scalars(step, {"rollout/reward": 10.0 * step})
