@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -13,6 +14,8 @@ import numpy as np
 from shared.util.user_errors import in_words
 
 KEY_BYTES = 8
+PREFIX = "state:"
+_KEY = re.compile(f"{PREFIX}[0-9a-f]{{{2 * KEY_BYTES}}}")
 FORMS = "text, numbers, bytes, arrays, or tuples, lists, sets, dicts and dataclasses of these"
 
 
@@ -20,9 +23,12 @@ def state_key(state: Any) -> str:
     """Return the key of a state, which is the same in every process: equal states have equal keys.
 
     A tuple and a list of the same parts are equal, and so are a number of NumPy's and Python's. None is no state: its
-    key is "". Raise TypeError for an object that has no value of its own.
+    key is "". A key is its own key: an environment in another process has made it already. Raise TypeError for an
+    object that has no value of its own.
     """
-    return "" if state is None else _digest(state).hex()
+    if state is None or (isinstance(state, str) and (not state or _KEY.fullmatch(state))):
+        return state or ""
+    return PREFIX + _digest(state).hex()
 
 
 def _digest(value: Any) -> bytes:

@@ -83,7 +83,7 @@ class TrainingEpisode:
 
     @property
     def size(self) -> float:
-        """How large its advantages are."""
+        """Return how large its advantages are."""
         of_turns = 0.0 if self.turn_advantages is None else float(np.abs(self.turn_advantages).mean(dtype=np.float64))
         return abs(self.advantage) + of_turns
 

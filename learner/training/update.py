@@ -93,7 +93,7 @@ def token_weights(episode_tokens_N: Tensor, objective: ObjectiveConfig) -> Tenso
     if objective.aggregation == "token_mean":
         return torch.ones_like(episode_tokens_N)
     if objective.aggregation == "constant":
-        return torch.full_like(episode_tokens_N, 1.0 / objective.aggregation_tokens)
+        return torch.full_like(episode_tokens_N, 1.0 / objective.aggregation_divisor)
     return 1.0 / episode_tokens_N
 
 

@@ -22,9 +22,9 @@ class ObjectiveConfig(Section):
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean",
         description="what weighs the same in the loss: each token, or each episode; constant: the sum over an "
-        "episode's tokens is divided by aggregation_tokens, however many they are",
+        "episode's tokens is divided by aggregation_divisor, however many they are",
     )
-    aggregation_tokens: int = Field(
+    aggregation_divisor: int = Field(
         1024, gt=0, description="aggregation = constant: the divisor, such as the most tokens that an episode may have"
     )
     gamma: float = Field(1.0, ge=0, le=1, description="discount between turns (1 inside a turn)")

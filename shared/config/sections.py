@@ -233,7 +233,7 @@ class EngineConfig(Section):
 
     @property
     def start_limit_s(self) -> float:
-        """How long an engine may take until its first answer."""
+        """Return how long an engine may take until its first answer."""
         return self.start_timeout_s or (1800.0 if self.device == "cuda" else 300.0)
 
     @property

@@ -18,7 +18,7 @@ def aggregate(terms: list[torch.Tensor], config, kept: list[torch.Tensor] | None
     with 1, or all tokens' sum is divided by a constant for each episode."""
     if config.aggregation == "constant":
         parts = [(t if kept is None else k * t).sum() for t, k in zip(terms, kept or terms, strict=True)]
-        return sum(parts) / config.aggregation_tokens / len(terms)
+        return sum(parts) / config.aggregation_divisor / len(terms)
     kept = [torch.ones_like(t) for t in terms] if kept is None else kept
     weights = [k if config.aggregation == "token_mean" else k / len(k) for k in kept]
     return sum((w * t).sum() for w, t in zip(weights, terms, strict=True)) / sum(w.sum() for w in weights)

@@ -59,15 +59,34 @@ def test_the_mlps_of_a_policy_are_computed_so_in_float32_and_as_before_in_bfloat
     assert len(calls) == len(found)
 
 
-def test_an_mlp_of_other_parts_is_refused() -> None:
-    class Other(nn.Module):
+class Other(nn.Module):
+    """Two of its parts have the names of an MLP's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.act_fn, self.both = nn.Linear(2, 2), nn.SiLU(), nn.Linear(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.gate_proj(self.act_fn(gate) * up)
+
+
+def test_an_mlp_of_other_parts_computes_as_it_is() -> None:
+    other, x = Other(), torch.randn(3, 2)
+    expected = other(x)
+    use_fast_parts(nn.Sequential(other))
+    assert torch.equal(other(x), expected) and "forward" not in vars(other)
+
+
+def test_an_mlp_of_the_same_parts_that_multiplies_otherwise_is_refused() -> None:
+    class Swapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate_proj, self.act_fn, self.both = nn.Linear(2, 2), nn.SiLU(), nn.Linear(2, 4)
+            self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(2, 2) for _ in range(3))
+            self.act_fn = nn.SiLU()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            gate, up = self.both(x).chunk(2, -1)
-            return self.gate_proj(self.act_fn(gate) * up)
+            return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
 
     with pytest.raises(ValueError, match="multiply by their gate"):
-        use_fast_parts(nn.Sequential(Other()))
+        use_fast_parts(nn.Sequential(Swapped()))

@@ -259,7 +259,7 @@ def test_a_constant_divides_the_sum_over_an_episodes_tokens_however_many_they_ar
     groups = [random_groups(spec, 1, seed=s, turns=t)[0] for s, t in ((0, 1), (1, 3))]
     moves = {}
     for aggregation in ("constant", "token_mean"):
-        settings = {"normalize_advantages": False, "max_grad_norm": 1e9, "aggregation_tokens": 40}
+        settings = {"normalize_advantages": False, "max_grad_norm": 1e9, "aggregation_divisor": 40}
         config = learner_config(aggregation=aggregation, **settings)
         for number, group in enumerate(groups):
             trainer = Trainer(load_policy(str(folder), spec), config, ranks)

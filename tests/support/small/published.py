@@ -35,8 +35,8 @@ def published_config(name: str, ids: Mapping[str, int] | None = None) -> PreTrai
     """Return transformers' config of a published model, with the sizes from shared/families. `ids` are token ids by the
     config's names."""
     sizes = PUBLISHED[name]
-    family = next(each for each in FAMILIES.values() if name in each.published)
-    if family.small_tokenizer is not None:
+    family = next((each for each in FAMILIES.values() if name in each.published), None)
+    if family is not None and family.small_tokenizer is not None:
         return AutoConfig.for_model(family.model_type, **family.example(sizes, ids or {}))
     text = {
         "vocab_size": sizes.vocab_size,
