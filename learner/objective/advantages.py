@@ -246,7 +246,8 @@ class RunningScale:
     def __call__(self, episodes: Sequence[ScaledEpisode]) -> Scaling:
         """Return the scaling for a step on `episodes`. Call it before the step."""
         if self._config.is_group_relative:
-            slowed = self._slows and self._config.spec.zero_advantage_means_zero_loss
+            spec = self._config.spec
+            slowed = self._slows and (spec.zero_advantage_means_zero_loss or spec.whitens)
             return Scaling(rate=_weighted_signal(episodes) if slowed else 1.0)
         if not self._used or not episodes:
             return Scaling()

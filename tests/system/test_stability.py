@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from shared.config.objective_specs import objective_spec
 from tests.support.small.problems import PROBLEMS, UNTEACHABLE
 from tests.support.small.runs import OBJECTIVES, drift, learn
 
@@ -36,7 +37,8 @@ def test_a_constant_added_to_all_rewards_costs_no_step(objective, shift, ranks) 
 @pytest.mark.parametrize("term", [{"entropy_coef": 1e-4}, {"entropy_coef": 1e-4, "aggregation": "sequence_mean"}])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_with_a_constant_reward_no_other_term_moves_the_policy(objective, term, ranks) -> None:
-    settings = {"seed": SEED, "steps": 30, "lag": 1, **OBJECTIVES[objective], **term}
+    implied = objective_spec(OBJECTIVES[objective]["objective"]).implied  # dr_grpo has an aggregation of its own
+    settings = {"seed": SEED, "steps": 30, "lag": 1, **OBJECTIVES[objective], **term, **implied}
     assert drift(UNTEACHABLE["constant"], ranks, **settings) == 0.0
     assert drift(UNTEACHABLE["constant"], ranks, **settings, advantage_floor=0.0) > 1e-3
 
